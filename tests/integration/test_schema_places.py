@@ -23,7 +23,7 @@ WRONG: Any = {
     "properties": {"to": {"$ref": "#/$defs/place"}},
     "$defs": {"place": {"type": "array", "items": {"type": "string", "pattern": r"\bx"}}},
 }
-WHY = "#/$defs/place/items/pattern cannot be honoured: a word boundary, which is not supported, at position 0"
+WHY = "#/$defs/place/items/pattern cannot be enforced: a word boundary, which is not supported, at position 0"
 
 
 class CheckingEngine(FakeEngine):

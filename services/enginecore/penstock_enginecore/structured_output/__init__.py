@@ -1,1 +1,3 @@
-"""Constrains output to schemas, expressions and grammars. Grammars are compiled and followed in child processes."""
+"""Constrains output to JSON schemas, regular expressions and grammars. Child processes compile constraints and compute
+masks.
+"""

@@ -1,4 +1,4 @@
-"""Backend that compiles constraints with xgrammar: outside the engine's threads, with limits, and each constraint only
+"""Backend that compiles constraints with xgrammar, in a separate process with limits. Each constraint is compiled only
 once.
 """
 
@@ -41,19 +41,21 @@ _SPACE = "\u2581"
 
 
 def check_tokenizer(config: ModelConfig) -> None:
-    """Raise Unimplemented if the model's directory has no tokenizer. Reads nothing. Models from the hub always pass."""
+    """Raise Unimplemented if the model's directory has no tokenizer. Only looks for the file. Models from the Hugging
+    Face Hub always pass.
+    """
     directory = Path(config.path).expanduser()
     if directory.is_dir() and not any((directory / name).is_file() for name in (_FILE, *_OTHER_FILES)):
         raise Unimplemented(
-            f"this engine has no tokenizer: {quoted(config.path, LONGEST_PATH)} holds no {_FILE}", field=FIELD
+            f"this engine has no tokenizer: {quoted(config.path, LONGEST_PATH)} does not contain {_FILE}", field=FIELD
         )
 
 
 def load_tokenizer_info(config: ModelConfig, vocab_size: int, eos_token_ids: frozenset[int]) -> xgrammar.TokenizerInfo:
     """Return xgrammar's description of a vocabulary of ``vocab_size`` tokens.
 
-    Tokens without text, such as special tokens, are never allowed, except ``eos_token_ids``. Raises Unimplemented
-    without a readable tokenizer.
+    Tokens without text, such as special tokens, are never allowed, except ``eos_token_ids``. Raises Unimplemented if
+    the tokenizer cannot be read.
     """
     try:
         tokens = token_bytes(_load_tokenizer(config), vocab_size)
@@ -69,10 +71,10 @@ def load_tokenizer_info(config: ModelConfig, vocab_size: int, eos_token_ids: fro
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """Return the bytes of each token ID below ``vocab_size``, empty for special tokens and for IDs that the tokenizer
-    lacks.
+    """Return the bytes of each token ID below ``vocab_size``. Special tokens, and IDs that the tokenizer does not have,
+    have no bytes.
 
-    Raises ValueError if the tokens are not pieces of text that can be concatenated.
+    Raises ValueError if concatenating tokens does not give the text.
     """
     added = tokenizer.get_added_tokens_decoder()
     decode = _decoder(json.loads(tokenizer.to_str()))
@@ -95,7 +97,7 @@ def _load_tokenizer(config: ModelConfig) -> Tokenizer:
     loaded = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise ValueError("it is not one of the tokenizers library")
+        raise ValueError("the tokenizer is not from the tokenizers library")
     return backend
 
 
@@ -110,13 +112,13 @@ def _decoder(description: dict[str, Any]) -> Callable[[str], bytes]:
         table = _byte_level()
         return lambda text: bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
     if "WordPiece" in kinds or description["model"].get("type") == "WordPiece":
-        raise ValueError("WordPiece tokens do not say where spaces are")
+        raise ValueError("WordPiece tokens do not record the position of spaces")
     fallback = bool(description["model"].get("byte_fallback")) or "ByteFallback" in kinds
     return lambda text: _sentence_piece(text, fallback)
 
 
 def _parts(tree: Any) -> list[dict[str, Any]]:
-    """Return every object in ``tree``."""
+    """Return every JSON object in ``tree``, at any depth."""
     if isinstance(tree, list):
         return [part for item in tree for part in _parts(item)]
     return [tree, *_parts(list(tree.values()))] if isinstance(tree, dict) else []
@@ -136,14 +138,14 @@ def _byte_level() -> dict[str, int]:
 
 
 _CHECKED_AT_ONCE = 8 * 1024
-"""Maximum bytes of a constraint that is translated in the request's call, which takes a few milliseconds."""
+"""Maximum size in bytes of a constraint that ``check`` translates. The translation takes a few milliseconds."""
 
 
 class XgrammarBackend:
-    """Backend with one thread, which drives one compiling process.
+    """Backend with one thread, which sends constraints to one compiling process.
 
-    The vocabulary, and processes that ``children`` have not started early, are loaded in ``warm_up`` or with the first
-    constraint.
+    ``warm_up``, or else the first constraint, loads the vocabulary and starts the processes that ``children`` has not
+    started early.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class XgrammarBackend:
         children: Children | None = None,
         forced: bool = False,
     ) -> None:
-        """Set up without starting processes. ``forced`` enables the search for text that must come next."""
+        """Create the backend without starting processes. ``forced`` enables the search for text that must come next."""
         self._config = config
         self._model = model
         self._vocab_size = vocab_size
@@ -171,14 +173,14 @@ class XgrammarBackend:
         self._process: CompileProcess | None = None
 
     def check(self, constraint: StructuredOutput) -> None:
-        """Raise InvalidArgument for a constraint that cannot be enforced, Unimplemented if this engine can enforce
-        none.
+        """Raise InvalidArgument if the constraint cannot be enforced. Raise Unimplemented if this engine cannot enforce
+        any constraint.
 
-        For a large constraint, only the size is checked here. The rest is checked when it is compiled.
+        For a large constraint, this method checks only the size. The compiling process checks the content.
         """
         if not self._eos_token_ids:
             raise Unimplemented(
-                "this engine has no end-of-sequence token, without which constrained output cannot end", field=FIELD
+                "this engine's model has no end-of-sequence token, so constrained output could not end", field=FIELD
             )
         check_tokenizer(self._model)
         with self._lock:
@@ -188,9 +190,10 @@ class XgrammarBackend:
             check_constraint(constraint, self._config.max_constraint_bytes)
 
     def warm_up(self) -> "Future[None]":
-        """Check the tokenizer and start the processes, on a separate thread. Returns at once.
+        """Check the tokenizer and start the processes, on a separate thread. Returns without waiting.
 
-        The future completes when the processes answer. It fails with a RequestFailed if constraints cannot be served.
+        The future completes when the processes are ready. The future fails with a RequestFailed if the engine cannot
+        serve constraints.
         """
         if not self._eos_token_ids:
             return self._thread.submit(self._children.close)
@@ -209,11 +212,11 @@ class XgrammarBackend:
     def start(
         self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """Compile the constraint unless it is cached, and start to follow it after ``prior_token_ids``. Returns at
-        once.
+        """Compile the constraint if it is not cached, and start a grammar that has accepted ``prior_token_ids``.
+        Returns without waiting.
 
-        The future fails with a RequestFailed. ``changed`` is called on any thread when a request that missed its mask
-        can continue.
+        On an error, the future fails with a RequestFailed. If a step continued without the request's mask, ``changed``
+        is called on any thread when the mask has arrived.
         """
         started: Future[Grammar] = Future()
         tokens = tuple(prior_token_ids)
@@ -225,11 +228,11 @@ class XgrammarBackend:
         self._follower.flush()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait for the masks of the grammars that are ``prompt``, limited to the time by which a step may be delayed."""
+        """Wait for the masks of the grammars that are ``prompt``, but no longer than a step may be delayed."""
         self._follower.wait(grammars)
 
     def compile(self, constraint: StructuredOutput) -> Future[CompiledConstraint]:
-        """Return the future of this constraint, shared by all callers. It cannot be cancelled."""
+        """Return the future of this constraint. All callers share the future, and it cannot be cancelled."""
         with self._lock:
             found = self._cache.get(constraint)
             if found is not None:
@@ -253,12 +256,12 @@ class XgrammarBackend:
         changed: Callable[[], None],
         started: "Future[Grammar]",
     ) -> None:
-        """Follow a compiled constraint. Thread-safe."""
+        """Start a grammar with a compiled constraint. Thread-safe."""
         if (error := compiled.exception()) is not None:
             started.set_exception(error)
         elif self._follower.running or self._closed:
             self._pass_on(compiled, tokens, changed, started)
-        else:  # the process has ended, and only this thread may start another
+        else:  # The process has ended, and only the backend's thread may start another process.
             self._thread.submit(self._begin_again, compiled, tokens, changed, started)
 
     def _begin_again(
@@ -284,7 +287,7 @@ class XgrammarBackend:
     ) -> None:
         try:
             begun = self._follower.begin(compiled.result(), tokens, changed)
-        except Exception as e:  # the reader of the future handles the error
+        except Exception as e:  # The caller that reads the future handles the error.
             started.set_exception(e)
         else:
             _pass_on(begun, started)
@@ -312,15 +315,15 @@ class XgrammarBackend:
         except RequestFailed as e:
             self._fail(constraint, future, e)
         except Exception as e:
-            failure = Internal(f"{FIELD}: compiling failed: {type(e).__name__}: {e}", field=FIELD)
+            failure = Internal(f"{FIELD}: compilation failed: {type(e).__name__}: {e}", field=FIELD)
             failure.__cause__ = e
             self._fail(constraint, future, failure)
         else:
             future.set_result(compiled)
 
     def _fail(self, constraint: StructuredOutput, future: "Future[CompiledConstraint]", error: RequestFailed) -> None:
-        """Fail the future. Invalid constraints stay cached; constraints that hit a limit or failed otherwise may be
-        tried again.
+        """Fail the future. The error of an invalid constraint stays cached. A constraint that exceeded a limit, or
+        failed for another reason, is compiled again when it is requested again.
         """
         if not isinstance(error, InvalidArgument) or error.reason == LIMIT:
             with self._lock:
@@ -334,7 +337,7 @@ class XgrammarBackend:
         return self._follower.compiled(f"{FIELD}.{kind}", process.compile(constraint).encode())
 
     def _started(self) -> CompileProcess:
-        """Return the compiling process, and start the following process together with it."""
+        """Return the compiling process. If it is not running, start it together with the process that computes masks."""
         if self._tokenizer is None:
             info = load_tokenizer_info(self._model, self._vocab_size, self._eos_token_ids)
             self._tokenizer = info.serialize_json().encode()

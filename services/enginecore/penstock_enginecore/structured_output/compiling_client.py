@@ -1,5 +1,5 @@
-"""The engine's side of the compiling process. The process is started when needed, and killed if a constraint exceeds
-its limits.
+"""The engine's side of the compiling process. The engine starts the process when it is needed, and kills the process if
+a constraint exceeds a limit.
 """
 
 import contextlib
@@ -19,23 +19,23 @@ from penstock_enginecore.structured_output.constraints.source import FIELD
 from penstock_enginecore.structured_output.grammar_processes import START_TIMEOUT, Children, Forked
 
 TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
-"""Error reason for a constraint whose tokens cost too much to follow."""
+"""Error reason for a constraint for which a token takes too much CPU time."""
 LIMIT = "COMPILE_LIMIT"
 """Reason of an InvalidArgument for a constraint that took too much time or memory to compile."""
 _ATTEMPTS = 3
-"""Maximum number of processes to which a constraint is sent, if each ends before it accepts the constraint."""
+"""Maximum number of processes to which a constraint is sent, if each process ends before it accepts the constraint."""
 _JOIN_TIMEOUT = 10.0
 _LOOK = 0.1
 """Seconds between two checks of a process's CPU time."""
 _STARVED = 6
-"""Multiple of its limit that a constraint may take in wall-clock time, if other processes use the cores."""
+"""Maximum wall-clock time of a compilation, as a multiple of its CPU time limit, for machines with busy cores."""
 _LAST_MOMENT = 0.2
-"""Seconds for a process to end by itself, so that it has its own exit code."""
+"""Seconds to wait for a process to exit before it is killed, so that its own exit code is known."""
 
 
 class CompileProcess:
-    """The compiling process. ``compile`` belongs to one thread, which must outlive the process. ``close`` is
-    thread-safe.
+    """The compiling process. Only one thread may call ``compile``, and this thread must outlive the process. ``close``
+    is thread-safe.
     """
 
     def __init__(self, config: StructuredOutputConfig, tokenizer: bytes, children: Children) -> None:
@@ -55,8 +55,8 @@ class CompileProcess:
         return process.pid if process is not None and process.poll() is None else None
 
     def start(self) -> None:
-        """Start a process and wait until it is ready. Raises Internal if that fails, Unavailable if this object was
-        closed.
+        """Start a process and wait until it is ready. Raises Internal if the process does not start, Unavailable if
+        this object was closed.
         """
         self._started()
 
@@ -77,7 +77,7 @@ class CompileProcess:
         except (EOFError, OSError):
             code = self._stop()
             self._raise_if_closed()
-            # The library ends its process when it is out of memory or stack, because it cannot report these errors.
+            # The library aborts the process when it is out of memory or stack, because it cannot report these errors.
             raise self._over(field, f"ended the compiling process (exit code {code}); it may use", "memory") from None
         if reply is None:
             self._stop()
@@ -113,7 +113,7 @@ class CompileProcess:
             raise Unavailable("the engine is stopping", field=FIELD)
 
     def _started(self) -> "Connection[Any, Any]":
-        """Return the connection to a process that is ready."""
+        """Return the connection to a ready process. Start the process if necessary."""
         if self._process is not None and self._connection is not None and self._process.poll() is None:
             return self._connection
         self._stop()
@@ -138,8 +138,8 @@ class CompileProcess:
     def _handed_over(self, job: bytes) -> "Connection[Any, Any] | None":
         """Return the connection to a process that has accepted ``job``, or None if it does not confirm in time.
 
-        A process that was killed while it was idle is only noticed here. Raises Internal if several processes end
-        before they accept it.
+        If the process was killed while it was idle, the engine notices only here. Raises Internal if several processes
+        end before they accept ``job``.
         """
         for _ in range(_ATTEMPTS):
             connection = self._started()
@@ -151,12 +151,13 @@ class CompileProcess:
                 code = self._stop()
                 self._raise_if_closed()
         raise Internal(
-            f"the process that compiles constraints ended before it took one (exit code {code})", field=FIELD
+            f"the process that compiles constraints ended before it accepted the constraint (exit code {code})",
+            field=FIELD,
         )
 
     def _compiled(self, connection: "Connection[Any, Any]", limit: float) -> compiling_process.Reply | None:
-        """Return the reply, or None if the process used ``limit`` seconds of CPU time, or waited a multiple of that for
-        a core.
+        """Return the reply. Return None if the process used ``limit`` seconds of CPU time, or a multiple of ``limit``
+        in wall-clock time.
         """
         process, until = self._process, time.monotonic() + _STARVED * limit
         before = process.cpu_seconds() if process is not None else 0.0
@@ -172,7 +173,9 @@ class CompileProcess:
         return self._decoder.decode(connection.recv_bytes()) if connection.poll(timeout) else None
 
     def _stop(self) -> int | None:
-        """Kill the process if there is one. Returns its exit code, which is its own if it had already ended."""
+        """Kill the process if there is one. Returns the exit code. If the process had already ended, that is its own
+        exit code.
+        """
         process, connection = self._process, self._connection
         if process is None:
             return None
@@ -189,6 +192,6 @@ class CompileProcess:
 def over_budget(field: str, budget: float) -> str:
     """Return the error text for a constraint that uses more than ``budget`` seconds of CPU time for one token."""
     return (
-        f"{field} takes more than {1000 * budget:g} ms of processor time for one token (structured_output.token_budget). "
-        "Repeat only what cannot be empty, and let each text be read in one way only"
+        f"{field} takes more than {1000 * budget:g} ms of CPU time for one token (structured_output.token_budget). "
+        "Repeat only items that cannot be empty, and make sure that each text matches in only one way"
     )

@@ -1,4 +1,4 @@
-"""Process that compiles constraints, and measures the cost of following them. Nothing in this module runs in the
+"""Process that compiles constraints and measures the CPU time of their masks. Nothing in this module runs in the
 engine.
 """
 
@@ -26,8 +26,8 @@ _TRIAL_WALKS = 2
 def costs_too_much(compiled: xgrammar.CompiledGrammar, budget: float) -> bool:
     """Return whether one of the first tokens of an output takes more than ``budget`` seconds of CPU time.
 
-    The trial walks twice. The first walk repeats the same token while it is allowed, which is the worst case for
-    ambiguous grammars. The second walk is random.
+    The trial generates two outputs. The first output repeats the same token while the grammar allows it, which is the
+    worst case for ambiguous grammars. The second output has random tokens.
     """
     return any(_walk(compiled, budget, sticky=walk == 0) for walk in range(_TRIAL_WALKS))
 
@@ -51,12 +51,13 @@ def _walk(compiled: xgrammar.CompiledGrammar, budget: float, *, sticky: bool) ->
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Answer of the process.
+    """Message from the process to the engine.
 
     Attributes:
-        kind: "taken" means that the job has arrived, so that it is to blame if the process ends. "memory" means that it took too
-            much memory. "costly" means that one of its tokens takes too long.
-        text: The compiled, serialized grammar, or the reason why there is none.
+        kind: "taken" means that the process has received the job; if the process ends after that, the job is the cause.
+            "memory" means that the job took too much memory. "costly" means that a token of the constraint takes too
+            long.
+        text: The compiled, serialized grammar, or the reason why the compilation failed.
     """
 
     kind: Literal["ready", "taken", "compiled", "refused", "memory", "costly"]
@@ -99,7 +100,7 @@ def main(connection: "Connection[Any, Any]", info: xgrammar.TokenizerInfo, memor
         reply = answer(compiler, job)
         connection.send_bytes(encoder.encode(reply))
         if reply.kind == "memory":
-            return  # the heap may be too fragmented to continue
+            return  # The heap may be too fragmented to continue.
 
 
 def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
@@ -113,7 +114,7 @@ def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
         return Reply("refused", e.message)
     except (
         Exception
-    ) as e:  # xgrammar's own errors, which start with a source location, and other errors that it lets through
+    ) as e:  # Errors of xgrammar, which start with a source location, and errors that xgrammar does not catch.
         if out_of_memory(e):
             return Reply("memory")
         kind, _ = job.constraint.constraint
@@ -121,8 +122,8 @@ def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
 
 
 def compile_constraint(compiler: xgrammar.GrammarCompiler, job: Job) -> xgrammar.CompiledGrammar:
-    """Translate and compile a constraint. Raises InvalidArgument if it is refused, RuntimeError if xgrammar cannot read
-    it.
+    """Translate and compile a constraint. Raises InvalidArgument if the constraint is refused, RuntimeError if xgrammar
+    cannot parse the translation.
     """
     source = grammar_source(job.constraint, job.max_bytes)
     if source.kind == "structural_tag":
@@ -134,7 +135,7 @@ def compile_constraint(compiler: xgrammar.GrammarCompiler, job: Job) -> xgrammar
     XgrammarGrammar(compiled, vocab_size).fill(row)
     if not row.any():
         kind, _ = job.constraint.constraint
-        raise InvalidArgument(f"{FIELD}.{kind} allows no output that this model can write", field=f"{FIELD}.{kind}")
+        raise InvalidArgument(f"{FIELD}.{kind} allows no output that this model can generate", field=f"{FIELD}.{kind}")
     return compiled
 
 

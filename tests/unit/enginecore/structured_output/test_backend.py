@@ -333,7 +333,7 @@ def test_an_engine_without_an_end_token_says_so():
 
 def test_an_engine_without_a_tokenizer_says_so(tmp_path: Path):
     backend = backend_with(path=tmp_path)
-    with pytest.raises(Unimplemented, match=f"this engine has no tokenizer: '{tmp_path}' holds no tokenizer.json"):
+    with pytest.raises(Unimplemented, match=f"this engine has no tokenizer: '{tmp_path}' does not contain tokenizer.json"):
         backend.check(StructuredOutput(regex="a"))
     (tmp_path / "tokenizer.json").write_text("{}")
     backend.check(StructuredOutput(regex="a"))

@@ -85,7 +85,7 @@ def test_a_request_begins_behind_the_tokens_it_has(follower: GrammarFollower):
 def test_a_token_that_hangs_ends_its_request_and_the_others_go_on(follower: GrammarFollower):
     pairs, letters, explodes = (begun(follower, grammar) for grammar in (PAIRS, LETTERS, EXPLODES))
     assert pairs.accept([A])
-    with pytest.raises(ResourceExhausted, match="more than 50 ms of processor time for one token") as e:
+    with pytest.raises(ResourceExhausted, match="more than 50 ms of CPU time for one token") as e:
         explodes.accept([LONG])
     assert (e.value.field, e.value.reason) == ("grammar", "GRAMMAR_TOO_COSTLY")
     assert may(pairs) == {B}

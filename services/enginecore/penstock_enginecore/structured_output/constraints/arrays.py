@@ -1,4 +1,4 @@
-"""Arrays of a schema: items by position, their number, ``contains`` and ``uniqueItems``."""
+"""Arrays of a schema: items by position, number of items, ``contains`` and ``uniqueItems``."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -17,12 +17,12 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 from penstock_enginecore.structured_output.constraints.values import tuple_of
 
 _MAX_SUBSETS = 256
-"""Maximum number of value sets for arrays with unique items, because each is a rule. Beyond it, items keep the order of
-the enum.
+"""Maximum number of value sets for arrays with unique items, because each set is a grammar rule. With more sets, items
+must be in the order of the enum.
 """
 _MAX_IN_ORDER = 10_000
-"""Maximum product of the number of values and the number of items, if items keep their order. Each combination is a
-rule.
+"""Maximum product of the number of values and the number of items, if items are in the order of the enum. Each
+combination is a grammar rule.
 """
 _MAX_PLACES = 64
 """Maximum number of positions at which ``contains`` may be fulfilled, in an array with a maximum length."""
@@ -39,7 +39,7 @@ def array(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) ->
         unevaluated = fact.keywords.get("unevaluatedItems", True)
         if unevaluated is not True and (unevaluated is not False or len(facts) > 1):
             raise SchemaError(
-                f"{fact.path}/unevaluatedItems", "is only supported as false, beside the items that it speaks of"
+                f"{fact.path}/unevaluatedItems", "is only supported as false, in the schema that has the items keywords"
             )
         closing = "additionalItems" if isinstance(fact.keywords.get("items"), list) else "items"
         if unevaluated is False and closing not in fact.keywords:
@@ -56,7 +56,7 @@ def array(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) ->
     with writer.inside() as blanks:
         if unique is not None and (high is None or high > 1):
             if wanted:
-                raise SchemaError(f"{unique.path}/uniqueItems", "is not supported beside contains")
+                raise SchemaError(f"{unique.path}/uniqueItems", "is not supported together with contains")
             return _unique(writer, unique, places, rest, low, high, blanks, depth)
         if wanted:
             return _containing(writer, places, rest, wanted, low, high, blanks, depth)
@@ -91,7 +91,7 @@ def _wanted(facts: Sequence[Fact]) -> Part | None:
         if least is not None and least > 1:
             raise SchemaError(f"{fact.path}/minContains", f"is {least}; only 1 is supported")
         if found is not None:
-            raise SchemaError(f"{fact.path}/contains", f"is not supported beside {found.path}")
+            raise SchemaError(f"{fact.path}/contains", f"is not supported together with {found.path}")
         found = Part(fact.keywords["contains"], f"{fact.path}/contains")
     return found
 
@@ -115,7 +115,9 @@ def _items(
 def _written(
     writer: SchemaWriter, places: Sequence[Sequence[Part]], rest: Sequence[Part], low: int, high: int | None, depth: int
 ) -> tuple[list[str], str, int | None]:
-    """Return expressions for the places and for the rest, ``""`` if there is none, and the maximum number of items."""
+    """Return expressions for the items ``places``, an expression for the items ``rest``, and the maximum number of
+    items. An empty expression means no items.
+    """
     written: list[str] = []
     for index, parts in enumerate(places):
         try:
@@ -144,11 +146,11 @@ def _containing(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """Return an array in which one item fulfils ``wanted``. With a minimum length, the item may be at any of the first
-    positions.
+    """Return an array in which at least one item fulfils ``wanted``. With a minimum length, the item may be at any of
+    the first positions.
     """
     if places:
-        raise SchemaError(wanted.path, "is not supported beside items with places of their own")
+        raise SchemaError(wanted.path, "is not supported together with items that have schemas by position")
     if high == 0:
         raise UnfulfillableError(wanted.path, "must be fulfilled, but no items are allowed")
     most = low if high is None else high
@@ -162,7 +164,7 @@ def _containing(
         greatest = "" if high is None else high - 1 - before
         first = f"{one}" if not before else f"{other} ({blanks.comma} {other}){{{before - 1}}} {blanks.comma} {one}"
         options.append(f"{first} ({blanks.comma} {other}){{{least},{greatest}}}")
-    if high is None:  # after the first positions
+    if high is None:  # The item may also be after the first positions.
         more = max(low, 1)
         options.append(
             f"{other} ({blanks.comma} {other}){{{more - 1},}} {blanks.comma} {one} ({blanks.comma} {other})*"
@@ -226,7 +228,7 @@ def _subsets(values: int, size: int) -> int:
 def _in_order(writer: SchemaWriter, written: Sequence[str], low: int, high: int, blanks: Layout) -> str:
     """Return ``low`` to ``high`` of the values, in their order."""
     rules = writer.rules
-    # after[n]: rule for the rest after n items, starting with the value after the current one.
+    # after[n]: rule for the remaining items after n items. They start with a value after the current value.
     after: list[str | None] = [
         rules.add(blanks.last or '""') if low <= size <= high else None for size in range(high + 1)
     ]
@@ -262,7 +264,9 @@ def _apart_by_place(
         raise SchemaError(place, "is only supported where the items are values of an enum, booleans or null")
     for a, b in combinations(listed, 2):
         if not set(map(identity, a)).isdisjoint(map(identity, b)):
-            raise SchemaError(place, "is not supported beside items with places of their own that may be equal")
+            raise SchemaError(
+                place, "is not supported together with items that have schemas by position and may be equal"
+            )
     return _items(writer, places, rest, low, high, blanks, depth)
 
 

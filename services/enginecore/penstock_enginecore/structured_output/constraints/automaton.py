@@ -1,8 +1,8 @@
-"""Grammar rules for texts of limited length that match some regular expressions and not others.
+"""Grammar rules for texts of limited length that match given regular expressions and do not match others.
 
-Each expression becomes a nondeterministic automaton over sets of characters. States of the intersection are created
-when they are reached, so unreachable parts of an automaton cost nothing. For an expression that must not match, the
-states must not accept.
+Each expression becomes a nondeterministic automaton over sets of characters. States of the intersection of all automata
+are created when they are reached, so unreachable parts of an automaton cost nothing. If an expression must not match,
+its automaton must not be in an accepting state at the end of the text.
 """
 
 from bisect import bisect_left
@@ -24,7 +24,7 @@ from penstock_enginecore.structured_output.constraints.regex import (
 )
 
 MAX_STATES = 2000
-"""Maximum number of states of an intersection, because each is compiled for the whole vocabulary."""
+"""Maximum number of states of an intersection, because each state is compiled for the complete vocabulary."""
 _MAX_NODES = 20_000
 """Maximum number of states of one expression's automaton."""
 _MAX_CLASSES = 256
@@ -40,9 +40,9 @@ class Nfa:
     """A nondeterministic automaton, whose states are numbers.
 
     Attributes:
-        spend: Called to count the work of each state.
-        edges: For each state, sets of characters and their targets.
-        free: For each state, the targets that need no character.
+        spend: Function that counts the work of each state.
+        edges: For each state, sets of characters and the target state of each set.
+        free: For each state, the target states that are reached without a character.
     """
 
     spend: Callable[[int], None]
@@ -52,7 +52,7 @@ class Nfa:
     def add(self) -> int:
         """Add a state without edges, and return it."""
         if len(self.edges) >= _MAX_NODES:
-            raise TooLargeError(f"the expression takes more than {_MAX_NODES} states; repeat less often")
+            raise TooLargeError(f"the expression needs more than {_MAX_NODES} states; use fewer repetitions")
         self.spend(1)
         self.edges.append([])
         self.free.append([])
@@ -82,8 +82,8 @@ class Matcher:
 def matchers(pattern: Group, spend: Callable[[int], None], *, wanted: bool = True) -> list[Matcher]:
     """Return automata that together decide whether ``pattern`` matches somewhere in a text.
 
-    There is one for the pattern itself, and one for each lookahead at its start. Raises RegexError for unsupported
-    lookaheads.
+    There is one automaton for the pattern itself, and one for each lookahead at its start. Raises RegexError for
+    unsupported lookaheads.
     """
     looks: list[Lookahead] = []
     if len(pattern.options) == 1:
@@ -94,7 +94,7 @@ def matchers(pattern: Group, spend: Callable[[int], None], *, wanted: bool = Tru
                 break
             looks.append(node)
         if looks and not starts:
-            raise RegexError(f"a lookahead at position {looks[0].position} is only supported behind ^")
+            raise RegexError(f"a lookahead at position {looks[0].position} is only supported directly after ^")
         if looks:
             pattern = Group(((sequence[0], *sequence[1 + len(looks) :]),))
     if looks and not wanted:
@@ -126,8 +126,8 @@ def _matcher(pattern: Group, spend: Callable[[int], None], *, wanted: bool) -> M
 
 
 def _add_search(nfa: Nfa, group: Group, start: int, end: int, anchored: tuple[bool, bool]) -> None:
-    """Add the alternatives. Each alternative at the outermost level has its own anchors. A group that is a whole
-    alternative is unwrapped.
+    """Add the alternatives. Each alternative at the outermost level has its own anchors. If an alternative consists
+    only of a group, the alternatives of the group are used.
     """
     for sequence in group.options:
         starts = bool(sequence) and isinstance(sequence[0], Anchor) and sequence[0].start
@@ -148,7 +148,7 @@ def _add_search(nfa: Nfa, group: Group, start: int, end: int, anchored: tuple[bo
 
 
 def _add_sequence(nfa: Nfa, sequence: Sequence[Node], start: int, end: int) -> None:
-    # Each node gets its own states, so that a loop of the last state cannot be entered before the end is reached.
+    # Each node gets its own states, so that a loop at the last state is only possible at the end of the sequence.
     at = start
     for node in sequence:
         then = nfa.add()
@@ -283,7 +283,7 @@ class Intersection:
                 before.setdefault(target, set()).add(state)
                 if target not in seen:
                     if len(seen) >= MAX_STATES:
-                        raise TooLargeError(f"the expressions take more than {MAX_STATES} states together")
+                        raise TooLargeError(f"the expressions together need more than {MAX_STATES} states")
                     seen.add(target)
                     left.append(target)
         useful, left = set[State](), [state for state in seen if self._accepts(state)]
@@ -296,11 +296,12 @@ class Intersection:
         return useful
 
     def countable(self) -> int:
-        """Return how many characters can be counted within the maximum number of states. Raises TooLargeError."""
+        """Return the largest length that rules can count within the maximum number of states. Raises TooLargeError."""
         return MAX_STATES // max(len(self._useful()), 1) - 1
 
     def rules(self, low: int, high: int | None, add: Callable[[str, str], str], name: Callable[[], str]) -> str | None:
-        """Return the name of a rule for the texts of ``low`` to ``high`` characters, or None if there are none.
+        """Return the name of a rule for the texts of ``low`` to ``high`` characters, or None if there are no such
+        texts.
 
         Texts are spelled as in a JSON string and include the closing quote. ``add`` creates a rule from a body and a
         name. Raises TooLargeError.
@@ -323,8 +324,8 @@ class Intersection:
         return names[first]
 
     def _counted(self, top: int, high: int | None) -> "dict[Counted, dict[Counted, list[int]]]":
-        """Return the targets of the character classes, by state and number of characters before it. The first key is
-        the start.
+        """Return the targets of the character classes, by state and number of characters before that state. The first
+        key is the start.
 
         Characters are counted up to ``top``.
         """
@@ -342,7 +343,7 @@ class Intersection:
                 mine.setdefault(reached, []).append(each)
                 if reached not in seen:
                     if len(seen) >= MAX_STATES:
-                        raise TooLargeError(f"the expressions and lengths take more than {MAX_STATES} states together")
+                        raise TooLargeError(f"the expressions and lengths together need more than {MAX_STATES} states")
                     seen.add(reached)
                     left.append(reached)
         return arrows
@@ -374,7 +375,7 @@ def _classes(sets: set[tuple[Range, ...]], spend: Callable[[int], None]) -> list
         by_sign.setdefault(sign, []).append((low, after - 1))
     found = [characters for ranges in by_sign.values() if (characters := CharSet(ranges))]
     if len(found) > _MAX_CLASSES:
-        raise TooLargeError(f"the expressions tell more than {_MAX_CLASSES} classes of characters apart")
+        raise TooLargeError(f"the expressions distinguish more than {_MAX_CLASSES} classes of characters")
     return found
 
 

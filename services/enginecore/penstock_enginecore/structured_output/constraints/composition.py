@@ -1,7 +1,7 @@
-"""Schema composition: ``allOf`` and ``$ref``, whose schemas must all be fulfilled, and ``anyOf``, ``oneOf``, ``not``,
-``if``.
+"""Schema composition with ``allOf``, ``$ref``, ``anyOf``, ``oneOf``, ``not`` and ``if``. Values must fulfil all schemas
+of ``allOf`` and ``$ref``.
 
-A ``Part`` is one schema with its place in the client's document, so that errors can name the place.
+A ``Part`` is one schema with its path in the client's document, so that errors can name the path.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -39,11 +39,11 @@ _CONSTANTS = frozenset({"const", "enum"})
 
 
 class Part(NamedTuple):
-    """A schema and its place in the client's document.
+    """A schema and its path in the client's document.
 
     Attributes:
         ours: Whether this package generated the schema for the keyword at ``path``. It may contain internal keywords.
-        main: Whether the part is the rest of the schema that contains the other parts.
+        main: Whether the part has the remaining keywords of the schema that contains the other parts.
     """
 
     schema: Any
@@ -53,7 +53,9 @@ class Part(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """The constraining keywords of a part, without ``$ref`` and ``allOf``. ``main`` and ``ours`` are those of the part."""
+    """The constraining keywords of a part, without ``$ref`` and ``allOf``. ``main`` and ``ours`` are copied from the
+    part.
+    """
 
     keywords: dict[str, Any]
     path: str
@@ -62,7 +64,7 @@ class Fact(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that distinguishes the fact from other facts of the document."""
+        """Key that is unique among the facts of the document."""
         return self.path, repr(self.keywords) if self.ours else " ".join(sorted(self.keywords))
 
     @property
@@ -81,7 +83,7 @@ class SchemaWriter(Protocol):
     def convert(self, parts: Sequence[Part], depth: int, path: str = "") -> str:
         """Return an expression for the values that fulfil all of ``parts``. Raises SchemaError.
 
-        ``path`` is the place for errors that no single part causes. The default is the place of the first part.
+        ``path`` is the path for errors that no single part causes. The default is the path of the first part.
         """
 
     def inside(self) -> AbstractContextManager[Layout]:
@@ -101,7 +103,7 @@ class SchemaWriter(Protocol):
 
 
 def reference_of(parts: Sequence[Part], document: Document) -> str | None:
-    """Return the place to which ``parts`` refer, if they consist only of a reference."""
+    """Return the JSON pointer to which ``parts`` refer, or None if they do not consist of a single reference."""
     if len(parts) != 1 or isinstance(parts[0].schema, bool):
         return None
     schema, path, ours, _ = parts[0]
@@ -114,7 +116,7 @@ def reference_of(parts: Sequence[Part], document: Document) -> str | None:
 
 
 def facts_of(parts: Sequence[Part], document: Document, work: Work) -> tuple[list[Fact], bool]:
-    """Return the facts of ``parts``, and whether a reference was followed. Raises UnfulfillableError if one schema is
+    """Return the facts of ``parts``, and whether a reference was followed. Raises UnfulfillableError if a schema is
     false.
     """
     found: list[Fact] = []
@@ -135,7 +137,7 @@ def facts_of(parts: Sequence[Part], document: Document, work: Work) -> tuple[lis
             raise UnfulfillableError(part.path, "is false: no value is allowed there")
         keywords = constraining(part.schema, part.path, ours=part.ours)
         behind: list[Part] = []
-        inherits = next(iter(keywords), "") in ("$ref", "allOf")  # properties keep the order of the document
+        inherits = next(iter(keywords), "") in ("$ref", "allOf")  # Properties keep the order of the document.
         if "$ref" in keywords:
             pointer = document.pointer(keywords.pop("$ref"), part.path)
             followed = True
@@ -166,8 +168,8 @@ def spoken_of(keywords: Schema) -> set[str]:
 
 
 def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
-    """Return the types that values may have, in the order of ``TYPES``. An empty result means every type, without
-    constraints.
+    """Return the types that values may have, in the order of ``TYPES``. An empty result means that every type is
+    allowed without constraints.
 
     Without ``type``, the keywords determine the types. Raises UnfulfillableError if no type is left.
     """
@@ -181,7 +183,7 @@ def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
         both = mine if kinds is None else _both(kinds, mine)
         if not both:
             other = by if by != fact.path else path
-            raise UnfulfillableError(f"{fact.path}/type", f"allows no type that {other} allows, too")
+            raise UnfulfillableError(f"{fact.path}/type", f"has no type in common with {other}")
         kinds, by = both, fact.path
     if kinds is None:
         kinds = set().union(*(spoken_of(fact.keywords) for fact in facts)) or _without_excluded(facts)
@@ -189,7 +191,7 @@ def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
     if excluded:
         kinds = set(TYPES) - {"integer"} if kinds is None else kinds
         if "integer" in excluded and "number" in kinds and "number" not in excluded:
-            raise SchemaError(path, "must be a number but no integer, which cannot be enforced")
+            raise SchemaError(path, "requires a number that is not an integer, which cannot be enforced")
         excluded |= {"integer"} if "number" in excluded else set()
         if not kinds - excluded:
             raise UnfulfillableError(path, "allows no type")
@@ -198,7 +200,7 @@ def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
 
 
 def _without_excluded(facts: Sequence[Fact]) -> set[str] | None:
-    """Return the types for which excluded values can be avoided, or None if no values are excluded."""
+    """Return the types for which a grammar can exclude the excluded values, or None if no values are excluded."""
     excluded = [value for fact in facts for value in fact.keywords.get("!enum", ())]
     if not excluded:
         return None
@@ -229,7 +231,7 @@ def combines(fact: Fact) -> bool:
 
 
 def written_of(parts: Iterable[Part]) -> list[Fact]:
-    """Return the facts of ``parts`` themselves, without following references."""
+    """Return the facts of ``parts``, without the schemas to which their references point."""
     return [
         Fact(present(part.schema), part.path, part.ours, part.main) for part in parts if isinstance(part.schema, dict)
     ]
@@ -238,7 +240,8 @@ def written_of(parts: Iterable[Part]) -> list[Fact]:
 def check_properties(facts: Sequence[Fact], path: str) -> None:
     """Raise UnfulfillableError if a required property obviously has no possible value.
 
-    This is a cheap check before conditions on the same property are combined, because there may be many combinations.
+    This check is cheap. It runs before conditions on the same property are combined, because there may be many
+    combinations.
     """
     required = {name for fact in facts for name in names(fact.keywords, "required", fact.path)}
     left: dict[str, set[Hashable]] = {}
@@ -270,20 +273,22 @@ def _constants(schema: Schema) -> set[Hashable] | None:
 # Detection of schemas that no value can fulfil at the same time.
 
 _OPENING = frozenset({"anyOf", "oneOf", "if", "not", "patternProperties", "dependentSchemas", "dependencies"})
-"""Keywords that may allow properties which are declared elsewhere."""
+"""Keywords that may allow properties that other schemas declare."""
 _MAX_DEPTH = 8
 """Maximum depth to which ``allOf`` and references are followed."""
 
 
 class Apart:
-    """Decides whether two schemas of one document exclude each other. If it cannot decide, it assumes that they do not."""
+    """Decides whether two schemas of one document exclude each other. If this is unknown, the schemas count as not
+    excluding each other.
+    """
 
     def __init__(self, document: Document, work: Work) -> None:
         self._document = document
         self._work = work
 
     def never_both(self, written: Part, other: Part, *, alone: bool) -> bool:
-        """Return whether certainly no value that is written for one schema fulfils the other.
+        """Return whether it is certain that no value written for schema ``written`` fulfils schema ``other``.
 
         ``alone`` is True if no other schema constrains the value.
         """
@@ -303,7 +308,7 @@ class Apart:
         return any(self._told_apart(mine, yours, name) for name in _required(mine) & needed)
 
     def _views(self, part: Part, depth: int = 0) -> list[Schema] | None:
-        """Return the schemas that a value must all fulfil, following references up to a maximum depth."""
+        """Return all schemas that a value must fulfil, following references up to a maximum depth."""
         self._work.spend(part.path, 1)
         schema = present(part.schema)
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -320,8 +325,8 @@ class Apart:
     def _leaves_out(self, views: list[Schema], needed: set[str], *, alone: bool) -> bool:
         """Return whether objects written for ``views`` lack one of the properties ``needed``.
 
-        Undeclared properties are written only if a schema allows them. This is known if the views stand ``alone``, or
-        if they forbid other properties.
+        Undeclared properties are written only if a schema allows them. They are certainly not written if ``views``
+        forbid other properties, or if no other schema constrains the object (``alone``).
         """
         declared = [view["properties"] for view in views if isinstance(view.get("properties"), dict)]
         if any(not view.keys().isdisjoint(_OPENING) for view in views) or not declared:
@@ -381,19 +386,21 @@ def _required(views: list[Schema]) -> set[str]:
     return {name for each in given if isinstance(each, list) for name in each if isinstance(name, str)}
 
 
-# Keywords with several ways to fulfil them, and keywords that depend on a property.
+# Keywords that can be fulfilled in several ways, and keywords that depend on a property.
 
 MAX_ONE_OF = 128
-"""Maximum number of branches of a ``oneOf``, because each pair is compared."""
+"""Maximum number of branches of a ``oneOf``, because all pairs of branches are compared."""
 _MAX_NEGATION = 16
 """Maximum nesting of negations."""
 
 Way = list[Part]
-"""Parts that a value must fulfil in addition to the rest."""
+"""One way to fulfil a keyword: parts that a value must fulfil in addition to the other keywords."""
 
 
 class Ways(NamedTuple):
-    """Ways to fulfil ``keyword`` of one fact. ``ours`` means that some were generated here and may be impossible."""
+    """Ways to fulfil ``keyword`` of one fact. ``ours`` means that this package generated some of the ways, and that
+    these may be impossible.
+    """
 
     keyword: str
     ways: list[Way]
@@ -409,8 +416,8 @@ class Alternatives:
         self._apart = Apart(document, work)
 
     def of(self, fact: Fact, *, alone: bool) -> Ways | None:
-        """Return the ways to fulfil the first keyword of ``fact`` with several ways, or None if there is no such
-        keyword.
+        """Return the ways to fulfil the first keyword of ``fact`` that can be fulfilled in several ways, or None if
+        there is no such keyword.
 
         ``alone`` is True if no other schema constrains objects. Raises SchemaError.
         """
@@ -445,7 +452,7 @@ class Alternatives:
         return left
 
     def _one_of(self, branches: Sequence[Part], path: str, *, alone: bool) -> list[Way]:
-        """Return a way for each branch, which excludes the values of other branches."""
+        """Return a way for each branch. Each way excludes the values of the other branches."""
         if len(branches) > MAX_ONE_OF:
             raise SchemaError(path, f"has {len(branches)} branches; the limit is {MAX_ONE_OF}")
         ways = []
@@ -463,20 +470,20 @@ class Alternatives:
                     i, j = (each.path.removeprefix(f"{path}/") for each in (branch, other))
                     raise SchemaError(
                         path,
-                        f"is only supported where no value can fit two branches; {min(i, j)} and {max(i, j)} may both fit. "
-                        "Use anyOf, or tell them apart by type or by a required property with different constants",
+                        f"is only supported if no value can fit two branches; branches {min(i, j)} and {max(i, j)} may both fit. "
+                        "Use anyOf, or give the branches different types or a required property with different constants",
                     )
             ways.append([branch, *(Part({"not": each.schema}, each.path, True) for each in overlapping)])
         return ways
 
     def _negated(self, part: Part, depth: int = 0) -> list[Way]:
-        """Return the ways not to fulfil ``part``, empty if every value fulfils it. Raises SchemaError if it cannot be
-        negated.
+        """Return the ways to violate ``part``. The result is empty if every value fulfils ``part``. Raises SchemaError
+        if ``part`` cannot be negated.
         """
         schema, path = part.schema, part.path
         self._work.spend(path, 3)
         if depth > _MAX_NEGATION:
-            raise SchemaError(path, f"nests more than {_MAX_NEGATION} negations")
+            raise SchemaError(path, f"has more than {_MAX_NEGATION} nested negations")
         if schema is False:
             return [[]]
         if schema is True:
@@ -485,7 +492,7 @@ class Alternatives:
         return [way for name in sorted(keywords) for way in self._without(name, keywords, path, depth)]
 
     def _without(self, name: str, keywords: dict[str, Any], path: str, depth: int) -> list[Way]:
-        """Return the ways not to fulfil one keyword."""
+        """Return the ways to violate one keyword."""
 
         def ours(schema: Any) -> Part:
             return Part(schema, path, True)
@@ -545,12 +552,12 @@ def _beyond(name: str, keywords: Schema, path: str) -> list[Schema]:
             found = [b for b in bounds(keywords, plain, exclusive, path) if b[2] == f"{path}/{name}"]
             inner, outer = ("maximum", "exclusiveMaximum") if low else ("minimum", "exclusiveMinimum")
             return [{"type": "number", inner if excluded else outer: bound} for bound, excluded, _ in found]
-    raise SchemaError(f"{path}/{name}", "is not supported in what must not fit")
+    raise SchemaError(f"{path}/{name}", "is not supported in a negated schema")
 
 
 def _dependent(fact: Fact, keyword: str) -> list[Way]:
-    """Return the ways to fulfil the dependency on the first property of ``keyword``. The other dependencies remain for
-    later.
+    """Return the ways to fulfil the dependency on the first property of ``keyword``. The other dependencies stay in the
+    fact for a later call.
     """
     (name, schema, place), *rest = dependents({keyword: fact.keywords[keyword]}, fact.path) or [("", True, fact.path)]
     later = {each: fact.keywords[keyword][each] for each, _, _ in rest}

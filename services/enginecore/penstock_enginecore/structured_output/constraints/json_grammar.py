@@ -1,8 +1,8 @@
 r"""Rules that all grammars of JSON texts share: whitespace, ranges of numbers, strings.
 
-Each string has exactly one spelling: characters are escaped only if necessary, and never with ``\u``. So two spellings
-cannot name the same key. The amount of whitespace between tokens is limited, so that a model that repeats whitespace
-runs out of places for it before it runs out of ``max_tokens``. The lengths of numbers are limited for the same reason.
+Each string has exactly one spelling: characters are escaped only if necessary, and never with ``\u``. The same key
+therefore cannot have two spellings. The amount of whitespace between tokens is limited. Otherwise a model that repeats
+whitespace could use up ``max_tokens``. The lengths of numbers are limited for the same reason.
 """
 
 import json
@@ -24,21 +24,23 @@ from penstock_enginecore.structured_output.constraints.regex import (
 # Whitespace between the tokens.
 
 INDENT = 4
-"""Indentation characters per level after a line break, if the depth of the value is known."""
+"""Maximum number of indentation characters per level after a line break, if the depth of the value is known."""
 MAX_INDENT = 32
-"""Maximum indentation after a line break otherwise: inside references, and for values of any form."""
+"""Maximum number of indentation characters after a line break if the depth is unknown: inside references, and for
+values of any type.
+"""
 
 Level = int | None
 """Number of arrays and objects around a token, or None if a rule is used at several depths."""
 
 
 class Layout(NamedTuple):
-    """Whitespace and separators for the members of one array or object. An empty string means nothing.
+    """Expressions for whitespace and separators in one array or object. An empty string means that nothing is written.
 
     Attributes:
-        opened: After the opening bracket.
-        first: Before the first member.
-        last: After the last member.
+        opened: Whitespace after the opening bracket.
+        first: Whitespace before the first member.
+        last: Whitespace after the last member.
         comma: Comma between members, with whitespace.
         colon: Colon after a name, with whitespace.
     """
@@ -92,14 +94,14 @@ def _line_break(level: Level) -> str:
 
 
 # Ranges of numbers: JSON numbers without an exponent, digit by digit.
-#
-# Every number written within bounds has at most 15 significant digits. So different texts are different floats, and an
-# exclusive bound stays exclusive after parsing. Bounds are rounded inwards to numbers that can be written.
+# Every number written within bounds has at most 15 significant digits. Different texts are therefore different floats,
+# and an exclusive bound stays exclusive after parsing. If a bound cannot be written, the next number inside the range
+# is used.
 
 MAX_INTEGER_DIGITS = 18
-"""Digits of an integer without an upper bound. All such integers fit into 64 bits."""
+"""Maximum number of digits of an integer without an upper bound. All such integers fit into 64 bits."""
 MAX_SIGNIFICANT = 15
-"""Digits of a number with a fraction. Different texts with so many digits are different floats."""
+"""Maximum number of digits of a number with a fraction. Different texts with at most 15 digits are different floats."""
 _FRACTION = 6
 _SMALL = 10 ** (MAX_SIGNIFICANT - _FRACTION)
 _Writer = Callable[[int, int], list[str]]
@@ -111,8 +113,8 @@ NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,14}}) ("." [0-9]{{1,{MAX_SIGNIFICANT}}})? 
 def integer_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
     """Return the expression for the integers from ``low`` to ``high``. None means no bound.
 
-    ``above`` and ``below`` exclude the bound itself. Raises ValueError if there is no such integer of at most 18
-    digits.
+    ``above`` excludes ``low`` itself, and ``below`` excludes ``high``. Raises ValueError if there is no such integer of
+    at most 18 digits.
     """
     limit = 10**MAX_INTEGER_DIGITS - 1
     first, last = -limit if low is None else _lowest(low, above), limit if high is None else _highest(high, below)
@@ -120,8 +122,8 @@ def integer_range(low: Decimal | None, high: Decimal | None, *, above: bool = Fa
 
 
 def number_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
-    """Return the expression for numbers in a range, as in ``integer_range``. They have up to 6 decimal places, or none
-    if a bound is 10**9 or more.
+    """Return the expression for numbers in a range, with the arguments of ``integer_range``. The numbers have up to 6
+    decimal places, or no decimal places if a bound is 10**9 or more.
     """
     small = all(bound is None or abs(bound) < _SMALL for bound in (low, high))
     scale = 10**_FRACTION if small else 1
@@ -129,7 +131,7 @@ def number_range(low: Decimal | None, high: Decimal | None, *, above: bool = Fal
     first = -limit if low is None else _lowest(low * scale, above)
     last = limit if high is None else _highest(high * scale, below)
     write = _decimals if small else _naturals
-    return _signed(max(first, -limit), min(last, limit), write, f"{_FRACTION} digits behind the point")
+    return _signed(max(first, -limit), min(last, limit), write, f"{_FRACTION} decimal places")
 
 
 def _lowest(bound: Decimal, exclusive: bool) -> int:
@@ -144,7 +146,7 @@ def _highest(bound: Decimal, exclusive: bool) -> int:
 
 def _signed(first: int, last: int, write: _Writer, written: str) -> str:
     if first > last:
-        raise ValueError(f"no number within {written} lies between the bounds")
+        raise ValueError(f"no number with at most {written} is between the bounds")
     options = []
     if last >= 0:
         options += write(max(first, 0), last)
@@ -182,7 +184,9 @@ def _decimals(first: int, last: int) -> list[str]:
 
 
 def _fraction(first: int, last: int) -> str:
-    """Return the part after the integer: ``first`` to ``last`` millionths, with any sufficient number of digits."""
+    """Return the expression for the decimal point and decimal places of ``first`` to ``last`` millionths, with any
+    sufficient number of digits.
+    """
     if first == 0 and last == 10**_FRACTION - 1:
         return f'("." [0-9]{{1,{_FRACTION}}})?'
     options = ['""'] if first == 0 else []
@@ -232,7 +236,7 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[\]|\{\}|[\[\]{},:]|[^\[\]{},:"]+')
 
 
 class Rules:
-    """A grammar under construction: rules by name, including the shared ones."""
+    """A grammar under construction: rules by name, including the rules that all JSON grammars share."""
 
     def __init__(self, whitespace: JsonWhitespace = JsonWhitespace.DUMPS) -> None:
         self._whitespace = whitespace
@@ -242,8 +246,8 @@ class Rules:
 
     def _share(self) -> None:
         anywhere = self.layout(None)
-        # The rule is recursive and states what follows it. So most of a vocabulary is decided when the rule is
-        # compiled, and filling a bitmask inside a string takes a fiftieth of the time.
+        # The rule is recursive and includes a lookahead for the text after it. Most tokens can therefore be classified
+        # when the rule is compiled, and filling a bitmask inside a string is 50 times faster.
         self.add(f'("\\"" | char end) (=({behind_string(self._whitespace)}))', "end")
         for name, body in _SHARED.items():
             self.add(body, name)
@@ -257,7 +261,7 @@ class Rules:
         return layout(self._whitespace, level, self.add)
 
     def name(self) -> str:
-        """Return an unused name for a rule that is added later."""
+        """Return an unused name, for a rule that the caller adds later."""
         self._names += 1
         return f"r{self._names}"
 
@@ -273,11 +277,11 @@ class Rules:
         return self._bodies
 
     def text(self, root: str) -> str:
-        """Return the whole grammar for the expression ``root``."""
+        """Return the text of the complete grammar for the expression ``root``."""
         return f"root ::= {root}\n" + "".join(f"{name} ::= {body}\n" for name, body in self._bodies.items())
 
     def value(self, value: Any, level: Level) -> str:
-        """Return the expression for one JSON value at ``level``. Raises ValueError for half of a surrogate pair."""
+        """Return the expression for one JSON value at ``level``. Raises ValueError for an unpaired surrogate."""
         written, plain = list[str](), ""
         inside: list[Layout] = []
         for part in _TOKEN.findall(_compact(value)):
@@ -300,7 +304,9 @@ class Rules:
 
 
 def json_literal(value: Any) -> str:
-    """Return the expression for one JSON value without parts. Raises ValueError for half of a surrogate pair."""
+    """Return the expression for one JSON value that is not an array or object. Raises ValueError for an unpaired
+    surrogate.
+    """
     return literal(_compact(value))
 
 
@@ -312,16 +318,16 @@ def _compact(value: Any) -> str:
 
 
 def other_strings(rules: Rules, taken: list[str]) -> str:
-    """Add a rule for all JSON strings except those in ``taken``: a tree over their characters, left where a character
-    differs.
+    """Add a rule for all JSON strings that are not in ``taken``. The rule is a tree over the characters of the strings
+    in ``taken``; a string is accepted once a character differs.
     """
     body = _remainder(rules, sorted(set(taken)))
     return rules.add(f'"\\"" {body}')
 
 
 def _remainder(rules: Rules, taken: list[str]) -> str:
-    """Return a rule for the rest of a string whose start equals that of strings with the rests ``taken``. Includes the
-    closing quote.
+    """Return a rule for the remaining characters of a string, including the closing quote. ``taken`` are the remaining
+    characters of the excluded strings with the same beginning.
     """
     by_first: dict[str, list[str]] = {}
     for text in taken:
@@ -336,7 +342,7 @@ def _remainder(rules: Rules, taken: list[str]) -> str:
     return rules.add(" | ".join(options))
 
 
-# Detection of rules without sentences: a rule that always needs itself again has none.
+# Detection of rules that generate no text. A rule generates no text if every alternative needs the rule itself again.
 
 _SYMBOL = re.compile(
     r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\(=|\{[0-9]+(?:,[0-9]*)?\}|[()|?*+]|[A-Za-z_][A-Za-z0-9_]*'
@@ -344,7 +350,7 @@ _SYMBOL = re.compile(
 
 
 def unproductive(rules: Rules, names: Iterable[str]) -> list[str]:
-    """Return those of the rules ``names`` that have no sentence. Only for grammars that were written here."""
+    """Return the rules in ``names`` that generate no text. Works only for grammars that this package wrote."""
     read = {name: _read(body) for name, body in rules.bodies.items()}
     known: set[str] = set()
     users: dict[str, list[str]] = {}
@@ -361,7 +367,7 @@ def unproductive(rules: Rules, names: Iterable[str]) -> list[str]:
 
 
 Expression = str | tuple[str, list["Expression"]]
-"""A rule's name, or ``all`` or ``any`` of expressions. Expressions that need no rule are left out."""
+"""A rule's name, or ``all`` or ``any`` of several expressions. Expressions that refer to no rule are left out."""
 
 
 def _ends(body: Expression, known: set[str]) -> bool:

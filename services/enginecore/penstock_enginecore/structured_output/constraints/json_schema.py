@@ -1,9 +1,9 @@
 """JSON schemas as grammars.
 
-The grammar's sentences are JSON texts that the schema accepts. Keywords that cannot be enforced are refused with their
-place, never ignored. The grammar may be narrower than the schema. Properties come in the schema's order. An object that
-declares properties has no others unless ``additionalProperties`` allows them. The lengths of numbers and whitespace are
-limited.
+The grammar generates JSON texts that the schema accepts. A keyword that cannot be enforced is refused with its path,
+never ignored. The grammar may be narrower than the schema. Properties are in the schema's order. If an object declares
+properties, undeclared properties are written only if ``additionalProperties`` allows them. The lengths of numbers and
+whitespace are limited.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,12 +46,12 @@ MAX_REFS = 1000
 """Maximum number of different targets of ``$ref``."""
 
 MAX_WORK = 500_000
-"""Step limit of a translation whose process also has a time limit."""
+"""Maximum number of steps of a translation in the compiling process, which also has a time limit."""
 
 
 def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMPS, work: Work | None = None) -> str:
-    """Return the grammar of the JSON texts that ``schema`` (parsed by ``parse``) accepts, with this whitespace. Raises
-    SchemaError.
+    """Return the grammar of the JSON texts that ``schema`` accepts, with the given whitespace. ``schema`` is a result
+    of ``parse``. Raises SchemaError.
     """
     converter = _Converter(schema, whitespace, work or Work(MAX_WORK))
     root = converter.convert([Part(schema, "#")], 0)
@@ -60,7 +60,7 @@ def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMP
 
 
 class _Converter:
-    """Writes rules for a schema, and once for each target of its ``$ref``."""
+    """Writes the rules of a schema. The rules of a ``$ref`` target are written only once."""
 
     def __init__(self, root: Any, whitespace: JsonWhitespace, work: Work) -> None:
         self.rules = Rules(whitespace)
@@ -74,7 +74,7 @@ class _Converter:
         self._pending: list[tuple[str, list[Part], list[Fact] | None]] = []
 
     def finish(self, root: str) -> None:
-        """Convert the targets of references, including their own references."""
+        """Convert the targets of references, including references in those targets."""
         self._level = None
         while self._pending:
             name, parts, facts = self._pending.pop()
@@ -101,7 +101,7 @@ class _Converter:
             return "any"
         path = path or parts[0].path
         if depth > MAX_DEPTH:
-            raise SchemaError(path, f"nests more than {MAX_DEPTH} deep")
+            raise SchemaError(path, f"is nested more than {MAX_DEPTH} levels deep")
         self.work.spend(path, 10)
         if (pointer := reference_of(parts, self.document)) is not None:
             return self._share(((pointer, ""),), pointer, [Part(self.document.at(pointer), pointer)], None, path)
@@ -113,10 +113,10 @@ class _Converter:
     def _share(
         self, key: tuple[tuple[str, str], ...], place: str, parts: list[Part], facts: list[Fact] | None, path: str
     ) -> str:
-        """Return the name of a shared rule, which is written once, later."""
+        """Return the name of a rule that several places share. The rule is written once, in ``finish``."""
         if key not in self._shared:
             if len(self._shared) >= MAX_REFS:
-                raise SchemaError(path, f"there are more than {MAX_REFS} different $ref")
+                raise SchemaError(path, f"is beyond the limit of {MAX_REFS} different $ref targets")
             name = self.rules.name()
             self._shared[key] = name
             self._places[name] = place
@@ -157,7 +157,7 @@ class _Converter:
         return options[0] if len(options) == 1 else self.rules.add(" | ".join(options))
 
     def _either(self, ways: Ways, rest: Sequence[Fact], path: str, depth: int) -> str:
-        """Return an expression for values that fulfil ``rest`` and one of the ways. Ways that contradict the rest are
+        """Return an expression for values that fulfil ``rest`` and one of ``ways``. Ways that contradict ``rest`` are
         left out.
         """
         options, failed = list[str](), None
@@ -200,7 +200,7 @@ class _Converter:
         for fact in facts:
             if (values := listed(fact.keywords, fact.path)) is None:
                 continue
-            types_of(facts, path)  # refuses unknown types, which would otherwise only compare as unequal
+            types_of(facts, path)  # Refuse unknown types. Otherwise they would only compare as unequal.
             left = {name: value for name, value in fact.keywords.items() if name not in ("const", "enum")}
             parts = [each.part for each in facts if each is not fact] + [fact._replace(keywords=left).part]
             found = [value for value in values if self.fulfils(value, parts)]
@@ -214,7 +214,7 @@ class _Converter:
         try:
             return self.rules.add(" | ".join(self.rules.value(value, self._level) for value in values))
         except ValueError as e:
-            raise SchemaError(path, f"holds a value that cannot be written: {e}") from None
+            raise SchemaError(path, f"contains a value that cannot be written: {e}") from None
 
     def number(self, facts: Sequence[Fact], path: str, _depth: int) -> str:
         return numbers(self.rules, facts, path, "number", self.spender(path))

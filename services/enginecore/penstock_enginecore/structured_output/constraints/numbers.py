@@ -1,4 +1,4 @@
-"""Numbers of a schema: bounds, steps and excluded numbers together."""
+"""Numbers of a schema: bounds, ``multipleOf`` and excluded numbers."""
 
 import contextlib
 import math
@@ -25,9 +25,9 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 )
 
 _MAX_FRACTION = 9
-"""Maximum decimal places of a step."""
+"""Maximum number of decimal places of ``multipleOf``."""
 _MAX_RULES = 3000
-"""Maximum number of rules for the multiples of a step: one for each remainder and number of remaining digits."""
+"""Maximum number of rules for the multiples of a number: one rule for each remainder and number of remaining digits."""
 _MAX_EXCLUDED = 256
 """Maximum number of excluded numbers."""
 
@@ -84,7 +84,7 @@ def numbers(rules: Rules, facts: Sequence[Fact], path: str, kind: str, spend: Sp
     given = _Range(facts, kind)
     step = given.step
     if kind == "integer" and step is not None:
-        step = Fraction(step.numerator)  # least common multiple with 1
+        step = Fraction(step.numerator)  # Least common multiple of the step and 1.
     if len(given.excluded) > _MAX_EXCLUDED:
         raise SchemaError(path, f"excludes {len(given.excluded)} numbers; the limit is {_MAX_EXCLUDED}")
     try:
@@ -93,7 +93,9 @@ def numbers(rules: Rules, facts: Sequence[Fact], path: str, kind: str, spend: Sp
         if kind == "integer":
             return _integers(rules, given)
         if any(_within(given, each) for each in given.excluded):
-            raise SchemaError(path, "excludes numbers, which is only supported for integers and beside multipleOf")
+            raise SchemaError(
+                path, "excludes numbers, which is only supported for integers and together with multipleOf"
+            )
         if given.low is None and given.high is None:
             return "number"
         return rules.add(number_range(given.low, given.high, above=given.above, below=given.below))
@@ -113,12 +115,12 @@ def _integers(rules: Rules, given: _Range) -> str:
         high, below = (given.high, given.below) if hole is None else (hole, True)
         if hole is not None and given.high is not None and hole > given.high:
             continue
-        with contextlib.suppress(ValueError):  # no integer lies between two holes
+        with contextlib.suppress(ValueError):  # There may be no integer between two excluded integers.
             options.append(integer_range(low, high, above=above, below=below))
         if hole is not None and (low is None or hole >= low):
             low, above = hole, True
     if not options:
-        raise ValueError("no integer lies between the bounds that is not excluded")
+        raise ValueError("every integer between the bounds is excluded")
     return rules.add(" | ".join(options))
 
 
@@ -129,16 +131,18 @@ def _within(given: _Range, value: Decimal) -> bool:
 
 
 def _multiples(rules: Rules, given: _Range, step: Fraction, kind: str, spend: Spend) -> str:
-    """Return multiples of ``step``, digit by digit, with at most as many decimal places as the step has."""
+    """Return the expression for the multiples of ``step``, digit by digit. They have at most as many decimal places as
+    ``step``.
+    """
     digits = 0
     while digits <= _MAX_FRACTION and 10**digits % step.denominator:
         digits += 1
     if digits > _MAX_FRACTION:
-        raise SchemaError(given.place, f"has more than {_MAX_FRACTION} digits behind the point")
+        raise SchemaError(given.place, f"has more than {_MAX_FRACTION} decimal places")
     options = []
     for places in range(digits + 1):
         unit = step * 10**places
-        multiple = unit.numerator  # must also be a multiple of 1, because no digits follow
+        multiple = unit.numerator  # Without decimal places, the number must also be a multiple of 1.
         limit = 10 ** (MAX_INTEGER_DIGITS if kind == "integer" else MAX_SIGNIFICANT) - 1
         scale = Decimal(10) ** places
         first = -limit if given.low is None else _inwards(given.low * scale, given.above, up=True)
@@ -147,7 +151,7 @@ def _multiples(rules: Rules, given: _Range, step: Fraction, kind: str, spend: Sp
         digitwise = _Digits(rules, multiple, places, holes, given.place, spend)
         options += digitwise.between(max(first, -limit), min(last, limit))
     if not options:
-        raise ValueError("no multiple lies between the bounds")
+        raise ValueError("there is no multiple between the bounds")
     return rules.add(" | ".join(options))
 
 
@@ -157,7 +161,9 @@ def _inwards(bound: Decimal, excluded: bool, *, up: bool) -> int:
 
 
 class _Digits:
-    """Writes the multiples of ``multiple``, whose last ``places`` digits are decimal places. ``holes`` are left out."""
+    """Writes the multiples of ``multiple``. Their last ``places`` digits are decimal places. Numbers in ``holes`` are
+    left out.
+    """
 
     def __init__(self, rules: Rules, multiple: int, places: int, holes: set[int], place: str, spend: Spend) -> None:
         self._rules = rules
@@ -197,7 +203,7 @@ class _Digits:
 
     def _suffix(self, digits: int, low: int, high: int, residue: int) -> str:
         """Return a rule for ``digits`` digits with a value from ``low`` to ``high`` and the given ``residue``, or
-        ``""`` if there is none.
+        ``""`` if there is no such value.
         """
         if not digits:
             return '""' if residue == 0 else ""
@@ -206,7 +212,7 @@ class _Digits:
             return self._known[key]
         self._spend(10)
         if len(self._known) >= _MAX_RULES:
-            raise SchemaError(self._place, f"takes more than {_MAX_RULES} rules; use a step with a smaller numerator")
+            raise SchemaError(self._place, f"needs more than {_MAX_RULES} rules; use a number with fewer digits")
         unit = 10 ** (digits - 1)
         by_rest: dict[str, list[int]] = {}
         for digit in range(low // unit, high // unit + 1):

@@ -1,4 +1,6 @@
-"""Objects of a schema: declared properties in order, then others, whose names may have to match expressions."""
+"""Objects of a schema: declared properties in order, then undeclared properties, whose names may have to match
+expressions.
+"""
 
 from collections.abc import Sequence
 from itertools import product
@@ -20,12 +22,12 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 from penstock_enginecore.structured_output.constraints.strings import Texts, matches, pattern_at
 
 MAX_KEY = 256
-"""Maximum characters of a property's name."""
+"""Maximum length of a property's name in characters."""
 _MAX_PATTERNS = 4
 """Maximum number of different name patterns, because each combination of matching patterns is examined."""
 
 Property = list[Part]
-"""Parts that the value of a property must fulfil. Empty means any value."""
+"""Parts that the value of a property must fulfil. An empty list allows any value."""
 
 
 class _Objects:
@@ -53,12 +55,14 @@ class _Objects:
         self._closed_by = self._closing()
 
     def _closing(self) -> str | None:
-        """Return the place that forbids undeclared properties, if they are not forbidden by ``additionalProperties``."""
+        """Return the path of the keyword that forbids undeclared properties. None if no keyword except
+        ``additionalProperties`` forbids them.
+        """
         for fact in self._facts:
             value = fact.keywords.get("unevaluatedProperties", True)
             place = f"{fact.path}/unevaluatedProperties"
             if value is not True and (value is not False or not (fact.main or len(self._facts) == 1)):
-                raise SchemaError(place, "is only supported as false, on the schema that holds the others")
+                raise SchemaError(place, "is only supported as false, on the schema that contains the other schemas")
             if value is False and not any("additionalProperties" in each.keywords for each in self._facts):
                 return place
         declares = any(
@@ -70,7 +74,7 @@ class _Objects:
         return None if says or not (declares or self._patterns) else self._path
 
     def declared(self) -> dict[str, Property]:
-        """Return the named properties, with the parts that each must fulfil."""
+        """Return the declared properties by name, with the parts that each property must fulfil."""
         found: dict[str, Property] = {}
         named = [name for fact in self._facts for name in mapping(fact.keywords, "properties", fact.path)]
         named += self._required
@@ -101,7 +105,7 @@ class _Objects:
                     if owner is fact:
                         known = True
                         parts.append(part)
-            known_anywhere |= known and not fact.ours  # a property that must be absent does not count as evaluated
+            known_anywhere |= known and not fact.ours  # A property that must be absent does not count as evaluated.
             if not known and "additionalProperties" in fact.keywords:
                 parts.append(Part(fact.keywords["additionalProperties"], f"{fact.path}/additionalProperties"))
         if self._closed_by is not None and self._closed_by != self._path and not known_anywhere:
@@ -128,8 +132,8 @@ class _Objects:
         return low, high
 
     def _members(self, properties: dict[str, Property], blanks: Layout) -> list[tuple[str, bool]]:
-        """Return the declared members as expressions, and whether each is required. Members without a possible value
-        are left out.
+        """Return the expression of each declared member, and whether the member is required. Members without a possible
+        value are left out.
         """
         members = []
         for name, parts in properties.items():
@@ -240,7 +244,7 @@ class _Objects:
         return rules.add(f'"{{" {blanks.opened} {body} "}}"')
 
     def _too_many(self, low: int) -> str:
-        return f"is {low}; more than one property is only counted where the schema declares as many"
+        return f"is {low}; a number above 1 is only supported if the schema declares at least as many properties"
 
     def _place(self, keyword: str) -> str:
         return next((f"{f.path}/{keyword}" for f in self._facts if keyword in f.keywords), self._path)
@@ -249,9 +253,11 @@ class _Objects:
         return self._place("minProperties")
 
     def _chain(self, members: Sequence[tuple[str, bool]], extra: str, blanks: Layout) -> str:
-        """Return members in order, each optional unless required, then any number of ``extra`` members, with whitespace.
+        """Return an expression for the members in order, then any number of ``extra`` members, with whitespace. A
+        member may be absent if it is not required.
 
-        Each member has two rules: one for the rest after an earlier member, and one for the start of the object.
+        There are two rules per member. The first rule is for the remaining members after an earlier member. The second
+        rule is for an object that starts with this member.
         """
         rules = self._writer.rules
         after = rules.add(f"({blanks.comma} {extra})* {blanks.last}" if extra else blanks.last or '""')
@@ -268,7 +274,7 @@ class _Objects:
     def _counted(
         self, members: Sequence[tuple[str, bool]], extra: str, low: int, high: int | None, blanks: Layout
     ) -> str:
-        """Return members as ``_chain`` does, with ``low`` to ``high`` members.
+        """Return an expression like that of ``_chain``, for objects with ``low`` to ``high`` members.
 
         If ``low`` is more than 1, only declared members count, because an undeclared name may be repeated.
         """
@@ -277,7 +283,9 @@ class _Objects:
         known: dict[tuple[int, int], str] = {}
 
         def behind(index: int, size: int) -> str:
-            """Return a rule for the rest after ``size`` members, from declared member ``index`` on, or ``""`` for none."""
+            """Return a rule for the members after the first ``size``, starting with declared member ``index``. ``""``
+            means no more members.
+            """
             size = size if high is not None else min(size, top)
             if (index, size) in known:
                 return known[index, size]
@@ -303,12 +311,12 @@ class _Objects:
             known[index, size] = rules.add(" | ".join(options)) if options else ""
             return known[index, size]
 
-        for index in reversed(range(len(members))):  # from the end, to avoid deep recursion
+        for index in reversed(range(len(members))):  # Start at the end, to avoid deep recursion.
             for size in range(min(index, top) + 1):
                 behind(index, size)
         body = behind(0, 0)
         if not body:
-            raise UnfulfillableError(self._path, "has no object with so many properties")
+            raise UnfulfillableError(self._path, "allows no object with the required number of properties")
         return body
 
 

@@ -1,8 +1,8 @@
 """Translation of regular expressions to grammar expressions.
 
-The dialect is what ECMA-262, and so JSON Schema, has in common with most others: alternation, groups, character
-classes, greedy and lazy repetition, and anchors at either end. Features that a grammar cannot express (lookaround, back
-references, word boundaries) are refused with their name and position, never ignored.
+The dialect is the common subset of ECMA-262 (the dialect of JSON Schema) and most other dialects: alternation, groups,
+character classes, greedy and lazy repetition, and anchors at the beginning and the end. Features that a grammar cannot
+express (lookaround, back references, word boundaries) are refused with their name and position, never ignored.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +17,7 @@ Range = tuple[int, int]
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST = 0x10FFFF
 ESCAPED = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-"""Characters that a JSON string escapes with a backslash, and the letter for each."""
+"""Characters that a JSON string escapes with a backslash, and the character after the backslash."""
 
 
 class CharSet:
@@ -88,9 +88,10 @@ def as_text(characters: CharSet) -> str:
 
 
 def as_json(characters: CharSet) -> str:
-    """Return the expression for one of ``characters`` inside a JSON string, in its only spelling.
+    """Return the expression for one of ``characters`` inside a JSON string. Each character has only one spelling.
 
-    Control characters without an escape letter cannot be written. Returns ``""`` if no character can.
+    Control characters without an escape letter cannot be written. Returns ``""`` if none of ``characters`` can be
+    written.
     """
     parts = [as_text(plain)] if (plain := characters & PLAIN_IN_JSON) else []
     if letters := "".join(letter for c, letter in ESCAPED.items() if c in characters):
@@ -115,8 +116,8 @@ MAX_REPEAT = 65_536
 MAX_DEPTH = 64
 """Maximum nesting of groups."""
 MAX_EMPTY_REPEAT = 8
-"""Maximum number of repetitions of an item that may be empty, multiplied over nested repetitions. The compiler follows
-each way to leave some of them out.
+"""Maximum number of repetitions of an item that may be empty, multiplied over nested repetitions. The compiler tries
+every combination of repetitions that may be empty.
 """
 
 _DIGIT = CharSet.of("0123456789")
@@ -162,15 +163,15 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One of several sequences."""
+    """Alternatives, each of which is a sequence of nodes."""
 
     options: tuple[tuple["Node", ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """An expression that must match from here on, or must not if ``negative``. It consumes nothing. ``position`` is
-    that in the pattern.
+    """An expression that must match at this point of the text, or must not match if ``negative``. A lookahead consumes
+    no characters. ``position`` is its position in the pattern.
     """
 
     item: Group
@@ -200,8 +201,8 @@ def in_json_string(pattern: Group) -> str:
 
 
 def _emit_options(group: Group, *, in_json: bool, search: bool) -> str:
-    """Write the alternatives. Each alternative at the outermost level has its own anchors. A group that is a whole
-    alternative is unwrapped.
+    """Write the alternatives. Each alternative at the outermost level has its own anchors. If an alternative consists
+    only of a group, the alternatives of the group are used.
     """
     options = []
     for sequence in group.options:
@@ -278,7 +279,7 @@ class _Parser:
     def group(self) -> Group:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise self.error(f"groups nest more than {MAX_DEPTH} deep")
+            raise self.error(f"groups are nested more than {MAX_DEPTH} levels deep")
         options = [self.sequence()]
         while self.take("|"):
             options.append(self.sequence())
@@ -343,10 +344,10 @@ class _Parser:
             raise self.error("a repetition whose bounds are out of order", at)
         if (high or low) > 1 and (times := _empty_repeats(item) * (high or low)) > MAX_EMPTY_REPEAT and _nullable(item):
             raise self.error(
-                f"what may be empty is repeated up to {times} times (the limit is {MAX_EMPTY_REPEAT}; repeat what is not)",
+                f"an item that may be empty is repeated up to {times} times (the limit is {MAX_EMPTY_REPEAT}); repeat only items that cannot be empty",
                 at,
             )
-        self.take("?")  # lazy repetition matches the same texts
+        self.take("?")  # Lazy repetition matches the same texts.
         if self.peek() in ("*", "+", "?") or (self.peek() == "{" and self.bounds() is not None):
             raise self.error("a repetition of a repetition", at)
         return Repeat(item, low, high)
@@ -392,7 +393,7 @@ class _Parser:
     def span(self, low: CharSet, high: CharSet, at: int) -> CharSet:
         ends = (*low.ranges, *high.ranges)
         if len(ends) != 2 or any(first != last for first, last in ends) or ends[1][0] < ends[0][0]:
-            raise self.error("a range whose ends are not two characters in order", at)
+            raise self.error("a range whose bounds are not two characters in ascending order", at)
         return CharSet([(ends[0][0], ends[1][0])])
 
     def escape(self, at: int) -> CharSet:
@@ -420,7 +421,7 @@ class _Parser:
             raise self.error(f"an escape without its {digits} hexadecimal digits", at)
         found = CharSet.of(chr(int(text, 16)))
         if not found:
-            raise self.error("half of a surrogate pair", at)
+            raise self.error("an unpaired surrogate", at)
         return found
 
 
@@ -438,9 +439,7 @@ def _nullable(node: Node) -> bool:
 
 
 def _empty_repeats(node: Node) -> int:
-    """Return the maximum number of repetitions of a possibly empty item in ``node``, multiplied over nested
-    repetitions.
-    """
+    """Return how often ``node`` repeats an item that may be empty, at most. Nested repetitions are multiplied."""
     if isinstance(node, Repeat):
         times = node.high or node.low
         return _empty_repeats(node.item) * (max(times, 1) if _nullable(node.item) else 1)

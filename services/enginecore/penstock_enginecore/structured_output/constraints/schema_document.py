@@ -1,4 +1,4 @@
-"""Reader of JSON schemas: their text, types, keywords and references, and limits on the work for a schema."""
+"""Reader of JSON schemas: text, types, keywords and references, and limits on the work for a schema."""
 
 import json
 import re
@@ -29,7 +29,7 @@ class SchemaError(ValueError):
 
 
 class UnfulfillableError(SchemaError):
-    """Raised when no value can fulfil the schema. One of several alternatives may be left out for this reason."""
+    """Raised when no value can fulfil the schema. The translation leaves out an alternative that raises this error."""
 
 
 class TooMuchWorkError(SchemaError):
@@ -45,11 +45,11 @@ class Work:
         self._left = limit
 
     def spend(self, path: str, steps: int) -> None:
-        """Count ``steps`` for the schema at ``path``. Raises TooMuchWorkError if none are left."""
+        """Count ``steps`` for the schema at ``path``. Raises TooMuchWorkError if no steps are left."""
         self._left -= steps
         if self._left < 0:
             raise TooMuchWorkError(
-                path, f"makes the schema take more than {self._limit} steps to translate; say it more simply"
+                path, f"makes the translation of the schema take more than {self._limit} steps; simplify the schema"
             )
 
 
@@ -60,14 +60,16 @@ def shown(value: Any) -> str:
 
 
 def present(schema: Any) -> Any:
-    """Return a schema without null keywords, which serializers write for absent ones. A ``const`` may be null."""
+    """Return a schema without keywords that are null, because serializers write null for absent keywords. A ``const``
+    may be null.
+    """
     if not isinstance(schema, dict):
         return schema
     return {name: value for name, value in schema.items() if value is not None or name == "const"}
 
 
 def never(schema: Any) -> bool:
-    """Return whether a schema is false or equivalent to it, ``{"not": {}}``."""
+    """Return whether a schema is false, or ``{"not": {}}``, which means the same."""
     return schema is False or (isinstance(schema, dict) and schema.get("not", 0) in (True, {}) and len(schema) == 1)
 
 
@@ -81,7 +83,7 @@ def fits(value: Any, kind: str) -> bool:
 
 
 def identity(value: Any) -> Hashable:
-    """Return a key that equal JSON values share, at any depth: 1 equals 1.0, but not true."""
+    """Return a key that is the same for equal JSON values, at any depth. 1 equals 1.0, but does not equal true."""
     if isinstance(value, list):
         return list, tuple(map(identity, value))
     if isinstance(value, dict):
@@ -100,7 +102,7 @@ MAX_NESTING = 256
 """Maximum nesting of a schema's JSON text, including values of ``const`` and ``enum``."""
 
 MAX_EXPONENT = 300
-"""Largest power of ten of a number."""
+"""Largest exponent of a number, as a power of ten."""
 
 
 def parse(text: str) -> Any:
@@ -121,13 +123,13 @@ def parse(text: str) -> Any:
 
 
 def _too_deep() -> SchemaError:
-    return SchemaError("", f"nests more than {MAX_NESTING} deep")
+    return SchemaError("", f"is nested more than {MAX_NESTING} levels deep")
 
 
 def _fraction(text: str) -> Decimal:
     try:
         value = Decimal(text)
-    except InvalidOperation:  # its exponent is out of range
+    except InvalidOperation:  # The exponent is out of range.
         raise ValueError(f"the number {text[:40]} is out of range") from None
     if abs(value.adjusted()) > MAX_EXPONENT:
         raise ValueError(f"the number {text[:40]} is out of range")
@@ -164,9 +166,9 @@ _ANNOTATIONS = frozenset(
     | {"markdownDescription", "markdownEnumDescriptions", "deprecationMessage", "doNotSuggest", "defaultSnippets"}
     | {"errorMessage", "javaType", "existingJavaType", "javaEnumNames", "typeName", "_meta", "env", "env_names"}
 )
-"""Keywords of the drafts and of common generators that only describe values."""
+"""Keywords of JSON Schema drafts and of common generators that do not constrain values."""
 OURS = frozenset({"!type", "!enum", "!pattern"})
-"""Internal keywords for negations: types, values and an expression that must not fit."""
+"""Internal keywords for negations: types, values, and an expression that values must not match."""
 _KNOWN = frozenset({"type", "format", "nullable"} | COMBINED | set().union(*KEYWORDS.values()))
 INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
@@ -174,7 +176,7 @@ INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     "uint64": (0, 2**64 - 1),
     "uint": (0, 2**64 - 1),
 }
-"""Minimum and maximum of integer formats that are narrower than 64 bits or unsigned."""
+"""Minimum and maximum of integer formats that have fewer than 64 bits or are unsigned."""
 
 
 def constraining(schema: Any, path: str, *, ours: bool = False) -> dict[str, Any]:
@@ -221,7 +223,8 @@ def number(keywords: Schema, name: str, path: str) -> Decimal | None:
 
 
 def bounds(keywords: Schema, name: str, exclusive: str, path: str) -> list[tuple[Decimal, bool, str]]:
-    """Return the bounds of a keyword and its exclusive form: the number, whether it is excluded, and its place.
+    """Return the bounds of a keyword and of its exclusive form: the number, whether the number is excluded, and its
+    path.
 
     In draft 4, the exclusive form is a boolean that applies to the other keyword.
     """
@@ -239,7 +242,7 @@ def count(keywords: Schema, name: str, path: str) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | Decimal) or value != int(value) or value < 0:
-        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be a whole number of at least 0")
+        raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be an integer of at least 0")
     if value > MAX_REPEAT:
         raise SchemaError(f"{path}/{name}", f"is {shown(value)}; the limit is {MAX_REPEAT}")
     return int(value)
@@ -303,10 +306,10 @@ _FORMS: Mapping[str, Callable[[Schema, str, str], object]] = {
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), schemas),
     "required": names,
 }
-"""Checks of keyword values, which also run if the schema does not allow the keyword's type."""
+"""Checks of keyword values. The checks also run if the schema does not allow the type to which the keyword applies."""
 
 
-# References: the places to which ``$ref`` can refer in one document.
+# References: the schemas of one document to which ``$ref`` can refer.
 
 _INDEX = re.compile("[0-9]{1,9}")
 _VALUES = frozenset({"const", "enum", "default", "examples", "example"})
@@ -314,7 +317,7 @@ _VALUES = frozenset({"const", "enum", "default", "examples", "example"})
 
 
 class Document:
-    """A schema with the places to which its ``$ref`` can refer: JSON pointers, ``$anchor`` and ``$id``."""
+    """A schema, and the targets to which its ``$ref`` can refer: JSON pointers, ``$anchor`` and ``$id``."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -323,7 +326,7 @@ class Document:
     def pointer(self, reference: Any, path: str) -> str:
         """Return the JSON pointer, starting with ``#``, of the target of the ``$ref`` at ``path``.
 
-        Raises SchemaError unless the target is in this document.
+        Raises SchemaError if the target is not in this document.
         """
         field = f"{path}/$ref"
         if not isinstance(reference, str):
@@ -332,20 +335,22 @@ class Document:
         if reference == "#" or reference.startswith("#/"):
             pointer = base_pointer + reference[1:]
             if base_pointer != "#" and not self._has(pointer) and self._has(reference):
-                pointer = reference  # some generators put an $id below the root and still count from the root
+                pointer = (
+                    reference  # Some generators put a $id below the root, but their pointers still start at the root.
+                )
         else:
             pointer = self._named(_joined(base, reference), reference)
         if not self._has(pointer) and not reference.startswith("#"):
             raise SchemaError(
                 field,
-                f"is {shown(reference)}; only places of this schema can be referred to: #/... or a $id or $anchor of it",
+                f"is {shown(reference)}; it must refer to a part of this schema: #/..., a $id or a $anchor",
             )
         if not self._has(pointer):
-            raise SchemaError(field, f"is {shown(reference)}, which this schema does not have")
+            raise SchemaError(field, f"is {shown(reference)}, but this schema has no such part")
         return pointer
 
     def at(self, pointer: str) -> Any:
-        """Return the schema at a place that ``pointer`` returned."""
+        """Return the schema at a JSON pointer that the method ``pointer`` returned."""
         return self._look(pointer)[1]
 
     def _has(self, pointer: str) -> bool:
@@ -364,9 +369,10 @@ class Document:
         return True, here
 
     def _named(self, absolute: str, reference: str) -> str:
-        """Return the pointer of a place named by ``$id`` or ``$anchor``, followed by a pointer from there.
+        """Return the pointer to the target of ``reference``, which starts with a ``$id`` or ``$anchor`` and may
+        continue with a pointer.
 
-        Returns a pointer that does not exist if there is no such place.
+        Returns a pointer that does not exist if there is no such ``$id`` or ``$anchor``.
         """
         if self._names is None:
             self._names = {}
@@ -379,7 +385,7 @@ class Document:
         return f"#/{reference}"
 
     def _index(self, schema: Any, pointer: str, base: str, names: dict[str, str]) -> None:
-        """Add the names of the schemas from ``pointer`` on to ``names``."""
+        """Add the names of the schema at ``pointer``, and of all schemas inside it, to ``names``."""
         if isinstance(schema, list):
             for index, part in enumerate(schema):
                 self._index(part, f"{pointer}/{index}", base, names)
@@ -395,7 +401,7 @@ class Document:
                 self._index(part, f"{pointer}/{escaped(key)}", base, names)
 
     def _base(self, path: str) -> tuple[str, str]:
-        """Return the address to which references at ``path`` are relative, and the place of the schema with this
+        """Return the address to which references at ``path`` are relative, and the path of the schema with this
         address.
         """
         base, place, here, walked = "", "#", self.root, "#"
@@ -418,7 +424,7 @@ class Document:
 
 
 def _id(schema: dict[str, Any]) -> str | None:
-    """Return the name of a schema: ``$id``, or ``id`` in draft 4 unless ``id`` is a property."""
+    """Return the name of a schema: ``$id``, or in draft 4 ``id``, if ``id`` is not the name of a property."""
     name = schema.get("$id", schema.get("id"))
     return name if isinstance(name, str) else None
 

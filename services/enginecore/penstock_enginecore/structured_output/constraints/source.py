@@ -23,9 +23,9 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 FIELD = "sampling_params.structured_output"
 _MAX_TAG_DEPTH = 64
 _MAX_ERROR = 1000
-_NAMES_TOKENS = "constraints speak of text, not of tokens"
+_NAMES_TOKENS = "constraints apply to text, not to tokens"
 _REFUSED_FORMATS = {
-    "qwen_xml_parameter": "JSON is the only style of schemas",
+    "qwen_xml_parameter": "schemas can only describe JSON",
     "token": _NAMES_TOKENS,
     "exclude_token": _NAMES_TOKENS,
     "any_tokens": _NAMES_TOKENS,
@@ -44,22 +44,23 @@ class GrammarSource(msgspec.Struct, frozen=True):
 
 
 _CHECKED_WORK = 2000
-"""Step limit for a translation in the request's call, which takes a few milliseconds."""
+"""Maximum number of steps of a translation in ``check_constraint``. The steps take a few milliseconds."""
 
 
 def check_constraint(constraint: StructuredOutput, max_bytes: int) -> None:
-    """Raise InvalidArgument for a constraint that is malformed, larger than ``max_bytes`` of UTF-8, or not enforceable.
+    """Raise InvalidArgument if a constraint is malformed, has more than ``max_bytes`` bytes of UTF-8, or cannot be
+    enforced.
 
-    Only the compiler checks a ``grammar``, the outer form of a ``structural_tag``, and a schema that takes too long to
-    check here.
+    This function does not check a ``grammar``, the structure of a ``structural_tag``, or a schema that takes too many
+    steps. The compiling process checks them.
     """
     with contextlib.suppress(TooMuchWorkError):
         _source(constraint, max_bytes, Work(_CHECKED_WORK))
 
 
 def check_size(constraint: StructuredOutput, max_bytes: int) -> int:
-    """Return the UTF-8 size of the constraint. Raises InvalidArgument unless there is exactly one, of at most
-    ``max_bytes``.
+    """Return the size of the constraint in bytes of UTF-8. Raises InvalidArgument if there is not exactly one
+    constraint, or if it has more than ``max_bytes`` bytes.
     """
     try:
         kind, value = constraint.constraint
@@ -69,7 +70,9 @@ def check_size(constraint: StructuredOutput, max_bytes: int) -> int:
     try:
         size = sum(len(option.encode()) for option in value) if kind == "choice" else len(str(value).encode())
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{field} holds half of a surrogate pair, which is no character", field=field) from None
+        raise InvalidArgument(
+            f"{field} contains an unpaired surrogate, which is not a character", field=field
+        ) from None
     if size > max_bytes:
         raise InvalidArgument(f"{field} has {size} bytes; the limit is {max_bytes}", field=field)
     return size
@@ -95,9 +98,9 @@ def _source(constraint: StructuredOutput, max_bytes: int, work: Work) -> Grammar
     except (SchemaError, RegexError) as e:
         raise _refused(constraint, _printable(str(e))) from None
     except RecursionError:
-        raise _refused(constraint, "nests too deep") from None
+        raise _refused(constraint, "is nested too deep") from None
     except UnicodeEncodeError:
-        raise _refused(constraint, "holds half of a surrogate pair, which is no character") from None
+        raise _refused(constraint, "contains an unpaired surrogate, which is not a character") from None
 
 
 def _refused(constraint: StructuredOutput, why: str) -> InvalidArgument:
@@ -106,7 +109,7 @@ def _refused(constraint: StructuredOutput, why: str) -> InvalidArgument:
 
 
 def _printable(text: str) -> str:
-    """Return an error text without unpaired surrogates, which cannot be sent, and limited in length."""
+    """Return an error text with a limited length and without unpaired surrogates, because surrogates cannot be sent."""
     return text.encode("utf-8", "backslashreplace").decode()[:_MAX_ERROR]
 
 
@@ -150,8 +153,8 @@ _GRAMMARS: dict[str, Any] = {
 
 
 def _structural_tag(text: str, whitespace: JsonWhitespace, work: Work) -> str:
-    """Return the tag with its JSON schemas and regular expressions replaced by grammars, so that they mean the same as
-    elsewhere.
+    """Return the tag with its JSON schemas and regular expressions replaced by grammars. They then have the same
+    meaning as in other constraints.
     """
     tag = parse(text)
     if not isinstance(tag, dict) or "format" not in tag:
@@ -165,7 +168,7 @@ def _plain(value: Decimal) -> int | float:
 
 def _rewritten(part: Any, whitespace: JsonWhitespace, work: Work, path: str, depth: int) -> Any:
     if depth > _MAX_TAG_DEPTH:
-        raise SchemaError(path, f"nests more than {_MAX_TAG_DEPTH} deep")
+        raise SchemaError(path, f"is nested more than {_MAX_TAG_DEPTH} levels deep")
     if isinstance(part, list):
         return [_rewritten(item, whitespace, work, f"{path}/{i}", depth + 1) for i, item in enumerate(part)]
     if not isinstance(part, dict):
@@ -185,7 +188,7 @@ def _rewritten(part: Any, whitespace: JsonWhitespace, work: Work, path: str, dep
 def _tag_schema(part: dict[str, Any], whitespace: JsonWhitespace, work: Work, path: str) -> str:
     for key, value in part.items():
         if key not in ("type", "json_schema") and (key, value) != ("style", "json"):
-            raise SchemaError(f"{path}/{key}", f"is {shown(value)}, which is not supported beside a JSON schema")
+            raise SchemaError(f"{path}/{key}", f"is {shown(value)}, which is not supported together with a JSON schema")
     try:
         return schema_grammar(part.get("json_schema"), whitespace, work)
     except SchemaError as e:
@@ -194,7 +197,7 @@ def _tag_schema(part: dict[str, Any], whitespace: JsonWhitespace, work: Work, pa
 
 def _tag_regex(part: dict[str, Any], path: str) -> str:
     if not isinstance(part.get("pattern"), str) or set(part) - {"type", "pattern"}:
-        raise SchemaError(path, "must hold type and pattern, a string, and nothing else")
+        raise SchemaError(path, "must have the keys type and pattern (a string), and no other keys")
     try:
         return _whole(part["pattern"])
     except RegexError as e:

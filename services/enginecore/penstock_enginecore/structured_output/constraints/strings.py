@@ -20,8 +20,8 @@ from penstock_enginecore.structured_output.constraints.regex import (
 )
 from penstock_enginecore.structured_output.constraints.schema_document import SchemaError, UnfulfillableError
 
-# The ``format`` keyword: a regular expression for each supported format. Some are narrower than their standard (no 29
-# February, no leap second), and none is wider.
+# The ``format`` keyword: a regular expression for each supported format. Some expressions allow less than the standard
+# of the format (no 29 February, no leap second). No expression allows more.
 
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -51,7 +51,9 @@ FORMATS = {
 
 
 _LONG = 16
-"""Bound above which a format's repetitions are treated as unbounded if a pattern is present."""
+"""Number of repetitions. If a schema also has a pattern, repetitions in its format with a higher bound count as
+unbounded.
+"""
 
 Spend = Callable[[int], None]
 
@@ -63,9 +65,9 @@ class Texts:
     Attributes:
         low: Minimum number of characters.
         high: Maximum number of characters, or None.
-        patterns: Expressions that must match, with their places.
-        formats: Names of formats, with their places.
-        unwanted: Expressions that must not match, with their places.
+        patterns: Expressions that must match, with their paths in the schema.
+        formats: Names of formats, with their paths in the schema.
+        unwanted: Expressions that must not match, with their paths in the schema.
         excluded: Texts that are not allowed.
     """
 
@@ -97,22 +99,22 @@ class Texts:
         if self.high is not None and self.low > self.high:
             raise UnfulfillableError(path, f"has minLength {self.low} above maxLength {self.high}")
         for formats in ([name for name, _ in self.formats], []) if self.patterns else ([n for n, _ in self.formats],):
-            # Some formats here are narrower than their standards. If a pattern contradicts the format, use only the
-            # pattern.
+            # Some format expressions allow less than the standard of the format. If a pattern contradicts the format,
+            # use only the pattern.
             try:
                 found = self._written(rules, formats, spend)
             except TooLargeError as e:
                 if formats and self.patterns:
                     continue
-                raise SchemaError(path, f"cannot be honoured: {e}") from None
+                raise SchemaError(path, f"cannot be enforced: {e}") from None
             except RegexError as e:
-                raise SchemaError(self._blamed(e, path, spend), f"cannot be honoured: {e}") from None
+                raise SchemaError(self._blamed(e, path, spend), f"cannot be enforced: {e}") from None
             if found is not None:
                 return found
         raise UnfulfillableError(path, "cannot be fulfilled: no text has these lengths and matches these expressions")
 
     def _blamed(self, error: RegexError, path: str, spend: Spend) -> str:
-        """Return the place of the refused expression: the first that is also refused alone."""
+        """Return the path of the refused expression: the first expression that is also refused alone."""
         for wanted, patterns in ((True, self.patterns), (False, self.unwanted)):
             for pattern, place in patterns:
                 try:
@@ -145,7 +147,8 @@ class Texts:
         both, high = Intersection(parts, spend), self.high
         try:
             if high is not None and high > both.countable():
-                # Shorter texts need no counting; it is better to allow fewer texts than none.
+                # Shorter repetitions need no counting of characters. Allowing fewer texts is better than allowing no
+                # text.
                 if shorter is not None:
                     return rules.add(f'"\\"" {in_json_string(shorter)} "\\""')
                 high = max(both.countable(), self.low)
@@ -155,13 +158,14 @@ class Texts:
                 raise
             return rules.add(f'"\\"" {in_json_string(shorter)} "\\""')
         if rule is None and high != self.high:
-            raise TooLargeError(f"the expressions and a length of {self.high} take too many states together")
+            raise TooLargeError(f"the expressions and a length of {self.high} together need too many states")
         return None if rule is None else rules.add(f'"\\"" {rule}')
 
     def _shortened(self, pattern: Group) -> Group | None:
         """Return the expression with fewer repetitions, so that no text is too long.
 
-        Returns None if that is impossible, or would not help because texts are too short.
+        Returns None if this is impossible, or if the shortened expression would only match texts below the minimum
+        length.
         """
         if self.high is None or self.unwanted or self.excluded or _looks(pattern) or lengths(pattern)[0] < self.low:
             return None
@@ -195,7 +199,7 @@ def pattern_at(pattern: str, path: str) -> Group:
     try:
         return parse(pattern)
     except RegexError as e:
-        raise SchemaError(path, f"cannot be honoured: {e}") from None
+        raise SchemaError(path, f"cannot be enforced: {e}") from None
 
 
 def writable(text: str) -> bool:
@@ -208,7 +212,7 @@ def _format(name: str) -> Group:
 
 
 def _repeated_at_most(node: Group, most: int) -> Group:
-    """Return ``node`` with repetitions limited to ``most``, but at least their own minimum."""
+    """Return ``node`` with repetitions limited to ``most``. A limit is never below the minimum of the repetition."""
 
     def less(part: Node) -> Node:
         if isinstance(part, Repeat):
@@ -220,7 +224,9 @@ def _repeated_at_most(node: Group, most: int) -> Group:
 
 
 def _loosened(node: Group) -> Group:
-    """Return ``node`` with long repetitions made unbounded, which takes fewer states. Only for formats defined here."""
+    """Return ``node`` with long repetitions made unbounded, which needs fewer states. Only for the formats in this
+    module.
+    """
 
     def loose(part: Node) -> Node:
         if isinstance(part, Repeat):

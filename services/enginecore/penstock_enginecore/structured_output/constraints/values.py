@@ -37,12 +37,12 @@ class Values:
         self._known: dict[int, tuple[Any, frozenset[Hashable]]] = {}
 
     def fulfils(self, value: Any, schema: Any, path: str, *, ours: bool = False) -> bool:
-        """Return whether ``value`` fulfils the schema at ``path``. Raises SchemaError for a malformed schema."""
+        """Return whether ``value`` fulfils the schema at ``path``. Raises SchemaError if the schema is malformed."""
         self._work.spend(path, 3)
         if isinstance(schema, bool):
             return schema
         if self._depth > _MAX_DEPTH:
-            raise SchemaError(path, f"nests more than {_MAX_DEPTH} deep")
+            raise SchemaError(path, f"is nested more than {_MAX_DEPTH} levels deep")
         self._depth += 1
         try:
             keywords = constraining(schema, path, ours=ours)
@@ -72,7 +72,7 @@ class Values:
         return "enum" not in keywords or mine in self._identities(keywords["enum"], path)
 
     def _identities(self, values: Any, path: str) -> frozenset[Hashable]:
-        """Return the values of a list in the schema, for lookups."""
+        """Return the keys (see ``identity``) of the values in a list of the schema, for lookups."""
         if not isinstance(values, list):
             raise SchemaError(f"{path}/enum", "must be a list")
         if id(values) not in self._known:
@@ -119,7 +119,7 @@ class Values:
         try:
             return matches(value, patterns, self._spender(path), unwanted=unwanted)
         except RegexError as e:
-            raise SchemaError(f"{path}/pattern", f"cannot be honoured: {e}") from None
+            raise SchemaError(f"{path}/pattern", f"cannot be enforced: {e}") from None
 
     def _array(self, value: Any, keywords: dict[str, Any], path: str) -> bool:
         if not _between(len(value), keywords, "Items", path):
@@ -177,7 +177,9 @@ _OF_TYPE: dict[str, tuple[Callable[[Values, Any, dict[str, Any], str], bool], ..
 
 
 def listed(keywords: dict[str, Any], path: str) -> list[Any] | None:
-    """Return the values of ``const`` or ``enum``, or None without either. A ``const`` must also be in the ``enum``."""
+    """Return the values of ``const`` or ``enum``, or None if the schema has neither keyword. A ``const`` must also be
+    in the ``enum``.
+    """
     values = keywords.get("enum")
     if values is not None and not isinstance(values, list):
         raise SchemaError(f"{path}/enum", "must be a list")
@@ -188,21 +190,23 @@ def listed(keywords: dict[str, Any], path: str) -> list[Any] | None:
 
 
 def tuple_of(keywords: dict[str, Any], path: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
-    """Return the schemas of an array's first items and of all later items, with their places, in the spelling of any
-    draft.
+    """Return the schemas of an array's first items and of all later items, with their paths. The keywords may be those
+    of any draft.
     """
     items = keywords.get("items", True)
     if isinstance(items, list) and "prefixItems" not in keywords:
         prefix = [(schema, f"{path}/items/{i}") for i, schema in enumerate(items)]
         return prefix, (keywords.get("additionalItems", True), f"{path}/additionalItems")
     if isinstance(items, list):
-        raise SchemaError(f"{path}/items", "must be one schema beside prefixItems")
+        raise SchemaError(f"{path}/items", "must be a single schema, because prefixItems is set")
     first = schemas(keywords, "prefixItems", path)
     return [(s, f"{path}/prefixItems/{i}") for i, s in enumerate(first)], (items, f"{path}/items")
 
 
 def dependents(keywords: dict[str, Any], path: str) -> list[tuple[str, Any, str]]:
-    """Return the dependencies on properties: the property, the schema and its place, in the spelling of any draft."""
+    """Return the dependencies on properties: the property, the schema, and the schema's path. The keywords may be those
+    of any draft.
+    """
     found: list[tuple[str, Any, str]] = []
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         for name, needed in mapping(keywords, keyword, path).items():

@@ -67,4 +67,4 @@ def test_a_constraint_of_any_depth_is_taken_or_refused_with_its_place(depth: int
         if (refused := refusal(constraint)) is not None:
             assert refused.field.startswith("sampling_params.structured_output.")
             assert "recursion" not in refused.message
-            assert "nests too deep" not in refused.message, "a limit of ours comes before that of the interpreter"
+            assert "is nested too deep" not in refused.message, "a limit of ours comes before that of the interpreter"

@@ -205,7 +205,7 @@ def test_a_type_that_is_no_string_is_refused_by_place():
 def test_a_deep_constant_under_nested_any_of_is_refused_with_the_limit(depth: int):
     schema = nested('{"anyOf":[', "]}", 50).replace("1", f'{{"const":{nested("[", "]", depth)}}}')
     message = verdict(StructuredOutput(json_schema=schema))
-    assert message == "taken" if depth == 64 else "nests more than 256 deep" in message
+    assert message == "taken" if depth == 64 else "is nested more than 256 levels deep" in message
 
 
 def test_an_error_quotes_the_beginning_of_a_value():
