@@ -1,4 +1,4 @@
-"""Backends of constrained decoding by name."""
+"""Factory of the backends of constrained decoding, by name."""
 
 import importlib
 from collections.abc import Callable
@@ -13,10 +13,11 @@ _BACKENDS = {"xgrammar": "penstock_enginecore.structured_output.backend:Xgrammar
 def make_grammar_backend(
     config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int], children: Children | None = None
 ) -> GrammarBackend:
-    """Create the backend ``structured_output.backend``, for a model with ``vocab_size`` tokens. Starts nothing.
+    """Create the backend that ``structured_output.backend`` names, for a model with ``vocab_size`` tokens. Starts no
+    process.
 
-    ``children`` may have been started early. The backend's module is imported here, because it needs torch, and the
-    engine's port answers before torch is imported.
+    ``children`` may have been started early. This function imports the backend's module, because the module needs
+    torch, and the engine must answer on its port before torch is imported.
     """
     module, _, name = _BACKENDS[config.structured_output.backend].partition(":")
     backend: Callable[..., GrammarBackend] = getattr(importlib.import_module(module), name)

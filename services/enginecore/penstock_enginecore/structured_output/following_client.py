@@ -1,4 +1,4 @@
-"""The engine's side of the process that follows grammars: the state of each request, its masks and its failures."""
+"""The engine's side of the mask process (``following_process``): the grammar state, masks and failures of each request."""
 
 import itertools
 import logging
@@ -38,7 +38,7 @@ NO_MASK = np.zeros(0, np.int32)
 
 
 class CompiledConstraint:
-    """A compiled, serialized grammar, and the field name of its constraint for errors."""
+    """A compiled, serialized grammar, and the field name of its constraint, which errors quote."""
 
     def __init__(self, number: int, field: str, text: bytes) -> None:
         self.number = number
@@ -47,9 +47,10 @@ class CompiledConstraint:
 
 
 class FollowedGrammar:
-    """A ``Grammar``. ``number`` identifies it in the process, and ``compiled`` is its compiled constraint.
+    """A ``Grammar`` whose masks the mask process computes. ``number`` identifies the grammar in that process, and
+    ``compiled`` is its compiled constraint.
 
-    A mask contains all allowed tokens, so the busy loop accepts a token without asking the process.
+    A mask contains all allowed tokens, so the busy loop can accept a token without a message to the process.
     """
 
     def __init__(
@@ -102,11 +103,11 @@ class FollowedGrammar:
         return self.prompt or self.missed()
 
     def missed(self) -> bool:
-        """Return whether the mask has arrived after all. If not, ``changed`` is called when it arrives."""
+        """Return whether the mask has arrived meanwhile. If not, ``changed`` is called when the mask arrives."""
         return self._follower.missed(self)
 
     def close(self) -> None:
-        """Let the process forget the request."""
+        """Tell the mask process to drop the grammar."""
         self._follower.forget(self)
 
 
@@ -116,52 +117,52 @@ def follow_failure(config: StructuredOutputConfig, grammar: FollowedGrammar, res
         return over_budget_failure(config, grammar)
     if result.kind == "memory":
         return ResourceExhausted(
-            f"{grammar.compiled.field} takes too much memory to follow; all constraints together may take "
+            f"{grammar.compiled.field} needs too much memory while tokens are generated; all constraints together may use "
             f"{config.follow_memory} bytes (structured_output.follow_memory)",
             field=grammar.compiled.field,
             reason=TOO_COSTLY,
         )
     if result.kind == "refused" and not grammar.begun.done():
         return InvalidArgument(
-            "prior_output_token_ids do not follow the constraint of structured_output",
+            "prior_output_token_ids does not match the constraint in structured_output",
             field="prior_output_token_ids",
         )
     what = result.text or "a token that the mask allows was not accepted"
-    return incident(RuntimeError(what), request=str(grammar.number), doing="following the constraint")
+    return incident(RuntimeError(what), request=str(grammar.number), doing="advancing the grammar of the constraint")
 
 
 def over_budget_failure(config: StructuredOutputConfig, grammar: FollowedGrammar) -> ResourceExhausted:
-    """Return the error for a token that took too long."""
+    """Return the error for a token that took too much CPU time."""
     message = over_budget(grammar.compiled.field, config.token_budget)
     return ResourceExhausted(message, field=grammar.compiled.field, reason=TOO_COSTLY)
 
 
 def fatal_failure(grammar: FollowedGrammar) -> Internal:
-    """Return the error for a constraint that ended the process."""
-    error = RuntimeError("the process that followed the constraint ended")
-    return incident(error, request=str(grammar.number), doing="following the constraint")
+    """Return the error for a constraint during which the mask process ended more than once."""
+    error = RuntimeError("the process that computes grammar masks ended while it worked on this constraint")
+    return incident(error, request=str(grammar.number), doing="advancing the grammar of the constraint")
 
 
 def process_gone(*, closed: bool) -> RequestFailed:
-    """Return the error if there is no process. ``closed`` means that the engine is stopping."""
+    """Return the error for requests that have no mask process. ``closed`` means that the engine is stopping."""
     if closed:
         return Unavailable("the engine is stopping", field=FIELD)
-    return Internal("the process that follows constraints ended", field=FIELD)
+    return Internal("the process that computes grammar masks ended", field=FIELD)
 
 
 _PATIENCE = 0.25
-"""Fraction of a token's budget that a step waits for a mask. If a token took longer, steps do not wait for the next
-mask.
+"""Fraction of a token's CPU time budget. A step waits this long for a mask. If the last token took longer, steps do not
+wait for the next mask.
 """
 
 _MAX_TOKENS, _MAX_DRAFTS = 2000, 200
-"""Maximum number per message of tokens, and of requests with drafts."""
+"""Maximum number of tokens, and of requests with drafts, in one message."""
 
 _PACKET = MAX_PACKET + 4 * 1024 * 1024
 
 _MAX_PROCESSES_ENDED = 2
-"""Maximum number of processes that may end while they work on one constraint. One may have ended for other reasons,
-such as load.
+"""Number of mask processes that end while they work on a constraint before the constraint fails. The first process may
+have ended for another reason, such as load.
 """
 
 _JOIN_TIMEOUT = 10.0
@@ -170,11 +171,12 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarFollower:
-    """Follows grammars in one process, which is started with the first grammar.
+    """Computes the masks of all grammars in one mask process. The process is started with the first grammar.
 
-    If a request's token takes too much time or memory, or ends the process, only that request fails. The other requests
-    are sent to a new process, with all their tokens. ``start`` belongs to one thread, which must outlive the process.
-    ``advance``, ``flush`` and ``wait`` belong to the busy loop. Other methods are thread-safe.
+    If a request's token takes too much CPU time or memory, or makes the process end, only that request fails. The other
+    requests are sent to a new process, with all their tokens. Only one thread may call ``start``, and this thread must
+    outlive the process. Only the busy loop's thread may call ``advance``, ``draft``, ``flush`` and ``wait``. Other
+    methods are thread-safe.
     """
 
     def __init__(
@@ -186,14 +188,14 @@ class GrammarFollower:
         *,
         forced: bool = False,
     ) -> None:
-        """Set up without starting the process. ``forced`` enables the search for text that must come next."""
+        """Create the follower without starting the process. ``forced`` enables the search for text that must come next."""
         self._config = config
         self._forced = forced
         self._children = children
         self._words = bitmask_words(vocab_size)
         self.eos_token_ids = eos_token_ids
         self.patience = config.token_budget * _PATIENCE
-        """Seconds of CPU time of a token above which steps do not wait for the next mask."""
+        """CPU time in seconds. If a token took longer than this, steps do not wait for the next mask."""
         self._changed = threading.Condition()
         self._living: dict[int, FollowedGrammar] = {}
         self._numbers = itertools.count(1)
@@ -211,7 +213,7 @@ class GrammarFollower:
     # Thread-safe methods.
 
     def compiled(self, field: str, text: bytes) -> CompiledConstraint:
-        """Keep a compiled, serialized grammar for ``begin``."""
+        """Register a compiled, serialized grammar, for use with ``begin``."""
         return CompiledConstraint(next(self._grammars), field, text)
 
     def begin(
@@ -219,7 +221,7 @@ class GrammarFollower:
     ) -> "Future[Grammar]":
         """Start a grammar that has accepted ``tokens``. The process must have been started.
 
-        The future completes when the first mask is available, and fails with a RequestFailed.
+        The future completes when the first mask is available. On an error, the future fails with a RequestFailed.
         """
         with self._changed:
             grammar = FollowedGrammar(self, next(self._numbers), compiled, tokens, changed)
@@ -244,14 +246,14 @@ class GrammarFollower:
 
     def missed(self, grammar: FollowedGrammar) -> bool:
         """Record that a step continued without the mask. Returns True if the mask has arrived meanwhile. Otherwise,
-        ``changed`` is called when it arrives.
+        ``changed`` is called when the mask arrives.
         """
         with self._changed:
             grammar.late = not grammar.ready and grammar.failure is None
             return not grammar.late
 
     def forget(self, grammar: FollowedGrammar) -> None:
-        """Stop following a request."""
+        """Stop computing masks for a grammar."""
         with self._changed:
             if self._living.pop(grammar.number, None) is not None:
                 self._ended.append(grammar.number)
@@ -289,13 +291,13 @@ class GrammarFollower:
                 self._drafts.append((grammar.number, len(grammar.tokens), grammar.turn, grammar.drafts.copy()))
 
     def flush(self) -> None:
-        """Send everything that was queued since the last call. Never blocks."""
+        """Send all messages that were queued since the last call. Never blocks."""
         if self._tokens or self._ended or self._drafts or self._unsent:
             with self._changed:
                 self._send()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait until these grammars have their masks, or until the patience is over."""
+        """Wait until these grammars have their masks, but at most ``patience`` seconds."""
         with self._changed:
             waited = [g for g in grammars if g.prompt]
             self._changed.wait_for(
@@ -305,7 +307,7 @@ class GrammarFollower:
     # The process.
 
     def start(self, tokenizer: bytes) -> None:
-        """Start the process unless it is running."""
+        """Start the mask process if it is not running."""
         if self.running:
             return
         settings = Settings(
@@ -324,20 +326,22 @@ class GrammarFollower:
         threading.Thread(target=self._receive, args=(ours, process), name="penstock-masks", daemon=True).start()
 
     def wait_started(self, timeout: float) -> None:
-        """Wait until the process works, at most ``timeout`` seconds. Raises Internal if it does not."""
+        """Wait until the process is ready, but at most ``timeout`` seconds. Raises Internal if the process is not ready
+        by then.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._generation or self._channel is None, timeout)
             if not self._generation:
-                raise Internal("the process that follows constraints did not start", field=FIELD)
+                raise Internal("the process that computes grammar masks did not start", field=FIELD)
 
     def _receive(self, channel: socket.socket, process: Forked) -> None:
         """Process messages until the process has ended. Runs on a separate thread."""
         try:
             self._take_in(channel)
         except ConnectionResetError:
-            logger.warning("the process that follows constraints was lost")
+            logger.warning("lost the connection to the process that computes grammar masks")
         except Exception:
-            logger.exception("the process that follows constraints is given up")
+            logger.exception("stopping the process that computes grammar masks after an unexpected error")
         finally:
             process.kill()
             process.wait()
@@ -359,7 +363,9 @@ class GrammarFollower:
                 tell()
 
     def _take_over(self, ready: Ready) -> list[Callable[[], None]]:
-        """Send all live grammars to a new process. Grammars that ended several processes fail."""
+        """Send all live grammars to a new process. If several processes ended while they worked on a grammar, fail that
+        grammar.
+        """
         self._forget_process()
         self._generation = ready.generation
         told = []
@@ -374,7 +380,9 @@ class GrammarFollower:
                     )
                 )
         if ready.suspects:
-            logger.warning("a constraint ended the process that follows grammars", extra={"costly": ready.costly})
+            logger.warning(
+                "the process that computes grammar masks ended and was replaced", extra={"costly": ready.costly}
+            )
         for grammar in list(self._living.values()):
             if grammar.failure is None and not grammar.terminated:
                 self._tell_begin(grammar)
@@ -400,7 +408,7 @@ class GrammarFollower:
                 self._tell_begin(grammar)
                 continue
             if result.kind == "mask" and result.taken != len(grammar.tokens):
-                continue  # a newer token was accepted meanwhile
+                continue  # The engine has accepted a newer token meanwhile.
             if result.kind != "mask":
                 told.append(self._fail(grammar, follow_failure(self._config, grammar, result)))
                 continue
@@ -422,7 +430,9 @@ class GrammarFollower:
         self._unsent.append((Begin(self._generation, grammar.number, compiled.number), files))
 
     def _send(self) -> None:
-        """Send messages as far as there is room; the rest follows later. The lock must be held."""
+        """Send messages until the socket's buffer is full. Later calls send the remaining messages. The lock must be
+        held.
+        """
         if self._channel is None or not self._generation:
             return
         while self._tokens or self._ended:
@@ -439,7 +449,7 @@ class GrammarFollower:
                 socket.send_fds(self._channel, [encode(message)], files, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except OSError:  # the process has ended, which the receiving thread also sees
+            except OSError:  # The process has ended. The receiving thread handles this.
                 return
             self._unsent.popleft()
             for file in files:
@@ -471,7 +481,7 @@ class GrammarFollower:
     # Failures.
 
     def _fail(self, grammar: FollowedGrammar, error: RequestFailed) -> Callable[[], None]:
-        """Record why a request ends. Returns a function that notifies its owner."""
+        """Record the error with which a request ends. Returns a function that notifies the request's owner."""
         grammar.failure, grammar.ready = error, False
         if grammar.begun.done():
             return grammar.changed

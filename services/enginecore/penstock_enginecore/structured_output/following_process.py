@@ -1,10 +1,11 @@
-"""Process that follows the grammars of running requests and computes their masks. Nothing in this module runs in the
-engine.
+"""The mask process: advances the grammars of running requests and computes their masks. Nothing in this module runs in
+the engine.
 
-The process is forked from an idle parent, so that a replacement is available at once. Three threads have one lane each.
-``FAST``, the main thread, handles requests whose last token was cheap. ``SLOW``, with a lower priority, handles the
-others. ``BEGIN`` handles initial tokens. A fourth thread watches the CPU time of the lanes and ends the process if a
-token costs far too much, because the library cannot be interrupted. The library releases the GIL while it works.
+The process is forked from an idle parent, so that a replacement is available without delay. The process has three
+lanes, and each lane has one thread. ``FAST``, the main thread, handles requests whose last token was cheap. ``SLOW``
+has a lower priority and handles requests whose last token was expensive. ``BEGIN`` handles the initial tokens of new
+requests. A fourth thread watches the CPU time of the lanes. If a token exceeds its budget by far, that thread ends the
+process, because the library cannot be interrupted. The library releases the GIL while it works.
 """
 
 import contextlib
@@ -51,7 +52,9 @@ OVER = 3
 
 
 class Marks:
-    """The number on which each lane works, and whether a token took too long. Readable after the process has ended."""
+    """Shared memory with the number of the grammar on which each lane works, and whether a token took too long.
+    Readable after the process has ended.
+    """
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
@@ -63,7 +66,7 @@ class Marks:
         struct.pack_into("=q", self._memory, 8 * place, value)
 
     def suspects(self) -> list[int]:
-        """Return the numbers that are being worked on."""
+        """Return the numbers of the grammars on which lanes are working."""
         return [number for lane in LANES if (number := self[lane])]
 
     def clear(self) -> None:
@@ -73,18 +76,19 @@ class Marks:
 
 
 _MOST_FORCED = 32
-"""Maximum number of forced tokens."""
+"""Maximum number of forced tokens in one result."""
 
 
 class Cutter:
-    """Tokenizes forced text greedily by the longest token. The model may tokenize it differently, so the result is a
-    guess.
+    """Tokenizes forced text greedily, with the longest token first. The model may tokenize the text differently, so the
+    result is a guess.
 
-    The last token is dropped if a longer token begins with it, because it may continue in the following text.
+    If a longer token begins with the text of the last token, the last token is dropped, because the longer token may
+    fit the text that follows.
     """
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
-        """Index the vocabulary. ``tokens`` has the bytes of each token by ID, empty for tokens without text."""
+        """Index the vocabulary. ``tokens`` has the bytes of each token, by token ID. Tokens without text have no bytes."""
         self._ids: dict[bytes, int] = {}
         for token_id, text in enumerate(tokens):
             if text:
@@ -111,7 +115,7 @@ class Cutter:
 
 
 def only_one(mask: Mask) -> int | None:
-    """Return the token if ``mask`` allows exactly one, otherwise None."""
+    """Return the allowed token if ``mask`` allows exactly one token, otherwise None."""
     words = np.flatnonzero(mask)
     if len(words) != 1:
         return None
@@ -120,14 +124,18 @@ def only_one(mask: Mask) -> int | None:
 
 
 _GRACE = 5
-"""Multiple of its budget that a token may take before the process is ended. If it takes less, only its request ends."""
+"""Multiple of the CPU time budget of a token. If a token takes longer than this, the process ends. If it only exceeds
+the budget, its request ends.
+"""
 _MAX_DESCRIPTORS = 2
 _MAX_UNEXPLAINED = 3
-"""Maximum number of process ends without any work in progress."""
+"""Maximum number of times that the process may end while no lane works on a grammar."""
 
 
 def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Settings) -> None:
-    """Serve ``channel`` until its other end is closed. A process that ends is replaced."""
+    """Fork processes that serve ``channel``, until the other end of ``channel`` is closed. A process that ends is
+    replaced.
+    """
     detach(0)
     marks = Marks()
     cutter = Cutter(info.decoded_vocab) if settings.forced else None
@@ -142,13 +150,13 @@ def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Setting
         _, status = os.waitpid(child, 0)
         suspects, costly = marks.suspects(), bool(marks[OVER])
         unexplained += not suspects
-        if status == 0 or unexplained > _MAX_UNEXPLAINED:  # the engine has ended, or processes keep failing
+        if status == 0 or unexplained > _MAX_UNEXPLAINED:  # The engine has ended, or processes keep failing.
             return
         marks.clear()
 
 
 class _Matcher:
-    """Position of one number in its grammar, and the CPU time of its last token in seconds."""
+    """State of one request's grammar, and the CPU time of its last token in seconds."""
 
     def __init__(self, grammar: XgrammarGrammar) -> None:
         self.grammar = grammar
@@ -157,8 +165,8 @@ class _Matcher:
 
 
 class Follower:
-    """The work of one process. The main thread receives messages and also handles cheap tokens, because handing them to
-    another thread would cost more.
+    """Work of one mask process. The main thread receives messages and also handles cheap tokens, because handing such
+    tokens to another thread would cost more.
     """
 
     def __init__(
@@ -170,7 +178,7 @@ class Follower:
         marks: Marks,
         cutter: Cutter | None = None,
     ) -> None:
-        """Set up the lanes. ``cutter`` tokenizes forced text, or is None if that is off."""
+        """Set up the lanes. ``cutter`` tokenizes forced text. It is None if the search for forced text is disabled."""
         self._channel = channel
         self._info = info
         self._settings = settings
@@ -190,7 +198,7 @@ class Follower:
         self._busy = threading.Event()
 
     def run(self, ready: Ready) -> None:
-        """Run until the engine closes its end."""
+        """Run until the engine closes its end of the channel."""
         self._clocks[FAST] = time.pthread_getcpuclockid(threading.get_ident())
         for lane, work in ((SLOW, self._work_slow), (BEGIN, self._work_beginnings)):
             thread = threading.Thread(target=work, daemon=True)
@@ -215,16 +223,18 @@ class Follower:
                 self._advance(message)
 
     def _advance(self, message: Advance) -> None:
-        """Forget ended numbers, pass tokens to the other lanes, and process the tokens of this one."""
+        """Drop the grammars of ended requests, pass tokens to the other lanes, and process the tokens of the ``FAST``
+        lane.
+        """
         with self._lock:
             for number in message.ended:
                 if self._matchers.pop(number, None) is None:
-                    self._ended.add(number)  # it has not begun yet
+                    self._ended.add(number)  # The grammar has not begun yet.
         patience, fast = self._settings.patience, []
         for number, token in message.tokens:
             matcher = self._matchers.get(number)
             if matcher is None:
-                self._beginnings.put((number, token))  # queued after its initial tokens
+                self._beginnings.put((number, token))  # Queued after the initial tokens of the grammar.
             elif matcher.cost > patience:
                 self._slow.put((number, token))
             else:
@@ -251,7 +261,9 @@ class Follower:
         self._tell(results, rows)
 
     def _draft(self, message: Draft) -> None:
-        """Compute masks after drafts, for grammars at the expected token whose last token was cheap."""
+        """Compute masks after drafts, for grammars that have accepted the expected number of tokens and whose last
+        token was cheap.
+        """
         results, rows = [], []
         for number, taken, turn, drafts in message.drafts:
             matcher = self._matchers.get(number)
@@ -323,7 +335,7 @@ class Follower:
         result, row = self._follow(BEGIN, number, matcher, prior)
         with (
             self._lock
-        ):  # Only now: tokens that arrived meanwhile wait in this lane, after the tokens that they follow.
+        ):  # Add the matcher only now. Tokens that arrived meanwhile are queued in this lane, after the initial tokens.
             if number in self._ended:
                 self._ended.discard(number)
                 return
@@ -331,8 +343,8 @@ class Follower:
         self._tell([result], [row])
 
     def _load(self, grammar: int, text: bytes | None) -> xgrammar.CompiledGrammar | None:
-        """Return the compiled grammar, or None. The least recently begun grammar is evicted; its followers keep a
-        reference.
+        """Return the compiled grammar, or None if it is not cached and ``text`` is None. If the cache is full, the
+        grammar that was begun least recently is evicted. Matchers that use an evicted grammar keep a reference to it.
         """
         compiled = self._compiled.get(grammar)
         if compiled is None:
@@ -381,7 +393,7 @@ class Follower:
             self._send(Masks(self._generation, results, b"".join(rows)))
 
     def _send(self, message: ToEngine) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the engine has ended, and the main thread ends the process
+        with contextlib.suppress(BrokenPipeError):  # The engine has ended, and the main thread ends the process.
             self._channel.send(encode(message))
 
     # The watch.
@@ -397,8 +409,8 @@ class Follower:
         while self._busy.wait():
             time.sleep(self._settings.token_budget)
             for lane in LANES:
-                # Check twice: between two checks the lane may have finished, so that the limit belongs to its next
-                # task.
+                # Check twice. During the first check the lane may have finished its task, and the limit may already be
+                # that of its next task.
                 if self._over(lane) and self._over(lane):
                     self._marks[OVER] = 1
                     for other in LANES:

@@ -1,8 +1,9 @@
-"""Process whose forks compile and follow grammars. Nothing in this module runs in the engine.
+"""The fork server: a process whose forks compile constraints and compute masks. Nothing in this module runs in the
+engine.
 
-Importing the library takes seconds, and reading a large vocabulary takes half a second. This process does both once, so
-a fork is available at once, even to replace one that was ended. It has one thread, which waits for requests and for
-forks that end.
+Importing the library takes seconds, and reading a large vocabulary takes half a second. The fork server does both only
+once. A fork is therefore available without delay, even as a replacement for a process that ended. The fork server has
+one thread, which waits for requests and for forks that end.
 """
 
 import contextlib
@@ -26,18 +27,18 @@ _FILES = 2
 
 
 def main(channel: socket.socket) -> None:
-    """Read the vocabulary from the first packet's file. Answer each Fork with its pid and pidfd until ``channel`` is
-    closed.
+    """Read the vocabulary from the file in the first packet. Answer each Fork with the pid and pidfd of the new
+    process, until ``channel`` is closed.
 
-    A Fork comes with two files: the new process's channel to the engine, and a pipe into which its exit code is
-    written.
+    The packet of a Fork has two files: the channel between the new process and the engine, and a pipe to which the fork
+    server writes the exit code.
     """
     detach(0)
     _, files, _, _ = socket.recv_fds(channel, MAX_PACKET, _FILES)
     if not files:
         return
     info = xgrammar.TokenizerInfo.deserialize_json(read_file(files[0]).decode())
-    gc.freeze()  # a garbage collection would copy every page that the forks share
+    gc.freeze()  # Without this, a garbage collection in a fork would copy every page that the forks share.
     wake, woken = socket.socketpair()
     for end in (wake, woken):
         end.setblocking(False)
@@ -67,8 +68,8 @@ def main(channel: socket.socket) -> None:
             _work(theirs, info, decoder.decode(data))
         pipes[pid] = pipe
         os.close(theirs)
-        pidfd = os.pidfd_open(pid)  # it cannot be reaped before this
-        with contextlib.suppress(OSError):  # the engine has ended
+        pidfd = os.pidfd_open(pid)  # The fork cannot be reaped before this line.
+        with contextlib.suppress(OSError):  # The engine has ended.
             socket.send_fds(channel, [str(pid).encode()], [pidfd])
         os.close(pidfd)
 
@@ -95,7 +96,7 @@ def _work(channel: int, info: xgrammar.TokenizerInfo, fork: Fork) -> NoReturn:
             following_process.main(socket.socket(fileno=channel), info, fork.settings)
         code = 0
     finally:
-        os._exit(code)  # whatever was raised: the frames below belong to the parent
+        os._exit(code)  # Exit even after an exception, because the outer stack frames belong to the parent.
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Processes that compile and follow grammars beside the engine: their start, messages and limits.
+"""Child processes that compile constraints and compute masks: their start, messages and limits.
 
-Importing the grammar library takes seconds. One process imports it early, and the others are forked from that process
-(see ``fork_server``). This module imports nothing slow, so that the process can start before the engine's own imports.
+Importing the grammar library takes seconds. The fork server imports the library early, and the other processes are
+forks of the fork server (see ``fork_server``). This module imports nothing slow, so that the fork server can start
+before the engine's own imports.
 """
 
 import contextlib
@@ -28,15 +29,15 @@ from penstock_common.process import cpu_seconds, end_with_parent, start_python
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.constraints.source import FIELD
 
-# Inside such a process: its priority, signals and memory limit on the machine that it shares with the engine.
+# Inside a child process: priority, signals and memory limit, because the process shares a machine with the engine.
 
 NICENESS = 10
-"""Niceness of a child process, so that it takes no processor time from the engine's steps."""
+"""Niceness of a child process, so that the process takes no CPU time from the engine's steps."""
 _OUT_OF_MEMORY = ("bad_alloc", "std::length_error", "cannot allocate")
 
 
 def detach(niceness: int) -> None:
-    """End with the parent process, ignore Ctrl-C, and detach from the terminal."""
+    """Make this process end when its parent ends, ignore Ctrl-C, and detach it from the terminal."""
     os.nice(niceness)
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -58,22 +59,22 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
-# Each message is one packet of a Unix socket that keeps packets whole. So a process that is killed while sending leaves
-# no partial message. Large data is passed as an open file with the packet: a serialized grammar, and the initial
-# tokens. Messages of an earlier ``generation`` belong to a process that has ended.
+# Each message is one packet of a Unix socket of type SOCK_SEQPACKET. A process that is killed while it sends therefore
+# leaves no partial message. Large data (a serialized grammar, the initial tokens) is passed as an open file with the
+# packet. Messages of an earlier ``generation`` belong to a process that has ended.
 
 MAX_PACKET = 64 * 1024
-"""Bytes of a packet. Packets to the engine may be larger by one mask."""
+"""Maximum size of a packet in bytes. A packet to the engine may exceed this size by one mask."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Limits for the process that follows grammars.
+    """Limits of the mask process.
 
     Attributes:
         token_budget: CPU time for one token, in seconds.
         begin_budget: CPU time for all initial tokens of a request, in seconds.
-        patience: CPU time in seconds above which the next token counts as slow.
-        memory: Bytes in addition to what the process itself needs.
+        patience: CPU time in seconds. If a token took longer than this, the ``SLOW`` lane handles the next token.
+        memory: Memory limit in bytes, in addition to the memory that the process uses before the first grammar.
         kept: Number of compiled grammars that are cached.
         forced: Whether to look for text that must come next.
     """
@@ -87,13 +88,15 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag="compile"):
-    """Fork a process that compiles. ``memory`` is its limit in bytes, in addition to what it needs itself."""
+    """Fork a process that compiles. ``memory`` is its limit in bytes, in addition to the memory in use before the first
+    job.
+    """
 
     memory: int
 
 
 class Follow(msgspec.Struct, frozen=True, tag="follow"):
-    """Fork the process that follows grammars."""
+    """Fork the mask process."""
 
     settings: Settings
 
@@ -102,9 +105,9 @@ Fork = Compile | Follow
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Start to follow grammar ``grammar`` as ``number``.
+    """Start a request with the number ``number`` and the compiled grammar ``grammar``.
 
-    The packet's files are the initial tokens as int32, and the compiled grammar unless the process already has it.
+    The packet's files are the initial tokens as int32, and the compiled grammar if the process does not have it yet.
     """
 
     generation: int
@@ -113,7 +116,7 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Advance(msgspec.Struct, frozen=True, tag="advance"):
-    """Accept one token per pair (number, token), and forget the numbers in ``ended``."""
+    """Accept one token per pair (number, token), and drop the grammars of the numbers in ``ended``."""
 
     generation: int
     tokens: list[tuple[int, int]]
@@ -121,10 +124,11 @@ class Advance(msgspec.Struct, frozen=True, tag="advance"):
 
 
 class Draft(msgspec.Struct, frozen=True, tag="draft"):
-    """Compute the masks after drafts, given as (number, tokens taken before, turn, drafts), without changing the state.
+    """Compute the masks after drafts, without changing the state. Each entry is (number, count of tokens accepted
+    before, turn, drafts).
 
-    ``turn`` distinguishes drafts of the same number. If a failed step is repeated, it may have other drafts after the
-    same tokens.
+    ``turn`` distinguishes several lists of drafts for the same number. When a failed step is repeated, its drafts may
+    differ although the accepted tokens are the same.
     """
 
     generation: int
@@ -132,11 +136,11 @@ class Draft(msgspec.Struct, frozen=True, tag="draft"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Sent when a process starts to work.
+    """Message that a new mask process sends when it is ready.
 
     Attributes:
-        suspects: Numbers on which the previous process was working when it ended.
-        costly: Whether the previous process was ended because the first suspect took too long.
+        suspects: Numbers of the grammars on which the previous process was working when it ended.
+        costly: Whether the previous process ended because the first suspect took too much CPU time.
     """
 
     generation: int
@@ -148,12 +152,12 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     """Result for one number.
 
     Attributes:
-        kind: "unknown" means that the process does not have the grammar to begin with.
+        kind: "unknown" means that the process does not have the compiled grammar of a Begin message.
         taken: Number of tokens accepted in total.
         cost: CPU time of the last token, in seconds.
         text: Error text of a failure.
         forced: Tokens that must come next.
-        count: Number of masks after drafts: after one draft of ``turn``, after two, and so on.
+        count: Number of masks after drafts: after one draft of ``turn``, after two drafts, and so on.
         turn: Turn of the drafts.
     """
 
@@ -168,7 +172,7 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Masks(msgspec.Struct, frozen=True, tag="masks"):
-    """Results, and the masks of the results of kind mask and drafted, concatenated in ``rows``."""
+    """Results, and the masks of results with kind "mask" or "drafted", concatenated in ``rows``."""
 
     generation: int
     results: list[Result]
@@ -189,7 +193,7 @@ def memory_file(name: str, content: bytes) -> int:
 
 
 def read_file(descriptor: int) -> bytes:
-    """Read a whole file, which other processes may read at the same time. Closes the descriptor."""
+    """Read a complete file and close the descriptor. Other processes may read the same file at the same time."""
     try:
         return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     finally:
@@ -197,7 +201,7 @@ def read_file(descriptor: int) -> bytes:
 
 
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends of a channel."""
+    """Return the two ends of a channel for packets."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
@@ -205,15 +209,17 @@ def packet_pair() -> tuple[socket.socket, socket.socket]:
 
 FORK_SERVER = "penstock_enginecore.structured_output.fork_server"
 START_TIMEOUT = 120.0
-"""Timeout in seconds until a new process is ready. It imports the library and reads the vocabulary."""
+"""Timeout in seconds until a new process is ready. A new process may have to import the library and read the
+vocabulary.
+"""
 
 
 class Forked:
     """A forked process with ``pid``, ``poll``, ``wait`` and ``kill`` as in ``subprocess.Popen``. Thread-safe."""
 
     def __init__(self, pid: int, pidfd: int, pipe: int) -> None:
-        """Watch a fork. The fork server writes its exit code to ``pipe``, or closes the pipe without one if the server
-        itself ends.
+        """Watch a fork. The fork server writes the fork's exit code to ``pipe``. If the fork server itself ends, the
+        pipe closes without an exit code.
         """
         self.pid = pid
         self._pidfd = pidfd
@@ -229,14 +235,14 @@ class Forked:
         return self._look(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end, and return the exit code. Raises subprocess.TimeoutExpired."""
+        """Wait until the process has ended, and return the exit code. Raises subprocess.TimeoutExpired."""
         code = self._look(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         return code
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all its threads in seconds, or 0 after its end."""
+        """Return the CPU time of all threads of the process in seconds, or 0 after the process has ended."""
         return cpu_seconds(self.pid)
 
     def kill(self) -> None:
@@ -245,7 +251,7 @@ class Forked:
             try:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             except ProcessLookupError:
-                return  # it has just ended
+                return  # The process has just ended.
 
     def _look(self, timeout: float | None) -> int | None:
         poll = select.poll()
@@ -254,7 +260,7 @@ class Forked:
             with self._lock:
                 if self._code is None:
                     told = os.read(self._pipe, 4)
-                    # The fork server has ended, and its forks with it.
+                    # The fork server has ended, and its forks end with it.
                     self._code = int(struct.unpack("=i", told)[0]) if told else -signal.SIGKILL
         return self._code
 
@@ -262,8 +268,8 @@ class Forked:
 class Children:
     """Starts the child processes.
 
-    ``compiler`` and ``follower`` must be called on ``thread``, which outlives all children, because they die with the
-    thread that started them.
+    ``compiler`` and ``follower`` must be called on ``thread``. This thread must outlive all children, because a child
+    dies with the thread that started it.
     """
 
     def __init__(self, config: StructuredOutputConfig, module: str = FORK_SERVER) -> None:
@@ -274,7 +280,7 @@ class Children:
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._reads = False  # whether the vocabulary was sent
+        self._reads = False  # Whether the vocabulary was sent to the fork server.
 
     @property
     def pid(self) -> int | None:
@@ -282,12 +288,12 @@ class Children:
         return self._process.pid if self._process is not None else None
 
     def start_early(self) -> None:
-        """Start the fork server. Returns at once."""
+        """Start the fork server. Returns without waiting."""
         self.thread.submit(self._start)
 
     def compiler(self, tokenizer: bytes) -> "tuple[Forked, Connection[Any, Any]]":
-        """Start a process that compiles for a serialized vocabulary. Returns it with the engine's end of its
-        connection.
+        """Start a process that compiles constraints for a serialized vocabulary. Returns the process and the engine's
+        end of its connection.
 
         See ``compiling_process.main``. Raises Internal.
         """
@@ -297,9 +303,9 @@ class Children:
         return process, ours
 
     def follower(self, tokenizer: bytes, settings: Settings) -> tuple[Forked, socket.socket]:
-        """Start a process that follows grammars. Returns it with the engine's end of its channel.
+        """Start a mask process. Returns the process and the engine's end of its channel.
 
-        See ``following_process.main``. Raises Internal if it does not start.
+        See ``following_process.main``. Raises Internal if the process does not start.
         """
         ours, theirs = packet_pair()
         with theirs, _closed_unless_done(ours):
@@ -313,7 +319,7 @@ class Children:
         self.stop()
 
     def stop(self) -> None:
-        """End all processes. A later request starts a new one."""
+        """End all processes. If a process is needed later, it is started again."""
         with self._lock:
             process, channel = self._process, self._channel
         if process is not None:
@@ -357,7 +363,7 @@ class Children:
             os.close(told)
         if not data:
             os.close(ending)
-            raise self._not_started("compiles" if isinstance(fork, Compile) else "follows")
+            raise self._not_started("compiles constraints" if isinstance(fork, Compile) else "computes grammar masks")
         return Forked(int(data), files[0], ending)
 
     def _not_started(self, does: str) -> Internal | Unavailable:
@@ -366,7 +372,7 @@ class Children:
                 return Unavailable("the engine is stopping", field=FIELD)
             process = self._process
         process.kill()
-        return Internal(f"the process that {does} constraints did not start (exit code {process.wait()})", field=FIELD)
+        return Internal(f"the process that {does} did not start (exit code {process.wait()})", field=FIELD)
 
 
 @contextlib.contextmanager

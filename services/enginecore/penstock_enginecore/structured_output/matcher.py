@@ -1,4 +1,4 @@
-"""Position of a request in its constraint, kept by xgrammar's matcher, and the cost of its tokens."""
+"""State of one request's grammar in a matcher of xgrammar, and the CPU time of its tokens."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ from penstock_enginecore.structured_output.core.base import BITS, bitmask_words
 
 
 class XgrammarGrammar:
-    """A grammar with one matcher. The end token is allowed only where the constraint is fulfilled."""
+    """A compiled grammar with one matcher. The end token is allowed only when the constraint is fulfilled."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar, vocab_size: int) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled)
@@ -20,7 +20,7 @@ class XgrammarGrammar:
         self._last_word = np.uint32(2**used - 1).view(np.int32)
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Accept tokens until one is not allowed."""
+        """Accept tokens until a token is not allowed. Return whether all were accepted."""
         return all(not self._matcher.is_terminated() and self._matcher.accept_token(token) for token in token_ids)
 
     def undo(self, count: int = 1) -> None:
@@ -29,12 +29,12 @@ class XgrammarGrammar:
             self._matcher.rollback(count)
 
     def forced_text(self) -> bytes:
-        """Return the text that must come next, independent of its tokenization. Empty if there is a choice."""
+        """Return the text that must come next, independent of its tokenization. Empty if several texts are possible."""
         return b"" if self._matcher.is_terminated() else self._matcher.find_jump_forward_string().encode()
 
     def fill(self, row: npt.NDArray[np.int32]) -> None:
-        """Write the allowed tokens into ``row``, in place. Bits after the vocabulary are 0, and all bits once
-        terminated.
+        """Write the allowed tokens into ``row``, in place. Bits after the vocabulary are 0. Once the grammar has
+        terminated, all bits are 0.
         """
         if self._matcher.is_terminated():
             row[:] = 0
@@ -49,19 +49,19 @@ class XgrammarGrammar:
         return bool(self._matcher.is_terminated())
 
 
-# Costs are seconds of the thread's CPU time. A first try may be slow for other reasons: memory that is touched for the
-# first time after a fork, cold caches, a processor shared with another guest. In that case, the work is repeated and
-# the second time is used.
+# A cost is the thread's CPU time in seconds. The first run may be slow for other reasons: memory that is touched for
+# the first time after a fork, cold caches, or a CPU shared with another virtual machine. If the first run is slow, the
+# work is repeated and the time of the second run is used.
 
 
 def _nothing() -> None:
-    """Default for ``begins``: do nothing."""
+    """Do nothing. Default of ``begins``."""
 
 
 def accept_cost(
     grammar: XgrammarGrammar, token_id: int, budget: float, begins: Callable[[], None] = _nothing
 ) -> float | None:
-    """Accept a token and return its cost, or None if it is not allowed. ``begins`` is called before each try."""
+    """Accept a token and return its cost, or None if the token is not allowed. ``begins`` is called before each run."""
     seconds = _timed(lambda: grammar.accept((token_id,)), begins)
     if seconds is not None and seconds > budget:
         grammar.undo()
@@ -72,7 +72,7 @@ def accept_cost(
 def fill_cost(
     grammar: XgrammarGrammar, row: npt.NDArray[np.int32], budget: float, begins: Callable[[], None] = _nothing
 ) -> float:
-    """Write the allowed tokens into ``row`` and return the cost. ``begins`` is called before each try."""
+    """Write the allowed tokens into ``row`` and return the cost. ``begins`` is called before each run."""
 
     def fill() -> bool:
         grammar.fill(row)

@@ -77,7 +77,7 @@ def test_masks_follow_the_tokens(follower: GrammarFollower):
 
 def test_a_request_begins_behind_the_tokens_it_has(follower: GrammarFollower):
     assert may(begun(follower, PAIRS, (A, B, A))) == {B}
-    with pytest.raises(InvalidArgument, match="do not follow the constraint") as e:
+    with pytest.raises(InvalidArgument, match="does not match the constraint") as e:
         begun(follower, PAIRS, (A, A))
     assert e.value.field == "prior_output_token_ids"
 
@@ -112,7 +112,7 @@ def test_a_process_that_is_lost_for_good_fails_what_it_followed_and_is_started_a
     while not told:
         follower.wait([])
     assert isinstance(pairs.grammar.failure, Internal)
-    assert "the process that follows constraints ended" in pairs.grammar.failure.message
+    assert "the process that computes grammar masks ended" in pairs.grammar.failure.message
     assert not follower.running
     follower.start(INFO.serialize_json().encode())
     assert may(begun(follower, PAIRS)) == {A, EOS}

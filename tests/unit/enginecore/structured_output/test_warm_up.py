@@ -77,7 +77,7 @@ def test_what_was_started_early_has_the_processes_that_serve(started: Children):
 def test_a_process_that_does_not_start_is_an_error():
     backend = backend_with(Children(StructuredOutputConfig(), NO_MODULE))
     try:
-        with pytest.raises(Internal, match=r"the process that follows constraints did not start \(exit code 1\)"):
+        with pytest.raises(Internal, match=r"the process that computes grammar masks did not start \(exit code 1\)"):
             backend.warm_up().result(TIMEOUT)
     finally:
         backend.shutdown()
@@ -168,7 +168,7 @@ def test_an_engine_whose_processes_do_not_start_says_so_and_serves(caplog: pytes
     with caplog.at_level(logging.ERROR):
         engine.warm_up()
     [record] = caplog.records
-    assert "constraints cannot be served now" in record.message
+    assert "preparing for constraints failed" in record.message
     assert "did not start (exit code 1)" in caplog.text
 
 

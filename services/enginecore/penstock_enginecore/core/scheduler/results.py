@@ -223,7 +223,7 @@ class StepResults:
             del request.all_token_ids[-len(token_ids) :]
             request.status = RequestStatus.FINISHED_ERROR
             return RequestError.from_exception(
-                incident(e, request=request.request_id, doing="following the constraint")
+                incident(e, request=request.request_id, doing="advancing the grammar of the constraint")
             )
 
 

@@ -344,7 +344,8 @@ class _Parser:
             raise self.error("a repetition whose bounds are out of order", at)
         if (high or low) > 1 and (times := _empty_repeats(item) * (high or low)) > MAX_EMPTY_REPEAT and _nullable(item):
             raise self.error(
-                f"an item that may be empty is repeated up to {times} times (the limit is {MAX_EMPTY_REPEAT}); repeat only items that cannot be empty",
+                f"an item that may be empty is repeated up to {times} times (the limit is {MAX_EMPTY_REPEAT}); "
+                "repeat only items that cannot be empty",
                 at,
             )
         self.take("?")  # Lazy repetition matches the same texts.

@@ -1,1 +1,3 @@
-"""Constrained requests as the engine core sees them: compiled, masked, and ended when their grammar fails."""
+"""Constrained decoding in the engine core: holds requests until their grammar is compiled, adds masks to steps, and
+ends requests whose grammar fails.
+"""

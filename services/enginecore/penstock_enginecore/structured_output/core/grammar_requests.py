@@ -1,5 +1,5 @@
-"""Constrained requests between the scheduler and the grammars: requests wait for their grammar, get masks, and end if
-it fails.
+"""Connection between the scheduler and grammars: constrained requests wait for their grammar, get masks, and end if the
+grammar fails.
 """
 
 import logging
@@ -23,7 +23,9 @@ from penstock_enginecore.structured_output.core.reasoning import GatedGrammar, R
 
 
 class _Change(NamedTuple):
-    """A grammar that has ``started``, with its ``gate`` if there is one, or a grammar that can continue."""
+    """A change of a request's grammar: the grammar has ``started``, with its ``gate`` if there is one, or its next mask
+    has arrived.
+    """
 
     request: Request
     started: "Future[Grammar] | None" = None
@@ -34,14 +36,15 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarIntake:
-    """Manages the grammars of constrained requests. All methods except ``check`` belong to the busy loop's thread.
+    """Manages the grammars of constrained requests. Only the busy loop's thread may call the methods, except for
+    ``check``.
 
-    A failure of a request's grammar ends only that request. For a reasoning model, constraints apply after the
-    reasoning, unless ``enable_in_reasoning`` is set. An output cannot end in its reasoning.
+    If a request's grammar fails, only that request ends. For a reasoning model, constraints apply after the reasoning,
+    or to the complete output if ``enable_in_reasoning`` is set. A constrained output cannot end inside its reasoning.
 
     Args:
-        backend: Grammar backend. Without one, constraints are refused.
-        wake: Called on any thread when ``take`` has something to do.
+        backend: Grammar backend. If it is None, constraints are refused.
+        wake: Function that is called on any thread when ``take`` has something to do.
         drafts: Whether the engine uses speculative decoding.
     """
 
@@ -68,14 +71,14 @@ class GrammarIntake:
         """Requests whose grammar has started. Ended requests are removed from time to time."""
 
     def check(self, constraint: StructuredOutput) -> None:
-        """Refuse a constraint that is obviously invalid. Raises InvalidArgument or Unimplemented. Thread-safe."""
+        """Raise InvalidArgument or Unimplemented if a constraint is obviously invalid or unsupported. Thread-safe."""
         self._served().check(constraint)
 
     def warm_up(self, *, needed: bool) -> None:
-        """Prepare the backend, so that the first constraint waits only for its own grammar. ``needed`` is False if no
-        constraints will come.
+        """Prepare the backend, so that the first constraint waits only for its own grammar. ``needed`` is False if the
+        engine will get no constraints.
 
-        If the preparation fails, the engine logs it and serves nevertheless.
+        If the preparation fails, the engine logs the error and serves requests without constraints.
         """
         if self._backend is None:
             return
@@ -88,7 +91,7 @@ class GrammarIntake:
         except Unimplemented as e:
             logger.info("constraints are not served", extra={"reason": e.message})
         except Exception as e:
-            logger.error("constraints cannot be served now; each one tries again", exc_info=e)
+            logger.error("preparing for constraints failed; each constrained request will try again", exc_info=e)
 
     def start(self, request: Request, constraint: StructuredOutput) -> None:
         """Start the grammar of a request, which is held until the grammar has started."""
@@ -115,8 +118,8 @@ class GrammarIntake:
                 self._fail(change.request, e, "starting the constraint")
 
     def await_masks(self) -> None:
-        """Wait for the next masks of running requests, because forced text is drafted. Limited to the time by which a
-        step may be delayed.
+        """Wait for the next masks of running requests, because drafts of forced text depend on them. The wait is never
+        longer than a step may be delayed.
         """
         if self._backend is None or not self._following:
             return
@@ -174,7 +177,7 @@ class GrammarIntake:
         return GrammarBitmask(keys, bitmask, offsets if drafted else [])
 
     def shutdown(self) -> None:
-        """End the backend."""
+        """Shut down the backend."""
         if self._backend is not None:
             self._backend.shutdown()
 
@@ -198,8 +201,8 @@ class GrammarIntake:
         if self._enable_in_reasoning and request.reasoning_budget is not None:
             field = "sampling_params.thinking_token_budget"
             raise InvalidArgument(
-                f"{field} is {request.reasoning_budget.limit} beside structured_output, but this engine's constraints hold in "
-                "the reasoning, too (structured_output.enable_in_reasoning); set one of the two",
+                f"{field} is {request.reasoning_budget.limit} and structured_output is set, but this engine applies constraints to "
+                "the reasoning as well (structured_output.enable_in_reasoning); set only one of the two fields",
                 field=field,
             )
         if request.reasoning_parser_kwargs is None or self._enable_in_reasoning:
@@ -225,7 +228,7 @@ class GrammarIntake:
         """Return the request's mask, or None if it has not arrived."""
         grammar = request.grammar
         if grammar is None:
-            raise RuntimeError("a constrained request runs without its grammar")
+            raise RuntimeError("a constrained request is in a step, but its grammar has not started")
         if grammar.failure is not None:
             raise grammar.failure
         if not grammar.ready and not grammar.missed():
@@ -234,7 +237,9 @@ class GrammarIntake:
         return grammar.mask
 
     def _fail(self, request: Request, error: Exception, doing: str) -> None:
-        """End a request. Errors that it did not cause get an incident number."""
+        """End a request with an error. An error that the request did not cause is an incident, and gets an incident
+        number.
+        """
         if request.finished:
             return
         failure = (

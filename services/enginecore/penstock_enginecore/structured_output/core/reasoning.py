@@ -13,8 +13,8 @@ from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_enginecore.structured_output.core.base import BITS, Grammar, Mask, allows, bitmask_words
 
 _NEAR_END = 4
-"""Number of last prompt tokens in which a tag belongs to the answer. Templates write only whitespace after it. Earlier
-tags belong to earlier turns.
+"""Number of tokens at the end of the prompt in which a reasoning tag belongs to the output. Chat templates write only
+whitespace after such a tag. Tags before these tokens belong to earlier turns.
 """
 
 
@@ -29,12 +29,13 @@ class At(enum.Enum):
 
 
 class ReasoningGate:
-    """Separates an output's reasoning from the constrained part, token by token.
+    """Separates the reasoning of an output from its constrained part, token by token.
 
     Args:
         tokens: The tags of the reasoning.
         prompt: Tokens of the prompt.
-        ended: True if the prompt has ended the reasoning, False if it has begun it, None to decide by the prompt's last tokens.
+        ended: True if the prompt ends the reasoning, False if the prompt begins the reasoning, None to decide by the
+            last tokens of the prompt.
     """
 
     def __init__(self, tokens: ReasoningTokens, prompt: Sequence[int], ended: bool | None) -> None:
@@ -42,7 +43,7 @@ class ReasoningGate:
         self.at = _at_end_of(prompt, tokens) if ended is None else At.ENDED if ended else At.REASONING
 
     def passes(self, token_id: int) -> bool:
-        """Process the next output token. Returns whether the constraint applies to it."""
+        """Process the next output token. Returns whether the constraint applies to this token."""
         if self.at is At.START:
             begins = token_id == self.tokens.begin_token_id
             self.at = At.REASONING if begins else At.ENDED
@@ -54,14 +55,14 @@ class ReasoningGate:
         return True
 
     def passed(self, token_ids: Sequence[int]) -> list[int]:
-        """Process output tokens. Returns those to which the constraint applies."""
+        """Process output tokens. Returns the tokens to which the constraint applies."""
         return [token_id for token_id in token_ids if self.passes(token_id)]
 
 
 class GatedGrammar:
     """A ``Grammar`` that applies after the reasoning. During the reasoning, any token of ``unconstrained`` is allowed.
 
-    ``grammar`` has its first mask, or the mask after the tokens that the gate has passed to it.
+    ``grammar`` must have its first mask, or the mask after the tokens that ``gate`` has passed to it.
     """
 
     def __init__(self, grammar: Grammar, gate: ReasoningGate, unconstrained: Mask) -> None:
@@ -76,7 +77,7 @@ class GatedGrammar:
 
     @property
     def ready(self) -> bool:
-        """Whether ``mask`` is that of the next token. Always True in the reasoning."""
+        """Whether ``mask`` is the mask of the next token. Always True in the reasoning."""
         return self._reasoning or self._grammar.ready
 
     @property
@@ -92,7 +93,9 @@ class GatedGrammar:
 
     @property
     def failure(self) -> RequestFailed | None:
-        """Why the grammar makes no further mask, or None. The request then ends, even in its reasoning."""
+        """The reason why the grammar makes no more masks, or None. If this is set, the request ends, even inside its
+        reasoning.
+        """
         return self._grammar.failure
 
     @property
@@ -101,8 +104,8 @@ class GatedGrammar:
         return self._grammar.terminated
 
     def accept(self, token_id: int) -> bool:
-        """Accept an output token. The grammar gets the tokens after the reasoning. Returns False if the token is not
-        allowed.
+        """Accept an output token. Only tokens after the reasoning are passed to the grammar. Returns False if the token
+        is not allowed.
         """
         if self._reasoning and not allows(self._unconstrained, token_id):
             return False
@@ -114,8 +117,8 @@ class GatedGrammar:
         return self._grammar.forced if self._gate.at is At.ENDED else ()
 
     def draft(self, token_ids: Sequence[int]) -> None:
-        """Start to compute the masks after drafts. In the reasoning, drafts are allowed up to the end tag; the grammar
-        makes the mask after that.
+        """Start to compute the masks after drafts. In the reasoning, all drafts up to the end tag are allowed. The
+        grammar makes the mask after the end tag.
         """
         self._drafts = ()
         if self._gate.at is At.ENDED:
@@ -132,7 +135,7 @@ class GatedGrammar:
 
     @property
     def draft_masks(self) -> Sequence[Mask]:
-        """Masks after one draft, after two, and so on."""
+        """Masks after one draft, after two drafts, and so on."""
         return self._grammar.draft_masks if self._gate.at is At.ENDED else self._drafts
 
     @property
@@ -145,18 +148,18 @@ class GatedGrammar:
         return self._reasoning or self._grammar.wanted()
 
     def missed(self) -> bool:
-        """Record that a step continued without the mask. Returns True if it is available after all, as always in the
-        reasoning.
+        """Record that a step continued without the mask. Returns True if the mask is available now, which is always the
+        case in the reasoning.
         """
         return self._reasoning or self._grammar.missed()
 
     def close(self) -> None:
-        """Free the grammar."""
+        """Free the resources of the grammar."""
         self._grammar.close()
 
 
 def all_but(token_ids: frozenset[int], vocab_size: int) -> Mask:
-    """Return a mask that allows all tokens except these."""
+    """Return a mask that allows all tokens except ``token_ids``."""
     bits = np.zeros(bitmask_words(vocab_size) * BITS, np.uint8)
     bits[:vocab_size] = 1
     bits[[token_id for token_id in token_ids if 0 <= token_id < vocab_size]] = 0
@@ -177,18 +180,20 @@ def _at_end_of(prompt: Sequence[int], tokens: ReasoningTokens) -> At:
 
 
 _FIRST = 4
-"""Number of first output tokens in which the reasoning may begin. Models write at most whitespace before the tag."""
+"""Number of tokens at the start of the output in which the reasoning may begin. Models write at most whitespace before
+the tag.
+"""
 
 
 class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Decides when a request's reasoning must end. A pure function of the output, so it also works for drafts and
-    resumed requests.
+    """Decides when a request's reasoning must end. The decision depends only on the output, so it also works for drafts
+    and resumed requests.
 
     Args:
         limit: Maximum number of reasoning tokens, without the tags.
         begin_token_id: Token that begins the reasoning.
         end_token_id: Token that ends the reasoning.
-        begun: Whether the prompt has begun the reasoning.
+        begun: Whether the prompt begins the reasoning.
     """
 
     limit: int
@@ -198,7 +203,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request: EngineCoreRequest) -> Self | None:
-        """Return the request's budget, or None if it has none or the prompt has ended the reasoning."""
+        """Return the request's budget, or None if the request has no budget or the prompt ends the reasoning."""
         limit, tokens = request.sampling_params.thinking_token_budget, request.reasoning_parser_kwargs
         if limit is None or tokens is None:
             return None
@@ -213,7 +218,7 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def forced(self, output: npt.NDArray[np.integer] | Sequence[int]) -> int | None:
-        """Return the only token that may follow ``output`` ``[tokens]``, or None if the budget forces none."""
+        """Return the token that must follow ``output`` ``[tokens]``, or None if the budget does not force a token."""
         # If the reasoning began in the prompt, the output may repeat the tag, but only as its first token.
         first = list(output[: 1 if self.begun else _FIRST])
         if self.begin_token_id in first:

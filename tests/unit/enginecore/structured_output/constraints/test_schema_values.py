@@ -228,7 +228,7 @@ def test_a_class_of_many_characters_is_read_in_one_go(monkeypatch: pytest.Monkey
     "regex", ["(a{0,9}){0,9}", "(a*){1,9}", "(a?b*){2,9}", "((a?){3}){3}", "(|a){9}", "(^a?$|b){9}"]
 )
 def test_a_long_repetition_of_what_may_be_empty_is_refused(regex: str):
-    assert "what may be empty is repeated up to" in verdict(StructuredOutput(regex=regex))
+    assert "an item that may be empty is repeated up to" in verdict(StructuredOutput(regex=regex))
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_a_budget_beside_a_constraint_that_holds_in_the_reasoning_is_refused():
     engine.add(engine.preprocess("client", msgspec.structs.replace(request, sampling_params=params)))
     [output] = [output for outputs in engine.step(lambda: None).values() for output in outputs.outputs]
     assert (output.error.code, output.error.field) == ("INVALID_ARGUMENT", "sampling_params.thinking_token_budget")
-    assert "thinking_token_budget is 4 beside structured_output" in output.error.message
+    assert "thinking_token_budget is 4 and structured_output is set" in output.error.message
 
 
 def test_a_budget_without_the_tokens_around_the_reasoning_is_refused():
