@@ -1,1 +1,1 @@
-"""KV block transfer to host memory, to disk, and between engines."""
+"""KV block transfer between device memory, host memory, disk, and other engines."""

@@ -1,4 +1,4 @@
-"""Assembly of KV transfer: an engine sends blocks to other engines, and receives blocks from them."""
+"""Setup of KV transfer, with which an engine sends blocks to other engines and receives blocks from them."""
 
 import hashlib
 import json
@@ -32,15 +32,14 @@ from penstock_enginecore.kv_transfer.rpc.pull_client import PullSettings
 from penstock_enginecore.kv_transfer.rpc.pull_server import PullSource
 from penstock_enginecore.kv_transfer.rpc.transfer import KvTransfer, Peers
 
-# Fingerprint of a block's layout and content. Blocks of two engines are interchangeable if their fingerprints are
-# equal.
+# Fingerprint of a block's layout and content. Two engines can use each other's blocks if their fingerprints are equal.
 
 FINGERPRINT_BYTES = 16
 _PERSON = b"penstock-kv-1"
 _OF_TOKENS_ALONE = frozenset({"task", "eos_token_ids", "enable_in_reasoning", "revision"})
-"""Facts that affect tokens but not keys and values, and facts that are only names."""
+"""Names of properties that affect tokens but not keys and values, or that are only labels."""
 _NUMERICS = ("tensor_parallel_size", "batch_invariant")
-"""Facts that change how numbers are rounded."""
+"""Names of properties that change how numbers are rounded."""
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 
@@ -55,17 +54,17 @@ def layout_of(
 ) -> KvLayout:
     """Describe the layout of an engine's blocks.
 
-    The fingerprint is empty if the weights have no hash, as with random weights. In that case, no other engine has
+    The fingerprint is empty if the weights have no hash, for example random weights. In that case, no other engine has
     equal blocks.
 
     Args:
         config: Configuration of the KV cache.
-        computes: Facts that the engine's tokens depend on, as in ``variant.config_of``: hashes of weights, but no
-            paths.
+        computes: Properties on which the engine's tokens depend, as in ``variant.config_of``. They include hashes of
+            weights, but no paths.
         order: Order of the numbers in a block.
-        num_shards: Number of workers that hold a part of each block.
+        num_shards: Number of workers that store a part of each block.
         block_bytes: Bytes per block.
-        numerics: Everything known that affects the computed values.
+        numerics: Description of everything known that affects the computed values.
     """
     groups = tuple(KvGroup(group.layer_names, group.sliding_window or 0) for group in config.groups)
     layout = KvLayout(
@@ -109,11 +108,11 @@ def transferring(
     observe: Observe = lambda _: None,
     observer: CallObserver | None = None,
 ) -> Iterator[EngineReady]:
-    """Set up KV transfer, if it is enabled, and the metrics of all loads. Yield the engine's identity with its KV
-    address.
+    """Set up KV transfer, if it is enabled, and the metrics of all loads. Yield the engine's identity, including its KV
+    transfer address.
 
-    ``observe`` is called with each transfer, on any thread. ``observer`` is called for calls of other engines. Raises
-    ConfigError for a model without a KV cache, for a port that is in use, and for invalid TLS settings.
+    ``observe`` is called with each transfer, on any thread. ``observer`` is called for each gRPC call from another
+    engine. Raises ConfigError if the model has no KV cache, if the port is in use, or if TLS settings are invalid.
     """
     counts = TransferCounts()
 
@@ -152,7 +151,7 @@ def _begin(
     copier, settings = engine.executor.block_copier(), config.kv_transfer
     fingerprint = _fingerprint(engine, ready, copier)
     if not fingerprint:
-        log.warning("KV transfer switched off: the weights have no hash, so blocks of other engines cannot be matched")
+        log.warning("KV transfer switched off: the weights have no hash, so the engine cannot recognize equal blocks")
         return ready
     transfer.start()
     ends.callback(transfer.stop)
@@ -209,7 +208,7 @@ def _begin(
 
 
 def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier) -> bytes:
-    """Return the fingerprint of the engine's blocks, or an empty value if the weights have no hash."""
+    """Return the fingerprint of the engine's blocks, or empty bytes if the weights have no hash."""
     layout = layout_of(
         engine.kv_cache_config,
         ready.config,

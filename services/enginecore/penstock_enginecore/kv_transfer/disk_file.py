@@ -1,8 +1,8 @@
-"""A file of KV blocks: a header, followed by slots of equal size. Each slot has the name, checksum and content of a
+"""A file of KV blocks. It has a header and slots of equal size. Each slot stores the name, checksum and content of a
 block.
 
-The next process that opens the file with the same fingerprint finds the blocks. Writes are not flushed explicitly. If a
-slot was only partly written, its checksum does not match, and the slot counts as empty.
+If a later process opens the file with the same fingerprint, it can use the blocks. Writes are not flushed explicitly.
+If a slot was only partly written, its checksum does not match, and the slot counts as empty.
 """
 
 import errno
@@ -32,9 +32,9 @@ _SLOT = struct.Struct("<8s Q I I B 32s I I")
 
 
 class DiskFile:
-    """A ``BlockStore`` in a file, which reads and writes on its own thread.
+    """A ``BlockStore`` in a file. A separate thread does all reads and writes.
 
-    ``entries`` has the blocks found at opening. It is not updated by writes.
+    ``entries`` has the blocks that were in the file when it was opened. Writes do not change ``entries``.
 
     Raises ConfigError if the directory cannot be written, is full, or is used by another running engine, or if ``size``
     is too small for a block.
@@ -47,16 +47,16 @@ class DiskFile:
             directory: Directory of the file.
             size: Bytes of the file.
             block_bytes: Bytes per block.
-            fingerprint: 16 bytes that identify everything a block's content depends on. Empty: existing blocks are
-                ignored, and later processes will ignore the new ones.
+            fingerprint: 16 bytes that identify everything on which a block's content depends. If it is empty, existing
+                blocks are ignored, and later processes ignore the blocks of this process.
         """
         self._block_bytes = block_bytes
         self._stride = -(-(_SLOT.size + block_bytes) // _PAGE) * _PAGE
         self.num_slots = (size - _PAGE) // self._stride
         if self.num_slots < 1:
             raise ConfigError(
-                f"cache.disk_size is {size} bytes, but a KV block takes {self._stride} and the file's header "
-                f"{_PAGE}; it must hold at least one block"
+                f"cache.disk_size is {size} bytes, but a KV block takes {self._stride} bytes and the file's header "
+                f"{_PAGE} bytes; increase cache.disk_size to at least their sum"
             )
         self._path = directory / FILE_NAME
         self._descriptor = _open(directory, self._path)
@@ -91,7 +91,7 @@ class DiskFile:
         self._thread.call(partial(os.close, self._descriptor))
         self._thread.stop()
 
-    # Methods of the thread, or before it starts.
+    # Methods that run on the store's thread, or before that thread starts.
 
     def _read_all(self, slots: list[tuple[int, BlockName]]) -> list[Content | None]:
         return [self._read(slot, name) for slot, name in slots]
@@ -106,9 +106,9 @@ class DiskFile:
 
     def _write(self, slot: int, name: BlockName, content: Content, generation: int) -> None:
         if len(content) != self._block_bytes:
-            raise OSError(errno.EINVAL, f"a block has {len(content)} bytes, not {self._block_bytes}")
+            raise OSError(errno.EINVAL, f"a block has {len(content)} bytes; expected {self._block_bytes} bytes")
         if len(name.hash) > 32:
-            raise OSError(errno.EINVAL, f"a block's hash has {len(name.hash)} bytes, more than 32")
+            raise OSError(errno.EINVAL, f"a block's hash has {len(name.hash)} bytes; the limit is 32")
         fields = (_MAGIC, generation, name.group, len(content), len(name.hash), name.hash, zlib.crc32(content))
         header = _SLOT.pack(*fields, 0)
         header = header[:-4] + zlib.crc32(header[:-4]).to_bytes(4, "little")
@@ -127,7 +127,7 @@ class DiskFile:
         return BlockName(group, block_hash[:hash_bytes]), checksum
 
     def _found(self) -> list[tuple[int, BlockName]]:
-        """Return the blocks in an existing file with equal parameters, and continue its generation."""
+        """Return the blocks in an existing file that has the same parameters, and continue with the file's generation."""
         header = os.pread(self._descriptor, _HEADER.size, 0)
         if len(header) < _HEADER.size or zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
             return []
@@ -171,10 +171,10 @@ def _open(directory: Path, path: Path) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = open_private(path)
     except OSError as e:
-        raise ConfigError(f"cache.disk is {str(directory)!r}, which cannot be written: {e}") from e
+        raise ConfigError(f"cache.disk is {str(directory)!r}, but the directory cannot be written: {e}") from e
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         os.close(descriptor)
-        raise ConfigError(f"cache.disk is {str(directory)!r}, which another engine uses: {e}") from e
+        raise ConfigError(f"cache.disk is {str(directory)!r}, but another engine uses this directory: {e}") from e
     return descriptor

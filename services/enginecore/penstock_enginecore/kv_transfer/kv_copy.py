@@ -18,22 +18,22 @@ from penstock_enginecore.worker.failures import Failure
 from penstock_enginecore.worker.messages import Copied, CopyBlocks, encode
 
 _TOUCHED = 64 << 20
-"""Number of bytes that are zeroed at once."""
+"""Number of bytes that one call zeroes."""
 
 
 class HostMemory:
     """Host memory for blocks: uint8 ``[num_slots, slot_bytes]``. All pages are allocated at creation, so copies never
     wait for page faults.
 
-    ``pinned`` makes the memory page-locked, for copies from and to a device. Raises MemoryError if there is too little
-    memory.
+    ``pinned`` makes the memory page-locked, for copies between host and device. Raises MemoryError if there is too
+    little memory.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, *, pinned: bool) -> None:
         try:
             self.slots = torch.empty(num_slots, slot_bytes, dtype=torch.uint8, pin_memory=pinned)
         except RuntimeError as e:
-            raise MemoryError(f"{num_slots} slots of {slot_bytes} bytes of host memory: {e}") from e
+            raise MemoryError(f"cannot allocate {num_slots} slots of {slot_bytes} bytes of host memory: {e}") from e
         if not pinned:
             flat = self.slots.view(-1)
             for start in range(0, len(flat), _TOUCHED):
@@ -46,16 +46,20 @@ T = TypeVar("T")
 Call = Callable[..., "Future[Any]"]
 """Function that calls a method of ``WorkerCopies`` by name on all workers."""
 Memory = Callable[[], list[torch.Tensor]]
-"""Function that returns the KV cache like ``block_memory``, or an empty list while the cache sleeps."""
+"""Function that returns the tensors of the KV cache, as ``block_memory`` does. Returns an empty list while the engine
+sleeps.
+"""
 
 
 class WorkerCopies:
-    """Makes copies on its own thread, in the order of ``begin``. The future of ``begin`` raises the copy's error."""
+    """Makes copies on a separate thread, in the order of calls to ``begin``. The future of ``begin`` raises the copy's
+    error.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._thread: DeviceThread | None = None
-        self._lock = threading.Lock()  # Guards the creation of the thread.
+        self._lock = threading.Lock()  # Protects the creation of the thread.
         self._host: HostMemory | None = None
 
     @property
@@ -64,8 +68,8 @@ class WorkerCopies:
         return sum(tensor.shape[1] for tensor in self._memory())
 
     def begin(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Call a method of this class on its thread. On a GPU, the call runs after the work that the calling thread has
-        launched.
+        """Call a method of this class on the copy thread. On a GPU, the method's copies run after all work that the
+        calling thread has launched before.
         """
         memory = self._memory()
         ready: Any = None
@@ -79,13 +83,13 @@ class WorkerCopies:
         return self._thread.submit(partial(self._run, memory, ready, getattr(self, method), arguments))
 
     def stop(self) -> None:
-        """End the thread after pending copies."""
+        """End the copy thread after pending copies."""
         if self._thread is not None:
             self._thread.stop()
 
     def _run(self, memory: list[torch.Tensor], ready: Any, call: Callable[..., T], arguments: Sequence[Any]) -> T:
         if not memory:
-            raise RuntimeError("there is no KV cache")
+            raise RuntimeError("the KV cache is not allocated, or the engine sleeps")
         if ready is None:
             return call(memory, *arguments)
         make_stream: Any = torch.cuda.Stream
@@ -96,7 +100,7 @@ class WorkerCopies:
             stream.synchronize()
         return result
 
-    # Methods of the thread.
+    # Methods that run on the copy thread.
 
     def reserve(self, memory: list[torch.Tensor], num_slots: int) -> None:
         """Allocate the slots of host memory."""
@@ -107,7 +111,7 @@ class WorkerCopies:
             if tensor.is_cuda:
                 for block_id, slot in copies:
                     part[slot].copy_(tensor[block_id], non_blocking=True)
-            else:  # numpy copies a row in half the time that torch takes.
+            else:  # numpy copies a row in half of torch's time.
                 blocks, slots = tensor.numpy(), part.numpy()
                 for block_id, slot in copies:
                     slots[slot] = blocks[block_id]
@@ -162,17 +166,17 @@ class WorkerCopies:
 
     def _slots(self) -> torch.Tensor:
         if self._host is None:
-            raise RuntimeError("reserve must come before the first slot is used")
+            raise RuntimeError("a slot of host memory was used before reserve was called")
         return self._host.slots
 
 
 def _parts(memory: list[torch.Tensor], rows: torch.Tensor) -> "zip[tuple[torch.Tensor, torch.Tensor]]":
-    """Return pairs of a pool tensor and its part of the rows. Each row holds a block."""
+    """Return pairs of a pool tensor and that tensor's columns of ``rows``. Each row contains one block."""
     return zip(memory, torch.split(rows, [tensor.shape[1] for tensor in memory], dim=1), strict=True)
 
 
 class Copier:
-    """A ``BlockCopier`` that uses ``call``. ``facts`` describe a block over all workers."""
+    """A ``BlockCopier`` that makes all copies through ``call``. ``facts`` describe a block over all workers."""
 
     def __init__(self, call: Call, facts: BlockFacts) -> None:
         self._call = call
@@ -200,7 +204,7 @@ class Copier:
         return self._call("write_slots", slots, contents)
 
 
-# Copies that the engine awaits from its workers, and copies in flight at a worker.
+# Copies for which the engine awaits results from workers, and copies in flight at a worker.
 
 Send = Callable[[CopyBlocks], None]
 _OF_BYTES = ("read", "read_slots")
@@ -217,7 +221,7 @@ _TYPES: dict[str, Any] = {
 
 
 class CopiesAwaited:
-    """Copies that some workers have not answered. Thread-safe."""
+    """Copies whose results have not arrived from all workers. Thread-safe."""
 
     def __init__(self, num_workers: int, send: Send) -> None:
         self._num_workers = num_workers
@@ -228,8 +232,8 @@ class CopiesAwaited:
         self._failed: Exception | None = None
 
     def call(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Start a copy on all workers. The future completes when all workers have answered. If workers failed, it
-        raises the error of the lowest failed rank.
+        """Start a copy on all workers. The future completes when all workers have answered. If workers failed, the
+        future raises the error of the failed worker with the lowest rank.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -270,7 +274,7 @@ class CopiesAwaited:
             future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """End all current and future copies with ``error``, because there will be no more answers."""
+        """End all current and future copies with ``error``, because the workers will send no more answers."""
         with self._lock:
             self._failed = self._failed or error
             waiting = [future for _, future, _ in self._waiting.values()]
@@ -280,7 +284,7 @@ class CopiesAwaited:
 
 
 class CopiesUnderWay:
-    """Copies in flight at one worker, whose part of a block starts at byte ``start``. Its thread calls all methods."""
+    """Copies in flight at one worker. Only the worker's thread may call the methods."""
 
     LOOK = 0.0005
     """Seconds between two checks of copies in flight."""
@@ -292,7 +296,9 @@ class CopiesUnderWay:
         return bool(self._copies)
 
     def begin(self, call: CopyBlocks, copies: WorkerCopies, start: int) -> None:
-        """Begin a copy, after the work launched on the device before."""
+        """Begin a copy, which runs after all work that was launched on the device before. The worker's part of a block
+        starts at byte ``start``.
+        """
         future: Future[Any]
         try:
             arguments = msgspec.msgpack.decode(call.arguments, type=_TYPES[call.method])

@@ -16,8 +16,8 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class TransferCounts:
-    """Counts since the start. The transfer thread counts transfers with other engines. The busy loop's thread counts
-    transfers with the engine's own media. Any thread may read.
+    """Counts since the engine started. The transfer thread counts transfers with other engines. The busy loop's thread
+    counts transfers from host memory and disk. Any thread may read the counts.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class TransferCounts:
         self.num_blocks[direction, transport] += 1
 
     def ended(self, transfer: Transfer) -> None:
-        """Count a finished transfer. Its duration counts if any block arrived."""
+        """Count a finished transfer. Record its duration if at least one block arrived."""
         if transfer.num_blocks:
             if (seconds := self._seconds.get(transfer.way)) is None:
                 seconds = self._seconds[transfer.way] = Buckets(_SECONDS)
@@ -78,7 +78,7 @@ def tier_families(tiers: TierStats, ready: EngineReady) -> Iterator[Metric]:
 
 
 def _num_bytes(read: tuple[TransferCounts, TierStats]) -> dict[tuple[str, str], int]:
-    """Return bytes by direction and transport. The names of the engine's tiers also occur as transports."""
+    """Return bytes by direction and transport. For tiers, the transport is the name of the tier."""
     counts, tiers = read
     found = counts.num_bytes.copy()
     for way, usage, loaded, kept in (
@@ -136,8 +136,8 @@ def _ends(leases: Leases) -> dict[str, int]:
 def lease_families(
     leases: Leases, ready: EngineReady, *, num_pulls: tuple[int, int], num_slots_used: int
 ) -> Iterator[Metric]:
-    """Yield the metrics of leases. ``num_pulls`` has the open pulls of other engines, and the engine's own.
-    ``num_slots_used`` is the number of unread blocks in shared memory.
+    """Yield the metrics of leases. ``num_pulls`` has the number of open pulls by other engines, and of open pulls by
+    this engine. ``num_slots_used`` is the number of unread blocks in shared memory.
     """
     table = (
         Reading(

@@ -1,4 +1,6 @@
-"""Tiers in host memory and on a disk for blocks that lost their last reference, from which they can be loaded again."""
+"""Tiers in host memory and on a disk. They store blocks that lost their last reference, so that requests can load the
+blocks again.
+"""
 
 import logging
 import time
@@ -17,8 +19,8 @@ Told = Callable[[BlockName, bool], None]
 class SlotIndex:
     """Index of slots by block name, in LRU order.
 
-    A slot is free, holds a findable block, or is taken and being filled. ``entries`` are blocks from a previous run.
-    ``told`` is called for every block that becomes findable or is lost, including the ``entries``.
+    A slot is free, or contains a findable block, or is being filled. ``entries`` are blocks from a previous run.
+    ``told`` is called for every block that becomes findable or is lost, including ``entries``.
     """
 
     def __init__(self, num_slots: int, told: Told, entries: Iterable[tuple[int, BlockName]] = ()) -> None:
@@ -47,13 +49,13 @@ class SlotIndex:
         return self._slots.get(name)
 
     def touch(self, name: BlockName) -> int:
-        """Mark a block as most recently used, and return its slot. Raises KeyError if it is not in the index."""
+        """Mark a block as most recently used, and return its slot. Raises KeyError if the block is not in the index."""
         slot = self._slots[name] = self._slots.pop(name)
         return slot
 
     def take(self) -> tuple[int, BlockName | None] | None:
-        """Take a slot to fill. Return it with the name of the block that was evicted from it, if any. Return None if
-        all slots are being filled.
+        """Reserve a slot to fill. Return the slot, and the name of the block that was evicted from the slot, if any.
+        Return None if all slots are being filled.
         """
         if self._free:
             return self._free.pop(), None
@@ -65,7 +67,9 @@ class SlotIndex:
         return slot, name
 
     def put(self, name: BlockName, slot: int) -> None:
-        """Record that a taken slot holds this block. If the block is already in another slot, the slot becomes free."""
+        """Record that a reserved slot now contains this block. If the block is already in another slot, ``slot``
+        becomes free.
+        """
         if name in self._slots:
             self._free.append(slot)
         else:
@@ -73,11 +77,11 @@ class SlotIndex:
             self._told(name, True)
 
     def give_back(self, slot: int) -> None:
-        """Free a taken slot without content."""
+        """Free a reserved slot that was not filled."""
         self._free.append(slot)
 
     def remove(self, name: BlockName) -> None:
-        """Remove an invalid block. A block that is not in the index is ignored."""
+        """Remove an invalid block. If the block is not in the index, do nothing."""
         if (slot := self._slots.pop(name, None)) is not None:
             self._free.append(slot)
             self._told(name, False)
@@ -95,15 +99,16 @@ class SlotIndex:
 logger = logging.getLogger(__name__)
 
 Evicted = Callable[[list[BlockName], list[int]], None]
-"""Called with evicted blocks and their slots. The slots keep the content until the next copy into these slots."""
+"""Callback with evicted blocks and their slots. The slots keep the blocks' content until the next copy into the slots.
+"""
 
 
 class HostTier:
-    """Saves blocks to host memory, one batch at a time. All methods, and the callbacks of ``follow``, run on the busy
-    loop's thread.
+    """Saves blocks to host memory, one batch at a time. All methods, and the callbacks that ``follow`` calls, run on
+    the busy loop's thread.
 
-    A save waits until the pool has spare blocks. Blocks that were freed last are saved first, and among these the
-    beginning of a sequence. If a block was evicted from the pool meanwhile, its save is dropped.
+    A save waits until the pool has spare blocks. Blocks that were freed last are saved first. Among the blocks of a
+    sequence, the first blocks are saved first. If the pool evicts a block before its save begins, the save is dropped.
     """
 
     def __init__(
@@ -125,7 +130,7 @@ class HostTier:
         self._under_way: Future[None] | None = None
         self._off = False
         self.num_saved = 0
-        """Number of saved blocks since the start."""
+        """Number of blocks saved since the engine started."""
         self._reserved = copier.reserve(num_slots)
         follow(self._reserved, self._is_reserved)
 
@@ -151,12 +156,12 @@ class HostTier:
                 self._queue[place.name] = place
 
     def taken(self, names: Iterable[BlockName]) -> None:
-        """Drop blocks from the queue that were evicted from the pool."""
+        """Remove blocks from the queue of saves, because they were evicted from the pool."""
         for name in names:
             self._queue.pop(name, None)
 
     def save(self) -> None:
-        """Begin the next batch, unless one is in flight."""
+        """Begin the next batch, if no batch is in flight."""
         if self._under_way is not None or not self._queue or not self._reserved.done():
             return
         count = min(self._batch, self._blocks.num_spare, self.index.num_slots)
@@ -169,7 +174,7 @@ class HostTier:
         for place in places:
             found = self.index.take()
             if found is None:  # A batch never has more blocks than there are slots.
-                raise RuntimeError(f"no slot for {place.name}")
+                raise RuntimeError(f"the host memory tier has no free slot for block {place.name}")
             slot, before = found
             if before is not None:
                 evicted.append((before, slot))
@@ -197,7 +202,7 @@ class HostTier:
         self.index.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Switch the tier off after a failed copy. This is logged once."""
+        """Switch the tier off after a failed copy. Only the first failure is logged."""
         if not self._off:
             logger.warning("host memory tier switched off after an error: %s: %s", type(error).__name__, error)
         self._off = True
@@ -210,7 +215,7 @@ class HostTier:
     def _saved(self, taken: "list[tuple[Place, int]]", done: "Future[None]") -> None:
         self._under_way = None
         error = done.exception()
-        for place, slot in reversed(taken):  # In this order, the beginning of a sequence is reused last.
+        for place, slot in reversed(taken):  # In this order, slots with the first blocks of a sequence are reused last.
             del self._saving[place.name]
             self._blocks.release(place)
             if error is None and not self._off:
@@ -225,22 +230,24 @@ class HostTier:
 # Disk tier, for blocks evicted from host memory.
 
 _MAX_PENDING_BYTES = 64 << 20
-"""Maximum bytes of blocks that wait to be written. Further blocks are dropped."""
+"""Maximum size in bytes of the blocks that are queued to be written. Blocks beyond this limit are not written."""
 Content = bytes | memoryview
 Over = Callable[[list[Place], list[Place], float], None]
-"""Called on any thread when a batch has been loaded, with its places, the places that arrived, and the read time in
-seconds.
+"""Callback on any thread when a batch has been loaded. Arguments: the batch's places, the places that arrived, and the
+read time in seconds.
 """
 
 
 class BlockStore(Protocol):
-    """Slots on a disk, each for a named block. Reads have priority over queued writes. Futures raise OSError."""
+    """Slots on a disk. Each slot stores one block with its name. Reads have priority over queued writes. Futures raise
+    OSError.
+    """
 
     num_slots: int
 
     @property
     def entries(self) -> Sequence[tuple[int, BlockName]]:
-        """Blocks that the slots held when the store was opened, according to their headers."""
+        """Blocks that the slots contained when the store was opened, according to the headers of the slots."""
 
     def read(self, slots: Sequence[tuple[int, BlockName]]) -> "Future[list[Content | None]]":
         """Read blocks. A result is None if the block is missing or damaged."""
@@ -249,15 +256,15 @@ class BlockStore(Protocol):
         """Write a block to a slot."""
 
     def clear(self) -> None:
-        """Invalidate everything that was written so far."""
+        """Invalidate all blocks that were written before this call."""
 
     def close(self) -> None:
         """Close the store after pending operations. Idempotent."""
 
 
 class DiskTier:
-    """Stores blocks on a disk. All methods belong to the busy loop's thread. After an error the tier is switched off,
-    which is logged once.
+    """Stores blocks on a disk. Only the busy loop's thread may call the methods. After an error, the tier is switched
+    off, and this is logged once.
     """
 
     def __init__(
@@ -269,7 +276,7 @@ class DiskTier:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._last_read = 0.0  # Used only by the store's thread.
+        self._last_read = 0.0  # Only the store's thread uses this attribute.
         self._store = store
         self._copier = copier
         self._follow = follow
@@ -280,7 +287,7 @@ class DiskTier:
         self._generation = 0
         self._off = False
         self.num_written = 0
-        """Number of written blocks since the start."""
+        """Number of blocks written since the engine started."""
 
     @property
     def usage(self) -> float:
@@ -288,7 +295,7 @@ class DiskTier:
         return len(self.index) / self.index.num_slots
 
     def keep(self, names: list[BlockName], slots: list[int]) -> None:
-        """Write blocks that are being evicted from the given slots of host memory."""
+        """Write blocks to the disk that are being evicted from the given slots of host memory."""
         wanted = []
         for name, slot in zip(names, slots, strict=True):
             if name in self.index:
@@ -302,7 +309,7 @@ class DiskTier:
 
     @property
     def has_room(self) -> bool:
-        """Whether another block may wait to be written."""
+        """Whether one more block may be queued to be written."""
         return (len(self._writing) + 1) * self._block_bytes <= max(_MAX_PENDING_BYTES, self._block_bytes)
 
     @property
@@ -311,7 +318,7 @@ class DiskTier:
         return bool(self._writing)
 
     def load(self, places: Sequence[Place], over: Over) -> None:
-        """Load blocks to the pool in batches. ``over`` is called once per batch, ``num_batches`` times in total."""
+        """Load blocks into the pool in batches. ``over`` is called once per batch, ``num_batches`` times in total."""
         for first in range(0, len(places), self._batch):
             batch = list(places[first : first + self._batch])
             slots = [(self.index.touch(name), name) for name, _ in batch]

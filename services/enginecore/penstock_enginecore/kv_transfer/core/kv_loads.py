@@ -16,7 +16,8 @@ from penstock_enginecore.kv_transfer.core.base import KVConnector, LoadEnded, Pl
 from penstock_enginecore.kv_transfer.core.plan import LoadPlan
 from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate
 
-# Bookkeeping of loads in flight: their owners, and requests that wait for them. A block is loaded once at a time.
+# Bookkeeping of loads in flight: the owner of each load, and the requests that wait for it. Two loads in flight never
+# load the same block.
 
 
 @dataclass(slots=True)
@@ -25,9 +26,10 @@ class Load:
 
     Attributes:
         number: Number of the load.
-        places: The blocks that it loads.
-        owner: Key of the request that the load was begun for. None once that request has left.
-        waiting: Keys of other requests that wait for its blocks.
+        places: The blocks that the load writes.
+        owner: Key of the request for which the load was begun. None once that request has ended or no longer waits for
+            the load.
+        waiting: Keys of other requests that wait for the load's blocks.
     """
 
     number: int
@@ -39,8 +41,8 @@ class Load:
 class Loads:
     """Loads in flight, each with an owner.
 
-    If the owner leaves before the load has ended, the load is abandoned. The blocks of an abandoned load stay allocated
-    until the load ends. Every load ends exactly once.
+    If the owner ends or stops waiting before the load has ended, the load is abandoned. The blocks of an abandoned load
+    stay allocated until the load ends. Every load ends exactly once.
     """
 
     def __init__(self) -> None:
@@ -63,14 +65,18 @@ class Loads:
         return sum(len(load.places) for load in self._loads.values() if load.owner is None)
 
     def bringing(self, names: Iterable[BlockName]) -> int | None:
-        """Return the load of the first of these blocks that is in flight, or None."""
+        """Return the load in flight that loads one of ``names``, or None. If there are several, use the first name in
+        order.
+        """
         bringing = self._bringing
         return next((bringing[name] for name in names if name in bringing), None) if bringing else None
 
     def begin(self, number: int, places: Sequence[Place], owner: str) -> None:
-        """Add a load. Raises ValueError if a block is already in flight, or if the owner has or awaits a load."""
+        """Add a load. Raises ValueError if a block is already in flight, or if the owner already has a load or waits
+        for one.
+        """
         if owner in self._of_owner or owner in self._of_waiting:
-            raise ValueError(f"{owner} already has or awaits a load")
+            raise ValueError(f"request {owner} already has a load or waits for one")
         if any(place.name in self._bringing for place in places):
             raise ValueError(f"load {number} has a block that is already being loaded")
         self._loads[number] = Load(number, tuple(places), owner)
@@ -79,14 +85,18 @@ class Loads:
             self._bringing[place.name] = number
 
     def wait(self, number: int, key: str) -> None:
-        """Let a request wait for the end of a load. Raises ValueError if it already waits."""
+        """Make a request wait for the end of a load. Raises ValueError if the request already has a load or waits for
+        one.
+        """
         if key in self._of_owner or key in self._of_waiting:
-            raise ValueError(f"{key} already has or awaits a load")
+            raise ValueError(f"request {key} already has a load or waits for one")
         self._loads[number].waiting[key] = None
         self._of_waiting[key] = number
 
     def leave(self, key: str) -> int | None:
-        """Remove a request that has ended or given up. Return the number of the load that is now abandoned, or None."""
+        """Remove a request that has ended or no longer waits. Return the number of the load that is now abandoned, or
+        None.
+        """
         if (number := self._of_waiting.pop(key, None)) is not None:
             del self._loads[number].waiting[key]
             return None
@@ -96,7 +106,7 @@ class Loads:
         return number
 
     def end(self, number: int) -> Load:
-        """Remove a load that has ended. Raises KeyError if it is not in flight."""
+        """Remove a load that has ended. Raises KeyError if the load is not in flight."""
         load = self._loads.pop(number)
         for place in load.places:
             del self._bringing[place.name]
@@ -113,14 +123,15 @@ _MEDIA = (KvMedium.HOST, KvMedium.DISK, KvMedium.PEER)
 class KvLoads(StepResource):
     """Connects the scheduler to a ``KVConnector``, as a ``StepResource``.
 
-    A request whose blocks are loaded is held with ``Hold.KV_TRANSFER``, and counts against the limit of running
-    requests. It holds the cached blocks of its prefix, and the load holds the blocks that are written. When the load
-    has ended, the request keeps the blocks that arrived and starts next. Until then it can be made to give up its
-    blocks, before running requests are preempted.
+    A request whose blocks are being loaded is held with ``Hold.KV_TRANSFER``, and counts against the limit of running
+    requests. The request has references to the cached blocks of its prefix, and the load has references to the blocks
+    that it writes. When the load has ended, the request keeps the blocks that arrived, and starts before other waiting
+    requests. Until the request starts, the scheduler can free its blocks. The scheduler does so before it preempts
+    running requests.
 
-    Other requests that need the same blocks are held in the same way, but hold no blocks. Loads of fewer than
-    ``min_load_tokens`` tokens are not begun. With the priority policy, the least urgent request gives up its blocks
-    first. With FCFS it is the one whose load began last.
+    Other requests that need the same blocks are held in the same way, but have no blocks. Loads of fewer than
+    ``min_load_tokens`` tokens are not begun. With the priority policy, the blocks of the least urgent request are freed
+    first. With FCFS, the blocks of the request whose load began last are freed first.
     """
 
     stats_name = "kv_transfer"
@@ -138,26 +149,26 @@ class KvLoads(StepResource):
         self._rate = ComputeRate()
         self._loads = Loads()
         self._for: dict[int, Request] = {}
-        """Request for which each load began, by load, even if the request has left."""
+        """Request for which each load began, by number of the load. The request may have ended."""
         self._others: dict[str, Request] = {}
         """Requests that wait for another request's load, by key."""
         self._held: dict[str, Request] = {}
-        """Requests that hold blocks, by key, in the order in which their loads began."""
+        """Requests that have blocks, by key, in the order in which their loads began."""
         self._ready: dict[str, Request] = {}
-        """Requests that hold blocks and whose load has ended, by key."""
+        """Requests that have blocks and whose load has ended, by key."""
         self._step_began: dict[int, float] = {}
         self._last_results = 0.0
         self.num_loads = 0
-        """Number of loads since the start."""
+        """Number of loads begun since the engine started."""
         self._log = self._pool.log = BlockLog()
         connector.attach(self)
 
     def __len__(self) -> int:
-        """Return the number of requests that hold blocks but are not running."""
+        """Return the number of requests that have blocks but are not running."""
         return len(self._held)
 
     def holds(self, request: Request) -> bool:
-        """Return whether the request holds blocks but is not running."""
+        """Return whether the request has blocks but is not running."""
         return request.key in self._held
 
     def stats(self) -> KvTransferStats:
@@ -165,7 +176,7 @@ class KvLoads(StepResource):
         return self._leases.stats(self._kv_cache.external_stats)
 
     def has_others(self, request: Request) -> bool:
-        """Return whether any other request holds blocks but is not running."""
+        """Return whether any other request has blocks but is not running."""
         return len(self._held) > (request.key in self._held)
 
     @property
@@ -180,7 +191,9 @@ class KvLoads(StepResource):
         self._connector.opened(request)
 
     def answer(self, request: Request) -> str:
-        """Return the connector's response for a request that ended normally, as JSON. Empty if there is none."""
+        """Return the connector's response for a request that ended normally, as JSON. Empty if the connector returns no
+        response.
+        """
         said = self._connector.answer(request)
         return "" if said is None else msgspec.json.encode(said).decode()
 
@@ -190,8 +203,8 @@ class KvLoads(StepResource):
         self._connector.closed(request)
 
     def load(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> Admission | None:
-        """Begin to load blocks of the request at the head of the queue, if that is faster than computing them, and hold
-        the request.
+        """Begin to load blocks of the request at the head of the queue, if loading is faster than computing. If a load
+        begins, the request is held.
         """
         if request.hold or request.skip_reading_prefix_cache or not self._kv_cache.reuses:
             return None
@@ -226,7 +239,7 @@ class KvLoads(StepResource):
 
     @property
     def ready(self) -> list[Request]:
-        """Requests that can start now, in order."""
+        """Requests that can start now, in the order in which to start them."""
         return [request for request in self._ready.values() if request.hold == Hold.KV_TRANSFER] if self._ready else []
 
     def started(self, request: Request, num_computed: int, count: int) -> None:
@@ -241,10 +254,9 @@ class KvLoads(StepResource):
     # Freeing of blocks.
 
     def give_up_one(self, *, keep: Request | None = None) -> bool:
-        """Make one request other than ``keep`` give up its blocks and wait in the queue again. Only requests that are
-        not running are considered.
+        """Free the blocks of one request that is not running and is not ``keep``, and queue that request again.
 
-        Return False if there is none, or if all are more urgent than the running requests.
+        Return False if there is no such request, or if all such requests are more urgent than the running requests.
         """
         held = [request for request in self._held.values() if request is not keep]
         if not held:
@@ -264,17 +276,17 @@ class KvLoads(StepResource):
         return self.num_returning > 0
 
     def all_preempted(self) -> None:
-        """Make all requests give up their blocks, because results of steps in flight are ignored."""
+        """Free the blocks of all requests that are not running, because results of steps in flight are ignored."""
         self.give_up_all()
         self._step_began.clear()
 
     def give_up_all(self) -> None:
-        """Make all requests give up their blocks."""
+        """Free the blocks of all requests that are not running, and queue the requests again."""
         for request in list(self._held.values()):
             self.give_up(request)
 
     def give_up(self, request: Request) -> None:
-        """Make a request give up its blocks and wait in the queue again."""
+        """Free the blocks of a request that is not running, and queue the request again."""
         self._leave(request)
         if request.num_cached_tokens < 0:
             request.loaded_tokens = ()
@@ -291,12 +303,12 @@ class KvLoads(StepResource):
 
     @property
     def num_returning(self) -> int:
-        """Number of blocks that are being copied, belong to no request, and will be free soon."""
+        """Number of blocks that belong to no request and will be free soon, when a copy ends."""
         return self._loads.num_left_blocks + self._connector.num_held_blocks
 
     def settle(self) -> None:
-        """Wait until only running requests hold blocks, and drop all blocks outside the pool, because they are invalid
-        now.
+        """Wait until only running requests have blocks. Then drop all blocks outside the pool, because these blocks are
+        invalid now.
         """
         self.give_up_all()
         self._connector.settle()
@@ -308,7 +320,7 @@ class KvLoads(StepResource):
 
     @property
     def num_spare(self) -> int:
-        """See ``BlockHolder``. Blocks that running requests need in an average step stay free."""
+        """See ``BlockHolder``. Excludes the blocks that running requests need in an average step."""
         running = (len(self._running) + len(self._held)) * len(self._kv_cache.groups)
         return self._pool.num_free_blocks - (running and 1 + running // self._kv_cache.block_size)
 
@@ -320,7 +332,9 @@ class KvLoads(StepResource):
         return True
 
     def release(self, place: Place) -> None:
-        """See ``BlockHolder``. The release is not logged, because the connector would save the block again."""
+        """See ``BlockHolder``. The release is not in the block log, because the connector would otherwise save the
+        block again.
+        """
         block = self._pool.blocks[place.block_id]
         self._pool.free((block,))
         if self._log.freed and self._log.freed[-1] is block:

@@ -1,4 +1,6 @@
-"""Leases on KV blocks of handed-over requests, which the engine keeps for the engines that resume them."""
+"""Leases on KV blocks. When a request is handed over, this engine keeps the request's blocks for the engine that
+resumes the request.
+"""
 
 import enum
 import logging
@@ -38,22 +40,22 @@ class LeaseState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the lease has ended, so that its blocks are no longer read."""
+        """Whether the lease has ended, so that no new read of its blocks may begin."""
         return self not in (LeaseState.GRANTED, LeaseState.OPEN)
 
 
 class Lease:
-    """A lease, which holds one reference to each block of ``tables``. A block with a reference keeps its content.
+    """A lease with one reference to each block of ``tables``. A block with a reference keeps its content.
 
     Times are seconds on the caller's clock.
 
     Attributes:
         blocks: Block ids by content.
         num_pulls: Number of open pulls.
-        num_fetches: Number of requests in these pulls that are not complete.
-        num_reads: Number of copies from its blocks in flight.
-        expires_at: Time at which the lease ends without a pull.
-        ends_by: Time at which the lease ends even with a pull.
+        num_fetches: Number of fetch requests in these pulls that are not complete.
+        num_reads: Number of copies in flight that read blocks of the lease.
+        expires_at: Time at which the lease ends if no pull is open.
+        ends_by: Time at which the lease ends even if a pull is open.
     """
 
     __slots__ = (
@@ -89,19 +91,19 @@ class Lease:
 
     @property
     def clock_ends(self) -> float:
-        """Time at which the lease ends unless a pull is opened or closed."""
+        """Time at which the lease ends if no pull is opened or closed before."""
         return self.ends_by if self.num_pulls else min(self.expires_at, self.ends_by)
 
 
 class Leases:
     """Tracks the leases that an engine has granted, oldest first.
 
-    A lease is granted once and ends once. It drops its block references once: at its end, or when the last copy in
-    flight ends after that. Calls for an ended or unknown lease have no effect.
+    A lease is granted once and ends once. Its block references are dropped once. This happens when the lease ends, or
+    later, when the last copy in flight ends. Calls for an ended or unknown lease have no effect.
 
-    ``grant``, ``expire``, ``revoke_one`` and ``revoke_all`` belong to the busy loop's thread, the only one that drops
-    references. The other methods are thread-safe, so that no pull waits for a step. ``now`` must always come from the
-    same clock.
+    Only the busy loop's thread may call ``grant``, ``expire``, ``revoke_one`` and ``revoke_all``, because only this
+    thread drops references. The other methods are thread-safe, so that no pull waits for a step. ``now`` must always be
+    a time of the same clock.
     """
 
     def __init__(
@@ -112,13 +114,13 @@ class Leases:
         lease_seconds: float = 5.0,
         max_seconds: float = 600.0,
     ) -> None:
-        """Create an empty set.
+        """Create an empty set of leases.
 
         Args:
             free: Drops one reference to each of the given blocks (``BlockPool.free``).
-            max_blocks: Maximum number of blocks that leases may hold together. Each block counts once.
-            lease_seconds: Duration of a lease without a pull.
-            max_seconds: Maximum duration of a lease with pulls.
+            max_blocks: Maximum number of blocks in all leases together. A block in several leases counts once.
+            lease_seconds: Duration of a lease without an open pull, in seconds.
+            max_seconds: Maximum duration of a lease with open pulls, in seconds.
         """
         self._free = free
         self._max_blocks = max_blocks
@@ -131,9 +133,9 @@ class Leases:
         self._over: list[Lease] = []
         """Ended leases whose references are to be dropped."""
         self._holders: Counter[int] = Counter()
-        """Number of leases that hold a reference, by block id."""
+        """Number of leases that have a reference to a block, by block id."""
         self.ends: Counter[LeaseState] = Counter()
-        """Number of ended leases by end state."""
+        """Number of ended leases, by the state in which they ended."""
         self.num_refused = 0
 
     def __len__(self) -> int:
@@ -150,7 +152,7 @@ class Leases:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks that leases hold references to. Each block counts once."""
+        """Number of blocks to which leases have references. A block in several leases counts once."""
         return len(self._holders)
 
     # Methods for the busy loop's thread.
@@ -162,14 +164,14 @@ class Leases:
         blocks: Mapping[BlockName, int],
         now: float,
     ) -> Lease | None:
-        """Grant a lease, which takes over the caller's references to the blocks of ``tables``. There must be no null
-        blocks.
+        """Grant a lease. The lease takes over the caller's references to the blocks of ``tables``, which must not
+        include null blocks.
 
-        ``blocks`` has the block ids by content. Return None if leases would hold too many blocks; the caller keeps its
-        references then. Raises ValueError if the id is in use.
+        ``blocks`` has the block ids by content. Return None if all leases together would have too many blocks. In that
+        case, the caller keeps its references. Raises ValueError if the id is in use.
         """
         if lease_id in self._leases or lease_id in self._read_on:
-            raise ValueError(f"lease {lease_id.hex()} already exists")
+            raise ValueError(f"lease id {lease_id.hex()} is already in use")
         ids = _ids(tables)
         if len(ids | self._holders.keys()) > self._max_blocks:
             self.num_refused += 1
@@ -190,7 +192,7 @@ class Leases:
         return self._give_back()
 
     def next_expiry(self) -> float | None:
-        """Return the time at which ``expire`` has work to do. 0 means now; None means that there are no leases."""
+        """Return the time at which ``expire`` must be called. 0 means now, and None means that there are no leases."""
         if self._over:
             return 0.0
         with self._lock:
@@ -205,14 +207,14 @@ class Leases:
         return self._give_back() > 0
 
     def revoke_all(self) -> None:
-        """End all leases to empty the pool. Copies in flight keep their blocks until they have ended."""
+        """End all leases to empty the pool. The blocks of copies in flight are freed once the copies have ended."""
         with self._lock:
             for lease in list(self._leases.values()):
                 self._end(lease, LeaseState.REVOKED)
         self._give_back()
 
     def settle(self, seconds: float) -> bool:
-        """End all leases, and wait for copies in flight. Return False if they have not ended within ``seconds``."""
+        """End all leases, and wait for copies in flight. Return False if the copies have not ended within ``seconds``."""
         self.revoke_all()
         with self._lock:
             settled = self._lock.wait_for(lambda: not self._read_on, seconds)
@@ -222,7 +224,7 @@ class Leases:
     # Thread-safe methods.
 
     def opened(self, lease_id: bytes) -> Lease | None:
-        """Record that a pull was opened. Return the lease, or None if it does not exist."""
+        """Record that a pull was opened. Return its lease, or None if the lease does not exist."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None:
@@ -248,7 +250,7 @@ class Leases:
                 lease.num_fetches += 1
 
     def fetch_ended(self, lease_id: bytes) -> None:
-        """Record that a pull's request is complete, or that the pull ended."""
+        """Record that a fetch request of a pull is complete, or that the pull ended."""
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
                 lease.num_fetches -= 1
@@ -256,8 +258,7 @@ class Leases:
     def read_began(self, lease_id: bytes, names: Sequence[BlockName]) -> list[int | None] | None:
         """Begin a read of blocks, and return their ids. An id is None if the lease does not have the block.
 
-        The blocks keep their content until ``read_ended``. If the lease does not exist, return None; there is no read
-        then.
+        The blocks keep their content until ``read_ended``. If the lease does not exist, return None and begin no read.
         """
         with self._lock:
             lease = self._leases.get(lease_id)
@@ -267,7 +268,7 @@ class Leases:
             return [lease.blocks.get(name) for name in names]
 
     def read_ended(self, lease_id: bytes) -> bool:
-        """End a read. Return whether references can now be dropped, so that the busy loop should be woken."""
+        """End a read. Return whether references can now be dropped. If so, the caller should wake the busy loop."""
         with self._lock:
             lease = self._leases.get(lease_id) or self._read_on[lease_id]
             lease.num_reads -= 1
@@ -313,12 +314,14 @@ def _ids(tables: Sequence[Sequence[KVCacheBlock]]) -> set[int]:
 # Granting of leases to engines that resume this engine's requests.
 
 _SETTLE = 10.0
-"""Maximum seconds to wait for copies, which normally take milliseconds."""
+"""Maximum time in seconds to wait for copies. Copies normally take milliseconds."""
 logger = logging.getLogger(__name__)
 
 
 class LeasedBlocks:
-    """Grants leases on the cached blocks of requests, after ``begin``. All calls come from the busy loop's thread."""
+    """Grants leases on the cached blocks of requests, once ``begin`` was called. Only the busy loop's thread may call
+    the methods.
+    """
 
     def __init__(
         self, clock: Callable[[], float], new_id: Callable[[], bytes] = lambda: secrets.token_bytes(LEASE_ID_BYTES)
@@ -337,9 +340,9 @@ class LeasedBlocks:
     def grant(self, request: Request) -> KvSource | None:
         """Lease the blocks that another engine needs to resume the request. Return the source.
 
-        The lease contains the request's full, findable blocks. In groups with windows, it contains only the blocks that
-        the next query sees. The caller may drop the request's own references afterwards. Return None if there are no
-        such blocks, or if leases already hold too many blocks.
+        The lease contains the request's full, findable blocks. In groups with windows, it contains only the blocks to
+        which the next query attends. The caller may drop the request's own references after this call. Return None if
+        there are no such blocks, or if all leases together would have too many blocks.
         """
         if self._source is None:
             return None
@@ -370,7 +373,9 @@ class LeasedBlocks:
         return len(self.leases)
 
     def seconds_to_expiry(self) -> float:
-        """Return the seconds until ``expire`` has work to do, negative if it is overdue. Infinite without leases."""
+        """Return the seconds until ``expire`` must be called. The result is negative if the call is overdue, and
+        infinite without leases.
+        """
         expiry = self.leases.next_expiry()
         return math.inf if expiry is None else expiry - self._clock()
 
@@ -387,7 +392,7 @@ class LeasedBlocks:
     def revoke_all(self) -> None:
         """End all leases to empty the pool, and wait for copies in flight."""
         if not self.leases.settle(_SETTLE):
-            logger.error("copies of KV blocks to other engines have not ended within %g s", _SETTLE)
+            logger.error("copies of leased KV blocks have not ended within %g s", _SETTLE)
 
     def stats(self, found: PrefixCacheStats) -> KvTransferStats:
         """Return statistics of leases and of external cache hits. ``found`` counts the external cache hits."""

@@ -1,4 +1,4 @@
-"""Planning of loads: the blocks that a request could load instead of computing them."""
+"""Planning of loads: finds the blocks that a request could load instead of computing them."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class LoadPlan(NamedTuple):
     Attributes:
         num_blocks: Length of the prefix in blocks.
         missing: Needed blocks that are not in the pool, in the order of their positions.
-        there: Needed blocks that are in the pool, by group.
+        there: Needed blocks that are already in the pool, by group.
     """
 
     num_blocks: int
@@ -33,10 +33,10 @@ def plan_load(
     num_tokens: int,
     lookup: Lookup,
 ) -> LoadPlan:
-    """Find the longest prefix in whole blocks for which every needed block is in the pool or can be loaded.
+    """Find the longest prefix, in whole blocks, for which every needed block is in the pool or can be loaded.
 
     As in ``find_computed_blocks``, a group without a window needs all blocks of the prefix. A group with a window needs
-    the blocks that the first query after the prefix sees.
+    the blocks to which the first query after the prefix attends.
     """
     full = [number for number, group in enumerate(groups) if not group.is_windowed]
     windowed = [number for number, group in enumerate(groups) if group.is_windowed]

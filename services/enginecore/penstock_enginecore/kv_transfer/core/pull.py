@@ -1,4 +1,4 @@
-"""The client side of a pull as a state machine: requests, arrivals and timeouts. Takes events and returns effects."""
+"""The client side of a pull as a state machine that handles events (messages, timeouts) and returns effects."""
 
 import enum
 from collections import deque
@@ -8,9 +8,9 @@ from typing import NamedTuple
 from penstock_common.types.kv_transfer import BlockName
 
 MAX_HASHES = 4096
-"""Maximum number of hashes per request in the protocol."""
+"""Maximum number of hashes per fetch request in the protocol."""
 MAX_ASKED = 16
-"""Maximum number of open requests per stream."""
+"""Maximum number of open fetch requests per stream."""
 
 
 class PullState(enum.Enum):
@@ -30,12 +30,12 @@ class PullState(enum.Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether the pull has ended, so that no block arrives any more."""
+        """Whether the pull has ended. After the end, no block arrives."""
         return self in (PullState.FAILED, PullState.CLOSED)
 
 
 class Ask(NamedTuple):
-    """Send a fetch request with this number."""
+    """Effect: send a fetch request with this number."""
 
     number: int
     group: int
@@ -43,13 +43,13 @@ class Ask(NamedTuple):
 
 
 class Acknowledge(NamedTuple):
-    """Acknowledge the bytes received since the start of the pull."""
+    """Effect: acknowledge the total number of bytes received since the start of the pull."""
 
     num_bytes: int
 
 
 class Arrived(NamedTuple):
-    """A block of a fetch has arrived. ``sequence`` is the argument for ``taken``."""
+    """Effect: a block of a fetch has arrived. Pass ``sequence`` to ``Pull.taken`` when the block is processed."""
 
     fetch_id: int
     place: int
@@ -57,13 +57,13 @@ class Arrived(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A fetch has ended."""
+    """Effect: a fetch has ended."""
 
     fetch_id: int
 
 
 class GiveUp(NamedTuple):
-    """End the stream. If ``released``, first tell the source that the lease is not needed any more."""
+    """Effect: end the stream. If ``released``, first tell the source that the lease is not needed any more."""
 
     released: bool
 
@@ -79,9 +79,9 @@ class _Fetch:
     """A fetch in progress.
 
     Attributes:
-        left: Indices of blocks without an answer, by name.
-        asked: Numbers of open requests.
-        unasked: Requests that have not been sent.
+        left: Indices of blocks for which the source has not answered yet, by name.
+        asked: Numbers of fetch requests that were sent and are open.
+        unasked: Fetch requests that have not been sent.
     """
 
     __slots__ = ("asked", "left", "unasked")
@@ -99,11 +99,11 @@ class _Fetch:
 
 
 class Pull:
-    """A pull from one source. Fetches may begin while it is opening; their requests are sent afterwards. Each fetch
-    ends exactly once.
+    """A pull from one source. Fetches may begin while the pull is opening. Their requests are sent once it is open.
+    Each fetch ends exactly once.
 
-    The other end counts as lost if it sends nothing for ``silence`` seconds although it must. While blocks that arrived
-    are unprocessed, it need not send. ``window`` is the maximum number of unprocessed bytes.
+    The source counts as lost if it must send a message but sends nothing for ``silence`` seconds. While arrived blocks
+    are unprocessed, the source need not send. ``window`` is the maximum number of unprocessed bytes.
     """
 
     def __init__(self, now: float, *, silence: float, window: int) -> None:
@@ -114,14 +114,14 @@ class Pull:
         self._window = window
         self._fetches: dict[int, _Fetch] = {}
         self._of: dict[int, int | None] = {}
-        """Fetch of each open request, by number. None if the fetch was abandoned."""
+        """Number of the fetch of each open request, by number of the request. None if the fetch was abandoned."""
         self._next_number = 1
         self._sizes: dict[int, int] = {}
-        """Bytes of blocks that have arrived but are not acknowledged, by sequence number."""
+        """Size in bytes of each block that has arrived but is not acknowledged, by sequence number."""
         self._taken: set[int] = set()
         self._next_sequence = 0
         self._first = 0
-        """First sequence number that is not processed."""
+        """Lowest sequence number of an unprocessed block."""
         self._num_bytes = 0
         """Number of acknowledged bytes."""
         self.num_waiting_bytes = 0
@@ -142,7 +142,7 @@ class Pull:
         return self._ask()
 
     def abandon(self, fetch_id: int) -> list[Effect]:
-        """Abandon the rest of a fetch. A fetch that has ended is ignored."""
+        """Abandon the blocks of a fetch that have not arrived. If the fetch has ended, do nothing."""
         fetch = self._fetches.pop(fetch_id, None)
         if fetch is None:
             return []
@@ -151,7 +151,7 @@ class Pull:
         return [Ended(fetch_id), *self._ask()]
 
     def opened(self, now: float) -> list[Effect]:
-        """Handle the source's answer that the lease exists. Raises Broken if it answers twice."""
+        """Handle the source's ``opened`` message. Raises Broken if the source sends ``opened`` twice."""
         if self.state is not PullState.OPENING:
             raise Broken("opened was sent twice")
         self.state, self._heard = PullState.OPEN, now
@@ -164,7 +164,7 @@ class Pull:
     def block(self, number: int, name: BlockName, size: int, now: float, *, good: bool) -> list[Effect]:
         """Handle an arrived block. ``good`` is whether the block passed verification.
 
-        Raises Broken for a block that was not requested, or if the window is exceeded.
+        Raises Broken if the block was not requested, or if the window is exceeded.
         """
         fetch_id, index = self._answered(number, name, now)
         if self.num_waiting_bytes and self.num_waiting_bytes + size > self._window:
@@ -178,11 +178,11 @@ class Pull:
         return [Arrived(fetch_id, index, sequence)]
 
     def missing(self, number: int, name: BlockName, now: float) -> None:
-        """Handle the answer that a block is missing. Raises Broken for a block that was not requested."""
+        """Handle the source's answer that it does not have a block. Raises Broken if the block was not requested."""
         self._answered(number, name, now)
 
     def done(self, number: int, now: float) -> list[Effect]:
-        """Handle the end of a request. Raises Broken for a request that is not open."""
+        """Handle the source's answer that a fetch request is complete. Raises Broken if the request is not open."""
         self._heard = now
         if number not in self._of:
             raise Broken(f"done for fetch {number}, which is not open")
@@ -211,7 +211,9 @@ class Pull:
         return [] if self.state.ended else [Acknowledge(self._num_bytes)]
 
     def fail(self, reason: str) -> list[Effect]:
-        """End the pull because the other end is lost or invalid. Fetches end with the blocks that have arrived."""
+        """End the pull because the source is lost or violated the protocol. Fetches end with the blocks that have
+        arrived.
+        """
         return self._end(PullState.FAILED, reason, released=False)
 
     def close(self, *, released: bool) -> list[Effect]:
@@ -219,7 +221,7 @@ class Pull:
         return self._end(PullState.CLOSED, "", released=released)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the other end must send something but has been silent for too long."""
+        """Return whether the source must send a message but has been silent for too long."""
         owes = self.state is PullState.OPENING or (self.state is PullState.OPEN and bool(self._of))
         return owes and not self.num_waiting_bytes and now - self._heard >= self._silence
 

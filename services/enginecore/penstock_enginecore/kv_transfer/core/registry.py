@@ -1,4 +1,4 @@
-"""Selection of an engine's connector by its configuration, including connectors of plugins."""
+"""Selection of an engine's connector by the configuration, including connectors of plugins."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """Arguments of a connector. ``wake`` is described in ``KVConnector``; ``clock`` returns monotonic seconds."""
+    """Arguments for creating a connector. ``KVConnector`` describes ``wake``. ``clock`` returns monotonic seconds."""
 
     config: EngineCoreConfig
     model: ModelInfo
@@ -30,14 +30,15 @@ _KNOWN: dict[str, str] = {}
 
 
 def register_kv_connector(name: str, target: str) -> None:
-    """Register the class at ``target`` (``package.module:Class``) as a connector that ``kv_transfer.connector`` can
-    name.
+    """Register the class at ``target`` (``package.module:Class``) under ``name``. The setting ``kv_transfer.connector``
+    can then use the name.
     """
     _KNOWN[name] = target
 
 
 def create_connector(context: ConnectorContext) -> PluggedConnector:
-    """Create the connector that ``kv_transfer.connector`` names: a registered name, or ``package.module:Class``.
+    """Create the connector of the setting ``kv_transfer.connector``, which is a registered name or
+    ``package.module:Class``.
 
     Raises ConfigError.
     """
@@ -51,9 +52,9 @@ def create_connector(context: ConnectorContext) -> PluggedConnector:
 def make_connector(
     config: EngineCoreConfig, model: ModelInfo, wake: Callable[[], None], clock: Callable[[], float]
 ) -> TieredConnector | PluggedConnector | None:
-    """Create the connector, or return None if nothing that loads blocks is configured.
+    """Create the connector, or return None if the configuration enables no loads of blocks.
 
-    Raises ConfigError for a model without a KV cache, or if the connector cannot be created.
+    Raises ConfigError if the model has no KV cache, or if the connector cannot be created.
     """
     if name := config.kv_transfer.connector:
         if model.pooling is not None:
@@ -67,7 +68,7 @@ def make_connector(
 
 
 OpenStore = Callable[[EngineCoreConfig, ModelInfo, KVCacheConfig, BlockCopier], BlockStore]
-"""Opens the disk in ``cache.disk``, for an engine whose KV cache is allocated. Raises ConfigError."""
+"""Function that opens the disk tier in ``cache.disk``, once the KV cache is allocated. Raises ConfigError."""
 
 
 def begin_connector(
@@ -78,7 +79,7 @@ def begin_connector(
     kv_cache: KVCacheConfig,
     open_store: OpenStore | None,
 ) -> None:
-    """Begin using the connector, now that the KV cache is allocated.
+    """Start the connector. The KV cache must be allocated.
 
     Raises ConfigError if host memory is too small for a block, or if the disk cannot be used.
     """
@@ -89,8 +90,8 @@ def begin_connector(
     num_slots = config.cache.host_memory // copier.block_bytes
     if config.cache.host_memory and num_slots < 1:
         raise ConfigError(
-            f"cache.host_memory is {config.cache.host_memory} bytes and a KV block takes {copier.block_bytes}; it "
-            "must hold at least one block"
+            f"cache.host_memory is {config.cache.host_memory} bytes, but a KV block takes {copier.block_bytes} bytes; "
+            "set cache.host_memory to at least the size of one block"
         )
     store = None
     if config.cache.disk:

@@ -1,4 +1,4 @@
-"""The engine's own connector: it loads blocks from host memory, then from a disk, then from other engines."""
+"""The engine's own connector. It loads a block from host memory, or else from a disk, or else from another engine."""
 
 import contextlib
 import logging
@@ -29,16 +29,16 @@ from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore, Dis
 from penstock_enginecore.kv_transfer.core.transfer_stats import LoadRates, Observe, Transfer, outcome_of
 from penstock_enginecore.kv_transfer.core.validation import PARAMS_FIELD
 
-# Loads from the sources of requests. Blocks are written to the pool as they arrive.
+# Loads from the sources of requests. Each block is written to the pool when it arrives.
 
 logger = logging.getLogger(__name__)
 
 Over = Callable[[list[Place]], None]
-"""Called once on any thread when a load has ended, with the places whose content arrived completely."""
+"""Callback when a load has ended, with the places whose content arrived completely. Called once, on any thread."""
 
 
 class PeerLoads:
-    """A connector's loads through a ``PeerTier``. Methods belong to the busy loop's thread."""
+    """A connector's loads through a ``PeerTier``. Only the busy loop's thread may call the methods."""
 
     def __init__(self, peers: PeerTier, copier: BlockCopier) -> None:
         self._peers = peers
@@ -46,16 +46,16 @@ class PeerLoads:
         self._had: dict[str, set[bytes]] = {}
         """Hashes of the blocks that a request's source had, by request key."""
         self._missing: dict[str, set[BlockName]] = {}
-        """Blocks that a request's source was asked for and did not send, by request key."""
+        """Blocks that a request's source was asked for but has not sent, by request key."""
         self._asked: dict[int, tuple[set[BlockName], Sequence[Place]]] = {}
-        """Request's set of missing blocks, and the places to load, by load."""
+        """Set of the request's missing blocks, and the places to load, by number of the load."""
 
     def opened(self, request: Request) -> None:
-        """Note a new request."""
+        """Handle a new request."""
         self._peers.opened(request)
 
     def closed(self, request: Request) -> None:
-        """Note that a request has ended or has been moved."""
+        """Handle the end or move of a request."""
         self._had.pop(request.key, None)
         self._missing.pop(request.key, None)
         self._peers.closed(request)
@@ -73,7 +73,7 @@ class PeerLoads:
     def load(self, request: Request, places: Sequence[Place], over: Over) -> int:
         """Begin to load blocks. Return the number of the load, for ``abandon``."""
         missing = self._missing.setdefault(request.key, set())
-        # Blocks count as missing until they arrive, so that they are not requested again.
+        # A block counts as missing until it arrives, so that it is not requested twice.
         missing.update(place.name for place in places)
 
         def all_over(arrived: list[Place]) -> None:
@@ -86,19 +86,21 @@ class PeerLoads:
         return number
 
     def abandon(self, number: int) -> None:
-        """Abandon the rest of a load, which then ends soon. Its blocks may be requested again."""
+        """Abandon the blocks of a load that have not arrived. The load then ends soon, and these blocks may be
+        requested again.
+        """
         missing, places = self._asked.pop(number, (set(), ()))
         missing.difference_update(place.name for place in places)
         self._peers.abandon(number)
 
     def taken(self, number: int) -> None:
-        """Forget a load whose end has been processed."""
+        """Remove a load whose end has been processed."""
         self._asked.pop(number, None)
 
 
 class _PeerLoad:
-    """Load from a peer. Only one write is in flight at a time. Blocks that arrive meanwhile are written together
-    afterwards. Thread-safe.
+    """Load from another engine. Only one write to the pool is in flight at a time. Blocks that arrive during a write
+    are written together by the next write. Thread-safe.
     """
 
     def __init__(self, copier: BlockCopier, places: Sequence[Place], over: Over) -> None:
@@ -121,7 +123,7 @@ class _PeerLoad:
         self._write()
 
     def ended(self) -> None:
-        """Note that no more blocks will arrive."""
+        """Record that no more blocks will arrive."""
         with self._lock:
             self._has_ended = True
             if self._writing:
@@ -135,7 +137,7 @@ class _PeerLoad:
             future = self._copier.write(
                 [self._places[block.place].block_id for block in blocks], [block.data for block in blocks]
             )
-        except Exception as e:  # The copier can fail at once if it no longer works.
+        except Exception as e:  # The copier raises an error immediately if it no longer works.
             self._written(blocks, e)
         else:
             future.add_done_callback(partial(self._is_written, blocks))
@@ -164,19 +166,19 @@ class _PeerLoad:
 
 
 _LAST_SECONDS = 5.0
-"""Maximum seconds to write blocks to the disk when the engine ends."""
+"""Maximum time in seconds for writing blocks to the disk when the engine shuts down."""
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Statistics of the tiers. Counts are since the start.
+    """Statistics of the tiers. Counts are since the engine started.
 
     Attributes:
         host_usage: Fraction of host memory slots in use, in [0, 1]. None without that tier.
         disk_usage: Fraction of disk slots in use, in [0, 1]. None without that tier.
-        num_saved_blocks: Blocks saved to host memory.
-        num_written_blocks: Blocks written to the disk.
-        num_loaded_blocks: Blocks loaded from each medium.
+        num_saved_blocks: Number of blocks saved to host memory.
+        num_written_blocks: Number of blocks written to the disk.
+        num_loaded_blocks: Number of blocks loaded from each medium.
         block_bytes: Bytes per block.
     """
 
@@ -196,7 +198,7 @@ class _Load:
         number: Number of the load.
         began: Start time in seconds.
         headers: Trace context of the request.
-        parts: Number of parts in flight.
+        parts: Number of operations in flight: host copies, disk reads and the load from another engine.
         at_peer: Number of the load from another engine, or 0.
         disk: Number of disk batches in flight.
         num_on_disk: Number of blocks in these batches.
@@ -217,7 +219,7 @@ class TieredConnector:
     """The ``KVConnector`` for host memory, disk and other engines. Call ``begin`` before the first step.
 
     ``wake`` is called on any thread when ``take_ended`` has events to process. ``observe`` gets every finished transfer
-    from the engine's own media.
+    from host memory or disk.
     """
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -241,15 +243,15 @@ class TieredConnector:
         self._blocks = blocks
 
     def begin(self, copier: BlockCopier, num_host_slots: int, store: BlockStore | None = None) -> None:
-        """Begin, now that the KV cache is allocated.
+        """Start the connector. The KV cache must be allocated.
 
         Args:
             copier: Copies blocks.
-            num_host_slots: Number of blocks that host memory holds. 0: no host tier.
+            num_host_slots: Number of blocks that fit into the host memory tier. 0 means no host memory tier.
             store: Disk for blocks evicted from host memory, or None.
         """
         if self._blocks is None:
-            raise RuntimeError("attach must come before begin")
+            raise RuntimeError("begin was called before attach")
         self._copier = copier
         if num_host_slots:
             keep = None
@@ -259,9 +261,9 @@ class TieredConnector:
             self._host = HostTier(copier, num_host_slots, self._blocks, self._follow, keep)
 
     def take_from(self, peers: PeerTier) -> None:
-        """Also load blocks from other engines from now on. Raises RuntimeError before ``begin``."""
+        """Load blocks from other engines as well, from now on. Raises RuntimeError if ``begin`` was not called."""
         if self._copier is None:
-            raise RuntimeError("begin must come before take_from")
+            raise RuntimeError("take_from was called before begin")
         self._peers = PeerLoads(peers, self._copier)
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: ARG002 - a protocol
@@ -271,7 +273,7 @@ class TieredConnector:
         )
 
     def answer(self, request: Request) -> Mapping[str, Any] | None:  # noqa: ARG002 - a protocol
-        """See ``KVConnector``. The source of a request's blocks is sent separately, so there is no response."""
+        """See ``KVConnector``. Always None, because the source of a request's blocks is sent in a separate field."""
         return None
 
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
@@ -290,8 +292,8 @@ class TieredConnector:
         return KvMedium.PEER if self._peers is not None and self._peers.has(request, name) else None
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
-        """See ``KVConnector``. Host memory counts as 0 seconds. Such a load ends with the running step, and a request
-        that computes its tokens would also wait for that step.
+        """See ``KVConnector``. A load from host memory counts as 0 seconds. Such a load is done when the running step
+        ends. A request that computes its tokens would also have to wait for that step.
         """
         counts = Counter(self._where(request, name) for name in names)
         return sum(self._rates.seconds(medium, count) for medium, count in counts.items() if medium is not None)
@@ -457,7 +459,7 @@ class TieredConnector:
         self._part_over(load)
 
     def _tell_of(self, load: _Load, medium: KvMedium, wanted: int) -> None:
-        """Report a finished transfer from one of the engine's own media."""
+        """Report a finished transfer from host memory or disk."""
         count = sum(found is medium for _, found in load.arrived)
         size = 0 if self._copier is None else count * self._copier.block_bytes
         outcome = outcome_of(wanted, count)

@@ -8,10 +8,10 @@ from penstock_common.types.kv_transfer import KvMedium
 
 WHOLE = "whole"
 PART = "part"
-"""Outcome if blocks are missing and no failure is known."""
+"""Outcome of a transfer in which some blocks did not arrive, without a known failure."""
 NOTHING = "nothing"
 ABANDONED = "abandoned"
-"""The rest of the transfer was not needed any more."""
+"""Outcome of a transfer that was ended early, because its remaining blocks were not needed any more."""
 OUTCOMES = (WHOLE, PART, NOTHING, ABANDONED)
 
 
@@ -20,14 +20,15 @@ class Transfer(NamedTuple):
 
     Attributes:
         headers: The request's trace context.
-        medium: The medium that the blocks came from.
-        transport: Transport between engines. Empty if none was agreed on, and for the engine's own media.
+        medium: The medium from which the blocks came.
+        transport: Transport between the engines. Empty for host memory and disk, and if the engines agreed on no
+            transport.
         began: Start time in monotonic seconds.
         ended: End time in monotonic seconds.
         num_wanted: Number of requested blocks.
         num_blocks: Number of blocks that arrived.
         num_bytes: Bytes that arrived.
-        outcome: One of ``OUTCOMES``, or the reason why blocks did not arrive.
+        outcome: An element of ``OUTCOMES``, or the reason why blocks did not arrive.
     """
 
     headers: Headers
@@ -42,30 +43,34 @@ class Transfer(NamedTuple):
 
     @property
     def way(self) -> str:
-        """Label for metrics: the transport, or the medium if there is none."""
+        """Label for metrics: the transport, or the medium if there is no transport."""
         return self.transport or self.medium.name.lower()
 
     @property
     def failed(self) -> bool:
-        """Whether the transfer failed. A partial transfer from the engine's own media means damaged blocks."""
+        """Whether the transfer failed. A partial transfer from host memory or disk is a failure, because the missing
+        blocks are damaged.
+        """
         return self.outcome not in (WHOLE, ABANDONED)
 
 
 Observe = Callable[[Transfer], None]
-"""Called with each transfer, on any thread."""
+"""Callback with each finished transfer. Called on any thread."""
 
 
 def outcome_of(num_wanted: int, num_blocks: int) -> str:
-    """Return the outcome for the number of blocks that arrived."""
+    """Return the outcome of a transfer, from the numbers of wanted and arrived blocks."""
     return WHOLE if num_blocks >= num_wanted else PART if num_blocks else NOTHING
 
 
-# Measured durations in seconds. 0 if there is no measurement.
+# Measured durations in seconds. A duration is 0 if there is no measurement.
 
 _LATEST = 0.25
-"""Weight of the latest measurement."""
+"""Weight of the latest measurement in the moving average."""
 _TRY_AGAIN = 16
-"""Interval of slow loads: every n-th slow load is made anyway, because loads may have become faster."""
+"""Interval at which slow loads are tried: one of this many slow loads is made anyway, because loads may have become
+faster.
+"""
 
 
 class LoadRates:
@@ -97,8 +102,8 @@ class ComputeRate:
             self._per_token = _mixed(self._per_token, seconds / num_tokens)
 
     def pays(self, seconds: float, num_tokens: int) -> bool:
-        """Return whether to load ``num_tokens`` tokens in ``seconds`` instead of computing them. Slow loads are
-        sometimes tried anyway.
+        """Return whether to load ``num_tokens`` tokens in an estimated ``seconds`` instead of computing them. Some slow
+        loads are tried anyway.
         """
         if not self._per_token or seconds < self._per_token * num_tokens:
             return True

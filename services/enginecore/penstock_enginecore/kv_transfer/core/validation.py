@@ -30,7 +30,7 @@ def read_params(text: str, connector: KVConnector | None) -> dict[str, Any]:
     field = PARAMS_FIELD
     if connector is None:
         raise Unimplemented(
-            f"{field} is set, but kv_transfer.connector names no connector that accepts it", field=field
+            f"{field} is set, but this engine's kv_transfer.connector does not accept parameters", field=field
         )
     if (size := len(text.encode())) > MAX_PARAMS_BYTES:
         raise InvalidArgument(f"{field} has {size} bytes; it must have at most {MAX_PARAMS_BYTES}", field=field)
@@ -45,7 +45,7 @@ def read_params(text: str, connector: KVConnector | None) -> dict[str, Any]:
 
 
 def check_kv_transfer(request: EngineCoreRequest) -> None:
-    """Raise InvalidArgument, naming the field, if the KV transfer fields are invalid."""
+    """Raise InvalidArgument, with the name of the field, if the KV transfer fields are invalid."""
     if request.pooling_params is not None and (request.handoff_after_tokens or request.context.kv.lease):
         name = "handoff_after_tokens" if request.handoff_after_tokens else "lease_kv"
         raise InvalidArgument(f"{name} is set, but a pooling request has no output to resume", field=name)

@@ -1,7 +1,7 @@
-"""NIXL transport. The pulling engine reads blocks from the memory of the engine that has the blocks, on any host.
+"""NIXL transport. The pulling engine reads blocks directly from the memory of the source engine, on any host.
 
-Both ends register separate memory with an agent, never the pool. An abandoned read therefore cannot touch a block. The
-target slot of a read is reused only after the read has ended.
+Both engines register separate memory with a NIXL agent, never the block pool. An abandoned read therefore cannot change
+a block of the pool. The target slot of a read is reused only after the read has ended.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.0001, 0.002
 
 
 class NixlAgent(Protocol):
-    """The used part of ``nixl._api.nixl_agent``. States are DONE, PROC and ERR."""
+    """Methods of ``nixl._api.nixl_agent`` that this module uses. A transfer's state is DONE, PROC or ERR."""
 
     name: str
 
@@ -43,7 +43,7 @@ class NixlAgent(Protocol):
         """Remove a remote agent."""
 
     def get_xfer_descs(self, descs: list[tuple[int, int, int]], mem_type: str) -> Any:
-        """Return descriptors for pieces, each given as address, bytes and device."""
+        """Return descriptors for pieces of memory, each given as address, bytes and device."""
 
     def initialize_xfer(self, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str) -> Any:
         """Prepare a transfer and return its handle."""
@@ -65,13 +65,15 @@ def installed_agent(name: str) -> NixlAgent:
 
 
 class NixlMemory:
-    """Slots of ``slot_bytes`` each, registered with ``agent``. Belongs to one thread."""
+    """Slots of ``slot_bytes`` bytes each, registered with ``agent``. Only one thread may use the object."""
 
     def __init__(self, agent: NixlAgent, *, size: int, slot_bytes: int) -> None:
-        """Allocate and register the memory. Raises OSError if ``size`` is less than a slot, and the agent's errors."""
+        """Allocate and register the memory. Raises OSError if ``size`` is less than ``slot_bytes``, and errors of the
+        agent.
+        """
         count = min(size // slot_bytes, MAX_SLOTS)
         if not count:
-            raise OSError(f"{size} bytes hold no slot of {slot_bytes}")
+            raise OSError(f"{size} bytes of memory are too small for a slot of {slot_bytes} bytes")
         self.agent = agent
         self.name = agent.name
         self.slot_bytes = slot_bytes
@@ -87,7 +89,7 @@ class NixlMemory:
         return self._num_slots - len(self._free)
 
     def put(self, data: Buffer) -> int | None:
-        """Copy the bytes to a free slot. Return the address, or None if no slot is free."""
+        """Copy the bytes to a free slot. Return the slot's address, or None if no slot is free."""
         address = self.take()
         if address is not None:
             start = address - self._address
@@ -95,7 +97,7 @@ class NixlMemory:
         return address
 
     def take(self) -> int | None:
-        """Take a free slot. Return its address, or None if no slot is free."""
+        """Reserve a free slot. Return its address, or None if no slot is free."""
         return self._address + self._free.pop() * self.slot_bytes if self._free else None
 
     def give_back(self, offset: int) -> None:
@@ -118,14 +120,14 @@ class NixlMemory:
         self.give_back(address)
 
     def close(self) -> None:
-        """Deregister the memory, so that no read writes to it any more. Idempotent."""
+        """Deregister the memory, so that no read in flight can write to it. Idempotent."""
         if self._registered is not None:
             self.agent.deregister_memory(self._registered)
             self._registered = None
 
 
 class RemoteAgents:
-    """Remote agents that this engine reads from. Each stays registered while it has users."""
+    """Remote agents from whose memory this engine reads. An agent stays registered while it has users."""
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
@@ -147,7 +149,9 @@ class RemoteAgents:
 
 
 class NixlReceiver(Receiver):
-    """Reads blocks from the memory of the agent in ``opened``. Raises InvalidArgument if that is invalid."""
+    """Reads blocks from the memory of the agent in ``opened``. Raises InvalidArgument if that agent's metadata is
+    invalid.
+    """
 
     def __init__(self, block_bytes: int, memory: NixlMemory, agents: RemoteAgents, opened: pb.Opened) -> None:
         super().__init__(block_bytes)

@@ -1,4 +1,4 @@
-"""Transports that an engine offers to engines that pull from it, and accepts from engines that it pulls from."""
+"""Transports that an engine can use, both when other engines pull from it and when it pulls from other engines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,9 @@ log = get_logger()
 
 
 class Offers:
-    """The transports of one engine. Allocates the memory that they need; without memory, blocks are sent in messages."""
+    """The transports of one engine. Allocates the memory that the transports need. Without this memory, blocks are sent
+    in messages.
+    """
 
     def __init__(
         self,
@@ -59,14 +61,16 @@ class Offers:
         remove_orphans(self._root)
         self.shared_memory_id = shared_memory_id(self._root)
         if not self.shared_memory_id:
-            log.warning("no usable shared memory; blocks use another transport")
+            log.warning("shared memory is not usable; blocks are sent with another transport")
             return
         size = self._config.arena
         try:
             self._arena = Arena(incarnation, size=size, slot_bytes=self._block_bytes, root=self._root)
         except OSError as e:
             log.warning(
-                "cannot allocate shared memory; blocks use another transport", why=str(e), kv_transfer_arena=size
+                "cannot allocate shared memory; blocks are sent with another transport",
+                why=str(e),
+                kv_transfer_arena=size,
             )
 
     def _join_nixl(self, incarnation: str, make_agent: Callable[[str], NixlAgent]) -> None:
@@ -78,13 +82,13 @@ class Offers:
         except ImportError as e:
             if asked_for:
                 raise ConfigError(
-                    f"kv_transfer.transport is 'nixl' and the package nixl cannot be imported ({e}); install it "
+                    f"kv_transfer.transport is 'nixl', but the package nixl cannot be imported ({e}); install it "
                     "or use 'auto'"
                 ) from None
         except Exception as e:  # NIXL backends raise various exceptions.
             if asked_for:
-                raise ConfigError(f"kv_transfer.transport is 'nixl' and NIXL cannot be used: {e}") from e
-            log.warning("NIXL is not available; blocks use another transport", why=str(e))
+                raise ConfigError(f"kv_transfer.transport is 'nixl', but NIXL cannot be used: {e}") from e
+            log.warning("NIXL is not available; blocks are sent with another transport", why=str(e))
 
     @property
     def num_slots_used(self) -> int:
@@ -92,7 +96,7 @@ class Offers:
         return sum(memory.num_used for memory in (self._arena, self._nixl) if memory is not None)
 
     def sender(self, name: str, opening: pb.Open) -> Sender | None:
-        """Return a sender for a pull with this transport, or None if it is not possible."""
+        """Return a sender for a pull with this transport, or None if the transport is not possible for this pull."""
         if name == SHARED_MEMORY and self._arena is not None and opening.shared_memory_id == self.shared_memory_id:
             return SlotSender(SHARED_MEMORY, self._arena)
         if name == NIXL and self._nixl is not None:

@@ -37,9 +37,9 @@ from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.transports import WINDOW_BYTES, Receiver
 
 CHECKSUM = "checksum"
-"""Failure reason after which a peer is not asked for blocks for a while."""
+"""Failure reason: after wrong checksums, this engine requests no blocks from the peer for a while."""
 _FAREWELL = 1.0
-"""Seconds within which the other end must end a released stream."""
+"""Seconds within which the source must end a stream whose lease was released."""
 _REASONS = {"LEASE_GONE": "lease", "RESTARTED": "restarted", "LAYOUTS_DIFFER": "layout", "ENGINE_LOADING": "restarted"}
 
 Post = Callable[[Callable[[], None]], None]
@@ -58,8 +58,8 @@ class PullSettings(NamedTuple):
         shared_memory_id: Id of the host's shared memory, or empty.
         receiver: Creates a receiver for the transport that a source chose.
         counts: Counts for metrics.
-        observe: Called with each finished transfer.
-        clock: Returns monotonic seconds.
+        observe: Function that is called with each finished transfer.
+        clock: Function that returns monotonic seconds.
         secret: Secret that sources must know, or None.
     """
 
@@ -79,13 +79,13 @@ class _Wish:
     """A fetch in progress.
 
     Attributes:
-        arrived: Called with arrived blocks.
-        ended: Called at the end.
+        arrived: Function that is called with arrived blocks.
+        ended: Function that is called when the fetch ends.
         began: Start time in seconds.
         num_wanted: Number of requested blocks.
         num_blocks: Number of verified blocks that arrived.
         num_bytes: Bytes of these blocks.
-        abandoned: Whether the rest is not needed any more.
+        abandoned: Whether the remaining blocks are not needed any more.
     """
 
     arrived: Callable[[Sequence[PeerBlock]], None]
@@ -98,11 +98,11 @@ class _Wish:
 
 
 class PullClient:
-    """A pull from one source. It may be created on any thread. Everything else belongs to the transfer thread, except
-    ``failed``.
+    """A pull from one source. Any thread may create the object and read ``failed``. Only the transfer thread may call
+    the other methods.
 
-    ``bad_block`` is called for each block with a wrong checksum. It returns a reason if the source must not be used any
-    more, or None. ``headers`` has the trace context of the request.
+    ``bad_block`` is called for each block with a wrong checksum. It returns the reason if the source must not be used
+    any more, or None. ``headers`` has the trace context of the request.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class PullClient:
 
     @property
     def failed(self) -> bool:
-        """Whether the pull has ended, so that no block arrives any more. Thread-safe."""
+        """Whether the pull has ended. After the end, no block arrives. Thread-safe."""
         return self._pull.state.ended
 
     async def run(self, channel: grpc.aio.Channel) -> None:
-        """Run the pull to its end. Errors end the pull, and are counted."""
+        """Run the pull until it ends. An error ends the pull and is counted."""
         opening = pb.Open(
             lease_id=self._source.lease_id,
             incarnation=self._source.incarnation,
@@ -212,7 +212,7 @@ class PullClient:
         self._carry_out(self._pull.close(released=released))
 
     def fail(self, reason: str) -> None:
-        """Fail the pull, unless it has ended."""
+        """Fail the pull, if it has not ended."""
         if not self._pull.state.ended:
             self._settings.counts.failures[reason] += 1
             self._failure = reason
@@ -222,7 +222,7 @@ class PullClient:
             self._carry_out(self._pull.fail(reason))
 
     def look(self, now: float) -> None:
-        """Fail the pull if the other end is silent."""
+        """Fail the pull if the source has been silent for too long."""
         if self._pull.is_silent(now):
             self.fail("silent")
 
@@ -243,7 +243,7 @@ class PullClient:
             self._carry_out(self._pull.opened(now))
             return
         if self._receiver is None:
-            raise Broken("the first answer is not opened")
+            raise Broken("the first message of the source is not opened")
         match kind:
             case "chunk":
                 self._pull.heard(now)
@@ -331,7 +331,7 @@ class PullClient:
                 self._call.cancel()
 
     async def _write(self, call: Call) -> None:
-        """Write pending messages, acknowledgements last. The reader notices the end of the stream."""
+        """Write pending messages, with acknowledgements last. If the stream has ended, the reading task handles that."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._due.wait()

@@ -22,8 +22,8 @@ from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.transports import GRPC, GrpcSender, Sender, Window
 
 _READ_BYTES = 2 * 1024 * 1024
-"""Approximate bytes that are read from the pool at once. The next read runs while these bytes are sent. Nothing is sent
-before the first read ends.
+"""Approximate number of bytes in one read from the pool. While the bytes of one read are sent, the next read runs.
+Nothing is sent before the first read ends.
 """
 _MAX_TRANSPORTS = 16
 _MAX_PULLS = 1024
@@ -38,12 +38,13 @@ class PullSource:
 
     Args:
         leases: Leases on the blocks.
-        read: Returns the bytes of blocks. Thread-safe.
-        wake: Makes the busy loop check the leases.
+        read: Function that returns the bytes of blocks. Thread-safe.
+        wake: Function that makes the busy loop check the leases.
         incarnation: This engine's incarnation.
         fingerprint: Fingerprint of the engine's blocks.
         block_bytes: Bytes per block.
-        senders: Creates a sender for a transport in a stream's ``Open``, or returns None if it is not possible.
+        senders: Function that creates a sender for a transport in a stream's ``Open``, or returns None if the transport
+            is not possible.
         counts: Counts for metrics.
         clock: Returns monotonic seconds.
     """
@@ -82,7 +83,7 @@ class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
     async def Pull(
         self, request_iterator: AsyncIterator[pb.PullRequest], context: Context
     ) -> AsyncIterator[pb.PullResponse]:
-        """Serve one stream, which renews its lease."""
+        """Serve one stream. The lease is renewed while the stream is open."""
         source = self.source
         if source is None:
             raise Unavailable("the engine is still loading its model", reason="ENGINE_LOADING")
@@ -111,11 +112,13 @@ class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
             if stream is not None:
                 stream.close()
             source.leases.closed(opening.lease_id, source.clock())
-            source.wake()  # The lease time runs again, so the busy loop's next deadline changes.
+            source.wake()  # The lease time is running again, so the busy loop's next deadline changes.
 
 
 class _Reading(NamedTuple):
-    """A read of blocks in flight. ``ids`` has None for missing blocks. ``future`` returns the bytes of the others."""
+    """A read of blocks in flight. ``ids`` has None for missing blocks. ``future`` returns the bytes of all other
+    blocks.
+    """
 
     ids: Sequence[int | None]
     future: "Future[list[bytes]] | None"
@@ -141,7 +144,7 @@ class _Stream:
         self._watch: asyncio.Task[None] | None = None
 
     async def answers(self, requests: AsyncIterator[pb.PullRequest]) -> AsyncIterator[pb.PullResponse]:
-        """Yield the requested blocks, until the other end requests no more."""
+        """Yield the requested blocks, until the other engine sends no more requests."""
         self._reader = asyncio.create_task(self._read(requests))
         self._watch = asyncio.create_task(self._end_when_stalled())
         while (fetch := await self._next()) is not None:
@@ -238,7 +241,7 @@ class _Stream:
         size = len(data)
         while not self._window.has_room(size):
             if self._over:
-                raise Unavailable("the other end closed the stream before it acknowledged all blocks")
+                raise Unavailable("the pulling engine closed the stream before it acknowledged all blocks")
             await self._wait()
         self._window.sent(size)
         for response in self.sender.messages(fetch_id, name, data):
@@ -247,7 +250,7 @@ class _Stream:
         self._source.counts.moved("out", self.sender.name, size)
 
     def _begin(self, names: Sequence[BlockName]) -> _Reading:
-        """Look blocks up and begin to read them. The read lasts until the copy has ended, even if the stream ends."""
+        """Look blocks up and begin to read them. The read ends when the copy has ended, even if the stream ends before."""
         ids = self._leases.read_began(self._lease_id, names)
         if ids is None:
             return _Reading([None] * len(names), None)
@@ -260,7 +263,7 @@ class _Stream:
         return _Reading(ids, future)
 
     async def _contents(self, reading: _Reading) -> list[bytes | None]:
-        """Return the bytes of blocks. None for a missing block."""
+        """Return the bytes of each block, or None for a missing block."""
         nothing: list[bytes | None] = [None] * len(reading.ids)
         if reading.future is None:
             return nothing
@@ -278,8 +281,8 @@ class _Stream:
             self._source.wake()
 
     async def _end_when_stalled(self) -> None:
-        """End the stream if the other end has made no progress for the duration of a lease, so that it no longer holds
-        blocks.
+        """End the stream if the pulling engine has made no progress for the duration of a lease. The lease's blocks can
+        then be freed.
         """
         while True:
             seconds = self._leases.lease_seconds
@@ -306,17 +309,19 @@ def _opening(first: pb.PullRequest | None, source: PullSource) -> pb.Open:
             field="open.transports",
         )
     if opening.incarnation != source.incarnation:
-        raise FailedPrecondition("open.incarnation is not this engine's; the engine has restarted", reason="RESTARTED")
+        raise FailedPrecondition(
+            "open.incarnation is not this engine's incarnation; the engine has restarted", reason="RESTARTED"
+        )
     if opening.fingerprint != source.fingerprint:
         raise FailedPrecondition(
-            "open.fingerprint is not this engine's; the block layouts or the weights differ",
+            "open.fingerprint is not this engine's fingerprint; the block layouts or the weights differ",
             reason="LAYOUTS_DIFFER",
         )
     return opening
 
 
 def _sender(source: PullSource, opening: pb.Open) -> Sender:
-    """Return a sender for the best transport that both ends offer."""
+    """Return a sender for the best transport that both engines offer."""
     for name in dict.fromkeys(opening.transports):
         if (sender := source.senders(name, opening)) is not None:
             return sender

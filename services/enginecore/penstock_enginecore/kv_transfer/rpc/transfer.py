@@ -32,10 +32,10 @@ from penstock_enginecore.rpc.internal_ports import LoopThread, checked_secret
 # Pulls from the sources of requests, over one connection per source engine.
 
 MAX_PULLS = 1024
-"""Maximum number of open pulls. If the limit is reached, the engine computes the blocks of further requests."""
+"""Maximum number of open pulls. While the limit is reached, the engine computes the blocks of new requests instead."""
 _MAX_BAD_BLOCKS = 3
 _LEFT_ALONE = 60.0
-"""Seconds for which an engine is not asked for blocks after it has sent ``_MAX_BAD_BLOCKS`` bad blocks."""
+"""Seconds for which no blocks are requested from an engine that has sent ``_MAX_BAD_BLOCKS`` bad blocks."""
 _IDLE = 60.0
 """Seconds after which a connection without pulls is closed."""
 
@@ -47,9 +47,9 @@ class _Peer:
     """Another engine.
 
     Attributes:
-        users: Number of pulls from it.
-        idle_since: Time in seconds at which its last pull ended.
-        alone_until: Time in seconds at which it may be asked again.
+        users: Number of pulls from this engine.
+        idle_since: Time in seconds at which the last pull from this engine ended.
+        alone_until: Time in seconds at which blocks may be requested from this engine again.
     """
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ class _Peer:
 class Peers:
     """``PeerTier`` implementation that pulls blocks over gRPC.
 
-    ``incarnation`` and ``leases`` belong to this engine, which needs no pull for its own blocks. ``allows`` returns
-    whether blocks may be pulled from an address. ``post`` runs a function on the transfer thread. ``tick`` and
-    ``close`` must run on the loop of that thread.
+    ``incarnation`` and ``leases`` are those of this engine. They identify requests whose source is this engine itself,
+    which need no pull. ``allows`` returns whether blocks may be pulled from an address. ``post`` runs a function on the
+    transfer thread. ``tick`` and ``close`` must run on the loop of that thread.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Peers:
         self._wake = wake
         self._next_fetch = itertools.count(1)
         self._sources: dict[str, KvSource] = {}
-        """Source of each request that may be asked, by request key. Only the busy loop's thread uses this attribute and
-        the next two.
+        """Source of each request whose source is allowed, by request key. Only the busy loop's thread uses this
+        attribute and the next two.
         """
         self._pulls: dict[str, PullClient] = {}
         self._own: dict[str, bytes] = {}
-        """Leases of this engine that its own requests have open."""
+        """Leases of this engine that its own requests use, by request key."""
         self._peers: dict[str, _Peer] = {}
         """Peers by address. Only the transfer thread uses this attribute and the following ones."""
         self._fetching: dict[int, PullClient] = {}
@@ -107,7 +107,7 @@ class Peers:
     # Methods for the busy loop's thread, see ``PeerTier``.
 
     def opened(self, request: Request) -> None:
-        """Open a pull from the request's source, if that may be asked."""
+        """Open a pull from the request's source, if that source is allowed."""
         source = request.kv_source
         if source is None:
             return
@@ -138,7 +138,7 @@ class Peers:
             self._post(partial(client.close, released=True))
 
     def num_blocks(self, request: Request) -> int:
-        """Return the number of whole blocks that the source announced, or 0 once it has failed."""
+        """Return the number of full blocks that the source announced, or 0 once the source has failed."""
         client = self._pulls.get(request.key)
         if client is None or client.failed:
             return 0
@@ -165,7 +165,7 @@ class Peers:
         self._post(partial(self._abandon, fetch_id))
 
     def _refusal(self, source: KvSource) -> str | None:
-        """Return why a source is not asked, or None if it may be asked."""
+        """Return the reason why blocks must not be requested from a source, or None if they may be requested."""
         if source.fingerprint != self._settings.fingerprint:
             return "layout"
         if len(source.lease_id) != LEASE_ID_BYTES or not source.num_tokens:
@@ -187,7 +187,7 @@ class Peers:
     def tick(self, late: float) -> None:
         """Check for silent sources, and close idle connections. Called several times per silence timeout.
 
-        ``late`` is the delay of this call in seconds. During that time no message could be received.
+        ``late`` is the delay of this call in seconds. During the delay, this engine could not receive messages.
         """
         now = self._settings.clock()
         for client in list(self._running.values()):
@@ -204,7 +204,9 @@ class Peers:
                 task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """End all pulls, and refuse new ones. Their leases stay for other engines."""
+        """End all pulls and refuse new pulls. The leases of the pulls are not released, because other engines may use
+        them.
+        """
         self._is_closed = True
         for client in list(self._running.values()):
             client.close(released=False)
@@ -259,7 +261,10 @@ class Peers:
             return None
         peer.num_bad_blocks = 0
         peer.alone_until = self._settings.clock() + _LEFT_ALONE
-        log.error("an engine sent several blocks with wrong checksums and is not asked for a while", address=address)
+        log.error(
+            "an engine sent several blocks with wrong checksums; requesting no blocks from it for a while",
+            address=address,
+        )
         return CHECKSUM
 
 
@@ -267,10 +272,10 @@ class Peers:
 
 SERVICE_NAME = "penstock.kvtransfer.v1.KvTransferService"
 PORT_PURPOSE = "kv_transfer"
-"""Purpose of the port, from which its key is derived with the shared secret."""
+"""Purpose of the port. The key of the port is derived from the shared secret and this purpose."""
 _MAX_MESSAGE_BYTES = 4 * MESSAGE_BYTES
 _STOP_TIMEOUT = 2.0
-"""Seconds within which pulls must end by themselves when the engine stops."""
+"""Seconds to wait for open pulls to end when the engine stops."""
 _TICKS = 4
 """Number of checks per silence timeout."""
 
@@ -278,7 +283,7 @@ _TICKS = 4
 class KvTransfer:
     """Thread with an event loop for KV transfers. Any other thread may call its methods.
 
-    Call ``start`` to open the port before serving, then ``attach`` once the model is loaded, then ``stop``.
+    Call ``start`` first to open the port, ``attach`` once the model is loaded, and ``stop`` at the end.
     """
 
     def __init__(
@@ -287,13 +292,13 @@ class KvTransfer:
         certificates: Certificates | None = None,
         observer: CallObserver | None = None,
     ) -> None:
-        """Create the transfer thread. ``observer`` is called for calls of other engines.
+        """Create the transfer thread. ``observer`` is called for each gRPC call from another engine.
 
-        Raises ConfigError if the TLS files or the secret are invalid. Also raises it if other machines can reach the
-        port, and neither the secret nor certificates authenticate engines.
+        Raises ConfigError if the TLS files or the secret are invalid. Also raises ConfigError if other machines can
+        reach the port, but neither a secret nor certificates authenticate engines.
         """
         self.secret = checked_secret(config, PORT_PURPOSE)
-        """Secret for calls to other engines, or None."""
+        """Secret for gRPC calls to other engines, or None."""
         self._config = config
         self._observer = observer
         self._certificates = certificates or Certificates()
@@ -308,7 +313,7 @@ class KvTransfer:
         self.port = 0
 
     def start(self) -> None:
-        """Listen. Raises ConfigError if the port is in use."""
+        """Start to listen on the port. Raises ConfigError if the port is in use."""
         self._thread.start()
         try:
             self._thread.run(self._start())
@@ -333,12 +338,12 @@ class KvTransfer:
             self._thread.loop.call_soon_threadsafe(work)
 
     def connect(self, address: str) -> grpc.aio.Channel:
-        """Open a channel to another engine. For the transfer thread."""
+        """Open a gRPC channel to another engine. Only the transfer thread may call this."""
         return make_channel(address, credentials=self._credentials, max_message_bytes=_MAX_MESSAGE_BYTES)
 
     @property
     def num_pulls(self) -> tuple[int, int]:
-        """Number of open pulls: those of other engines, and this engine's own."""
+        """Number of open pulls by other engines, and number of open pulls by this engine."""
         return self._servicer.num_pulls, 0 if self._peers is None else self._peers.num_pulls
 
     async def _start(self) -> None:

@@ -16,9 +16,9 @@ from penstock_common.types.kv_transfer import BlockName
 # Flow control.
 
 MESSAGE_BYTES = 1024 * 1024
-"""Approximate bytes of blocks per message."""
+"""Approximate number of bytes of blocks per message."""
 WINDOW_BYTES = 32 * 1024 * 1024
-"""Maximum bytes that are sent but not acknowledged."""
+"""Maximum number of bytes that are sent but not acknowledged."""
 
 
 class Window:
@@ -31,7 +31,7 @@ class Window:
 
     @property
     def num_under_way(self) -> int:
-        """Bytes that are sent but not acknowledged."""
+        """Number of bytes that are sent but not acknowledged."""
         return self.num_sent - self.num_acknowledged
 
     def has_room(self, size: int) -> bool:
@@ -63,7 +63,7 @@ log = get_logger()
 
 
 class Sender(Protocol):
-    """Sends the blocks of one stream. ``name`` is the transport's name in the protocol; ``agent`` is for
+    """Sends the blocks of one stream. ``name`` is the transport's name in the protocol. ``agent`` is the value of
     ``Opened.nixl_agent``.
     """
 
@@ -74,7 +74,7 @@ class Sender(Protocol):
         """Yield the messages that transfer a block."""
 
     def acknowledged(self, num_bytes: int) -> None:
-        """Record the total bytes of blocks that have been acknowledged."""
+        """Record the total number of acknowledged bytes."""
 
     def close(self) -> None:
         """Free the stream's memory."""
@@ -90,7 +90,7 @@ class GrpcSender:
         self._last_id = 0
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
-        """Yield the chunks of a block, if there are any, and the block."""
+        """Yield the chunks of a block, if it needs chunks, and then the block's message."""
         block = block_message(fetch_id, name, data)
         if len(data) <= MESSAGE_BYTES:
             block.data.inline = data
@@ -134,10 +134,11 @@ class SlotSender(GrpcSender):
         self._arena = arena
         self._num_sent = 0
         self._unread: deque[tuple[int, int]] = deque()
-        """Slots in use, each with the total bytes sent on the stream up to its block."""
+        """Slots in use. Each entry also has the total number of bytes sent on the stream, including the slot's block.
+        """
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
-        """Yield the block's message, or the messages with its bytes."""
+        """Yield the message that names the block's slot. If no slot is free, yield messages with the block's bytes."""
         self._num_sent += len(data)
         try:
             offset = self._arena.put(data)
@@ -159,7 +160,7 @@ class SlotSender(GrpcSender):
             self._arena.give_back(self._unread.popleft()[1])
 
     def close(self) -> None:
-        """Free all slots. A late reader detects a wrong checksum."""
+        """Free all slots. If a reader reads a slot after this, it detects a wrong checksum."""
         while self._unread:
             self._arena.give_back(self._unread.popleft()[1])
 
@@ -181,8 +182,8 @@ def block_message(fetch_id: int, name: BlockName, data: bytes) -> pb.Block:
 class Receiver:
     """Receives the blocks of one stream.
 
-    ``shared`` copies bytes from shared memory, or is None if there is none. ``closed`` is called when no more blocks
-    come.
+    ``shared`` copies bytes from shared memory, or is None without shared memory. ``closed`` is called when no more
+    blocks will arrive.
     """
 
     def __init__(
@@ -206,10 +207,11 @@ class Receiver:
         return checked(payload(block.data, self._take, path="block.data", element_bytes=1, shared=self._shared), block)
 
     def check(self, block: pb.Block) -> None:
-        """Raise InvalidArgument if the message's block has another size."""
+        """Raise InvalidArgument if the block in the message does not have the expected size."""
         if block.data.dtype != tensor_pb2.DATA_TYPE_UINT8 or list(block.data.shape) != [self._block_bytes]:
             raise InvalidArgument(
-                f"block.data is not uint8 [{self._block_bytes}], which all blocks must be", field="block.data"
+                f"block.data must be uint8 with shape [{self._block_bytes}], the size of every block",
+                field="block.data",
             )
 
     def close(self) -> None:

@@ -201,8 +201,8 @@ class GrammarIntake:
         if self._enable_in_reasoning and request.reasoning_budget is not None:
             field = "sampling_params.thinking_token_budget"
             raise InvalidArgument(
-                f"{field} is {request.reasoning_budget.limit} and structured_output is set, but this engine applies constraints to "
-                "the reasoning as well (structured_output.enable_in_reasoning); set only one of the two fields",
+                f"{field} is {request.reasoning_budget.limit} and structured_output is set, but this engine applies constraints "
+                "to the reasoning as well (structured_output.enable_in_reasoning); set only one of the two fields",
                 field=field,
             )
         if request.reasoning_parser_kwargs is None or self._enable_in_reasoning:

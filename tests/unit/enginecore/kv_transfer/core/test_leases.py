@@ -130,10 +130,10 @@ def test_leases_together_have_so_many_blocks_at_most_each_counted_once(pool: Poo
 def test_an_id_is_one_leases(pool: Pool) -> None:
     pool.grant(ID, 1)
     pool.leases.read_began(ID, [])
-    with pytest.raises(ValueError, match="already exists"):
+    with pytest.raises(ValueError, match="already in use"):
         pool.grant(ID, 1)
     pool.leases.revoke_all()
-    with pytest.raises(ValueError, match="already exists"):
+    with pytest.raises(ValueError, match="already in use"):
         pool.grant(ID, 1)
 
 

@@ -443,7 +443,7 @@ def test_nixl_is_an_error_where_it_is_asked_for_and_not_there() -> None:
         raise ImportError("No module named 'nixl'")
 
     config = KvTransferConfig(transport="nixl")
-    with pytest.raises(ConfigError, match="kv_transfer.transport is 'nixl' and the package nixl cannot be imported"):
+    with pytest.raises(ConfigError, match="kv_transfer.transport is 'nixl', but the package nixl cannot be imported"):
         Offers(config, incarnation="a", block_bytes=1000, make_agent=missing)
     offers = Offers(KvTransferConfig(transport="auto"), incarnation="a", block_bytes=1000, make_agent=missing)
     assert "nixl" not in offers.transports
