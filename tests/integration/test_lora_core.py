@@ -357,7 +357,7 @@ def test_a_request_whose_adapter_is_none_is_refused(
 
 
 def test_a_model_that_takes_no_adapters_stops_the_start(make: Make, telling: Telling) -> None:
-    with pytest.raises(ModelLoadError, match=r"lora\.max_loras.*takes no LoRA adapters"):
+    with pytest.raises(ModelLoadError, match=r"lora\.max_loras.*does not support LoRA adapters"):
         make(reads=False)
 
 

@@ -50,6 +50,6 @@ def test_an_adapter_of_an_encoder_is_refused_as_that(tmp_path: Path) -> None:
     asked = engine.loras.add_lora("one", str(tmp_path / "one"))
     while not asked.done():
         engine.loras.take()
-    with pytest.raises(Exception, match="reads media, which takes no adapters"):
+    with pytest.raises(Exception, match="reads media, which does not support adapters"):
         asked.result()
     engine.shutdown()

@@ -179,11 +179,11 @@ BROKEN = {
     ),
     # The configuration as a file
     "no configuration": Broken(lambda f: (f / CONFIG).unlink(), R.NOT_FOUND, (CONFIG, "missing")),
-    "a model's configuration": Broken(as_model, R.NOT_FOUND, (CONFIG, "holds a model")),
+    "a model's configuration": Broken(as_model, R.NOT_FOUND, (CONFIG, "contains a model")),
     "an empty configuration": text(b"", R.CONFIG, "cannot be read"),
     "a configuration that is cut off": text(b'{"peft_type": "LORA", "r": ', R.CONFIG, "cannot be read"),
     "a configuration in no encoding": text(b'{"peft_type": "\xff\xfe"}', R.CONFIG, "cannot be read"),
-    "a configuration that is a list": text(b"[1, 2]", R.CONFIG, "no JSON object", "list"),
+    "a configuration that is a list": text(b"[1, 2]", R.CONFIG, "not a JSON object", "list"),
     "a configuration without bottom": text(b"[" * 100_000, R.CONFIG, "cannot be read"),
     "a configuration that is too large": text(b" " * (1 << 20) + b"{}", R.CONFIG, "too large", "at most 1048576"),
     "a pointer of Git LFS for a configuration": text(
@@ -196,10 +196,10 @@ BROKEN = {
         lambda f: void(((f / TENSORS).unlink(), (f / TENSORS).mkdir())), R.UNREADABLE, (TENSORS, "no file")
     ),
     "a pipe for tensors": Broken(as_pipe, R.UNREADABLE, (TENSORS, "no file")),
-    "tensors that are cut off": Broken(cut(0.9), R.TENSOR_FILE, (TENSORS, "tensor base_model", "cut off")),
-    "a header that is cut off": Broken(cut(0.001), R.TENSOR_FILE, (TENSORS, "no whole header")),
-    "an empty file of tensors": Broken(cut(0), R.TENSOR_FILE, (TENSORS, "no whole header", "0 bytes")),
-    "a header of no end": Broken(huge_head, R.TENSOR_FILE, (TENSORS, "no whole header")),
+    "tensors that are cut off": Broken(cut(0.9), R.TENSOR_FILE, (TENSORS, "tensor base_model", "ends before the end")),
+    "a header that is cut off": Broken(cut(0.001), R.TENSOR_FILE, (TENSORS, "header is incomplete")),
+    "an empty file of tensors": Broken(cut(0), R.TENSOR_FILE, (TENSORS, "header is incomplete", "0 bytes")),
+    "a header of no end": Broken(huge_head, R.TENSOR_FILE, (TENSORS, "header is incomplete")),
     "a pointer of Git LFS for tensors": Broken(
         lambda f: void((f / TENSORS).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n")),
         R.NOT_FOUND,
@@ -208,7 +208,7 @@ BROKEN = {
     "bytes behind the tensors": Broken(
         lambda f: void((f / TENSORS).write_bytes((f / TENSORS).read_bytes() + b"more")),
         R.TENSOR_FILE,
-        (TENSORS, "bytes of no tensor", "4 at its end"),
+        (TENSORS, "bytes after the last tensor", "4 bytes"),
     ),
     "tensors that overlap": header(
         lambda held: held[B0].update(data_offsets=held[A0]["data_offsets"]), R.TENSOR_FILE, "lora_B"
@@ -226,7 +226,7 @@ BROKEN = {
     ),
     "no B": tensors(lambda held: held.pop(B0), R.MISSING_TENSOR, B0, "[48, 4]"),
     "tensors of another layer": tensors(
-        put(f"{Q0[:-6]}k_proj.lora_A.weight", 4, 48), R.SURPLUS_TENSOR, "k_proj", "not mean"
+        put(f"{Q0[:-6]}k_proj.lora_A.weight", 4, 48), R.SURPLUS_TENSOR, "k_proj", "not select"
     ),
     "tensors of a layer that is not there": tensors(
         put("base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight", 4, 48),
@@ -275,7 +275,7 @@ BROKEN = {
         put("base_model.model.model.layers.0.mlp.experts.3.w1.lora_A.weight", 4, 48), R.EXPERTS, "experts.3.w1"
     ),
     "an lm_head of another model": tensors(
-        lambda held: held[HEAD_COPY].add_(0.1), R.BASE_WEIGHT, HEAD_COPY, "another lm_head.weight"
+        lambda held: held[HEAD_COPY].add_(0.1), R.BASE_WEIGHT, HEAD_COPY, "differs from the base model's lm_head.weight"
     ),
     "an lm_head of more tokens": tensors(put(HEAD_COPY, 328, 48), R.SHAPE, HEAD_COPY, "[328, 48]", "must be [320, 48]"),
     "embeddings of more tokens": tensors(

@@ -1,1 +1,3 @@
-"""LoRA adapters: low-rank updates of a base model's linear layers, which requests of a step may have."""
+"""LoRA adapters: low-rank updates of a base model's linear layers. Requests in the same step may use different
+adapters.
+"""

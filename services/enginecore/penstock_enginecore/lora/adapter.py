@@ -1,4 +1,6 @@
-"""Adapters in memory: their matrices, the part that one worker keeps, and the tokens of a step that use them."""
+"""Adapters in memory: their matrices, the part of an adapter on one worker, and the tokens of a step that use each
+adapter.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,12 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from penstock_enginecore.attention.base import IntArray
 
 TakeAdapter: TypeAlias = Callable[[], None]
-"""Function that makes a forward pass accept segments of a prepared adapter. The call is cheap. Call the function
-between steps, at most once.
+"""Function that adds a prepared adapter to a forward pass. After the call, steps may have segments of the adapter. The
+call is cheap. Call the function between steps, at most once.
 """
 BLANK = b""
-"""Digest of segments without an adapter, for passes that replay captured steps. Such steps launch the same kernels as
-steps with adapters.
+"""Digest of segments without an adapter, for forward passes that replay captured steps. Such segments launch the same
+kernels as segments with an adapter.
 """
 
 
@@ -43,12 +45,13 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True)
 class LoraAdapter:
-    """An adapter's updates, or the part of them that a worker computes.
+    """The updates of an adapter, or the part of the updates that one worker computes.
 
     Attributes:
-        digest: BLAKE2b-128 of the adapter's canonical config and tensors, which identifies it. Names are only labels.
-        updates: Updates by module name in transformers' model, such as ``model.layers.0.self_attn.q_proj`` or ``lm_head``. Empty
-            only in a worker that has none of the adapter's layers.
+        digest: BLAKE2b-128 of the adapter's canonical config and tensors. The digest identifies the adapter; names are
+            only labels.
+        updates: Updates by module name in transformers' model, such as ``model.layers.0.self_attn.q_proj`` or
+            ``lm_head``. Empty only on a worker that has no layer of the adapter.
     """
 
     digest: bytes
@@ -56,7 +59,7 @@ class LoraAdapter:
 
     @property
     def max_rank(self) -> int:
-        """Largest rank of the updates, or 0 if there are none."""
+        """Largest rank of the updates, or 0 if there are no updates."""
         return max((update.rank for update in self.updates.values()), default=0)
 
     @property
@@ -67,7 +70,8 @@ class LoraAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LoraSegment:
-    """Consecutive tokens of a step whose requests use the same adapter: from ``first`` to before ``end``, at least one.
+    """Consecutive tokens of a step whose requests use the same adapter. The segment has the tokens from ``first`` to
+    ``end - 1``, at least one.
 
     Segments of a step are in order and do not overlap. Tokens outside all segments use the base model.
     """
@@ -79,31 +83,33 @@ class LoraSegment:
 
 @runtime_checkable
 class AdaptedForward(Protocol):
-    """A forward pass whose steps may have adapters."""
+    """A forward pass that supports adapters."""
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Convert the adapter's matrices to the form that the pass reads, while steps run, on any thread.
+        """Convert the adapter's matrices to the format of the forward pass. May run on any thread while steps run.
 
-        Raises ValueError when the adapter does not update the model's layers.
+        Raises ValueError if the adapter does not fit the model's layers.
         """
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Prepare and take an adapter, between steps. Raises the errors of ``prepare_adapter``."""
+        """Prepare and add an adapter, between steps. Raises the errors of ``prepare_adapter``."""
 
     def remove_adapter(self, digest: bytes) -> None:
         """Free the memory of an adapter, between steps. Raises KeyError if the adapter is unknown."""
 
 
-# Adapters on several workers that share the model.
+# Adapters on several workers, if the model is split among workers.
 
 
 @dataclass(frozen=True, slots=True)
 class OwnFeatures:
-    """The part of a linear layer that a rank has.
+    """The part of a linear layer that one rank computes.
 
     Attributes:
-        outputs: Output features of this rank, or None for all. Features after the layer's last one are zeros.
-        inputs: Input features of this rank, or None for all. The ranks' outputs are summed.
+        outputs: Output features of this rank, or None for all output features. Features beyond the layer's size are
+            zeros.
+        inputs: Input features of this rank, or None for all input features. If it is set, the outputs of all ranks are
+            summed.
     """
 
     outputs: range | None = None
@@ -126,16 +132,16 @@ class AdapterPart:
 
     Attributes:
         features: Features of the layers that are split among ranks, by name.
-        linears: Names of the layers on the worker's stage, or None for all.
+        linears: Names of the layers on the worker's stage, or None for all layers.
     """
 
     features: Mapping[str, OwnFeatures] = field(default_factory=dict)
     linears: frozenset[str] | None = None
 
     def of(self, adapter: LoraAdapter) -> LoraAdapter:
-        """Return the worker's part of ``adapter``, with the digest of the whole adapter. The part may be empty.
+        """Return the worker's part of ``adapter``, with the digest of the complete adapter. The part may be empty.
 
-        The result does not share memory with ``adapter``, unless the worker computes the whole adapter.
+        If the worker computes the complete adapter, the result shares memory with ``adapter``. Otherwise it does not.
         """
         if not self.features and self.linears is None:
             return adapter
@@ -158,7 +164,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 def ordered_by_adapter(request_ids: Iterable[str], digests: Mapping[str, bytes]) -> list[str]:
     """Return the requests in batch order. All workers compute the same order.
 
-    Requests without an adapter come first, in their given order. Requests with an adapter follow, grouped by digest.
+    Requests without an adapter are first, in the given order. Requests with an adapter are next, grouped by digest.
 
     Args:
         request_ids: IDs of the step's requests.
@@ -210,7 +216,8 @@ def segments_of_rows(segments: Sequence[LoraSegment], rows: IntArray) -> list[Lo
 # implementation.
 
 Addition = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds an update to a layer's output ``[rows, out features]`` in place, given its input ``x`` ``[rows, in features]``.
+"""Function that adds an update in place to a layer's output ``[rows, out features]``. Arguments: the layer's input
+``x`` ``[rows, in features]`` and the output.
 """
 
 
@@ -231,7 +238,7 @@ class PlainAddition:
 
     @classmethod
     def of(cls, layer: torch.nn.Module, update: LowRankUpdate) -> Addition:
-        """Return the addition of ``update`` to ``layer``. Uses the layer's own implementation if it has one."""
+        """Return the addition of ``update`` to ``layer``. Uses the layer's own implementation if there is one."""
         if isinstance(layer, AdaptedLayer):
             return layer.addition(update)
         device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
@@ -248,14 +255,15 @@ class AdaptedModules:
     Layers that no adapter updates have no hook, so without adapters the model is unchanged.
 
     Args:
-        head: The layer whose input is the rows with wanted logits, not all tokens. None if there is none.
+        head: The layer whose input has only the rows whose logits are needed, not all tokens. None if there is no such
+            layer.
     """
 
     def __init__(self, module: torch.nn.Module, head: torch.nn.Module | None = None) -> None:
         self._name = type(module).__name__
         self._head = head
-        # Look up the modules once: other threads prepare adapters while steps that compute only the head remove the
-        # layers.
+        # Look up the modules only once. Another thread may prepare an adapter while a step that computes only the head
+        # has removed the layers.
         self._named = dict(module.named_modules(remove_duplicate=False))
         self._added: dict[bytes, dict[torch.nn.Module, Addition]] = {}
         self._hooks: dict[torch.nn.Module, RemovableHandle] = {}
@@ -266,10 +274,10 @@ class AdaptedModules:
         return digest in self._added
 
     def prepare(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Prepare an adapter. Thread-safe. Raises ValueError if an update's layer does not exist or has other features."""
+        """Prepare an adapter. Thread-safe. Raises ValueError if an update's layer does not exist or has other sizes."""
         layers = {self._layer(name, update): update for name, update in adapter.updates.items()}
         on_host = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
-        # Copies to a device must not come between the calls from which a step is captured.
+        # While a step is being captured, no other thread may copy to the device.
         ready = _additions(layers) if on_host else None
 
         def take() -> None:
@@ -296,7 +304,7 @@ class AdaptedModules:
 
         Args:
             segments: Segments of the step's tokens.
-            rows: int64 indices of the tokens whose logits are wanted.
+            rows: int64 indices of the tokens whose logits are needed.
 
         Raises:
             LookupError: An adapter of a segment was not added.
@@ -315,7 +323,9 @@ class AdaptedModules:
             return
         x, out = args[0].reshape(-1, args[0].shape[-1]).contiguous(), output.view(-1, output.shape[-1])
         if segments[-1].end > len(x):
-            raise ValueError(f"a {type(layer).__name__} gets {len(x)} rows of a step with {segments[-1].end} or more")
+            raise ValueError(
+                f"{type(layer).__name__} got {len(x)} input rows, but the step has at least {segments[-1].end} rows"
+            )
         for segment in segments:
             if addition := self._added[segment.digest].get(layer):
                 addition(x[segment.first : segment.end], out[segment.first : segment.end])
@@ -323,9 +333,9 @@ class AdaptedModules:
     def _layer(self, name: str, update: LowRankUpdate) -> torch.nn.Module:
         layer = self._named.get(name)
         if layer is None:
-            raise ValueError(f"{name} is no module of {self._name}")
+            raise ValueError(f"{name} is not a module of {self._name}")
         if not isinstance(layer, torch.nn.Linear):
-            raise ValueError(f"{name} is {type(layer).__name__}, no linear layer")
+            raise ValueError(f"{name} is {type(layer).__name__}, not a linear layer")
         expect_features(name, update, layer.out_features, layer.in_features)
         return layer
 
@@ -342,21 +352,23 @@ def head_of(module: torch.nn.Module) -> torch.nn.Module | None:
 def pooling_layer(module: Any) -> torch.nn.Module | None:
     """Return the dense layer of BERT's pooler or a similar one, or None.
 
-    The layer processes one token of each prompt, and a classifier's head uses its output. Hidden states do not depend
-    on it.
+    The layer processes one token of each prompt, and a classifier's head uses the layer's output. Hidden states do not
+    depend on the layer.
     """
     return getattr(getattr(module, "pooler", None), "dense", None)
 
 
 def expect_features(name: str, update: LowRankUpdate, out_features: int, in_features: int) -> None:
-    """Raise ValueError if ``update`` does not fit a layer ``[out_features, in_features]``."""
+    """Raise ValueError if the shapes of ``update`` do not match a layer with weight ``[out_features, in_features]``."""
     a, b = tuple(update.a.shape), tuple(update.b.shape)
     if a[1:] != (in_features,) or b != (out_features, a[0]):
-        raise ValueError(f"{name} takes [rank, {in_features}] and [{out_features}, rank], not {list(a)} and {list(b)}")
+        raise ValueError(
+            f"{name}: expected shapes [rank, {in_features}] and [{out_features}, rank] for A and B, got {list(a)} and {list(b)}"
+        )
 
 
 def expect_known(segments: Sequence[LoraSegment], known: Any) -> None:
     """Raise LookupError if the adapter of a segment is not among the digests ``known``."""
     for segment in segments:
         if segment.digest not in known:
-            raise LookupError(f"there is no adapter {segment.digest.hex()}; it has not been added, or was removed")
+            raise LookupError(f"there is no adapter {segment.digest.hex()}: it was not added, or was removed")

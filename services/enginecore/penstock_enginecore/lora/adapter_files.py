@@ -19,8 +19,8 @@ from penstock_common.files import open_input
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_format import CONFIG_FILE
 
-# Reader of safetensors files. The header is validated before memory is allocated for the tensors. The tensors are read
-# into one buffer.
+# Reader of safetensors files. The reader validates the header before it allocates memory for the tensors. It reads all
+# tensors into one buffer.
 #
 # The file is not memory-mapped, because the engine would crash if another process truncated the file. Views of one
 # buffer avoid a second copy.
@@ -71,7 +71,7 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it is stored. ``raw`` is uint8 ``[bytes]``, a view of the buffer that was read."""
+    """A tensor in its stored dtype. ``raw`` is uint8 ``[bytes]``, a view of the buffer with the content of the file."""
 
     dtype_name: str
     shape: tuple[int, ...]
@@ -89,7 +89,8 @@ class StoredTensor:
 
 
 class TensorFile:
-    """A safetensors file, read from the start of ``opened``. Raises LoraError unless the header describes every byte.
+    """A safetensors file, read from the start of ``opened``. Raises LoraError if the header does not describe every
+    byte.
 
     Args:
         name: File name, for errors.
@@ -100,7 +101,7 @@ class TensorFile:
         self._opened, self._name = opened, name
         length = int.from_bytes(opened.read(_LENGTH), "little")
         if size < _LENGTH or length > size - _LENGTH:
-            raise self._garbled("it has no whole header", f"{size} bytes")
+            raise self._garbled("its header is incomplete", f"{size} bytes")
         if length > _MAX_HEADER:
             raise self._garbled("its header is too large", f"{length} bytes", f"at most {_MAX_HEADER}")
         self.headers: Mapping[str, TensorHeader] = self._headers(opened.read(length))
@@ -118,7 +119,9 @@ class TensorFile:
             count = self._opened.readinto(view[done:])  # type: ignore[attr-defined]
             if not count:
                 raise self._garbled(
-                    "it ended while it was read", f"{done} bytes of tensors", f"its header speaks of {self._data_size}"
+                    "it was truncated while it was read",
+                    f"{done} bytes of tensors",
+                    f"its header describes {self._data_size} bytes",
                 )
             done += count
         return {
@@ -128,8 +131,8 @@ class TensorFile:
 
     def _headers(self, text: bytes) -> dict[str, TensorHeader]:
         try:
-            # Decode each entry separately, so that other header content never becomes Python objects. Such objects
-            # would take many times the memory of the text.
+            # Decode each entry separately, so that other content of the header never becomes Python objects. Such
+            # objects would use many times the memory of the text.
             found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             found.pop("__metadata__", None)
             entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in found.items()}
@@ -138,7 +141,7 @@ class TensorFile:
         return {name: self._header(name, entry) for name, entry in entries.items()}
 
     def _header(self, name: str, entry: _Entry) -> TensorHeader:
-        if len(name) > _MAX_NAME or len(entry.shape) > _MAX_AXES:  # long names and shapes take time to process
+        if len(name) > _MAX_NAME or len(entry.shape) > _MAX_AXES:  # Long names and shapes would take time to process.
             what, limit = "its name or shape is too long", f"at most {_MAX_NAME} characters, {_MAX_AXES} axes"
             raise LoraError(LoraReason.TENSOR_FILE, what, self._name, name[:_MAX_NAME], limit=limit)
         first, end = entry.data_offsets
@@ -146,38 +149,44 @@ class TensorFile:
         if width is None:
             raise LoraError(
                 LoraReason.DTYPE,
-                "its type is unknown",
+                "its dtype is unknown",
                 self._name,
                 name,
                 repr(entry.dtype),
-                f"served: {', '.join(DTYPES)}",
+                f"supported: {', '.join(DTYPES)}",
             )
         if min(entry.shape, default=0) < 0 or not 0 <= first <= end or math.prod(entry.shape) * width != end - first:
             value = f"{entry.dtype} {entry.shape} in bytes {first} to {end}"
-            raise LoraError(LoraReason.TENSOR_FILE, "its bytes are not those of its shape", self._name, name, value)
+            raise LoraError(
+                LoraReason.TENSOR_FILE, "its number of bytes does not match its shape", self._name, name, value
+            )
         return TensorHeader(entry.dtype, tuple(entry.shape), first, end)
 
     def _check_order(self) -> None:
-        """Raise LoraError unless the tensors follow each other without gaps, up to the end of the file."""
+        """Raise LoraError if there are gaps or overlaps between tensors, or bytes after the last tensor."""
         expected = 0
         for name, header in sorted(self.headers.items(), key=lambda item: (item[1].first, item[1].end)):
             if header.end > self._data_size:
                 raise LoraError(
                     LoraReason.TENSOR_FILE,
-                    "the file is cut off in or before it",
+                    "the file ends before the end of this tensor",
                     self._name,
                     name,
                     f"bytes {header.first} to {header.end}",
-                    f"it has {self._data_size} bytes behind its header",
+                    f"the file has {self._data_size} bytes after its header",
                 )
             if header.first != expected:
-                value = f"bytes {header.first} to {header.end}, where {expected} is next"
+                value = f"bytes {header.first} to {header.end}; expected to start at {expected}"
                 raise LoraError(
-                    LoraReason.TENSOR_FILE, "it does not lie behind the one before", self._name, name, value
+                    LoraReason.TENSOR_FILE,
+                    "it does not start at the end of the previous tensor",
+                    self._name,
+                    name,
+                    value,
                 )
             expected = header.end
         if expected != self._data_size:
-            raise self._garbled("it has bytes of no tensor", f"{self._data_size - expected} at its end")
+            raise self._garbled("it has bytes after the last tensor", f"{self._data_size - expected} bytes")
 
     def _garbled(self, what: str, value: str = "", limit: str = "") -> LoraError:
         return LoraError(LoraReason.TENSOR_FILE, what, self._name, "", value, limit)
@@ -189,7 +198,9 @@ _POINTER = b"version https://git-lfs"
 
 
 class AdapterFolder:
-    """An open directory of an adapter. Reads always use this directory, even if its path later names another directory."""
+    """An open directory of an adapter. Reads always use this directory, even if its path later refers to another
+    directory.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -204,7 +215,7 @@ class AdapterFolder:
         except FileNotFoundError as e:
             raise LoraError(LoraReason.NOT_FOUND, checkpoint.no_directory(str(path)), str(path)) from e
         except NotADirectoryError as e:
-            what = "it is no directory; give the one that holds adapter_config.json"
+            what = "it is no directory; give the directory that contains adapter_config.json"
             raise LoraError(LoraReason.NOT_FOUND, what, str(path)) from e
         except (OSError, ValueError) as e:
             raise LoraError(LoraReason.UNREADABLE, "it cannot be opened", str(path), value=_why(e)) from e
@@ -217,8 +228,8 @@ class AdapterFolder:
     def file(self, name: str) -> Iterator[tuple[BinaryIO, int]]:
         """Open a file, and yield it with its size in bytes.
 
-        Raises LoraError if the file is missing or cannot be read. Raises LoraError after the ``with`` block if the file
-        was modified meanwhile.
+        Raises LoraError if the file is missing or cannot be read. Also raises LoraError, at the end of the ``with``
+        block, if the file was modified during the block.
         """
         try:
             descriptor = open_input(name, dir_fd=self._descriptor)
@@ -246,9 +257,9 @@ class AdapterFolder:
             remedy = "save it with safe_serialization=True"
             return LoraError(LoraReason.PICKLE, "it is a pickle, which may run code", pickles[0], remedy=remedy)
         if name == CONFIG_FILE and "config.json" in held:
-            what = "it is missing; the directory holds a model, not an adapter"
+            what = "it is missing; the directory contains a model, not an adapter"
         elif name == CONFIG_FILE and (named := [each for each in sorted(held) if self._is_adapter(each)]):
-            what = "it is missing; adapters that were saved under a name are in"
+            what = "it is missing; adapters that were saved under a name are in these subdirectories"
             return LoraError(LoraReason.NOT_FOUND, what, name, value=", ".join(str(self._path / n) for n in named[:8]))
         else:
             what = "it is missing"
@@ -268,7 +279,7 @@ def _why(error: Exception) -> str:
 
 
 class FileState(NamedTuple):
-    """Identity of a file's content: the file's device and inode, its size, and its times in nanoseconds."""
+    """State that identifies a file's content: device and inode, size, and times in nanoseconds."""
 
     device: int
     inode: int
@@ -284,29 +295,30 @@ class FileState(NamedTuple):
 
 
 class ReadBefore:
-    """Cache of digests by the states of an adapter's two files, for the last ``capacity`` valid adapters.
+    """Cache of the digests of valid adapters, by the states of the adapter's two files. The cache has the last
+    ``capacity`` adapters.
 
-    Files that were modified just before they were read are not remembered, because another modification might get the
-    same time.
+    If a file was modified just before it was read, its digest is not cached, because a later modification might have
+    the same time.
 
     Args:
         clock: Returns seconds since the epoch.
     """
 
     SETTLED = 2.0
-    """Seconds after which a later modification has a different time on any file system."""
+    """Seconds after a modification. A modification after this period has a different time on any file system."""
 
     def __init__(self, capacity: int = 16_384, clock: Callable[[], float] = time.time) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._digests: dict[tuple[FileState, ...], bytes] = {}  # most recent last
+        self._digests: dict[tuple[FileState, ...], bytes] = {}  # Most recent last.
 
     def digest(self, files: tuple[FileState, ...]) -> bytes | None:
         """Return the digest of these files' content, or None if it is unknown."""
         return self._digests.get(files)
 
     def remember(self, files: tuple[FileState, ...], digest: bytes) -> None:
-        """Remember the digest of a valid adapter that was read from ``files`` just now."""
+        """Cache the digest of a valid adapter that was just read from ``files``."""
         if max(max(file.modified, file.changed) for file in files) / 1e9 > self._clock() - self.SETTLED:
             return
         self._digests.pop(files, None)
@@ -324,7 +336,7 @@ DIGEST_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredUpdate:
-    """The update ``scale * b @ a`` of the layer ``module``, as it is stored."""
+    """The update ``scale * b @ a`` of the layer ``module``, with the matrices as stored in the file."""
 
     module: str
     scale: float
@@ -335,7 +347,8 @@ class StoredUpdate:
 def adapter_digest(updates: Iterable[StoredUpdate]) -> bytes:
     """Return the BLAKE2b-128 digest of the updates: layers, scales and tensors.
 
-    The order of updates, their names in files, and equivalent settings do not affect the digest.
+    The digest does not depend on the order of updates or their names in files. Settings with the same meaning give the
+    same digest.
     """
     state = hashlib.blake2b(digest_size=DIGEST_SIZE, person=_PERSON)
     for update in sorted(updates, key=lambda each: each.module):

@@ -1,4 +1,4 @@
-"""Slots of device memory for adapters: their layout, their assignment to adapters, and copies into them."""
+"""Slots of device memory for adapters: layout of the slots, assignment of slots to adapters, and copies into slots."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -15,18 +15,20 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, expect_features
 from penstock_enginecore.models.errors import ModelLoadError
 
-# Inputs of the kernels that add adapters to a product: where matrices are in the slots, and tiles of the rows that have
-# adapters.
+# Inputs of the kernels that add adapters to a matrix product: the positions of matrices in the slots, and tiles of the
+# rows that have adapters.
 
-# A slot is one contiguous piece of memory for all matrices of an adapter. The slot size follows from ``max_lora_rank``.
-# An adapter with smaller ranks fills only a part of its slot. One copy transfers an adapter to the device, and a second
-# copy transfers its table of matrix offsets.
+# A slot is one contiguous piece of memory for all matrices of an adapter. ``max_lora_rank`` determines the slot size.
+# An adapter with smaller ranks fills only a part of its slot. Two copies transfer an adapter to the device: one for the
+# matrices, and one for the table of matrix offsets.
 
 ALIGNED = 16
-"""Alignment of a matrix, in numbers. Rows of B are aligned to half of this number, because kernels load vectors."""
+"""Alignment of a matrix, in elements. Rows of B are aligned to half as many elements, because kernels load vectors."""
 ROW_ALIGNED = 8
 PIECE = 128
-"""Output features that one program computes. All features of a piece belong to one projection."""
+"""Number of output features in a piece. One kernel program computes one piece. All features of a piece belong to one
+projection.
+"""
 _CHUNK = 1024
 _MOST_CHUNKS = 8
 _STEP = 128
@@ -34,9 +36,10 @@ _STEP = 128
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """Shape of the projections of one input ``[rows, in_features]``, whose outputs of ``features`` are concatenated.
+    """Shape of several projections of the same input ``[rows, in_features]``. The outputs, with ``features`` features
+    each, are concatenated.
 
-    An adapter has an A and a B for each projection, or none.
+    For each projection, an adapter has one A and one B, or no update.
     """
 
     in_features: int
@@ -48,14 +51,14 @@ class ProductShape:
 
         - the offset of A,
         - the offset of each projection's B,
-        - the first row of each projection in A, and the end of the last.
+        - the first row of each projection in A, and the end of the last projection in A.
         """
         return 2 * len(self.features) + 2
 
     @property
     def chunk(self) -> int:
-        """Number of columns of A that one program processes. The number is equal in all steps. A sum over more columns
-        adds the sums of the chunks in order.
+        """Number of columns of A that one kernel program processes. The number is the same in all steps. For a sum over
+        more columns, the sums of the chunks are added in order.
         """
         whole = -(-self.in_features // (_MOST_CHUNKS * _STEP)) * _STEP
         return max(_CHUNK, whole)
@@ -66,15 +69,15 @@ class ProductShape:
         return -(-self.in_features // self.chunk)
 
     def numbers(self, ranks: Sequence[int]) -> int:
-        """Return how many numbers the matrices take. ``ranks`` has one entry for each projection, 0 if it has no
-        update.
+        """Return the number of elements of the matrices. ``ranks`` has one entry for each projection, which is 0 if the
+        projection has no update.
         """
         of_b = [_whole(features * row_stride(rank)) for features, rank in zip(self.features, ranks, strict=True)]
         return _whole(sum(ranks) * self.in_features) + sum(of_b)
 
     def pieces(self) -> npt.NDArray[np.int32]:
-        """Return int32 ``[pieces, 4]``: the projection of each piece, its first feature, and the first feature and end
-        of the projection.
+        """Return int32 ``[pieces, 4]``. The columns are: projection of the piece, first feature of the piece, first
+        feature of the projection, and end of the projection.
         """
         starts = [0, *accumulate(self.features)]
         found = [
@@ -90,7 +93,7 @@ class SlotMatrices:
     """Matrices of one product in all slots, on the device.
 
     Attributes:
-        numbers: ``[slots, numbers of a slot]``, of all products.
+        numbers: ``[slots, elements per slot]``, including the matrices of all other products.
         table: int64 ``[slots, columns]``, see ``ProductShape``.
         pieces: int32 ``[pieces, 4]``, see ``ProductShape.pieces``.
         max_rank: Largest rank of a projection.
@@ -113,7 +116,7 @@ class SlotMatrices:
 
 
 def row_stride(rank: int) -> int:
-    """Return the distance between two rows of a B of ``rank``, in numbers."""
+    """Return the distance between two rows of a B matrix of rank ``rank``, in elements."""
     return -(-rank // ROW_ALIGNED) * ROW_ALIGNED
 
 
@@ -122,14 +125,14 @@ def pack(
 ) -> int:
     """Write the matrices of ``updates`` to ``memory`` and their offsets to ``table``. Returns the end offset.
 
-    A contains the rows of all projections, one projection after the other. B contains one row for each feature; a row
-    has the projection's rank and is padded with zeros.
+    A contains the rows of all projections, one projection after the other. B contains one row for each feature. The
+    length of a row is the projection's rank, padded with zeros.
 
     Args:
         shape: Shape of the product.
         updates: One update for each projection, or None.
-        memory: ``[numbers]``.
-        start: Offset of the first number to write.
+        memory: ``[elements]``.
+        start: Offset of the first element to write.
         table: ``[columns]``, see ``ProductShape.columns``.
     """
     parts = len(shape.features)
@@ -157,11 +160,11 @@ def _whole(numbers: int) -> int:
     return -(-numbers // ALIGNED) * ALIGNED
 
 
-# Tiles that kernels multiply: the rows of a step that have adapters, and the slot of each tile.
+# Tiles for the kernels: each tile has rows of a step that use the same adapter, and the slot of that adapter.
 
 TILE_ROWS = 16
-"""Rows per tile, for steps of any size: the minimum that tensor cores multiply. Each row's sums therefore always use
-the same instruction, regardless of the rest of the batch.
+"""Number of rows per tile, for steps of any size. It is the minimum for tensor cores. The sums of a row therefore
+always use the same instruction, whatever other rows are in the batch.
 """
 
 
@@ -170,8 +173,8 @@ class RowTiles:
     """Tiles of a step, on the device. No row is in two tiles.
 
     Attributes:
-        slots: int32 ``[tiles]``: slot of the adapter of a tile's rows, -1 for an unused tile.
-        rows: int32 ``[tiles, TILE_ROWS]``: row indices, -1 for padding.
+        slots: int32 ``[tiles]``: slot of the adapter of the tile's rows, or -1 for an unused tile.
+        rows: int32 ``[tiles, TILE_ROWS]``: row indices, or -1 for padding.
     """
 
     slots: torch.Tensor
@@ -194,8 +197,8 @@ def lay_out(
     of_tiles: npt.NDArray[np.int32],
     of_rows: npt.NDArray[np.int32],
 ) -> None:
-    """Write the tiles of ``segments`` to ``of_tiles`` and ``of_rows``. Rows of one adapter share tiles, wherever they
-    are in the batch.
+    """Write the tiles of ``segments`` to ``of_tiles`` and ``of_rows``. Rows of the same adapter may share a tile, even
+    if they are not adjacent in the batch.
 
     Args:
         segments: Segments of the step.
@@ -204,7 +207,7 @@ def lay_out(
         of_rows: ``[tiles, TILE_ROWS]``, see ``RowTiles.rows``.
 
     Raises:
-        ValueError: The segments need more tiles than there are.
+        ValueError: The segments need more tiles than ``of_tiles`` has.
     """
     of_tiles[:], of_rows[:] = -1, -1
     rows: dict[int, list[IntArray]] = {}
@@ -215,25 +218,27 @@ def lay_out(
         own = np.concatenate(parts)
         end = first + -(-len(own) // TILE_ROWS)
         if end > len(of_tiles):
-            raise ValueError(f"rows with adapters fill more than {len(of_tiles)} tiles")
+            raise ValueError(f"the rows with adapters fill more than {len(of_tiles)} tiles")
         of_tiles[first:end] = slot
         of_rows[first:end].reshape(-1)[: len(own)] = own
         first = end
 
 
-# Assignment of slots. A state machine: its inputs are steps and adapters, its outputs are the slots to write.
+# Assignment of slots, as a state machine. The inputs are steps and adapters. The outputs are slots to write.
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """Size of slot memory: ``max_loras`` slots, each with room for an update of rank ``max_rank`` for every layer."""
+    """Size of the slot memory: ``max_loras`` slots, each large enough for an update of rank ``max_rank`` of every
+    layer.
+    """
 
     max_loras: int
     max_rank: int
 
 
 class DeviceSlots:
-    """Assigns ``count`` slots to adapters. If no slot is free, a new adapter replaces the least recently used one."""
+    """Assigns ``count`` slots to adapters. If no slot is free, a new adapter replaces the least recently used adapter."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -250,15 +255,15 @@ class DeviceSlots:
     def offer(self, digest: bytes) -> int | None:
         """Assign a slot to an adapter before its first step. Returns the slot to write.
 
-        Returns None if the adapter already has a slot, or if adapters of the last step occupy all slots. The last
-        step's adapters keep their slots, because the next step probably uses them.
+        Returns None if the adapter already has a slot, or if adapters of the last step occupy all slots. Adapters of
+        the last step keep their slots, because the next step probably uses them as well.
         """
         return None if digest in self._slots else self._take(digest, self._last)
 
     def begin_step(self, digests: Collection[bytes]) -> dict[bytes, int]:
         """Assign slots to the adapters of a step. Returns the slots to write before the step, by digest.
 
-        Raises ValueError if there are more adapters than slots. Nothing changes in that case.
+        Raises ValueError if the step has more adapters than there are slots. In that case, nothing changes.
         """
         wanted = frozenset(digests)
         if len(wanted) > self._count:
@@ -296,18 +301,19 @@ class DeviceSlots:
         return slot
 
 
-# The memory of slots, and copies into it.
+# The memory of the slots, and copies into that memory.
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Linear layers with the same input, whose outputs are concatenated.
+    """Linear layers with the same input and concatenated outputs.
 
     Attributes:
         layers: ``(out, in)`` features of each layer, by name.
-        of_rows: Whether the layers' input contains only the rows whose logits are needed, instead of all tokens.
+        of_rows: Whether the layers' input contains only the rows whose logits are needed. Otherwise it contains all
+            tokens.
     """
 
     layers: Mapping[str, tuple[int, int]]
@@ -336,16 +342,15 @@ class Image:
 
 
 class Copies(Protocol):
-    """Copies data to a device while it computes."""
+    """Copies data to a device while the device computes."""
 
     def begin(self, copy: Callable[[], None]) -> Any:
-        """Start ``copy`` once all launched work is done, because earlier steps may read the memory that it overwrites.
-
-        Does not block the host. Returns a handle for ``await_end``.
+        """Start ``copy`` once all launched work is done, because earlier steps may read the memory that ``copy``
+        overwrites. Does not block the host. Returns a handle for ``await_end``.
         """
 
     def await_end(self, end: Any) -> None:
-        """Make all work that is launched from now on wait for the copy. Does not block the host."""
+        """Make all work that is launched after this call wait for the copy. Does not block the host."""
 
 
 class SideStream:
@@ -372,11 +377,11 @@ class AtOnce:
     """Copies on a CPU, synchronously."""
 
     def begin(self, copy: Callable[[], None]) -> None:
-        """Run ``copy`` to its end before returning."""
+        """Run ``copy`` and return after it has ended."""
         copy()
 
     def await_end(self, end: None) -> None:
-        """Do nothing: the copy is already complete."""
+        """Do nothing, because the copy is already complete."""
 
 
 class SlotMemory:
@@ -399,7 +404,7 @@ class SlotMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots, allocated or not."""
+        """Size of all slots in bytes, even if they are not allocated."""
         of_slot = sum(shape.numbers([self._limits.max_rank] * len(shape.features)) for shape in self._shapes)
         return self._limits.max_loras * of_slot * self._dtype.itemsize
 
@@ -411,7 +416,7 @@ class SlotMemory:
 
     @torch.inference_mode(False)
     def allocate(self) -> None:
-        """Allocate the memory unless it is allocated. Raises ModelLoadError if the device has too little memory."""
+        """Allocate the memory, if it is not allocated. Raises ModelLoadError if the device has too little memory."""
         if self.matrices:
             return
         count, device, columns = self._limits.max_loras, self._device, [shape.columns for shape in self._shapes]
@@ -421,10 +426,10 @@ class SlotMemory:
             )
         except torch.OutOfMemoryError as e:
             raise ModelLoadError(
-                f"lora.max_loras is {count} and lora.max_lora_rank {self._limits.max_rank}: adapters take "
-                f"{in_units(self.num_bytes)} of {device}, which has less left; use smaller ones"
+                f"lora.max_loras is {count} and lora.max_lora_rank is {self._limits.max_rank}, so adapter slots need "
+                f"{in_units(self.num_bytes)} on {device}, which has less free memory; use smaller values"
             ) from e
-        logger.info("slots for %d adapters take %s", count, in_units(self.num_bytes))
+        logger.info("allocated slots for %d adapters: %s", count, in_units(self.num_bytes))
         self._table = torch.zeros(count, sum(columns), dtype=torch.int64, device=device)
         tables = torch.split(self._table, columns, dim=1)
         self.matrices = [
@@ -435,7 +440,7 @@ class SlotMemory:
         ]
 
     def release(self) -> None:
-        """Free the memory and its content."""
+        """Free the memory. Its content is lost."""
         self.matrices = []
         self._numbers = self._table = torch.empty(0)
 
@@ -447,7 +452,7 @@ class SlotMemory:
         left = dict(adapter.updates)
         taken = [self._take(place, left) for place in self.places]
         if left:
-            raise ValueError(f"{min(left)} takes no update on this device")
+            raise ValueError(f"the layer {min(left)} does not support adapters on this device")
         ranks = [[0 if update is None else update.rank for update in updates] for updates in taken]
         sizes = [shape.numbers(own) for shape, own in zip(self._shapes, ranks, strict=True)]
         on_gpu = self._device.type == "cuda"
@@ -458,7 +463,7 @@ class SlotMemory:
         for shape, updates, start, view in zip(self._shapes, taken, starts.tolist(), views, strict=True):
             pack(shape, updates, numbers, start, view)
         if self._dtype == torch.float16 and not bool(numbers.isfinite().all()):
-            raise ValueError("its numbers, times its scale, are larger than float16 holds")
+            raise ValueError("its numbers, multiplied by its scale, exceed the range of float16")
         return Image(numbers, table, tuple(map(any, ranks)))
 
     def copy(self, image: Image, slot: int) -> None:
@@ -475,6 +480,6 @@ class SlotMemory:
             expect_features(name, update, *features)
             if update.rank > self._limits.max_rank:
                 raise ValueError(
-                    f"the update of {name} has rank {update.rank}, lora.max_lora_rank is {self._limits.max_rank}"
+                    f"the update of {name} has rank {update.rank}; the limit is lora.max_lora_rank, {self._limits.max_rank}"
                 )
         return own

@@ -1,4 +1,4 @@
-"""Errors and reasons for refusing an adapter. Importable without torch."""
+"""Errors and reasons for refusing an adapter. This module can be imported without torch."""
 
 from enum import StrEnum
 
@@ -21,10 +21,10 @@ class LoraReason(StrEnum):
     PEFT_TYPE = "PEFT_TYPE"
     """The adapter is not a LoRA adapter."""
     TASK_TYPE = "TASK_TYPE"
-    """The adapter is for a kind of model that is not supported."""
+    """The adapter has a task type that is not supported."""
     DORA = "DORA"
     MODULES_TO_SAVE = "MODULES_TO_SAVE"
-    """The adapter contains whole layers."""
+    """The adapter contains complete layers, not only low-rank updates."""
     BIAS = "BIAS"
     """The adapter contains trained biases of the base model."""
     LORA_BIAS = "LORA_BIAS"
@@ -33,11 +33,11 @@ class LoraReason(StrEnum):
     BASE_WEIGHT = "BASE_WEIGHT"
     """The adapter contains a copy of a base model weight that differs from this model's weight."""
     FAN_IN_FAN_OUT = "FAN_IN_FAN_OUT"
-    """The adapter's layers store their weights transposed."""
+    """The adapter's layers store transposed weights."""
     CONV1D = "CONV1D"
-    """The adapter changes Conv1D layers, as in GPT-2, which are not linear layers."""
+    """The adapter changes Conv1D layers, as in GPT-2. Conv1D layers are not linear layers."""
     EXPERTS = "EXPERTS"
-    """The adapter changes experts, or layers next to experts such as routers."""
+    """The adapter changes experts, or other layers of a mixture-of-experts block, such as routers."""
     MODULE = "MODULE"
     """The adapter changes layers of an unsupported kind."""
     TARGET_PARAMETERS = "TARGET_PARAMETERS"
@@ -46,24 +46,24 @@ class LoraReason(StrEnum):
     CHANGED_BASE = "CHANGED_BASE"
     """The adapter's initialization changed the base model's weights before training."""
     SETTING = "SETTING"
-    """An unsupported setting has a value."""
+    """An unsupported setting is set."""
     RANK = "RANK"
     """A rank is above the limit."""
     NO_TARGETS = "NO_TARGETS"
-    """The adapter names no layer of the model."""
+    """The adapter's settings select no layer of the model."""
     MISSING_TENSOR = "MISSING_TENSOR"
     SURPLUS_TENSOR = "SURPLUS_TENSOR"
     SHAPE = "SHAPE"
     DTYPE = "DTYPE"
     NOT_FINITE = "NOT_FINITE"
-    """A number is NaN or infinite, or becomes so when it is scaled."""
+    """A number is NaN or infinite, or becomes NaN or infinite when it is scaled."""
 
 
 class LoraError(PenstockError):
     """Raised for an adapter that cannot be served. The message contains all attributes.
 
     Attributes:
-        file: Name of the file in the adapter's directory, or the path if there is none.
+        file: Name of the file in the adapter's directory. If there is no such file, the path of the directory.
         tensor: Name of the tensor, or empty.
         value: The value that was found, or empty.
         limit: The values that are allowed, or empty.

@@ -1,6 +1,7 @@
-"""Selection of the layers that a PEFT config targets. Regular expressions are matched as in PEFT, with Python's ``re``.
+"""Selection of the layers that a PEFT config targets. As in PEFT, Python's ``re`` matches regular expressions.
 
-The expressions can be hostile. All except plain names are matched in a separate process, see ``pattern_process``.
+Expressions can be hostile, so a separate process matches them (see ``pattern_process``). Only plain names are matched
+in this process.
 """
 
 import json
@@ -20,17 +21,18 @@ from penstock_enginecore.lora.peft_format import CONFIG_FILE, PeftConfig
 MAX_LENGTH = 4096
 """Maximum length of an expression, in characters."""
 _SECONDS = 0.5
-"""Processor time for all expressions of an adapter, in seconds. A typical expression takes less than a millisecond."""
+"""Maximum CPU time for all expressions of an adapter, in seconds. A typical expression takes less than a millisecond.
+"""
 _BYTES = 64 << 20
-"""Memory for the expressions of a setting, in addition to that of the interpreter. Typical expressions take less than 1
-MiB.
+"""Maximum memory in bytes for the expressions of a setting, in addition to the memory of the interpreter. Typical
+expressions need less than 1 MiB.
 """
 _PATIENCE = 60.0
-"""Timeout for the process in seconds, in case other processes use all processors."""
+"""Timeout for the process in seconds, in case other processes use all CPU cores."""
 _ORDINARY = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.")
 _READ_DIFFERENTLY = re.compile(r"\[\[|--|&&|~~|\|\||\{[^\d,}]")
-"""Syntax that Python takes literally and warns about. Other regular expression dialects read it as set operations and
-character classes, which is probably what the author means.
+"""Syntax that Python reads literally, with a warning. In other dialects of regular expressions, it means set operations
+and character classes, and the author probably means these.
 """
 
 
@@ -39,8 +41,8 @@ class _Answer(NamedTuple):
 
     Attributes:
         asked: Names that were matched against the expression.
-        found: Names that match completely, each with the text of the group ``index``.
-        wrong: Why the expression is invalid. Empty if it is valid.
+        found: Names that match completely. The value is the text of the group ``index``.
+        wrong: Reason why the expression is invalid. Empty if the expression is valid.
     """
 
     asked: frozenset[str]
@@ -49,14 +51,14 @@ class _Answer(NamedTuple):
 
 
 class Patterns:
-    """Matches the expressions of one adapter. All methods raise LoraError, which names the setting, ``key``."""
+    """Matches the expressions of one adapter. All methods raise LoraError. The error names the setting ``key``."""
 
     def __init__(self, file: str, names: Iterable[str] = ()) -> None:
         """Create a matcher. A process starts only when an expression must be matched.
 
         Args:
             file: Name of the file that has the settings, for errors.
-            names: Names that expressions will be matched against. One process matches all of these names.
+            names: Names to match with expressions. One process matches all these names with an expression.
         """
         self._file = file
         self._names = frozenset(names)
@@ -65,11 +67,11 @@ class Patterns:
         self._left = _SECONDS
 
     def full(self, key: str, pattern: str, name: str) -> bool:
-        """Return whether ``pattern`` matches all of ``name``."""
+        """Return whether ``pattern`` completely matches ``name``."""
         return self._match(key, pattern, name, _alone) is not None
 
     def ends(self, key: str, pattern: str, name: str, beside: Iterable[str] = ()) -> bool:
-        """Return whether ``pattern`` matches all of ``name``, or all of the part after one of its dots.
+        """Return whether ``pattern`` completely matches ``name``, or the part of ``name`` after any of its dots.
 
         Args:
             key: Name of the setting.
@@ -77,7 +79,7 @@ class Patterns:
             name: Name of a layer.
             beside: Other expressions of the setting, which the same process matches.
         """
-        if self._is_plain(pattern):  # the usual case: hundreds of patterns and hundreds of names
+        if self._is_plain(pattern):  # The usual case: hundreds of patterns and hundreds of names.
             start = len(name) - len(pattern)
             if start < 0 or (start and name[start - 1] != "."):
                 return False
@@ -89,7 +91,7 @@ class Patterns:
 
         Args:
             key: Name of the setting.
-            pattern: An expression for the name of a list of layers. If it is empty, any list counts.
+            pattern: An expression for the name of a list of layers. If it is empty, any name matches.
             name: Name of a layer.
             beside: Other expressions of the setting, which the same process matches.
         """
@@ -115,7 +117,7 @@ class Patterns:
         if answer is None or name not in answer.asked:
             asked = (each for each in beside if around is not _at_end or not self._is_plain(each))
             others = [each for each in asked if not self._out_of_bounds(key, each)]
-            # Put this pattern first: if the process is killed, the error names it.
+            # Put this pattern first, because the error names the first pattern if the process is killed.
             answer = self._ask(key, list(dict.fromkeys([pattern, *others])), name, around)
         if answer.wrong:
             raise self._refused(key, f"this is no regular expression, {answer.wrong}", pattern[:100])
@@ -130,7 +132,7 @@ class Patterns:
         return None
 
     def _ask(self, key: str, patterns: list[str], name: str, around: Callable[[str], str]) -> _Answer:
-        """Match ``patterns`` in a process. Returns the answer for the first of them."""
+        """Match ``patterns`` in a process. Returns the answer for the first pattern."""
         names = self._names if name in self._names else frozenset([name])
         wholes = [around(pattern) for pattern in patterns]
         job = {"expressions": wholes, "names": sorted(names), "seconds": self._left, "bytes": _BYTES}
@@ -149,12 +151,12 @@ class Patterns:
         except (OSError, subprocess.TimeoutExpired) as e:
             raise self._not_run(key, str(e)) from e
         if ended.returncode == -signal.SIGPROF:
-            self._left = 0.0  # also refuses all later expressions
+            self._left = 0.0  # All later expressions are refused as well.
             raise self._slow(key, patterns)
-        # Another process sent the signal, so the expression may be valid.
+        # Another process has sent the signal, so the expression may be valid.
         if ended.returncode in (-signal.SIGKILL, -signal.SIGTERM):
             raise self._not_run(key, f"it was ended by {signal.Signals(-ended.returncode).name}")
-        if ended.returncode:  # usually a signal: the expression has triggered a bug in the library
+        if ended.returncode:  # Usually a signal, because the expression has triggered a bug in the library.
             self._left = 0.0
             what = f"matching it ended its process (exit code {ended.returncode})"
             raise self._refused(key, what, _named(patterns))
@@ -189,7 +191,7 @@ def _in_front_of_index(pattern: str) -> str:
 
 
 def _named(patterns: list[str]) -> str:
-    """Return the first expression and the number of expressions that were matched with it."""
+    """Return text that names the first expression and the number of other expressions in the same job."""
     more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
     return patterns[0][:100] + more
 
@@ -201,7 +203,7 @@ _ALL_LINEAR = "all-linear"
 
 @dataclass(frozen=True, slots=True)
 class ChosenLayer:
-    """A selected layer. ``scale`` is the factor of ``B A``, whose rank is ``rank``."""
+    """A selected layer. The update is ``scale`` times ``B A``, and has rank ``rank``."""
 
     rank: int
     scale: float
@@ -213,7 +215,7 @@ def choose_layers(config: PeftConfig, names: Iterable[str], linear: Iterable[str
 
     Args:
         config: The adapter's config.
-        names: Names of the model's layers, as the adapter's files have them.
+        names: Names of the model's layers, in the form that the adapter's files use.
         linear: Layers that "all-linear" selects.
     """
     names = list(names)
@@ -234,7 +236,7 @@ class _Choice:
             return False
         if not self._named("target_modules", self._targets, name):
             return False
-        if config.layers is None or name in self._targets:  # a full name selects the layer regardless of its number
+        if config.layers is None or name in self._targets:  # A full name selects the layer regardless of its number.
             return True
         patterns = config.layers_patterns or ("",)
         found = (self._patterns.index("layers_pattern", pattern, name, patterns) for pattern in patterns)
@@ -253,5 +255,5 @@ class _Choice:
         return any(".".join(parts[i:]) in wanted for i in range(len(parts)))
 
     def _pattern(self, key: str, patterns: Iterable[str], name: str) -> str:
-        """Return the first pattern that matches, as in PEFT, or '' if none does."""
+        """Return the first pattern that matches, as in PEFT, or '' if no pattern matches."""
         return next((each for each in patterns if self._patterns.ends(key, each, name, patterns)), "")

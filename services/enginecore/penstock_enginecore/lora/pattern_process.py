@@ -1,8 +1,8 @@
-"""Program that matches regular expressions of an adapter's settings, with limits on processor time and memory.
+"""Program that matches regular expressions of an adapter's settings, with limits on CPU time and memory.
 
 Expressions can be hostile: a short expression can need seconds of time or gigabytes of memory. The engine runs this
-file as a separate process, once for each setting that has expressions. So an expression can neither hold the engine's
-interpreter lock nor exhaust the engine's memory.
+file as a separate process, once for each setting that has expressions. An expression can therefore neither block the
+engine's interpreter lock nor exhaust the engine's memory.
 
 The program imports only the standard library, so that it starts in about 20 ms. It reads one job from its standard
 input and writes one reply to its standard output, both as JSON.
@@ -18,21 +18,21 @@ import time
 from typing import Any
 
 _NICENESS = 10
-"""Increment of the process's niceness while it matches, so that the engine's steps get the processor first."""
+"""Increment of the process's niceness while it matches, so that the engine's steps have priority on the CPU."""
 
 
 def main() -> None:
     """Answer the job on standard input.
 
-    The job has ``expressions`` and ``names`` (lists of strings), ``seconds`` (limit of processor time) and ``bytes``
-    (limit of memory, in addition to that of the interpreter).
+    The job has ``expressions`` and ``names`` (lists of strings), ``seconds`` (limit of CPU time) and ``bytes`` (limit
+    of memory, in addition to the memory of the interpreter).
 
-    The reply is ``{"memory": true}`` if there is too little memory. Otherwise it has ``seconds``, the processor time
-    spent, and ``answers``, one for each expression. An answer is a string that says why the expression is invalid, or
-    an object. Keys of the object are the names that the expression matches completely. Values are the text of the group
-    ``index``, or "".
+    The reply is ``{"memory": true}`` if there is too little memory. Otherwise the reply has ``seconds``, the CPU time
+    used, and ``answers``, with one answer for each expression. If the expression is invalid, the answer is a string
+    with the reason. Otherwise the answer is an object. Its keys are the names that the expression matches completely.
+    Its values are the text of the group ``index``, or "".
 
-    If the processor time is over, SIGPROF ends the process before it replies.
+    If the CPU time exceeds the limit, SIGPROF ends the process before it replies.
     """
     job = json.loads(sys.stdin.buffer.read())
     _limit(job["seconds"], job["bytes"])
@@ -52,7 +52,8 @@ def _limit(seconds: float, num_bytes: int) -> None:
         pages = int(statm.read().split()[0])
     limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    # Ignored and blocked signals are inherited. Only the default action works while an expression is matched.
+    # Ignored and blocked signals are inherited from the parent. While ``re`` matches an expression, only a signal's
+    # default action works.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     signal.setitimer(signal.ITIMER_PROF, seconds)

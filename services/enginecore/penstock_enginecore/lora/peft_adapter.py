@@ -1,5 +1,5 @@
-"""Reader of adapters that PEFT has saved. Refuses adapters that could not be served as they were trained, and names the
-reason.
+"""Reader of adapters in PEFT's format. If this engine cannot compute an adapter exactly as it was trained, the reader
+refuses the adapter with a reason.
 """
 
 import logging
@@ -50,7 +50,7 @@ _OF_ANOTHER_MODEL = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LoraLimits:
-    """Limits for adapters. ``max_rank`` applies to every layer."""
+    """Limits for adapters. ``max_rank`` is the maximum rank of each layer's update."""
 
     max_rank: int
 
@@ -65,7 +65,8 @@ def read_adapter(
         path: Directory of the adapter.
         limits: Limits for the adapter.
         target: The modules of the model that the adapter may update.
-        before: Adapters already read for the same target. Their digests and numbers are not checked again.
+        before: Cache of adapters that were already read for the same target. Their digests and numbers are not computed
+            and checked again.
     """
     before = before or ReadBefore()
     with AdapterFolder.at(Path(path)) as folder:
@@ -92,7 +93,7 @@ def read_adapter(
     ]
     known = before.digest(files)
     digest = known or adapter_digest(updates)
-    share = not tensors.copies  # Otherwise the copies would stay in memory with the views.
+    share = not tensors.copies  # With copies, views would keep the copies in memory as well.
     ready = {
         update.module: _update(
             update, tensors.updates[tensors.naming.in_file(update.module)], share=share, good=known is not None
@@ -105,7 +106,7 @@ def read_adapter(
 
 
 def _differs(config: PeftConfig, target: AdapterTarget) -> bool:
-    """Return whether the adapter names another model. The model may still be the same under another name."""
+    """Return whether the adapter's config names another base model. It may still be the same model under another name."""
     return bool(config.base_model and target.model) and Path(config.base_model).name != Path(target.model).name
 
 
@@ -119,7 +120,7 @@ def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarge
 
 
 def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
-    """Return how many bytes the adapter's matrices take in memory, according to the file headers. Raises LoraError."""
+    """Return the size of the adapter's matrices in memory, in bytes, from the file headers. Raises LoraError."""
     with AdapterFolder.at(Path(path)) as folder:
         with folder.file(CONFIG_FILE) as (opened, _):
             parse_peft_config(opened.read(MAX_CONFIG_BYTES + 1), limits.max_rank)
@@ -130,18 +131,18 @@ def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
 
 
 def _layers(config: PeftConfig, tensors: PeftTensors, target: AdapterTarget) -> dict[str, ChosenLayer]:
-    """Return the linear layers that the adapter targets, by their names in its files. Raises LoraError."""
+    """Return the linear layers that the adapter targets, by their names in the adapter's files. Raises LoraError."""
     naming = tensors.naming
     known = {name: naming.in_file(name) for name in (*target.linears, *target.unserved)}
     linear = {known[name] for name in target.all_linear}
     layers = choose_layers(config, filter(None, known.values()), linear)
     for layer in layers:
         if why := target.unserved.get(naming.in_model(layer)):
-            raise LoraError(why.reason, f"target_modules means {layer}, which is {why.what}", CONFIG_FILE)
+            raise LoraError(why.reason, f"target_modules selects {layer}, which is {why.what}", CONFIG_FILE)
     if not layers:
         value = config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules)[:8]
         raise LoraError(
-            LoraReason.NO_TARGETS, "target_modules means no layer of the model", CONFIG_FILE, value=repr(value)
+            LoraReason.NO_TARGETS, "target_modules selects no layer of the model", CONFIG_FILE, value=repr(value)
         )
     return layers
 
@@ -180,7 +181,7 @@ def _check_headers(
 def _check_header(name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
     if header.dtype_name not in DTYPES:
         served = f"served: {', '.join(DTYPES)}"
-        raise LoraError(LoraReason.DTYPE, "its type is not served", TENSORS_FILE, name, header.dtype_name, served)
+        raise LoraError(LoraReason.DTYPE, "its dtype is not supported", TENSORS_FILE, name, header.dtype_name, served)
     if header.shape != shape:
         raise LoraError(
             LoraReason.SHAPE,
@@ -196,31 +197,31 @@ def _surplus(layer: str, name: str, tensors: PeftTensors, target: AdapterTarget)
     """Return the error for an unexpected tensor ``name``."""
     known = tensors.naming.in_model(layer)
     if known in target.linears:
-        what = f"target_modules in {CONFIG_FILE} does not mean its layer"
+        what = f"target_modules in {CONFIG_FILE} does not select its layer"
         return LoraError(LoraReason.SURPLUS_TENSOR, what, TENSORS_FILE, name)
     if why := target.unserved.get(known):
         return LoraError(why.reason, f"its layer is {why.what}", TENSORS_FILE, name)
     if tensors.naming.of_media and not known:
-        what = "it is of the part of the model that reads media, which takes no adapters"
-        remedy = "train the text model alone: exclude_modules, or an expression for target_modules"
+        what = "it is of the part of the model that reads media, which does not support adapters"
+        remedy = "train only the text model, with exclude_modules or an expression for target_modules"
         return LoraError(LoraReason.MODULE, what, TENSORS_FILE, name, remedy=remedy)
     if ".experts." in f".{layer}.":
-        return LoraError(LoraReason.EXPERTS, "it is of experts", TENSORS_FILE, name)
+        return LoraError(LoraReason.EXPERTS, "it belongs to experts, which do not support adapters", TENSORS_FILE, name)
     return LoraError(LoraReason.SURPLUS_TENSOR, "the model has no such layer", TENSORS_FILE, name)
 
 
 def _check_copies(tensors: PeftTensors, stored: Mapping[str, StoredTensor], target: AdapterTarget) -> None:
-    """Check that copied weights equal this model's weights. PEFT saves the base model's lm_head together with an
-    adapter for the lm_head.
+    """Check that weights of the base model in the adapter's file equal this model's weights. PEFT saves the base
+    model's lm_head together with an adapter for the lm_head.
     """
     for parameter, name in tensors.copies.items():
         if not target.samples[parameter].agrees(stored[name].float()):
             raise LoraError(
                 LoraReason.BASE_WEIGHT,
-                f"it is another {parameter} than the base model's",
+                f"it differs from the base model's {parameter}",
                 TENSORS_FILE,
                 name,
-                remedy="it was trained on another model; if it was not, save with save_embedding_layers=False",
+                remedy="the adapter was probably trained on another model; if not, save it with save_embedding_layers=False",
             )
 
 
@@ -228,9 +229,9 @@ def _update(update: StoredUpdate, names: Mapping[str, str], *, share: bool, good
     """Return an update whose B includes the scale.
 
     Args:
-        update: The update as it is stored.
+        update: The update, with the matrices as stored in the file.
         names: Tensor names by side, for error messages.
-        share: Whether the result may share memory with the buffer that was read.
+        share: Whether the result may share memory with the buffer of the file.
         good: Whether the numbers are already known to be finite.
     """
     a, b = update.a.float(), update.b.float()
@@ -243,7 +244,7 @@ def _update(update: StoredUpdate, names: Mapping[str, str], *, share: bool, good
 
 
 def _check_finite(tensor: torch.Tensor, name: str, scale: float) -> None:
-    """Raise LoraError unless the tensor is finite, before and after scaling."""
+    """Raise LoraError if the tensor has numbers that are not finite, before or after scaling."""
     low, high = (float(bound) for bound in tensor.aminmax())
     if max(abs(low), abs(high)) * abs(scale) <= _LARGEST:
         return

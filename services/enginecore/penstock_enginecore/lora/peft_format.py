@@ -43,11 +43,11 @@ _WITHOUT_EFFECT = frozenset(
         "velora_config",
     }
 )
-"""Settings that have no effect here: training settings, initializations that ``_check_init`` checks by name, and
-options of variants that have their own switches.
+"""Settings that do not change the computation: training settings, initializations that ``_check_init`` checks by name,
+and options of LoRA variants, because the setting that enables the variant is checked.
 """
 _NOTES = ("_", "unsloth_")
-"""Prefixes of keys that are not PEFT settings. Training programs write notes about themselves under these keys."""
+"""Prefixes of keys that are not PEFT settings. Training programs write their own information under these keys."""
 _HARMLESS_INITS = ("gaussian", "eva", "orthogonal", "mica")
 """Initializations, in addition to true and false, that leave the base model's weights unchanged and use ``B A`` as the
 update.
@@ -56,7 +56,7 @@ _NONE: tuple[Any, ...] = (None, False, [], {}, "")
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """Settings as the file has them, with PEFT's defaults."""
+    """Settings with the names and types of the file, and with PEFT's defaults."""
 
     peft_type: str
     r: int = 8
@@ -82,9 +82,9 @@ class PeftConfig:
         alpha: Alpha of layers that no pattern matches.
         target_modules: A regular expression, or suffixes of module names.
         exclude_modules: A regular expression, or suffixes of module names.
-        layers: Numbers of the layers that are adapted, or None for all.
+        layers: Numbers of the layers that the adapter updates, or None for all layers.
         layers_patterns: Names of the model's list of layers.
-        base_model: Model on which the adapter was trained, or empty if the file does not say.
+        base_model: Model on which the adapter was trained, or empty if the file does not name it.
     """
 
     rank: int
@@ -105,8 +105,8 @@ class PeftConfig:
 
 
 def parse_peft_config(text: bytes, max_rank: int) -> PeftConfig:
-    """Parse the content of ``adapter_config.json``. Raises LoraError for unsupported settings, with their names, and
-    for ranks below 1.
+    """Parse the content of ``adapter_config.json``. Raises LoraError with the setting's name if a setting is
+    unsupported or a rank is below 1.
     """
     if len(text) > MAX_CONFIG_BYTES:
         raise _garbled("it is too large", f"{len(text)} bytes", f"at most {MAX_CONFIG_BYTES}")
@@ -114,23 +114,23 @@ def parse_peft_config(text: bytes, max_rank: int) -> PeftConfig:
         given = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise _garbled("it cannot be read", str(e)) from e
-    # Deep values must not cause a RecursionError when they are written into an error message.
+    # Deeply nested values must not cause a RecursionError when they are written into an error message.
     if nests_deeper(given, MAX_DEPTH):
-        raise _garbled("it nests too deeply", "", f"at most {MAX_DEPTH} levels")
+        raise _garbled("it is nested too deeply", "", f"at most {MAX_DEPTH} levels")
     if not isinstance(given, dict):
-        raise _garbled("it is no JSON object", type(given).__name__)
+        raise _garbled("it is not a JSON object", type(given).__name__)
     kind = given.get("peft_type")
     if kind != "LORA":
-        raise _refused(LoraReason.PEFT_TYPE, "peft_type", kind, "only LORA is")
+        raise _refused(LoraReason.PEFT_TYPE, "peft_type", kind, "only LORA is supported")
     for key, value in given.items():
         _check(key, value)
     try:
         settings = msgspec.convert(given, _Settings)
     except msgspec.ValidationError as e:
-        raise _garbled("a setting is of another type", str(e)) from e
+        raise _garbled("a setting has the wrong type", str(e)) from e
     _check_init(settings.init_lora_weights)
     if settings.task_type not in (None, *TASK_TYPES):
-        raise _refused(LoraReason.TASK_TYPE, "task_type", settings.task_type, f"served: {', '.join(TASK_TYPES)}")
+        raise _refused(LoraReason.TASK_TYPE, "task_type", settings.task_type, f"supported: {', '.join(TASK_TYPES)}")
     _check_ranks(settings, max_rank)
     return _config(settings)
 
@@ -140,7 +140,7 @@ def _config(settings: _Settings) -> PeftConfig:
         raise _garbled("target_modules is missing", "", "a list of names, an expression or 'all-linear'")
     layers = settings.layers_to_transform
     if layers is not None and isinstance(settings.target_modules, str):
-        raise _garbled("layers_to_transform does not go with an expression for target_modules", repr(layers))
+        raise _garbled("layers_to_transform cannot be combined with an expression for target_modules", repr(layers))
     names = settings.layers_pattern or []
     return PeftConfig(
         rank=settings.r,
@@ -178,7 +178,7 @@ def _check_ranks(settings: _Settings, max_rank: int) -> None:
     }
     for key, alpha in alphas.items():
         if not math.isfinite(alpha):
-            raise _garbled(f"{key} is no finite number", str(alpha))
+            raise _garbled(f"{key} is not a finite number", str(alpha))
 
 
 def _check_init(init: bool | str | None) -> None:
@@ -186,11 +186,11 @@ def _check_init(init: bool | str | None) -> None:
         return
     raise LoraError(
         LoraReason.CHANGED_BASE,
-        "init_lora_weights: it was trained on changed weights of the base model",
+        "init_lora_weights: the adapter was trained on changed weights of the base model",
         CONFIG_FILE,
         value=repr(init),
-        limit=f"served: true, false, {', '.join(_HARMLESS_INITS)}",
-        remedy="convert it: save_pretrained with path_initial_model_for_weight_conversion",
+        limit=f"supported: true, false, {', '.join(_HARMLESS_INITS)}",
+        remedy="convert the adapter: save_pretrained with path_initial_model_for_weight_conversion",
     )
 
 
@@ -199,22 +199,22 @@ def _check(key: str, value: Any) -> None:
     if key in _Settings.__struct_fields__ or key in _WITHOUT_EFFECT or value in _NONE:
         return
     if key.startswith(_NOTES):
-        logger.info("lora: %s: %r is passed over: no setting of PEFT's", CONFIG_FILE, key[:100])
+        logger.info("lora: %s: ignoring %r, which is not a PEFT setting", CONFIG_FILE, key[:100])
         return
     if key == "bias":
         if value == "none":
             return
-        raise _refused(LoraReason.BIAS, key, value, "only 'none' is", "train with bias='none'")
+        raise _refused(LoraReason.BIAS, key, value, "only 'none' is supported", "train with bias='none'")
     reason, remedy = _SWITCHES.get(key, (LoraReason.SETTING, ""))
     raise _refused(reason, key, value, "", remedy)
 
 
 _SWITCHES: Mapping[str, tuple[LoraReason, str]] = {
-    "use_dora": (LoraReason.DORA, "merge it into a copy of the base model, or train without DoRA"),
+    "use_dora": (LoraReason.DORA, "merge the adapter into a copy of the base model, or train without DoRA"),
     "modules_to_save": (LoraReason.MODULES_TO_SAVE, "train without modules_to_save, or serve the merged model"),
     "lora_bias": (LoraReason.LORA_BIAS, "train without lora_bias"),
-    "fan_in_fan_out": (LoraReason.FAN_IN_FAN_OUT, "it is for Conv1D layers, which take no adapters"),
-    "target_parameters": (LoraReason.TARGET_PARAMETERS, "target linear layers alone"),
+    "fan_in_fan_out": (LoraReason.FAN_IN_FAN_OUT, "this setting is for Conv1D layers, which do not support adapters"),
+    "target_parameters": (LoraReason.TARGET_PARAMETERS, "target only linear layers"),
     "layer_replication": (LoraReason.LAYER_REPLICATION, "serve the merged model"),
     "trainable_token_indices": (LoraReason.TRAINABLE_TOKENS, "serve the merged model"),
 }
@@ -244,14 +244,30 @@ _TEXT_MODELS = ("language_model", "text_model")
 _UPDATE = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _BASE = re.compile(r"(?P<layer>.+?)(?:\.base_layer)?\.(?P<own>weight|bias)")
 _OTHERS = (
-    (re.compile(r".*\.lora_magnitude_vector\b.*"), LoraReason.DORA, "it is a magnitude, of DoRA"),
-    (re.compile(r".*\.lora_embedding_[AB]\b.*"), LoraReason.EMBEDDING, "it is of an embedding"),
-    (re.compile(r".*\.lora_[AB]\..*bias"), LoraReason.LORA_BIAS, "it is a bias of an update"),
-    (re.compile(r".*\.trainable_tokens_.*"), LoraReason.TRAINABLE_TOKENS, "it is of single tokens' embeddings"),
-    (re.compile(r".*\.modules_to_save\..*"), LoraReason.MODULES_TO_SAVE, "it is of a layer that is replaced"),
-    (re.compile(r".*\.experts\b.*"), LoraReason.EXPERTS, "it is of experts"),
+    (
+        re.compile(r".*\.lora_magnitude_vector\b.*"),
+        LoraReason.DORA,
+        "it is a magnitude vector of DoRA, which is not supported",
+    ),
+    (
+        re.compile(r".*\.lora_embedding_[AB]\b.*"),
+        LoraReason.EMBEDDING,
+        "it updates an embedding, which is not supported",
+    ),
+    (re.compile(r".*\.lora_[AB]\..*bias"), LoraReason.LORA_BIAS, "it is a bias of an update, which is not supported"),
+    (
+        re.compile(r".*\.trainable_tokens_.*"),
+        LoraReason.TRAINABLE_TOKENS,
+        "it has embeddings of single tokens, which are not supported",
+    ),
+    (
+        re.compile(r".*\.modules_to_save\..*"),
+        LoraReason.MODULES_TO_SAVE,
+        "it belongs to a layer that the adapter replaces, which is not supported",
+    ),
+    (re.compile(r".*\.experts\b.*"), LoraReason.EXPERTS, "it belongs to experts, which do not support adapters"),
 )
-"""Tensors that are refused because of their names."""
+"""Patterns of tensor names that are refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +288,12 @@ class PeftTensors:
 class Naming:
     """Maps layer names in a file to layer names in the model.
 
-    An adapter that was trained on a model with a head may be served on a model without one. An adapter for a multimodal
-    model may be served on its text model.
+    An adapter that was trained on a model with a head may be served on the same model without the head. An adapter for
+    a multimodal model may be served on the text model of that model.
 
     Attributes:
         rules: Pairs of a prefix in the file and its replacement in the model. The first matching rule applies.
-        of_media: Whether the text model is one part of the model in the file.
+        of_media: Whether the model in the file is a multimodal model with a text model inside.
     """
 
     rules: tuple[tuple[str, str], ...] = (("", ""),)
@@ -291,9 +307,9 @@ class Naming:
         if inner:
             ways += [cls((("", inner),)), cls(((inner, ""),))]
         for text in _TEXT_MODELS:
-            for added in dict.fromkeys((inner, "")):  # with a head, and without
+            for added in dict.fromkeys((inner, "")):  # With a head, and without a head.
                 ways.append(cls(((f"model.{text}.", added), ("lm_head", "lm_head")), of_media=True))
-            # Names before transformers 4.52, in which the head belonged to the text model.
+            # Names of transformers before 4.52, where the head belonged to the text model.
             ways.append(cls(((f"{text}.", ""),), of_media=True))
             ways.append(cls(((f"{text}.model.", ""),), of_media=True))
         return max(ways, key=lambda way: sum(way.in_model(layer) in target.linears for layer in layers))
@@ -318,9 +334,7 @@ def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> Peft
             continue
         sides = updates.setdefault(found["layer"], {})
         if found["side"] in sides:
-            raise LoraError(
-                LoraReason.SURPLUS_TENSOR, "it is there twice", file, name, f"also as {sides[found['side']]}"
-            )
+            raise LoraError(LoraReason.SURPLUS_TENSOR, "it occurs twice", file, name, f"also as {sides[found['side']]}")
         sides[found["side"]] = name
     naming = Naming.of(updates, target)
     return PeftTensors(naming, updates, dict(_copy(name, naming, target, file) for name in others))
@@ -346,8 +360,8 @@ def _own_name(name: str) -> str:
 
 
 def _copy(name: str, naming: Naming, target: AdapterTarget, file: str) -> tuple[str, str]:
-    """Return the base model's parameter that tensor ``name`` copies, and ``name``. Raises LoraError if it cannot be a
-    copy.
+    """Return the parameter of the base model of which tensor ``name`` is a copy, and ``name``. Raises LoraError if the
+    tensor cannot be such a copy.
     """
     own = _own_name(name)
     for pattern, reason, what in _OTHERS:
@@ -364,5 +378,5 @@ def _copy(name: str, naming: Naming, target: AdapterTarget, file: str) -> tuple[
         raise LoraError(
             LoraReason.EMBEDDING, "it is an embedding", file, name, remedy="save with save_embedding_layers=False"
         )
-    what = "it replaces a layer" if layer in target.linears else "it is no part of an update that is served"
+    what = "it replaces a layer" if layer in target.linears else "it is not part of a supported update"
     raise LoraError(LoraReason.SURPLUS_TENSOR, what, file, name)

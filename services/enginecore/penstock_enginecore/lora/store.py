@@ -1,4 +1,4 @@
-"""Adapters that a worker holds, and the readers that load them for the worker's model."""
+"""Adapters of a worker, and the readers that load adapters for the worker's model."""
 
 import threading
 from collections import deque
@@ -25,12 +25,14 @@ from penstock_enginecore.worker.failures import Failure
 from penstock_enginecore.worker.messages import Loaded, LoadLora
 
 ReadAdapter: TypeAlias = Callable[[str], LoraAdapter]
-"""Reads the adapter in a directory. Raises LoraError."""
+"""Function that reads the adapter in a directory. Raises LoraError."""
 MakeReader: TypeAlias = Callable[[PreTrainedModel, LoraConfig], ReadAdapter]
-"""Creates a reader for adapters of a model. The model's modules must be as they were loaded."""
+"""Function that creates a reader for adapters of a model. The model must be neither split nor packed yet."""
 
 SizeAdapter: TypeAlias = Callable[[str, LoraConfig], int]
-"""Returns how many bytes the matrices of an adapter will take in memory, without reading them. Raises LoraError."""
+"""Function that returns the size in bytes of an adapter's matrices in memory, without reading the matrices. Raises
+LoraError.
+"""
 
 _UNREADABLE = (LoraReason.NOT_FOUND, LoraReason.UNREADABLE)
 
@@ -48,7 +50,7 @@ def peft_size(path: str, config: LoraConfig) -> int:
 
 @contextmanager
 def telling_of(lora: LoraRequest) -> Iterator[None]:
-    """Convert file errors of an adapter to request errors.
+    """Convert errors of an adapter's files to errors of the request.
 
     Raises:
         Unavailable: The files cannot be read.
@@ -66,7 +68,7 @@ class ReadyLora(NamedTuple):
     """An adapter that was read and prepared for ``lora``.
 
     Attributes:
-        forward: The forward pass for which the adapter was prepared, or None if there was none.
+        forward: The forward pass for which the adapter was prepared, or None if there was no forward pass.
         take: Adds the prepared adapter to ``forward``. None if there was no forward pass.
     """
 
@@ -77,29 +79,29 @@ class ReadyLora(NamedTuple):
 
 
 class LoraStore:
-    """Holds a worker's adapters by digest. The forward pass holds the matrices.
+    """Tracks a worker's adapters by digest. The forward pass stores the matrices.
 
     ``read`` and ``prepare`` may be called on any thread while steps run. The other methods must be called between
-    steps. The store remembers the paths of adapters, so that they can be read again after the engine slept without its
-    weights.
+    steps. The store keeps the paths of adapters. If the engine sleeps and drops its weights, the adapters are read
+    again after the sleep.
     """
 
     def __init__(self) -> None:
         self._read: ReadAdapter | None = None
         self._forward: AdaptedForward | None = None
         self._held: dict[bytes, tuple[LoraRequest, LoadedLora]] = {}
-        self._lock = threading.Lock()  # allows one read at a time
+        self._lock = threading.Lock()  # Allows only one read at a time.
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def digests(self) -> list[bytes]:
-        """Digests of the adapters that are held."""
+        """Digests of the worker's adapters."""
         return list(self._held)
 
     def attach(self, forward: AdaptedForward | None, read: ReadAdapter | None, model: str) -> None:
-        """Use ``forward`` for adapters from now on. Adapters that are already held are read again.
+        """Use ``forward`` for adapters from now on. Adapters that are already in the store are read again.
 
         Args:
             forward: The model's forward pass, or None if it supports no adapters.
@@ -111,7 +113,7 @@ class LoraStore:
             RequestFailed: An adapter cannot be read again, see ``read``.
         """
         if forward is None or read is None:
-            raise ModelLoadError(f"lora.max_loras is set, and {model} takes no LoRA adapters: use 0")
+            raise ModelLoadError(f"lora.max_loras is set, but {model} does not support LoRA adapters; set it to 0")
         self._forward, self._read = forward, read
         for lora, loaded in list(self._held.values()):
             forward.add_adapter(self.read(LoraRequest(lora.name, lora.path, loaded.digest)))
@@ -121,10 +123,10 @@ class LoraStore:
 
         Raises:
             Unavailable: The files cannot be read.
-            FailedPrecondition: The adapter is not supported, or its digest differs from that in ``lora``.
+            FailedPrecondition: The adapter is not supported, or its digest differs from the digest in ``lora``.
         """
         if self._read is None:
-            raise RuntimeError("attach must come before the first adapter")
+            raise RuntimeError("an adapter was read before attach was called")
         with self._lock, telling_of(lora):
             adapter = self._read(lora.path)
         if lora.digest and adapter.digest != lora.digest:
@@ -137,8 +139,8 @@ class LoraStore:
         return adapter
 
     def prepare(self, lora: LoraRequest, adapter: LoraAdapter) -> ReadyLora:
-        """Convert an adapter to the form that the forward pass needs. Raises FailedPrecondition if the forward pass
-        refuses it.
+        """Convert an adapter to the format of the forward pass. Raises FailedPrecondition if the forward pass refuses
+        the adapter.
         """
         loaded = LoadedLora(adapter.digest, adapter.max_rank, tuple(sorted(adapter.updates)), adapter.num_bytes)
         forward = self._forward
@@ -149,10 +151,11 @@ class LoraStore:
         return ReadyLora(lora, loaded, forward, take)
 
     def add(self, ready: ReadyLora) -> LoadedLora:
-        """Hold a prepared adapter.
+        """Add a prepared adapter.
 
-        If there is no forward pass, the adapter is read again when the next one is attached. If the forward pass
-        changed since ``prepare``, the adapter is read again now, with the errors of ``read``.
+        If there is no forward pass, the adapter is read again when the next forward pass is attached. If the forward
+        pass has changed since ``prepare``, the adapter is read again now. In that case, the errors of ``read`` may be
+        raised.
         """
         lora, loaded, forward, take = ready
         if (held := self._held.get(loaded.digest)) is not None:
@@ -165,12 +168,12 @@ class LoraStore:
         return loaded
 
     def remove(self, digest: bytes) -> None:
-        """Free an adapter. Does nothing if it is not held."""
+        """Free an adapter. Does nothing if the adapter is not in the store."""
         if self._held.pop(digest, None) is not None and self._forward is not None:
             self._forward.remove_adapter(digest)
 
     def detach(self) -> None:
-        """Forget the forward pass, until ``attach``."""
+        """Stop using the forward pass, until ``attach`` sets another one."""
         self._forward = None
 
 
@@ -188,16 +191,16 @@ def _unavailable(lora: LoraRequest, error: Exception) -> RequestFailed:
     return Unavailable(why, field="lora", reason="LORA_UNAVAILABLE")
 
 
-# Readers of adapters that keep only the worker's part of each adapter.
+# Reader of adapters that keeps only the worker's part of each adapter.
 
 
 class Onlooker:
-    """Observer of a model's modules while the model is loaded. A model may be loaded several times; the last
+    """Observer that gets a model's modules while the model is loaded. A model may be loaded several times. The latest
     notification counts.
     """
 
     def loaded(self, module: PreTrainedModel) -> None:
-        """Receive the whole module, before it is split, cut or packed."""
+        """Receive the complete module, before it is split, cut or packed."""
 
     def split(self, features: Mapping[str, OwnFeatures]) -> None:
         """Receive the features of linear layers that this rank keeps, after tensor-parallel splitting."""
@@ -207,7 +210,9 @@ class Onlooker:
 
 
 class AdapterReader(Onlooker):
-    """A ``ReadAdapter`` that reads the whole adapter and returns the worker's part, under the digest of the whole."""
+    """A ``ReadAdapter`` that reads a complete adapter and returns the worker's part, with the digest of the complete
+    adapter.
+    """
 
     def __init__(self, make: MakeReader, config: LoraConfig) -> None:
         self._make = make
@@ -232,11 +237,11 @@ class AdapterReader(Onlooker):
     def __call__(self, path: str) -> LoraAdapter:
         """Read the adapter in a directory. Raises LoraError, and RuntimeError if no model was loaded."""
         if self._read is None:
-            raise RuntimeError("a model must be loaded before its adapters are read")
+            raise RuntimeError("an adapter was read before a model was loaded")
         return self._part.of(self._read(path))
 
 
-# Loads that workers execute, as seen by the engine.
+# The engine's side of loads that workers execute.
 
 
 class LoadsAwaited:
@@ -252,9 +257,9 @@ class LoadsAwaited:
     def begin(self) -> "tuple[int, Future[LoadedLora]]":
         """Start a load. Returns its number and its future.
 
-        The future's result has the modules of all workers, and the bytes of the worker with the most. If a worker
-        failed, the future has the error of the lowest such rank. The error is a PartlyLoadedError if other workers hold
-        the adapter.
+        The future's result has the modules of all workers, and the largest number of bytes on a worker. If workers
+        failed, the future fails with the error of the failed worker with the lowest rank. If other workers have loaded
+        the adapter, the error is a PartlyLoadedError.
         """
         with self._lock:
             self._last += 1
@@ -298,14 +303,14 @@ class LoadsAwaited:
             future.set_exception(error)
 
     def refused(self, number: int, error: Exception) -> None:
-        """Fail a load that was not sent. Unknown numbers are ignored."""
+        """Fail a load whose command was not sent. Unknown numbers are ignored."""
         with self._lock:
             future, _ = self._waiting.pop(number, (None, {}))
         if future is not None:
             future.set_exception(error)
 
     def fail(self, error: Exception) -> None:
-        """Fail all loads, including future ones, with ``error``. No answers arrive after this."""
+        """Fail all current and future loads with ``error``, because the workers will send no more answers."""
         with self._lock:
             self._failed = self._failed or error
             waiting = [future for future, _ in self._waiting.values()]
@@ -318,10 +323,10 @@ class LoadsAwaited:
 
 
 class LoadsUnderWay:
-    """Reads adapters in order, on a thread of its own. All methods belong to the worker's thread."""
+    """Reads adapters in order, on a separate thread. Only the worker's thread may call the methods."""
 
     LOOK = 0.005
-    """Seconds between two polls of the running loads."""
+    """Seconds between two checks of running loads."""
 
     def __init__(self) -> None:
         self._thread: DeviceThread | None = None

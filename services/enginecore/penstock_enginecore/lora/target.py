@@ -19,10 +19,10 @@ _ROUNDING = 2.0**-8
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """Module that adapters may name but not update, with the reason and the kind of the module.
+    """Module that adapters may name but not update, with the reason and a description of the module.
 
     Attributes:
-        linear: Whether "all-linear" selects the module, too.
+        linear: Whether "all-linear" also selects the module.
     """
 
     reason: LoraReason
@@ -32,7 +32,7 @@ class Unserved:
 
 @dataclass(frozen=True, slots=True)
 class BaseSample:
-    """Sample of a base model weight that adapters may copy: its shape, and some of its rows as float32."""
+    """Sample of a base model weight of which adapters may contain a copy: the weight's shape, and some rows as float32."""
 
     shape: tuple[int, ...]
     indices: torch.Tensor
@@ -57,11 +57,11 @@ class AdapterTarget:
 
     Attributes:
         model: Name or path from which the model was loaded.
-        linears: ``(out, in)`` features of its linear layers by name, including an lm_head.
-        unserved: Other modules that adapters may name, but that are not supported here.
+        linears: ``(out, in)`` features of the model's linear layers by name, including an lm_head.
+        unserved: Other modules that adapters may name, but for which updates are not supported.
         heads: Layers that produce logits or scores. "all-linear" excludes them.
-        prefix: Prefix of this model inside a transformers model with a head, such as ``model``.
-        samples: Samples of weights that adapters may copy, by parameter.
+        prefix: Name prefix of this model inside a transformers model with a head, such as ``model``.
+        samples: Samples of weights of which adapters may contain copies, by parameter name.
     """
 
     model: str
@@ -105,7 +105,7 @@ class AdapterTarget:
 
 
 def _is_linear(module: Any) -> bool:
-    """Return whether the module computes a plain linear layer. Subclasses may compute something else."""
+    """Return whether the module is exactly a linear layer. A subclass of a linear layer may compute something else."""
     if isinstance(module, QuantizedLinear):
         return True
     return isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward
@@ -122,9 +122,7 @@ def _unserved(module: torch.nn.Module) -> Unserved | None:
 
 
 def _expert_blocks(named: Mapping[str, torch.nn.Module]) -> list[str]:
-    """Return the names of mixture-of-experts blocks. A block contains experts, a router, and maybe experts that all
-    tokens share.
-    """
+    """Return the names of mixture-of-experts blocks. A block contains experts, a router, and possibly shared experts."""
     blocks = []
     for name, module in named.items():
         parent, _, own = name.rpartition(".")
@@ -135,7 +133,7 @@ def _expert_blocks(named: Mapping[str, torch.nn.Module]) -> list[str]:
 
 
 def _heads(module: PreTrainedModel, named: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """Yield the head's names in the way PEFT finds them."""
+    """Yield the names of the head, with PEFT's rules for finding a head."""
     head = _output_layer(module)
     if head is None:
         yield from [name for name in ("score", "classifier") if name in named][:1]

@@ -1,14 +1,14 @@
-"""Triton kernels that add adapters to a product of many rows. Each row has its own adapter or none (Punica; Chen et
-al., 2023).
+"""Triton kernels that add adapters to a matrix product of many rows. Each row may use a different adapter or none
+(Punica; Chen et al., 2023).
 
-Rows come in tiles of one adapter. The shrink kernel computes ``h = x A`` of each tile. The expand kernel adds ``h B``
-to the product's output for the tile's rows. Rows in no tile are neither read nor written.
+All rows of a tile use the same adapter. The shrink kernel computes ``h = x A`` for each tile. The expand kernel adds
+``h B`` to the product's output for the tile's rows. Rows that are in no tile are neither read nor written.
 
 A sum over columns is the sum of chunks whose size depends only on the weight's shape. A sum over ranks runs from first
-to last. So a row gets the same bits alone and in a batch.
+to last. A row therefore gets the same bits alone and in a batch.
 
 Both grids depend on the maximum number of tiles, so that steps can be captured and replayed. Programs for unused tiles,
-ranks and projections return at once.
+ranks and projections return immediately.
 """
 
 import torch
@@ -33,8 +33,8 @@ def add_low_rank(
 ) -> None:
     """Add the update ``x A B * scale`` to ``out`` for the rows of ``tiles``.
 
-    ``x``, ``out`` and the matrices have the same dtype, and the rows are contiguous. Sums are float32. h is rounded to
-    the matrices' dtype.
+    ``x``, ``out`` and the matrices have the same dtype, and the rows are contiguous. Sums are float32. ``h`` is rounded
+    to the matrices' dtype.
 
     Args:
         matrices: Matrices of all slots.
@@ -49,13 +49,15 @@ def add_low_rank(
     """
     shape, numbers = matrices.shape, matrices.numbers
     if x.shape[1] != shape.in_features or out.shape != (len(x), sum(shape.features)):
-        raise ValueError(f"input is {list(x.shape)} and output is {list(out.shape)}; the adapter has {shape}")
+        raise ValueError(
+            f"input has shape {list(x.shape)} and output has shape {list(out.shape)}; the adapter's product is {shape}"
+        )
     if not x.dtype == out.dtype == numbers.dtype:
         raise ValueError(f"input is {x.dtype} and output is {out.dtype}; both must be {numbers.dtype}")
     if x.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError("updates take tensors whose rows are contiguous")
+        raise ValueError("the rows of input, output and matrices must be contiguous")
     if scratch.numel() < matrices.scratch_numbers(len(tiles), TILE_ROWS):
-        raise ValueError(f"{scratch.numel()} numbers between the kernels are too few for {len(tiles)} tiles")
+        raise ValueError(f"scratch has {scratch.numel()} elements, too few for {len(tiles)} tiles")
     if not len(tiles):
         return
     parts, most_ranks = len(shape.features), matrices.most_ranks
@@ -79,7 +81,9 @@ def shrink_tiles(
     in_features, chunk, x_stride, slot_stride, table_stride, most_ranks,
     PARTS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum some ranks of a tile over a chunk of columns. ``h`` is ``[chunks, tiles, TILE, most_ranks]``."""
+    """Compute ``h`` of some ranks of a tile, summed over one chunk of columns. ``h`` is ``[chunks, tiles, TILE,
+    most_ranks]``.
+    """
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot >= 0:
@@ -112,7 +116,7 @@ def expand_tiles(
     PARTS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, CHUNKS: tl.constexpr, FEATURES: tl.constexpr,
     ROW_ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the update to the rows of a tile, for a piece of the features of one projection."""
+    """Add the update to the rows of a tile, for one piece of the output features of one projection."""
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)
     if slot >= 0:

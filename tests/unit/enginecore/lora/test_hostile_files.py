@@ -30,7 +30,7 @@ def test_a_header_without_bottom_is_refused(header: bytes) -> None:
 
 def test_settings_that_nest_are_refused_before_they_are_written_into_errors() -> None:
     deep = '{"peft_type": "LORA", "use_quantum": ' + "[" * 200 + "]" * 200 + "}"
-    with pytest.raises(LoraError, match="nests too deeply.*at most 64 levels"):
+    with pytest.raises(LoraError, match="nested too deeply.*at most 64 levels"):
         parse_peft_config(deep.encode(), 8)
 
 

@@ -86,7 +86,9 @@ def test_an_lm_head_of_the_whole_is_that_of_the_text_model(tmp_path: Path) -> No
 @pytest.mark.parametrize("targets", [["q_proj"], "all-linear"])
 def test_updates_of_a_tower_or_a_projector_are_refused_by_name(targets: Any, tmp_path: Path) -> None:
     folder, _ = adapted(tmp_path, target_modules=targets)
-    with pytest.raises(LoraError, match=r"(vision_tower|projector).*reads media, which takes no adapters; train") as e:
+    with pytest.raises(
+        LoraError, match=r"(vision_tower|projector).*reads media, which does not support adapters; train"
+    ) as e:
         read_adapter(folder, target_of(tmp_path / "model"), LIMITS)
     assert e.value.reason == LoraReason.MODULE
 

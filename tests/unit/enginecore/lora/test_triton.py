@@ -222,14 +222,14 @@ def test_they_agree_with_the_addition_in_plain_torch() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"x": torch.zeros(5, 41)}, r"input is \[5, 41\] and output is \[5, 24\]"),
-        ({"out": torch.zeros(4, 24)}, r"input is \[5, 40\] and output is \[4, 24\]"),
-        ({"out": torch.zeros(24, 5).t()}, "rows are contiguous"),
+        ({"x": torch.zeros(5, 41)}, r"input has shape \[5, 41\] and output has shape \[5, 24\]"),
+        ({"out": torch.zeros(4, 24)}, r"input has shape \[5, 40\] and output has shape \[4, 24\]"),
+        ({"out": torch.zeros(24, 5).t()}, "must be contiguous"),
         (
             {"x": torch.zeros(5, 40).half()},
             "input is torch.float16 and output is torch.float32; both must be torch.float32",
         ),
-        ({"scratch": torch.zeros(7)}, "7 numbers between the kernels are too few for 5 tiles"),
+        ({"scratch": torch.zeros(7)}, "scratch has 7 elements, too few for 5 tiles"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], said: str) -> None:

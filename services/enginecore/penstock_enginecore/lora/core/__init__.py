@@ -1,1 +1,1 @@
-"""LoRA adapters as the engine core sees them: which are held, and which may run together."""
+"""LoRA adapters in the engine core: decides which adapters stay in memory, and which adapters may run together."""

@@ -1,5 +1,5 @@
-"""LoRA adapters of an engine's requests: which adapters are in memory, loading and running. Requests wait until their
-adapter is ready.
+"""LoRA adapters of an engine's requests. This module tracks which adapters are in memory, are being loaded, and are
+running. Requests wait until their adapter is ready.
 """
 
 import enum
@@ -28,16 +28,16 @@ from penstock_enginecore.core.utility import utility
 from penstock_enginecore.lora.core.cache import LoraCache, LoraRoom, LoraSlots, NotWantedError, Reservation, Want
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, PartlyLoadedError
 
-# The adapters that the engine reports to the cluster, and the cost of loading one.
+# The adapters that the engine reports to the cluster, and the measured cost of loading an adapter.
 
 _LATEST = 0.25
-"""Weight of the latest load in the moving average of load times."""
+"""Weight of the latest load in the moving average of loading times."""
 
 
 class LoraHoldings:
-    """Builds the adapter report for the cluster. Builds a new report only after something has changed.
+    """Builds the report of adapters for the cluster. Builds a new report only after a change.
 
-    All methods except ``of`` belong to the busy loop's thread. ``of`` may be called on any thread.
+    Only the busy loop's thread may call the methods, except for ``of``, which any thread may call.
     """
 
     def __init__(self, max_loras: int, clock: Callable[[], float]) -> None:
@@ -50,7 +50,7 @@ class LoraHoldings:
         self._request_seconds = 0.0
         self._told_at: tuple[int, Sequence[bytes]] = (-1, ())
         self._told = LoraHeld()
-        self._lock = threading.Lock()  # guards the last report
+        self._lock = threading.Lock()  # Protects the last report.
 
     def changed(self) -> None:
         """Record that adapters were added, removed, or started to load."""
@@ -79,7 +79,8 @@ class LoraHoldings:
 
         Args:
             active: Digests of the adapters that have a slot.
-            held: Returns the digests of the adapters in memory or loading, most recently used first.
+            held: Function that returns the digests of the adapters that are in memory or being loaded, most recently
+                used first.
             full: Whether the cache has no room for another adapter.
         """
         with self._lock:
@@ -120,7 +121,7 @@ class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(NamedTuple):
-    """A utility call that has asked for an adapter and waits for its description."""
+    """A utility call that has requested an adapter and waits for the adapter's description."""
 
     answer: "Future[HeldLora]"
     pinned: bool
@@ -128,10 +129,10 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Load:
-    """The load of one adapter, while it runs.
+    """A load of one adapter that is in progress.
 
     Attributes:
-        number: Sequence number of the load among the commands to workers.
+        number: Sequence number of the load command among all commands to workers.
         began: Monotonic start time, in seconds.
         requests: Unfinished requests that wait for the adapter, by key.
     """
@@ -169,12 +170,13 @@ class Usable(enum.Enum):
 
 
 class LoraAdapters(StepResource):
-    """Manages the adapters of an engine's requests: those in host memory, those that are being loaded, and those that
-    run.
+    """Manages the adapters of an engine's requests: adapters in host memory, adapters that are being loaded, and
+    adapters that run.
 
-    All methods belong to the busy loop's thread, except ``check`` and ``stats``. A request is held with ``Hold.LORA``
-    while it cannot use its adapter. A failed load ends only the requests that wait for it. Adapters are identified by
-    digest. If a request gives a path but no digest, it gets the adapter that was last read from that path.
+    Only the busy loop's thread may call the methods, except for ``check`` and ``stats``. A request is held with
+    ``Hold.LORA`` while it cannot use its adapter. If a load fails, only the requests that wait for this load end.
+    Digests identify adapters. If a request gives a path but no digest, the request gets the adapter that was last read
+    from that path.
     """
 
     stats_name = "lora"
@@ -187,7 +189,7 @@ class LoraAdapters(StepResource):
         clock: Clock = time.monotonic,
     ) -> None:
         """Args:
-        wake: Called on any thread when ``take`` has something to do.
+        wake: Function that is called on any thread when ``take`` has something to do.
         """
         self._served = config.enabled
         self._executor = executor
@@ -202,14 +204,14 @@ class LoraAdapters(StepResource):
         self._digests: dict[str, bytes] = {}
         """Digests of loaded adapters, by path."""
         self._users: dict[str, Request] = {}
-        """Requests whose adapter is kept in memory for them, by key."""
+        """Requests that keep their adapter in memory, by key."""
         self._loads: dict[LoraRequest, Load] = {}
-        """Loads in progress. All requests for one adapter share its load."""
+        """Loads in progress. All requests for the same adapter wait for the same load."""
         self._waiting: dict[str, Load] = {}
-        """The load that a request waits for, by the request's key."""
+        """The load for which a request waits, by the request's key."""
         self._let_go: dict[bytes, int] = {}
-        """Adapters that workers were told to free while loads were in progress, with the sequence number of the
-        command.
+        """Adapters that workers were told to free while loads were in progress. The value is the sequence number of
+        that command.
         """
         self._told = 0
         """Sequence number of the last command to the workers."""
@@ -231,7 +233,7 @@ class LoraAdapters(StepResource):
                 )
         if adapter.digest and len(adapter.digest) != DIGEST_BYTES:
             raise InvalidArgument(
-                f"lora.digest has {len(adapter.digest)} bytes; it must have {DIGEST_BYTES}, or none",
+                f"lora.digest has {len(adapter.digest)} bytes; it must have {DIGEST_BYTES} bytes or be empty",
                 field="lora.digest",
             )
 
@@ -271,7 +273,9 @@ class LoraAdapters(StepResource):
         )
 
     def _held_digests(self) -> Iterator[bytes]:
-        """Yield digests of loading adapters, then of adapters in memory, most recently used first. Thread-safe."""
+        """Yield the digests of adapters that are being loaded, then the digests of adapters in memory, most recently
+        used first. Thread-safe.
+        """
         yield from (lora.digest for lora in list(self._loads) if lora.digest)
         yield from reversed(self.cache.digests)
 
@@ -283,8 +287,8 @@ class LoraAdapters(StepResource):
     def acquire(self, request: Request, lora: LoraRequest) -> Usable:
         """Get the adapter of a request.
 
-        The adapter is kept in memory from when it is loaded until the request ends. The slot is occupied from when the
-        request starts. A request that must wait is released once it can start.
+        The adapter stays in memory from the end of its load until the request ends. The request occupies the adapter's
+        slot from its start. A request that must wait is released once it can start.
         """
         if request.key not in self._users:
             if request.key not in self._waiting:
@@ -327,7 +331,7 @@ class LoraAdapters(StepResource):
         self._slots.leave(request.key)
 
     def all_preempted(self) -> None:
-        """Empty all slots, and release every waiting request so that it asks for a slot again."""
+        """Empty all slots. Release every waiting request, so that it requests a slot again."""
         for key in self._slots.reset():
             self._scheduler.release(self._users[key], Hold.LORA)
 
@@ -349,15 +353,15 @@ class LoraAdapters(StepResource):
         Args:
             name: Label of the adapter.
             path: Directory of the adapter.
-            digest: Expected digest of the adapter's config and tensors, or empty. If the content differs, the call fails with
-                FailedPrecondition and reason LORA_CHANGED.
+            digest: Expected digest of the adapter's config and tensors, or empty. If the content differs, the call
+                fails with FailedPrecondition and reason LORA_CHANGED.
             pinned: Whether the adapter must stay in memory until it is removed or unpinned.
         """
         adapter = LoraAdapter(name, path, digest)
         self.check(adapter)
         answer: Future[HeldLora] = Future()
         if digest and digest in self.cache:
-            self.cache.add(digest, self._loaded[digest].num_bytes)  # this cancels a pending removal
+            self.cache.add(digest, self._loaded[digest].num_bytes)  # This cancels a pending removal.
             self._answer(Call(answer, pinned), digest)
         else:
             self._load(LoraRequest(name, path, digest)).calls.append(Call(answer, pinned))
@@ -413,7 +417,7 @@ class LoraAdapters(StepResource):
         future.add_done_callback(lambda done: self._put((load, done)))
 
     def _again(self, load: Load) -> None:
-        """Repeat a load for the requests and calls that wait for it."""
+        """Repeat a load, because requests or calls wait for its adapter."""
         known = self._loads.get(_what(load.lora))
         if known is None:
             known = load
@@ -428,7 +432,7 @@ class LoraAdapters(StepResource):
         self._waiting[request.key] = load
 
     def _want(self, load: Load, reservation: Reservation, num_bytes: int, made: "Future[None]") -> None:
-        """Queue a request for cache memory. Thread-safe."""
+        """Queue a load's request for cache memory. Thread-safe."""
         self._put(Want(reservation, num_bytes, made, lambda: load.is_wanted))
 
     def _put(self, news: "tuple[Load, Future[LoadedLora]] | Want") -> None:
@@ -450,11 +454,11 @@ class LoraAdapters(StepResource):
                 self._unload([loaded.digest])
             elif not held and let_go > max(load.number, reservation.number):
                 self._unload([loaded.digest])
-                self._again(load)  # The adapter was in memory, but was freed while this load ran.
+                self._again(load)  # The adapter was already in memory, but was freed while this load ran.
             else:
                 self._hold(loaded, load)
         except NotWantedError:
-            if load.is_wanted:  # A request or a call asked for the adapter in the meantime.
+            if load.is_wanted:  # A request or a call requested the adapter meanwhile.
                 self._again(load)
         except Exception as e:
             self._fail(load, e)
@@ -464,7 +468,7 @@ class LoraAdapters(StepResource):
     def _hold(self, loaded: LoadedLora, load: Load) -> None:
         """Give a loaded adapter to the requests and calls that wait for it.
 
-        Raises the errors of ``LoraCache.add``. The workers free the adapter in that case.
+        Raises the errors of ``LoraCache.add``. In that case, the workers free the adapter.
         """
         digest = loaded.digest
         try:
@@ -525,7 +529,9 @@ class LoraAdapters(StepResource):
             call.answer.set_exception(error)
 
     def _fail_one(self, request: Request, error: Exception) -> None:
-        """End a request. Errors that the adapter did not cause get an incident number."""
+        """End a request with an error. An error that the adapter did not cause is an incident, and gets an incident
+        number.
+        """
         if request.finished:
             return
         failure = (

@@ -1,4 +1,4 @@
-"""Cache of the adapters in host memory, and the limit on adapters that run together."""
+"""Cache of adapters in host memory, and the limit on the number of adapters that run together."""
 
 from collections import deque
 from collections.abc import Callable
@@ -21,25 +21,25 @@ class _Held:
 
 
 class LoraCache:
-    """Tracks adapters by digest, up to ``capacity`` bytes.
+    """Tracks the adapters in host memory by digest, up to ``capacity`` bytes.
 
-    To make room, the cache evicts the least recently used adapter that is neither in use nor pinned. If an adapter is
-    removed while it is in use, it stays until its last user ends.
+    To free memory, the cache evicts the least recently used adapter that is neither in use nor pinned. If an adapter is
+    removed while it is in use, it stays until the last request that uses it ends.
 
-    Callers reserve room for an adapter before memory is allocated for it. The bytes of held adapters and the reserved
-    bytes never exceed ``capacity`` together. Methods that evict adapters return the digests of the evicted adapters.
-    The caller then tells the workers to free these adapters.
+    Before memory is allocated for an adapter, the caller must reserve the adapter's bytes. The bytes of cached adapters
+    plus the reserved bytes never exceed ``capacity``. Methods that evict adapters return the digests of the evicted
+    adapters. The caller must then tell the workers to free these adapters.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_bytes = 0
-        """Bytes of the adapters that are held."""
+        """Bytes of the cached adapters."""
         self.num_reserved = 0
         """Bytes reserved for adapters that are being loaded."""
         self.num_evictions = 0
-        """Number of adapters evicted to make room, since the start."""
-        self._held: dict[bytes, _Held] = {}  # least recently used first
+        """Number of adapters evicted since the engine started."""
+        self._held: dict[bytes, _Held] = {}  # Least recently used first.
 
     def __len__(self) -> int:
         return len(self._held)
@@ -54,32 +54,33 @@ class LoraCache:
 
     @property
     def digests(self) -> tuple[bytes, ...]:
-        """Digests of the adapters that are held, least recently used first."""
+        """Digests of the cached adapters, least recently used first."""
         return tuple(self._held)
 
     def is_pinned(self, digest: bytes) -> bool:
-        """Return whether an adapter is pinned. Returns False if the cache does not hold the adapter."""
+        """Return whether an adapter is pinned. Returns False if the adapter is not cached."""
         held = self._held.get(digest)
         return held is not None and held.pinned
 
     def is_used(self, digest: bytes) -> bool:
-        """Return whether an adapter has users. Returns False if the cache does not hold the adapter."""
+        """Return whether requests use an adapter. Returns False if the adapter is not cached."""
         held = self._held.get(digest)
         return held is not None and held.users > 0
 
     @property
     def _room(self) -> int:
-        """Bytes that are neither held nor reserved."""
+        """Number of bytes that are neither used by cached adapters nor reserved."""
         return self.capacity - self.num_bytes - self.num_reserved
 
     def reserve(self, num_bytes: int) -> list[bytes]:
-        """Reserve room for an adapter, until it is added or ``cancel`` is called. Returns the digests evicted for it.
+        """Reserve bytes for an adapter, until the adapter is added or ``cancel`` is called. Returns the digests of
+        evicted adapters.
 
         Nothing changes if an error is raised.
 
         Raises:
-            FailedPrecondition: The adapter is larger than the whole capacity.
-            ResourceExhausted: Adapters in use, pinned or loading leave too little room.
+            FailedPrecondition: The adapter is larger than the capacity of the cache.
+            ResourceExhausted: Adapters that are in use, pinned or being loaded leave too few bytes.
         """
         evicted = self._make_room(num_bytes, self._room)
         self.num_reserved += num_bytes
@@ -95,16 +96,16 @@ class LoraCache:
         return self._room + may_go < num_bytes <= self.capacity
 
     def cancel(self, num_bytes: int) -> None:
-        """Return ``num_bytes`` of the reserved bytes to the free room."""
+        """Cancel the reservation of ``num_bytes`` bytes."""
         if num_bytes > self.num_reserved:
-            raise ValueError(f"{self.num_reserved} bytes are reserved, not {num_bytes}")
+            raise ValueError(f"only {self.num_reserved} bytes are reserved; cannot cancel {num_bytes} bytes")
         self.num_reserved -= num_bytes
 
     def add(self, digest: bytes, num_bytes: int, reserved: int = 0) -> list[bytes]:
-        """Hold an adapter and mark it as most recently used. Returns the digests of the adapters evicted for it.
+        """Add an adapter and mark it as most recently used. Returns the digests of evicted adapters.
 
-        If the adapter is already held, a pending removal is cancelled. Raises the errors of ``reserve``. Nothing
-        changes in that case.
+        If the adapter is already cached, a pending removal is cancelled. Raises the errors of ``reserve``. If an error
+        is raised, nothing changes.
 
         Args:
             digest: Digest of the adapter.
@@ -123,15 +124,15 @@ class LoraCache:
         return evicted
 
     def _make_room(self, num_bytes: int, room: int) -> list[bytes]:
-        """Evict adapters until ``num_bytes`` fit. Returns their digests.
+        """Evict adapters until ``num_bytes`` bytes are available. Returns the digests of the evicted adapters.
 
         Args:
-            num_bytes: Bytes that must fit.
-            room: Bytes that are available before evictions.
+            num_bytes: Number of bytes that must be available.
+            room: Number of bytes that are available before evictions.
         """
         if num_bytes > self.capacity:
             raise FailedPrecondition(
-                f"the adapter has {num_bytes} bytes; lora.cpu_memory is {self.capacity}",
+                f"the adapter has {num_bytes} bytes, but lora.cpu_memory is only {self.capacity} bytes",
                 field="lora",
                 reason="LORA_TOO_LARGE",
             )
@@ -144,8 +145,8 @@ class LoraCache:
                 room += entry.num_bytes
         if room < num_bytes:
             raise ResourceExhausted(
-                f"the adapter has {num_bytes} bytes and there is room for {room}: the other "
-                f"{len(self) - len(evicted)} of lora.cpu_memory, {self.capacity} bytes, are in use or pinned",
+                f"the adapter has {num_bytes} bytes, but only {room} bytes are available: "
+                f"{len(self) - len(evicted)} adapters in lora.cpu_memory ({self.capacity} bytes) are in use or pinned",
                 field="lora",
                 reason="LORA_CACHE_FULL",
                 retry_after=RETRY_AFTER,
@@ -156,14 +157,16 @@ class LoraCache:
         return evicted
 
     def acquire(self, digest: bytes) -> None:
-        """Add a user to a held adapter. Each call must be followed by ``release``."""
+        """Add a user to a cached adapter. The caller must call ``release`` once for each call."""
         held = self._held[digest]
         held.users += 1
         held.leaving = False
         self._touch(digest)
 
     def release(self, digest: bytes) -> list[bytes]:
-        """Remove a user. Returns the digest if the adapter was removed meanwhile and this was its last user."""
+        """Remove a user from an adapter. If the adapter has a pending removal and no more users, it is freed and its
+        digest is returned.
+        """
         held = self._held[digest]
         if held.users == 0:
             raise ValueError(f"adapter {digest.hex()} is not in use")
@@ -171,7 +174,7 @@ class LoraCache:
         return self._drop(digest) if held.leaving and not held.users else []
 
     def pin(self, digest: bytes, *, pinned: bool = True) -> None:
-        """Pin an adapter so that it is never evicted, or unpin it. Raises NotFound if the adapter is not held."""
+        """Pin an adapter so that it is never evicted, or unpin it. Raises NotFound if the adapter is not cached."""
         held = self._held.get(digest)
         if held is None:
             raise NotFound(f"no adapter with digest {digest.hex()} is loaded", field="digest", reason="LORA_NOT_LOADED")
@@ -179,8 +182,8 @@ class LoraCache:
         held.leaving = held.leaving and not pinned
 
     def remove(self, digest: bytes) -> list[bytes]:
-        """Remove an adapter once it is unused. Returns the digest if the adapter is freed at once. Does nothing if the
-        cache does not hold the adapter.
+        """Remove an adapter once it is unused. Returns the digest if the adapter is freed immediately. Does nothing if
+        the adapter is not cached.
         """
         held = self._held.get(digest)
         if held is None:
@@ -197,7 +200,7 @@ class LoraCache:
         return [digest]
 
 
-# Room for adapters that are being loaded.
+# Cache memory for adapters that are being loaded.
 
 
 @dataclass(slots=True)
@@ -205,8 +208,8 @@ class Reservation:
     """The bytes that a load has reserved in the cache.
 
     Attributes:
-        number: Sequence number of the last command that workers get before they use these bytes.
-        ended: Whether the load is over and needs no more bytes.
+        number: Sequence number of the last command that workers must execute before they use these bytes.
+        ended: Whether the load has ended and needs no more bytes.
     """
 
     num_bytes: int = 0
@@ -215,15 +218,15 @@ class Reservation:
 
 
 class NotWantedError(Exception):
-    """Raised when a load would evict another adapter although no request waits for the loaded adapter any more."""
+    """Raised when a load would have to evict an adapter, but no request waits for the load any more."""
 
 
 class Want(NamedTuple):
     """A load's request for cache memory.
 
     Attributes:
-        made: Completes when the bytes are reserved, or fails if they cannot be.
-        is_wanted: Returns whether a request or call still waits for the adapter.
+        made: Future that completes when the bytes are reserved, or fails if they cannot be reserved.
+        is_wanted: Function that returns whether a request or call still waits for the adapter.
     """
 
     reservation: Reservation
@@ -233,12 +236,14 @@ class Want(NamedTuple):
 
 
 class LoraRoom:
-    """Reserves cache memory for loads, in order of arrival.
+    """Reserves cache memory for loads, in the order in which the loads request it.
 
-    If there is no room, a load waits for the earlier loads, because some of them may fail and free their reservation.
+    If too little memory is available, a load waits for the earlier loads, because an earlier load may fail and free its
+    reservation.
 
     Args:
-        unload: Tells workers to free adapters, and returns the sequence number of the last command to them.
+        unload: Function that tells workers to free adapters, and returns the sequence number of the last command to
+            workers.
     """
 
     def __init__(self, cache: LoraCache, unload: Callable[[list[bytes]], int]) -> None:
@@ -247,7 +252,7 @@ class LoraRoom:
         self._wants: deque[Want] = deque()
 
     def want(self, want: Want) -> None:
-        """Queue a request for room."""
+        """Queue a request for cache memory."""
         self._wants.append(want)
         self._serve()
 
@@ -262,9 +267,9 @@ class LoraRoom:
         while self._wants:
             reservation, num_bytes, made, is_wanted = self._wants[0]
             if reservation.ended:
-                made.cancel()  # its workers have ended meanwhile
+                made.cancel()  # The workers have ended meanwhile.
             elif not is_wanted() and not self._cache.has_room_for(num_bytes):
-                made.set_exception(NotWantedError("nobody waits for the adapter any more"))
+                made.set_exception(NotWantedError("no request waits for the adapter any more"))
             elif self._cache.num_reserved and self._cache.is_full_for(num_bytes):
                 return
             else:
@@ -278,8 +283,8 @@ class LoraRoom:
             self._wants.popleft()
 
 
-# Slots of adapters that run together. A state machine: its inputs are requests that start, wait or leave. Its outputs
-# are the requests that may start.
+# Slots of adapters that run together, as a state machine. The inputs are requests that start, wait or leave. The
+# outputs are requests that may start.
 
 
 @dataclass(slots=True)
@@ -288,7 +293,8 @@ class _Slot:
 
     Attributes:
         running: Running requests with this adapter.
-        granted: Requests that waited for the slot and may start now, but have not started yet. The slot is kept for them.
+        granted: Requests that waited for the slot and may start now, but have not started yet. The slot is reserved for
+            these requests.
         closing: Whether the slot admits no more requests.
     """
 
@@ -304,9 +310,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Line:
-    """Requests that wait for the slot of one adapter, oldest first. Each request has the time in seconds at which its
-    wait began.
-    """
+    """Requests that wait for the slot of one adapter, oldest first, with the time in seconds at which each wait began."""
 
     name: str
     since: dict[str, float] = field(default_factory=dict)
@@ -317,13 +321,14 @@ class _Line:
 
 
 class LoraSlots:
-    """Limits running requests to ``max_loras`` different adapters. Requests with other adapters wait and do not block
-    the queue.
+    """Limits the running requests to ``max_loras`` different adapters. Requests with other adapters wait, and do not
+    block requests after them in the queue.
 
-    A free slot goes to the adapter whose request has waited longest. If adapters have waited for ``max_wait`` seconds
-    and no slot is free, an equal number of slots stop admitting requests. The slots that have been occupied longest
-    close first. A closed slot passes to a waiting adapter once it is empty. If no more adapters wait than there are
-    slots, an adapter waits at most ``max_wait`` plus the duration of the longest running request.
+    A free slot is assigned to the adapter whose request has waited longest. An adapter is overdue if it has waited for
+    ``max_wait`` seconds. If no slot is free, one slot is closed for each overdue adapter. A closed slot admits no more
+    requests. The slots that have been occupied longest are closed first. Once a closed slot is empty, it is assigned to
+    a waiting adapter. If the number of waiting adapters is at most the number of slots, an adapter waits at most
+    ``max_wait`` plus the duration of the longest running request.
 
     Requests are identified by key, adapters by digest. ``name`` is the label of an adapter in metrics. ``now`` is in
     monotonic seconds.
@@ -332,7 +337,7 @@ class LoraSlots:
     def __init__(self, max_loras: int, max_wait: float) -> None:
         self._max_loras = max_loras
         self._max_wait = max_wait
-        self._slots: dict[bytes, _Slot] = {}  # longest active first
+        self._slots: dict[bytes, _Slot] = {}  # Longest active first.
         self._lines: dict[bytes, _Line] = {}
         self._digests: dict[str, bytes] = {}
 
@@ -368,10 +373,10 @@ class LoraSlots:
         request is already running.
         """
         if not self.admits(digest):
-            raise ValueError(f"request {key!r} starts with adapter {digest.hex()}, which has no slot")
+            raise ValueError(f"request {key!r} starts with adapter {digest.hex()}, but the adapter has no slot")
         slot = self._slots.setdefault(digest, _Slot(name))
         if key in slot.running:
-            raise ValueError(f"request {key!r} runs already")
+            raise ValueError(f"request {key!r} is already running")
         slot.granted.discard(key)
         slot.running.add(key)
         slot.name = name
@@ -405,10 +410,10 @@ class LoraSlots:
         return waited
 
     def settle(self, now: float) -> list[str]:
-        """Assign free slots to waiting adapters, and close slots for overdue ones. Returns the requests that may start
-        now.
+        """Assign free slots to waiting adapters, and close slots for overdue adapters. Returns the requests that may
+        start now.
 
-        A returned request may start until its slot is closed again.
+        A returned request may start until the slot of its adapter is closed.
         """
         if not self._lines:
             for slot in self._slots.values():
@@ -419,10 +424,10 @@ class LoraSlots:
         return released + self._serve()
 
     def _serve(self) -> list[str]:
-        """Assign slots to waiting adapters, oldest first, until no slot is free."""
+        """Assign slots to waiting adapters, longest wait first, until no slot is free."""
         released: list[str] = []
         for digest, slot in self._slots.items():
-            if digest in self._lines and not slot.closing:  # the slot has opened again
+            if digest in self._lines and not slot.closing:  # The slot has opened again.
                 released += self._grant(slot, self._lines.pop(digest))
         while self._lines and (len(self._slots) < self._max_loras or not self._lines.keys().isdisjoint(self._slots)):
             digest = min(self._lines, key=lambda waiting: self._lines[waiting].oldest)
@@ -442,18 +447,18 @@ class LoraSlots:
 
         Args:
             now: Monotonic time, in seconds.
-            fresh: Adapters whose requests were granted a slot just now and could not start yet.
+            fresh: Adapters that just got a slot, so that their requests could not start yet.
         """
         overdue = sum(line.oldest + self._max_wait <= now for line in self._lines.values())
         closing = [slot for slot in self._slots.values() if slot.closing]
-        for slot in closing[overdue:]:  # fewer adapters are overdue now
+        for slot in closing[overdue:]:  # Fewer adapters are overdue now.
             slot.closing = False
         if len(closing) >= overdue:
             return
         others = [(digest, slot) for digest, slot in self._slots.items() if not slot.closing and digest not in fresh]
         for digest, slot in others[: overdue - len(closing)]:
             slot.closing = True
-            for key in slot.granted:  # these requests had their chance to start
+            for key in slot.granted:  # These requests did not start while they were allowed to.
                 del self._digests[key]
             slot.granted.clear()
             if slot.empty:

@@ -9,9 +9,9 @@ import msgspec
 from penstock_common.lora_registry import LoraAdapter
 
 MakeRoom: TypeAlias = "Callable[[int, Future[None]], None]"
-"""Function that requests a number of bytes of ``lora.cpu_memory``. Thread-safe.
+"""Function that requests a number of bytes of ``lora.cpu_memory`` and gets a future. Thread-safe.
 
-The future completes after workers were told which adapters to free for the new adapter, on the thread that calls the
+The future completes once the workers were told to free evicted adapters. It completes on the thread that calls the
 executor. If the bytes are not available, the future fails with ResourceExhausted or FailedPrecondition.
 """
 
@@ -22,7 +22,8 @@ class LoraRequest(msgspec.Struct, frozen=True):
     Attributes:
         name: Label of the adapter.
         path: Directory from which the adapter is read if it is not loaded.
-        digest: Digest of the adapter's config and tensors, which identifies it. If empty, any adapter at ``path`` is accepted.
+        digest: Digest of the adapter's config and tensors, which identifies the adapter. If it is empty, any adapter at
+            ``path`` is accepted.
     """
 
     name: str
@@ -36,7 +37,7 @@ class LoraRequest(msgspec.Struct, frozen=True):
 
 
 class LoadedLora(msgspec.Struct, frozen=True, tag="loaded_lora"):
-    """Properties of an adapter that workers hold.
+    """Properties of an adapter that workers have loaded.
 
     Attributes:
         max_rank: Largest rank of the adapter's layers.
@@ -51,11 +52,12 @@ class LoadedLora(msgspec.Struct, frozen=True, tag="loaded_lora"):
 
 
 class PartlyLoadedError(Exception):
-    """Raised when a load failed on some workers while others hold the adapter that they read.
+    """Raised when a load failed on some workers, but other workers have loaded the adapter.
 
     Attributes:
         error: The error of the load.
-        digests: Digests that some workers hold now. Free these unless they were held before the load.
+        digests: Digests of adapters that some workers loaded. The caller must free the adapters that were not loaded
+            before.
     """
 
     def __init__(self, error: Exception, digests: frozenset[bytes]) -> None:

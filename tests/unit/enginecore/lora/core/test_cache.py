@@ -38,7 +38,9 @@ def test_a_cache_of_adapters_in_use_is_full_and_says_when_to_come_back() -> None
     cache.add(A, 10)
     cache.add(B, 5)
     cache.acquire(A)
-    with pytest.raises(ResourceExhausted, match=r"16 bytes.*room for 10.*1 of lora\.cpu_memory, 20 bytes") as e:
+    with pytest.raises(
+        ResourceExhausted, match=r"16 bytes.*only 10 bytes.*1 adapters in lora\.cpu_memory \(20 bytes\)"
+    ) as e:
         cache.add(C, 16)
     assert e.value.reason == "LORA_CACHE_FULL"
     assert e.value.retry_after == 1.0
@@ -46,7 +48,7 @@ def test_a_cache_of_adapters_in_use_is_full_and_says_when_to_come_back() -> None
 
 
 def test_an_adapter_larger_than_the_budget_is_refused_for_good() -> None:
-    with pytest.raises(FailedPrecondition, match=r"31 bytes; lora\.cpu_memory is 30") as e:
+    with pytest.raises(FailedPrecondition, match=r"31 bytes, but lora\.cpu_memory is only 30") as e:
         LoraCache(30).add(A, 31)
     assert e.value.reason == "LORA_TOO_LARGE"
 
@@ -113,7 +115,7 @@ def test_room_that_is_not_needed_is_given_back_once() -> None:
     assert cache.add(A, 10, 5) == []  # it had come another way
     cache.cancel(15)
     assert cache.num_reserved == 0
-    with pytest.raises(ValueError, match="0 bytes are reserved, not 1"):
+    with pytest.raises(ValueError, match="only 0 bytes are reserved; cannot cancel 1"):
         cache.cancel(1)
 
 

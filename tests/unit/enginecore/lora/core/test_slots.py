@@ -159,7 +159,7 @@ def test_starting_without_a_slot_is_a_defect() -> None:
     slots.start("a", A, "a")
     with pytest.raises(ValueError, match="has no slot"):
         slots.start("b", B, "b")
-    with pytest.raises(ValueError, match="runs already"):
+    with pytest.raises(ValueError, match="already running"):
         slots.start("a", A, "a")
 
 
