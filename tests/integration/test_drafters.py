@@ -120,7 +120,7 @@ def test_another_vocabulary_is_refused_with_the_first_token_that_differs(tmp_pat
     described["model"]["vocab"][f"{text}?"] = 700
     described["model"]["merges"] = []
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
-    with pytest.raises(ModelLoadError, match=r"speculative.model is .* whose token 700 is '.*\?'; the model's is"):
+    with pytest.raises(ModelLoadError, match=r"speculative.model is .*, but its token 700 is '.*\?' and the model's is"):
         engine_of(DEMO, {"method": "draft_model", "model": str(tmp_path)})
 
 

@@ -1,1 +1,1 @@
-"""Model parallelism: the split of a model over several devices, and the communication between its parts."""
+"""Model parallelism: splits a model over several devices, and connects the workers with the parts."""

@@ -20,10 +20,9 @@ from penstock_common.observability.metrics import BucketCounts, Buckets
 from penstock_enginecore.parallel.meeting import Meeting
 
 # Gloo groups of processes of one host, over the loopback interface.
-#
 # Gloo is not used between hosts, because its ports accept any client without authentication. torch's default group is
-# not used, so that no other code can interleave with the calls of a step. The processes find each other in shared
-# memory, not at a port.
+# not used, so that no other code can interleave with the calls of a step. The processes find each other through shared
+# memory, not through a port.
 
 _GLOO_INTERFACE = "lo"
 _TIMEOUT = timedelta(days=1)
@@ -31,18 +30,22 @@ _TIMEOUT = timedelta(days=1)
 
 
 def host_store(meeting: Meeting) -> Store:
-    """Return torch's store in the shared memory of one host's processes. Raises ValueError if the meeting spans several
+    """Return a torch store in shared memory, for processes of one host. Raises ValueError if the meeting spans several
     hosts.
     """
     if not isinstance(meeting.at, int):
-        raise ValueError(f"torch's groups are of one host, and not of those that meet at {meeting.at}")
+        raise ValueError(
+            f"torch groups are only for processes of one host, but the processes meet at the address {meeting.at}"
+        )
     store = FileStore(f"/proc/{os.getpid()}/fd/{meeting.at}", -1)
     store.set_timeout(_TIMEOUT)
     return store
 
 
 def gloo_group(meeting: Meeting, name: str, rank: int, size: int) -> Any:
-    """Wait for all ``size`` processes of this host that ask for the group ``name``, and return the group."""
+    """Wait until all ``size`` processes of this host have called this function for the group ``name``. Return the
+    group.
+    """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(interface=_GLOO_INTERFACE)]
     options._timeout = _TIMEOUT
@@ -57,10 +60,10 @@ class Collectives(Protocol):
     size: int
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place. Every rank gets the same bits."""
+        """Sum the tensors of all ranks, in place. Every rank gets the same bits."""
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, by rank. All have the same shape and dtype."""
+        """Return the tensors of all ranks, by rank. All tensors must have the same shape and dtype."""
 
 
 class GlooCollectives:
@@ -84,22 +87,22 @@ class GlooCollectives:
 # NCCL groups of processes on one host, with one GPU each.
 
 _NCCL_INTERFACE = "=lo"
-"""Interface on which NCCL listens while its ranks meet. NCCL does not authenticate clients, so use the loopback
-interface.
+"""Interface on which NCCL listens while its ranks connect. NCCL does not authenticate clients, so it must use the
+loopback interface.
 """
 
 
 def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.device) -> Any:
-    """Wait for all ``size`` processes that ask for the group ``name``, each with its own ``device``, and return the
-    group.
+    """Wait until all ``size`` processes have called this function for the group ``name``. Return the group. Each
+    process has its own ``device``.
 
     Raises ConfigError if torch was built without NCCL.
     """
     distributed: Any = importlib.import_module("torch.distributed")
     if not distributed.is_nccl_available():
         raise ConfigError(
-            f"executor.tensor_parallel_size is {size}; workers on GPUs exchange by NCCL, which this torch was built without; "
-            "install one that has it, or set model.device to 'cpu'"
+            f"executor.tensor_parallel_size is {size}; workers on GPUs need NCCL, but this torch was built without NCCL; "
+            "install a torch with NCCL, or set model.device to 'cpu'"
         )
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _NCCL_INTERFACE)
     torch.cuda.set_device(device)
@@ -111,13 +114,15 @@ def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.
 
 
 class NcclCollectives:
-    """``Collectives`` for GPU tensors, on their current stream. Methods return before the results are computed.
+    """``Collectives`` for GPU tensors, on the current stream of the tensors' device. Methods return before the results
+    are computed.
 
-    NCCL chooses the order of a sum by the sum's size and the links. Every rank gets the same bits.
+    NCCL chooses the order of additions by the size of the tensor and the links between GPUs. Every rank gets the same
+    bits.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        """Use a group of ``nccl_group``."""
+        """Use a group that ``nccl_group`` returned."""
         self.rank, self.size = rank, size
         self._group = group
 
@@ -133,14 +138,14 @@ class NcclCollectives:
 
 
 class DeviceCollectives:
-    """``Collectives`` of ranks with one GPU each. Tensors on the GPU use ``device``. Tensors on the host, as during
-    loading, use ``host``.
+    """``Collectives`` of ranks with one GPU each. Uses ``device`` for tensors on the GPU, and ``host`` for tensors on
+    the host, for example during loading.
     """
 
     def __init__(self, host: Collectives, device: Collectives) -> None:
         if (host.rank, host.size) != (device.rank, device.size):
             raise ValueError(
-                f"rank {host.rank} of {host.size} on the host is rank {device.rank} of {device.size} on GPUs"
+                f"rank {host.rank} of {host.size} on the host must be the same rank on GPUs, not {device.rank} of {device.size}"
             )
         self.rank, self.size = host.rank, host.size
         self._host, self._device = host, device
@@ -158,7 +163,9 @@ class DeviceCollectives:
 # Collectives in shared memory: ``csrc/exchange.cpp``.
 
 PIECE = 128 * 1024
-"""Bytes exchanged at once. The hidden states of 16 tokens fit, and the slots stay in the CPU caches."""
+"""Number of bytes that are exchanged in one round. The hidden states of 16 tokens fit, and the slots stay in the CPU
+caches.
+"""
 _LINE = 128
 _LIBRARY = Path(__file__).parents[1] / "native" / "kernels_baseline.so"
 _KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -166,7 +173,9 @@ _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def create(size: int) -> int:
-    """Return the descriptor of memory for ``size`` ranks. It is not inherited unless it is passed explicitly."""
+    """Return the descriptor of memory for ``size`` ranks. Child processes inherit the descriptor only if it is passed
+    explicitly.
+    """
     descriptor = os.memfd_create("penstock-exchange", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, _num_bytes(size))
     return descriptor
@@ -183,21 +192,22 @@ def available() -> bool:
 
 
 class SharedMemoryCollectives:
-    """``Collectives`` with float32 and bfloat16 sums in rank order. bfloat16 sums are rounded once.
+    """``Collectives`` in shared memory, for float32 and bfloat16. Sums are computed in rank order. bfloat16 sums are
+    rounded once.
 
     A waiting rank spins for 50 microseconds, then sleeps. If another rank has died, the waiting rank waits until the
-    engine kills it. ``base`` is the address of the memory.
+    engine kills the waiting rank. ``base`` is the address of the memory.
     """
 
     def __init__(self, memory: int, rank: int, size: int) -> None:
         """Map ``memory``, a descriptor that ``create`` returned for ``size`` ranks.
 
-        Raises ConfigError if the library is missing, ValueError for other memory.
+        Raises ConfigError if the library is missing, ValueError if the memory has a wrong size.
         """
         if not available():
             raise ConfigError(
-                "executor.collectives is 'shm', which needs the CPU kernels; install a C++ compiler and this package again, or "
-                "use 'gloo'"
+                "executor.collectives is 'shm', but the CPU kernels are missing; install a C++ compiler and this package again, "
+                "or use 'gloo'"
             )
         if os.fstat(memory).st_size != _num_bytes(size):
             raise ValueError(
@@ -205,14 +215,16 @@ class SharedMemoryCollectives:
             )
         self.rank, self.size = rank, size
         self._map = mmap.mmap(memory, _num_bytes(size))
-        self._pinned = ctypes.c_char.from_buffer(self._map)  # keeps the mapping alive
+        self._pinned = ctypes.c_char.from_buffer(self._map)  # Keeps the mapping alive.
         self.base = ctypes.addressof(self._pinned)
         self._sum, self._gather = _functions()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, see ``Collectives``. The tensor must be contiguous. Raises TypeError for other dtypes."""
         if tensor.dtype not in _KINDS or not tensor.is_contiguous():
-            raise TypeError(f"sums are of contiguous {', '.join(map(str, _KINDS))}, and not of {tensor.dtype}")
+            raise TypeError(
+                f"all_reduce needs a contiguous tensor of {', '.join(map(str, _KINDS))}; got {tensor.dtype}"
+            )
         own = self.base, self.rank, self.size, PIECE
         self._sum(*own, tensor.data_ptr(), tensor.numel(), _KINDS[tensor.dtype])
         return tensor
@@ -268,7 +280,7 @@ class TimedCollectives:
         return gathered
 
     def have_reduced(self, seconds: Iterable[float]) -> None:
-        """Record sums of the same ranks that kernels have computed without this object."""
+        """Record the seconds of sums that kernels have computed without this object."""
         for each in seconds:
             self._all_reduce.observe(each)
 

@@ -1,4 +1,4 @@
-"""Collectives of a data-parallel group, over separate connections."""
+"""Collectives of a data-parallel group, over one connection between each pair of ranks."""
 
 import contextlib
 import select
@@ -25,22 +25,22 @@ class GroupCollectives(Protocol):
     """Collectives of a group. All ranks call the same methods in the same order, each from one thread at a time.
     Tensors are on the CPU.
 
-    If ``abort`` is called on any rank, or another rank dies, each method raises CollectiveBroken at once and on every
-    later call. A rank that leaves with ``close`` breaks only the collectives that still need it. So if a collective's
-    result makes a rank leave, that collective still completes everywhere. A rank that hangs breaks nothing: the others
-    wait until ``abort``.
+    If ``abort`` is called on any rank, or a rank dies, running methods raise CollectiveBroken immediately, and so do
+    all later calls. If a rank leaves with ``close``, only collectives that still need this rank fail. Therefore, if the
+    result of a collective makes a rank leave, that collective still completes on all ranks. If a rank hangs, nothing
+    fails, and the other ranks wait until ``abort``.
     """
 
     rank: int
     size: int
     entered: int
-    """Number of collectives that this rank has begun, complete or not."""
+    """Number of collectives that this rank has begun, including incomplete collectives."""
 
     def exchange(self, row: bytes) -> list[bytes]:
         """Return the rows of all ranks by rank. All rows have the same length."""
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Concatenate the rows of all ranks: ``[sum(counts), ...]``.
+        """Return the concatenated rows of all ranks, ``[sum(counts), ...]``.
 
         Args:
             tensor: ``[counts[rank], ...]``, with the same dtype and width on all ranks.
@@ -50,19 +50,21 @@ class GroupCollectives(Protocol):
     def all_to_all_rows(
         self, tensor: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
     ) -> torch.Tensor:
-        """Return the rows that the ranks send to this one, by rank: ``[sum(receive_counts), ...]``.
+        """Return the rows that all ranks send to this rank, in rank order: ``[sum(receive_counts), ...]``.
 
         Args:
-            tensor: ``[sum(send_counts), ...]``: rows for each rank.
+            tensor: ``[sum(send_counts), ...]``: the rows for each rank, in rank order.
             send_counts: Number of rows for each rank.
             receive_counts: Number of rows from each rank. Must match the senders' counts.
         """
 
     def abort(self) -> None:
-        """End the collective that runs on another thread, and all later ones. Does not wait. Thread-safe."""
+        """Fail the collective that runs on another thread, and all later collectives. Does not wait. Thread-safe."""
 
     def close(self) -> None:
-        """Leave the group and free its resources. Not during a collective: use ``abort`` to end one."""
+        """Leave the group and free its resources. Must not be called during a collective; use ``abort`` to end a
+        collective.
+        """
 
 
 # Messages between two ranks in a collective.
@@ -75,7 +77,7 @@ NAMES = {EXCHANGE: "exchange", GATHER: "all-gather", ALL_TO_ALL: "all-to-all", _
 class Peer:
     """Exchanges one message in each direction over a non-blocking connection.
 
-    A message consists of a header with the kind, the number and the size of the collective, and the data.
+    A message has a header, with the collective's kind, number and size in bytes, and the data.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -84,29 +86,30 @@ class Peer:
         self._header = bytearray(_HEADER.size)
 
     def begin(self, kind: int, number: int, outgoing: memoryview, incoming: memoryview) -> None:
-        """Start the exchange. ``incoming`` is the memory to fill."""
+        """Start the exchange. The received data is written to ``incoming``."""
         self._expected = (kind, number, len(incoming))
         self._outgoing = [memoryview(_HEADER.pack(kind, number, len(outgoing))), outgoing]
         self._missing_header, self._incoming = memoryview(self._header), incoming
 
     def go_on(self) -> bool:
-        """Send and receive as much as possible now. Returns whether the exchange is complete.
+        """Send and receive as much as is possible without waiting. Returns whether the exchange is complete.
 
         Raises:
             OSError: The connection failed.
-            CollectiveBroken: The connection was closed, or the peer is in another collective.
+            CollectiveBroken: The peer closed the connection, or is in another collective.
         """
         try:
             with contextlib.suppress(BlockingIOError):
                 self._send()
-        except BrokenPipeError as e:  # report the same error as a read would; either may come first
+        # Raise the same error as a read. Either the read or the write may detect the closed connection first.
+        except BrokenPipeError as e:
             raise self._closed() from e
         with contextlib.suppress(BlockingIOError):
             self._receive()
         return not self._outgoing and not self._missing_header and not self._incoming
 
     def died(self) -> bool:
-        """Return whether the other side has closed the connection without a farewell."""
+        """Return whether the peer has closed the connection without the message of ``take_leave``."""
         try:
             return not self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -115,7 +118,7 @@ class Peer:
             return True
 
     def take_leave(self) -> None:
-        """Tell the other side, if possible, that the connection is closed on purpose."""
+        """Send a message, if possible, that this side closes the connection on purpose."""
         with contextlib.suppress(OSError):
             self._connection.send(_HEADER.pack(_GOODBYE, 0, 0))
 
@@ -147,28 +150,30 @@ class Peer:
     def _check(self) -> None:
         found = _HEADER.unpack(self._header)
         if found != self._expected:
-            raise CollectiveBroken(f"rank {self.rank} is in {_say(found)}, this rank in {_say(self._expected)}")
+            raise CollectiveBroken(f"rank {self.rank} is in {_say(found)}, but this rank is in {_say(self._expected)}")
 
 
 def _say(message: tuple[int, int, int]) -> str:
     kind, number, size = message
-    return f"collective {number}, {NAMES.get(kind, 'of no kind that is known')} of {size} bytes"
+    return f"collective {number}, {NAMES.get(kind, 'of unknown kind')} of {size} bytes"
 
 
-# Gloo is not used: its collectives cannot be aborted, and small ones take longer.
+# Gloo is not used, because its collectives cannot be aborted, and small collectives are slower.
 
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _CHANGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 class SocketCollectives:
-    """Exchanges one message with each peer in each direction. Any inconsistency breaks the group."""
+    """``GroupCollectives`` over sockets. A collective exchanges one message with each peer in each direction. Any
+    inconsistency breaks the group.
+    """
 
     def __init__(self, name: str, rank: int, size: int, silence: float = 0.0) -> None:
         """Create the collectives of the group ``name``, which must be unique and include the epoch.
 
-        ``silence`` is the number of seconds after which a rank counts as lost if its host does not answer. If 0, the
-        kernel decides, which may take 15 minutes.
+        ``silence`` is the time in seconds after which a rank counts as lost if its host does not answer. If it is 0,
+        the kernel decides, which may take 15 minutes.
         """
         self.rank, self.size = rank, size
         self.entered = 0
@@ -178,12 +183,12 @@ class SocketCollectives:
         self._peers: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
         self._silent: set[Peer] = set()
-        """Peers from which no more data will come."""
+        """Peers that will send no more data."""
         self._broken = False
 
     def connect(self, meeting: Meeting, timeout_s: float) -> None:
-        """Wait for all ranks. ``abort`` ends the wait. Raises CollectiveBroken after ``timeout_s`` seconds, naming the
-        missing ranks.
+        """Wait for all ranks. ``abort`` ends the wait. After ``timeout_s`` seconds, raises CollectiveBroken with the
+        names of the missing ranks.
         """
         if self.size > 1:
             self._mesh.connect(meeting, timeout_s)
@@ -201,7 +206,7 @@ class SocketCollectives:
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         if len(tensor) != counts[self.rank]:
-            raise ValueError(f"tensor has {len(tensor)} rows, counts[{self.rank}] is {counts[self.rank]}")
+            raise ValueError(f"tensor has {len(tensor)} rows, but counts[{self.rank}] is {counts[self.rank]}")
         gathered = tensor.new_empty(sum(counts), *tensor.shape[1:])
         parts = torch.split(gathered, list(counts))
         parts[self.rank].copy_(tensor)
@@ -214,8 +219,8 @@ class SocketCollectives:
         own_sent, own_received = send_counts[self.rank], receive_counts[self.rank]
         if len(tensor) != sum(send_counts) or own_sent != own_received:
             raise ValueError(
-                f"tensor has {len(tensor)} rows, send_counts are {list(send_counts)}; rank {self.rank} sends itself {own_sent} "
-                f"rows and receives {own_received}"
+                f"the counts do not match: tensor has {len(tensor)} rows, send_counts is {list(send_counts)}; "
+                f"rank {self.rank} sends itself {own_sent} rows and receives {own_received}"
             )
         received = tensor.new_empty(sum(receive_counts), *tensor.shape[1:])
         sent = torch.split(tensor.contiguous(), list(send_counts))
@@ -252,7 +257,7 @@ class SocketCollectives:
             raise CollectiveBroken(f"{NAMES[kind]} {self.entered} of group {self._name} failed: {e}") from e
 
     def _look_for_dead(self) -> None:
-        """Raise CollectiveBroken if a peer has died, even if the peer's message was complete. The other ranks raise the
+        """Raise CollectiveBroken if a peer has died, even if its message is complete, because other ranks raise the
         same error.
         """
         for peer in self._silent:
@@ -260,10 +265,10 @@ class SocketCollectives:
                 raise CollectiveBroken(f"rank {peer.rank} has closed its connection")
 
     def _wait(self) -> None:
-        """Wait for events on the connections. Raises CollectiveBroken if the mesh was given up."""
+        """Wait for events on the connections. Raises CollectiveBroken if this rank has aborted the group."""
         changes = self._events.poll()
         if self._mesh.given_up:
-            raise CollectiveBroken("this rank gave it up")
+            raise CollectiveBroken("this rank has aborted the group")
         self._silent |= {self._by_descriptor[descriptor] for descriptor, change in changes if change & _GONE}
 
 
@@ -278,7 +283,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class SocketLink:
-    """A ``GroupLink`` over sockets. Exchanges and steps share ``collectives``."""
+    """A ``GroupLink`` over sockets. Exchanges and forward passes use the same ``collectives``."""
 
     def __init__(self, group: RankGroup, rank: int, meeting: Meeting, timeout: float, silence: float) -> None:
         """Create an unconnected link. ``timeout`` is the number of seconds within which all ranks must connect. For
@@ -304,7 +309,7 @@ class SocketLink:
 
 
 class SocketLinks:
-    """Creates links, and runs the store at which a group meets if this rank is its first."""
+    """Creates links to data-parallel groups. Also runs the meeting store for groups in which this rank is the first."""
 
     def __init__(self, config: DataParallelConfig, rank: str, secret: SharedSecret | None = None) -> None:
         """Listen on a free port. Raises ConfigError if this host does not have the configured address.
@@ -326,8 +331,8 @@ class SocketLinks:
         self.meeting_address = self._server.address
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> SocketLink:
-        """Create the link of a group that contains this rank. Raises CollectiveBroken if the store of its first rank is
-        unknown.
+        """Create the link of a group that contains this rank. Raises CollectiveBroken if the address of the first
+        rank's meeting store is unknown.
         """
         if group.members[0] not in meetings:
             raise CollectiveBroken(f"the meeting address of {group.members[0]} is unknown")

@@ -1,4 +1,4 @@
-"""Handshake on internal ports, in which both sides prove that they know the key. The module also detects dead peers."""
+"""Handshake on internal ports: both sides prove that they know the key. The module also detects dead hosts."""
 
 import errno
 import logging
@@ -17,23 +17,22 @@ from penstock_common.security.shared_secret import ProofError
 # The listening side: unknown clients authenticate concurrently.
 
 MAX_UNPROVEN = 64
-"""Maximum number of unauthenticated connections. A further connection closes the oldest one."""
+"""Maximum number of unauthenticated connections. If there is one more, the oldest unauthenticated connection is closed.
+"""
 PROOF_WITHIN = 10.0
 """Seconds within which a connection must authenticate."""
 _PAUSE = 0.2
-"""Seconds without accepting after the system ran out of descriptors or memory."""
+"""Seconds to wait before accepting again, after the system ran out of descriptors or memory."""
 _AT_ONCE = 16
-"""Connections accepted in a row before other sockets are handled."""
+"""Maximum number of connections that are accepted before other sockets are handled."""
 _DEFECTS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
-"""Errors of accept that are permanent, because the listener is not a listening socket."""
+"""Errors of ``accept`` that are permanent, because the listener is not a listening socket."""
 
 logger = logging.getLogger(__name__)
 
 
 class Admitted(NamedTuple):
-    """A non-blocking connection whose other side has proven that it knows the key, and the identity that the other side
-    claims.
-    """
+    """An authenticated, non-blocking connection, and the identity that the other side claims."""
 
     connection: socket.socket
     claim: bytes
@@ -53,9 +52,9 @@ class _Unproven:
 class Admission:
     """Accepts connections of one listener, and returns those that have authenticated.
 
-    The admission shares a selector with its user. The user calls ``hear`` for each ready socket whose data is this
-    object, waits no longer than ``wait_at_most`` returns, and calls ``tick`` after each wait. An unknown client costs
-    one socket and about 1 KiB, for at most 10 seconds. All methods belong to one thread.
+    The caller and this object use the same selector. The caller must call ``hear`` for each ready socket whose selector
+    data is this object. It must wait no longer than ``wait_at_most`` returns, and call ``tick`` after each wait. An
+    unknown client uses one socket and about 1 KiB, for at most 10 seconds. Only one thread may call the methods.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Admission:
         Args:
             listener: Listening socket.
             key: Key of the port, see ``SharedSecret.key``.
-            selector: Selector of the user.
+            selector: Selector of the caller.
             port: Name of the port in the log.
             claim_bytes: Length of a claim.
         """
@@ -75,7 +74,7 @@ class Admission:
         self._port = port
         self._proof_bytes = claim_bytes + shared_secret.PROOF_BYTES
         self._unproven: dict[socket.socket, _Unproven] = {}
-        """Oldest first."""
+        """Unauthenticated connections, oldest first."""
         self._paused_until: float | None = None
         self._log = LimitedLog(logger)
         selector.register(listener, selectors.EVENT_READ, self)
@@ -88,23 +87,23 @@ class Admission:
             self._forget(connection).close()
 
     def wait_at_most(self, seconds: float | None = None) -> float | None:
-        """Return the seconds until ``tick`` has work, at most ``seconds``. None means no limit."""
+        """Return the seconds until ``tick`` must be called, at most ``seconds``. None means no limit."""
         oldest = next(iter(self._unproven.values()), None)
         times = [each for each in (self._paused_until, oldest.until if oldest else None) if each is not None]
         limits = [max(each - time.monotonic(), 0.0) for each in times] + ([] if seconds is None else [seconds])
         return min(limits, default=None)
 
     def tick(self) -> None:
-        """Close connections whose time is over, and accept again after a pause."""
+        """Close connections that have not authenticated in time, and accept again after a pause."""
         now = time.monotonic()
         for connection, stranger in list(self._unproven.items()):
             if stranger.until > now:
                 break
-            self._refuse(connection, f"it did not prove itself within {PROOF_WITHIN:g} s")
+            self._refuse(connection, f"it did not authenticate within {PROOF_WITHIN:g} s")
         if self._paused_until is not None and self._paused_until <= now:
             try:
                 self._selector.register(self._listener, selectors.EVENT_READ, self)
-            except OSError as e:  # epoll needs memory, too
+            except OSError as e:  # Registering with epoll needs memory as well.
                 self._log_pause(e)
                 self._paused_until = now + _PAUSE
             else:
@@ -115,7 +114,7 @@ class Admission:
         if ready is self._listener:
             self._accept()
             return None
-        if ready not in self._unproven:  # closed after the selector reported it
+        if ready not in self._unproven:  # The connection was closed after the selector reported it.
             return None
         try:
             return self._go_on(ready, self._unproven[ready])
@@ -131,12 +130,12 @@ class Admission:
                 connection, address = self._listener.accept()
             except BlockingIOError:
                 return
-            except ConnectionAbortedError:  # the client has already gone
+            except ConnectionAbortedError:  # The client has already closed the connection.
                 continue
             except OSError as e:
                 if e.errno in _DEFECTS:
                     raise
-                self._pause(e)  # usually out of descriptors or memory
+                self._pause(e)  # Usually, the system is out of descriptors or memory.
                 return
             try:
                 connection.setblocking(False)
@@ -146,7 +145,10 @@ class Admission:
                 self._pause(e)
                 return
             if len(self._unproven) >= MAX_UNPROVEN:
-                self._refuse(next(iter(self._unproven)), f"{MAX_UNPROVEN} newer connections have not proven themselves")
+                self._refuse(
+                    next(iter(self._unproven)),
+                    f"there are {MAX_UNPROVEN} newer connections that have not authenticated",
+                )
             peer = addresses.with_port(*address[:2])
             self._unproven[connection] = _Unproven(peer, time.monotonic() + PROOF_WITHIN)
 
@@ -154,7 +156,7 @@ class Admission:
         expected = self._proof_bytes if stranger.nonce else shared_secret.HELLO_BYTES
         more = connection.recv(expected - len(stranger.heard))
         if not more:
-            raise ConnectionResetError("it closed the connection before it had proven itself")
+            raise ConnectionResetError("it closed the connection before it authenticated")
         stranger.heard += more
         if len(stranger.heard) < expected:
             return None
@@ -166,7 +168,7 @@ class Admission:
         nonce = shared_secret.new_nonce()
         reply = shared_secret.reply(self._key, heard, nonce)
         if connection.send(reply) < len(reply):
-            raise ConnectionResetError("it does not read")
+            raise ConnectionResetError("it does not read from the connection")
         stranger.hello, stranger.nonce = heard, nonce
         return None
 
@@ -196,7 +198,7 @@ class Admission:
 # The connecting side.
 
 WaitReadable = Callable[[socket.socket], None]
-"""Returns when a connection may be read. Raises the error that ends the wait."""
+"""Function that waits until a connection can be read. Raises the error that ends the wait."""
 
 
 def introduce(connection: socket.socket, key: bytes, claim: bytes, wait: WaitReadable) -> None:
@@ -234,24 +236,27 @@ def read_exactly(connection: socket.socket, count: int, wait: WaitReadable) -> b
 
 
 def send_small(connection: socket.socket, message: bytes) -> None:
-    """Send a message that fits into an empty send buffer. Raises OSError if it does not fit, or the connection is
-    broken.
+    """Send a message that is smaller than an empty send buffer. Raises OSError if the message does not fit now, or if
+    the connection is broken.
     """
     if connection.send(message) < len(message):
-        raise BlockingIOError("the other side does not read")
+        raise BlockingIOError("the other side does not read from the connection")
 
 
-# Detection of dead hosts by the kernel, without any packet from them.
+# Detection of dead hosts by the kernel, even if they send no packet.
 
 _TRIES = 3
-"""Probes of an idle connection. Their interval is in whole seconds, so detection may be up to a second late."""
+"""Number of keepalive probes of an idle connection. Their interval is an integer number of seconds, so detection may be
+up to a second late.
+"""
 
 
 def give_up_after(connection: socket.socket, seconds: float) -> None:
-    """Let a connection fail after the other host has been silent for ``seconds``.
+    """Make a connection fail after the other host has been silent for ``seconds``.
 
     This applies while data is in transit, while the connection is idle, and after it was closed with unsent data. A
-    stopped or busy process does not count as silent. Its host answers for it while its receive buffer has space.
+    stopped or busy process does not count as silent, because its host answers while the process's receive buffer has
+    space.
     """
     probe = max(round(seconds / _TRIES), 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,7 @@
-"""Meeting point of processes that compute together: a small key-value store.
+"""Client of the meeting store: a small key-value store through which processes of a group find each other.
 
-torch's ``TCPStore`` is not used. It resolves the names of its peers on both sides of each connection, serves no other
-client meanwhile (ADR 86), and does not authenticate clients.
+torch's ``TCPStore`` is not used, because it does not authenticate clients. It also resolves the names of its peers on
+both sides of each connection, and serves no other client during that time (ADR 86).
 """
 
 import socket
@@ -14,28 +14,29 @@ from penstock_enginecore.parallel.handshake import WaitReadable, read_exactly, s
 # The client side.
 
 PURPOSE = "meeting store"
-"""Purpose of the key for the store's port."""
+"""Purpose from which the key of the store's port is derived."""
 REQUEST = struct.Struct("!cHH")
-"""Request header: the operation, and the lengths of the key and the value that follow, in bytes."""
+"""Request header: the operation, the length of the key, and the length of the value, in bytes. Key and value are next.
+"""
 ANSWER = struct.Struct("!H")
-"""Answer header: length of the value that follows, in bytes."""
+"""Answer header: the length of the value, in bytes. The value is next."""
 SET, GET = b"s", b"g"
-"""Operations. SET is answered with an empty value; GET with the value, once there is one."""
+"""Operations. The answer to SET is an empty value. The answer to GET is the value, sent once the key has a value."""
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 4096
 
 
 class MeetingStore:
-    """A connection to a ``MeetingServer``. The server forgets the values of this connection when it is closed. Not
-    thread-safe.
+    """A connection to a ``MeetingServer``. When the connection is closed, the server removes the values that were set
+    through it. Not thread-safe.
 
-    Methods raise OSError if the store cannot be reached, and the errors of ``wait``. The connection is unusable after
-    that.
+    Methods raise OSError if the store cannot be reached, and the errors of ``wait``. After an error, the connection is
+    unusable.
     """
 
     def __init__(self, connection: socket.socket, wait: WaitReadable) -> None:
-        """Use a non-blocking ``connection`` on which this side is authenticated. The caller closes it. ``wait``: see
-        ``WaitReadable``.
+        """Use a non-blocking ``connection`` on which this side is authenticated. The caller closes it. For ``wait``,
+        see ``WaitReadable``.
         """
         self._connection = connection
         self._wait = wait
@@ -57,11 +58,11 @@ class MeetingStore:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """A place at which several groups may meet.
+    """Address and credentials with which the processes of one or more groups find each other.
 
     Attributes:
-        at: For processes of one host, a descriptor of shared memory that is initially empty. For processes of several hosts, the
-            address host:port of a ``MeetingServer``.
+        at: For processes of one host, a descriptor of shared memory that is initially empty. For processes of several
+            hosts, host:port of a ``MeetingServer``.
         address: IP address at which other hosts reach this process, if there are several hosts.
         secret: Secret with which processes of several hosts authenticate each other.
     """
@@ -76,5 +77,5 @@ class Meeting:
 
     @property
     def store_key(self) -> bytes:
-        """Key of the ``MeetingServer``."""
+        """Key of the port of the ``MeetingServer``."""
         return self.key(PURPOSE)

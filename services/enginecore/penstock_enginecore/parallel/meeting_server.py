@@ -1,4 +1,4 @@
-"""Server of a small key-value store at which processes of several hosts find each other."""
+"""Server of the meeting store: a small key-value store through which processes of several hosts find each other."""
 
 import logging
 import os
@@ -17,12 +17,14 @@ _SILENCE = 60.0
 """Seconds after which a host that does not answer is disconnected."""
 _AT_ONCE = 8192
 MAX_ASKING = 4096
-"""Maximum number of authenticated connections. Ranks of two epochs may meet at the same time, with one connection each.
+"""Maximum number of authenticated connections. Ranks of two epochs may be connected at the same time, with one
+connection each.
 """
 MAX_KEYS = 16
 """Maximum number of keys that one connection may set. A rank sets one key."""
 MAX_STORE_BYTES = 4 * 1024 * 1024
-"""Maximum bytes of all keys and values. The 1024 ranks of the largest group store about 150 bytes each."""
+"""Maximum total size of all keys and values in bytes. The 1024 ranks of the largest group store about 150 bytes each.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +45,15 @@ class _Asking:
 
 
 class MeetingServer:
-    """Serves the store on a free port until ``close``, on a separate thread. ``address`` is its host:port.
+    """Serves the store on a free port until ``close``, on a separate thread. ``address`` is host:port of the store.
 
-    The server accepts clients that know the secret, and forgets the values of a connection when it is closed. A client
-    that violates the protocol or its limits is disconnected and logged.
+    The server accepts only clients that know the secret. When a connection is closed, the server removes the values
+    that were set through it. If a client violates the protocol or its limits, the server disconnects the client and
+    logs this.
     """
 
     def __init__(self, host: str, secret: SharedSecret | None = None) -> None:
-        """Listen on ``host``, an IP address of this host. Raises OSError for another address.
+        """Listen on ``host``, an IP address of this host. Raises OSError if this host does not have the address.
 
         Clients must know ``secret``. If it is None, any client may connect.
         """
@@ -107,8 +110,8 @@ class MeetingServer:
         try:
             give_up_after(connection, _SILENCE)
             self._selector.register(connection, selectors.EVENT_READ)
-        except OSError as e:  # the client has gone, or memory is exhausted
-            self._log.warning("meeting store could not take a connection", error=str(e))
+        except OSError as e:  # The client has disconnected, or memory is exhausted.
+            self._log.warning("meeting store could not accept a connection", error=str(e))
             connection.close()
             return
         self._asking[connection] = _Asking()
@@ -128,17 +131,17 @@ class MeetingServer:
         try:
             while (request := _next_of(asking.coming)) is not None:
                 self._do(connection, asking, *request)
-        except (OSError, ValueError) as e:  # the client does not read its answers, or violates the protocol
+        except (OSError, ValueError) as e:  # The client does not read its answers, or violates the protocol.
             self._refuse(connection, str(e))
 
     def _do(self, connection: socket.socket, asking: _Asking, what: bytes, key: str, value: bytes) -> None:
-        """Handle a request. Raises ValueError for an invalid one."""
+        """Handle a request. Raises ValueError if the request is invalid."""
         if asking.wants is not None:
-            raise ValueError(f"it asks while it waits for {asking.wants!r}")
+            raise ValueError(f"it sent a request while it was waiting for the key {asking.wants!r}")
         if what == SET:
             self._say(connection, asking, key, value)
         elif what != GET:
-            raise ValueError(f"{what!r} is no question")
+            raise ValueError(f"{what!r} is not a valid operation")
         elif key in self._said:
             _answer(connection, self._said[key][1])
         else:
@@ -147,10 +150,10 @@ class MeetingServer:
 
     def _say(self, connection: socket.socket, asking: _Asking, key: str, value: bytes) -> None:
         if len(asking.said | {key}) > MAX_KEYS:
-            raise ValueError(f"it says more than {MAX_KEYS} keys")
+            raise ValueError(f"it sets more than {MAX_KEYS} keys")
         self._forget(key)
         if self._num_bytes + len(key.encode()) + len(value) > MAX_STORE_BYTES:
-            raise ValueError(f"the store would hold more than {MAX_STORE_BYTES} bytes")
+            raise ValueError(f"the store would have more than {MAX_STORE_BYTES} bytes")
         self._said[key] = connection, value
         self._num_bytes += len(key.encode()) + len(value)
         asking.said.add(key)
@@ -169,7 +172,7 @@ class MeetingServer:
             self._asking[whose].said.discard(key)
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        self._log.warning("meeting store hung up on a connection", reason=reason)
+        self._log.warning("meeting store closed a connection", reason=reason)
         self._hang_up(connection)
 
     def _hang_up(self, connection: socket.socket) -> None:
@@ -189,15 +192,15 @@ class MeetingServer:
 def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
     """Remove the next request from the received bytes. Returns None if it is incomplete.
 
-    Raises ValueError if its key is not UTF-8, or if it is too long.
+    Raises ValueError if the key is not UTF-8, or if the request is too long.
     """
     if len(coming) < REQUEST.size:
         return None
     what, key_bytes, value_bytes = REQUEST.unpack_from(coming)
     if key_bytes > MAX_KEY_BYTES or value_bytes > MAX_VALUE_BYTES:
         raise ValueError(
-            f"it announces a key of {key_bytes} and a value of {value_bytes} bytes; at most {MAX_KEY_BYTES} and "
-            f"{MAX_VALUE_BYTES} are kept"
+            f"its request has a key of {key_bytes} bytes and a value of {value_bytes} bytes; the limits are {MAX_KEY_BYTES} and "
+            f"{MAX_VALUE_BYTES} bytes"
         )
     middle, end = REQUEST.size + key_bytes, REQUEST.size + key_bytes + value_bytes
     if len(coming) < end:
@@ -208,5 +211,5 @@ def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
 
 
 def _answer(connection: socket.socket, value: bytes) -> None:
-    """Send an answer. Raises OSError if it cannot be sent at once."""
+    """Send an answer. Raises OSError if the answer cannot be sent without waiting."""
     send_small(connection, ANSWER.pack(len(value)) + value)

@@ -1,7 +1,7 @@
-"""Rendezvous of one rank with the other ranks of its group.
+"""Rendezvous: connects one rank to all other ranks of its group.
 
-The rank finds the others through a store, connects to lower ranks, accepts connections of higher ranks, and agrees with
-all of them that the group has formed.
+The rank finds the other ranks through a store. It connects to lower ranks and accepts connections of higher ranks. Then
+all ranks agree that the group has formed.
 """
 
 import errno
@@ -24,18 +24,18 @@ from penstock_enginecore.parallel.meeting import Meeting, MeetingStore
 # Agreement of ranks that all are connected.
 
 READY, CONFIRMED = b"r", b"c"
-"""READY: this rank is connected to all others. CONFIRMED: this rank knows that all other ranks are also connected to
-all others.
+"""Messages of the agreement. READY: this rank is connected to all other ranks. CONFIRMED: this rank has received READY
+from all other ranks.
 """
 ROUNDS = len(READY + CONFIRMED)
 
 
 class Confirmation:
-    """Tracks the agreement of one rank with the others. A state machine without I/O.
+    """Tracks the agreement of one rank with all other ranks. A state machine without I/O.
 
     The agreement needs two rounds, because a connected rank does not know whether the other ranks are connected to each
-    other. After READY from all ranks, a rank sends CONFIRMED. After CONFIRMED from all ranks, the group has formed. A
-    rank that gives up before it sent CONFIRMED prevents all others from completing the second round.
+    other. After READY from all ranks, a rank sends CONFIRMED. After CONFIRMED from all ranks, the group has formed. If
+    a rank gives up before it has sent CONFIRMED, no other rank can complete the second round.
     """
 
     def __init__(self, peers: Iterable[int]) -> None:
@@ -44,22 +44,24 @@ class Confirmation:
         self._told = 0
 
     def missing_from(self, peer: int) -> int:
-        """Return how many bytes ``peer`` still has to send."""
+        """Return the number of bytes that ``peer`` must still send."""
         return ROUNDS - len(self._heard[peer])
 
     def hear(self, peer: int, said: bytes) -> None:
         """Process bytes from ``peer``. Raises ValueError for unexpected bytes."""
         heard = self._heard[peer] + said
         if not (READY + CONFIRMED).startswith(heard):
-            raise ValueError(f"rank {peer} says {heard!r} instead of that it is ready")
+            raise ValueError(f"rank {peer} sent {heard!r}, but READY or CONFIRMED was expected")
         self._heard[peer] = heard
 
     def waits_for(self) -> list[int]:
-        """Return the ranks whose message for the present round is missing."""
+        """Return the ranks whose message of the current round is missing."""
         return [peer for peer, heard in self._heard.items() if len(heard) < self._told]
 
     def next_word(self) -> bytes:
-        """Return the message to send to all others now. Empty while this rank waits for them, and after the last round."""
+        """Return the message to send to all other ranks now. Empty while this rank waits for messages, and after the
+        last round.
+        """
         if self.waits_for() or self._told == ROUNDS:
             return b""
         self._told += 1
@@ -77,12 +79,12 @@ class Confirmation:
 
 
 TOKEN_BYTES = 32
-"""Length of the token at the start of a rank's value in the store. Its address follows."""
+"""Length in bytes of the token at the start of a rank's value in the store. The rank's address is after the token."""
 CLAIM = struct.Struct("!I")
-"""Rank of the connecting process."""
+"""Claim of a connecting process: its rank."""
 _AGAIN_AFTER, _AGAIN_AFTER_AT_MOST = 0.05, 1.0
-"""First and longest retry delay in seconds after a port has closed a connection early. Unknown clients may have filled
-the port's queue.
+"""First and longest retry delay in seconds after a port has closed a connection early. The reason may be that unknown
+clients have filled the port's queue.
 """
 _LAST_ROUND = 1.0
 """Seconds at the end of the timeout that are reserved for the last round of the agreement, but at most a tenth of the
@@ -94,14 +96,14 @@ _AWAITED = "awaited"
 def key_of(meeting: Meeting, rank: int, token: bytes) -> bytes:
     """Return the key of one rank's port.
 
-    The rank publishes ``token`` only in the store. So a process that has not read the store is rejected even if no
-    secret is configured.
+    The rank publishes ``token`` only in the store. A process that cannot read the store is therefore rejected, even if
+    no secret is configured.
     """
     return meeting.key(f"rank {rank} {token.hex()}")
 
 
 class Rendezvous:
-    """Attempt of a rank to meet the other ranks. While it waits, the attempt serves incoming connections."""
+    """Attempt of a rank to connect to the other ranks. While this rank waits, it serves incoming connections."""
 
     def __init__(
         self,
@@ -121,10 +123,10 @@ class Rendezvous:
             name: Unique name of the group.
             rank: Rank of this process.
             size: Number of ranks.
-            meeting: Where the ranks meet.
+            meeting: Meeting point of the ranks.
             listener: Socket on which this rank listens.
             silence: See ``SocketCollectives``.
-            wake: Descriptor that becomes readable when the attempt is given up.
+            wake: Descriptor that becomes readable when this rank aborts the attempt.
             timeout_s: Timeout in seconds.
         """
         self._name, self._rank, self._size = name, rank, size
@@ -147,7 +149,8 @@ class Rendezvous:
         """Return a non-blocking connection to each other rank, by rank, once all ranks have confirmed. Call once.
 
         Raises:
-            CollectiveBroken: Not all have come within the timeout, one of them has given up, or this attempt was given up.
+            CollectiveBroken: Not all ranks have connected within the timeout, a rank has given up, or this attempt was
+                aborted.
             ProofError: A rank or the store does not know the secret.
             OSError: A rank or the store cannot be reached.
         """
@@ -231,7 +234,7 @@ class Rendezvous:
                 give_up_after(admitted.connection, self._silence)
         except OSError as e:
             admitted.connection.close()
-            raise self._broken(f"rank {peer} has gone: {e}") from e
+            raise self._broken(f"rank {peer} has closed its connection: {e}") from e
         self._keep(peer, admitted.connection)
 
     def _keep(self, peer: int, connection: socket.socket) -> None:
@@ -239,7 +242,7 @@ class Rendezvous:
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _tell(self) -> None:
-        """Send the messages that are due to all others."""
+        """Send the messages that are due to all other ranks."""
         if len(self._connections) < self._size - 1:
             return
         while word := self._confirmation.next_word():
@@ -263,7 +266,7 @@ class Rendezvous:
             self._confirmation.hear(peer, said)
         except ValueError as e:
             raise self._broken(str(e)) from e
-        if not self._confirmation.missing_from(peer):  # data of collectives follows on this connection
+        if not self._confirmation.missing_from(peer):  # Data of collectives is next on this connection.
             self._selector.unregister(connection)
 
     # Waiting.
@@ -285,7 +288,7 @@ class Rendezvous:
             self._take_turn(left)
 
     def _take_turn(self, at_most: float = math.inf) -> bool:
-        """Wait for an event for ``at_most`` seconds, and handle it. Returns whether the awaited connection is ready."""
+        """Wait up to ``at_most`` seconds for an event, and handle it. Returns whether the awaited connection is ready."""
         awaited = False
         for key, _ in self._selector.select(self._admission.wait_at_most(min(self._left(), at_most))):
             if key.data is self._admission:
@@ -294,17 +297,17 @@ class Rendezvous:
             elif key.data is _AWAITED:
                 awaited = True
             elif key.fd == self._wake:
-                raise CollectiveBroken(f"group {self._name} was given up before its ranks had met")
+                raise CollectiveBroken(f"group {self._name} was given up before all its ranks were connected")
             else:
                 self._hear(key.data)
         self._admission.tick()
         return awaited
 
     def _left(self) -> float:
-        """Return the seconds that are left. Raises CollectiveBroken if the time is over.
+        """Return the seconds until the timeout. Raises CollectiveBroken if the timeout has passed.
 
-        A rank that has sent CONFIRMED may also use the time of the last round. In that round it fails only if a rank or
-        the network dies.
+        A rank that has sent CONFIRMED may also use the time that is reserved for the last round. In the last round, the
+        agreement fails only if a rank or the network dies.
         """
         left = self._end - time.monotonic() - (0.0 if self._confirmation.confirmed else self._last_round)
         if left > 0:
@@ -321,17 +324,17 @@ class Rendezvous:
 
 
 class Mesh:
-    """Connections of one rank to all others. ``connections`` are non-blocking sockets by rank, complete after
-    ``connect``.
+    """Connections of one rank to all other ranks. ``connections`` has non-blocking sockets by rank, and is complete
+    after ``connect``.
     """
 
     def __init__(self, name: str, rank: int, size: int, silence: float) -> None:
-        """Create an unconnected mesh. ``name`` contains the group and its epoch. ``silence``: see
+        """Create an unconnected mesh. ``name`` contains the group and its epoch. For ``silence``, see
         ``SocketCollectives``.
         """
         self.connections: dict[int, socket.socket] = {}
         self.wake = os.eventfd(0, os.EFD_NONBLOCK)
-        """A descriptor that becomes readable when the mesh is given up."""
+        """Descriptor that becomes readable when this rank gives up the mesh."""
         self.given_up = False
         self._name, self._rank, self._size = name, rank, size
         self._silence = silence
@@ -339,11 +342,11 @@ class Mesh:
         self._lock = threading.Lock()
 
     def connect(self, meeting: Meeting, timeout_s: float) -> None:
-        """Wait for all ranks. Returns on every rank or raises on every rank, unless a rank or the network dies in the
-        last second.
+        """Wait for all ranks. The call either succeeds on every rank or fails on every rank. The exception is that a
+        rank or the network dies in the last second.
 
-        Raises CollectiveBroken after ``timeout_s`` seconds, naming the missing ranks. Also raises it if the store or a
-        rank cannot be reached or does not know the secret, and if the mesh is given up here or by another rank.
+        After ``timeout_s`` seconds, raises CollectiveBroken with the names of the missing ranks. Also raises
+        CollectiveBroken if the store or a rank cannot be reached or does not know the secret, or if any rank gives up.
         """
         try:
             with _listener(meeting.address) as listener:
@@ -359,14 +362,14 @@ class Mesh:
                 )
                 found = rendezvous.meet()
         except (OSError, ProofError) as e:
-            raise CollectiveBroken(f"rank {self._rank} of group {self._name} does not reach all others: {e}") from e
+            raise CollectiveBroken(f"rank {self._rank} of group {self._name} cannot reach all other ranks: {e}") from e
         with self._lock:
             self.connections = found
             if self.given_up:
                 self._shut_down()
 
     def give_up(self) -> None:
-        """Give up the mesh. All waits end, on this rank and on ranks that wait for this rank. Thread-safe."""
+        """Give up the mesh. All waits of this rank end, and other ranks stop waiting for this rank. Thread-safe."""
         self.given_up = True
         with self._lock:
             if self._open:
@@ -374,7 +377,7 @@ class Mesh:
                 self._shut_down()
 
     def close(self) -> None:
-        """Close the mesh when it is not used any more. Peers notice it at once."""
+        """Close the mesh when it is not used any more. Peers detect this immediately."""
         self.given_up = True
         with self._lock:
             if self._open:
@@ -388,7 +391,7 @@ class Mesh:
             try:
                 connection.shutdown(socket.SHUT_RDWR)
             except OSError as e:
-                if e.errno not in (errno.ENOTCONN, errno.EBADF):  # the other side has closed the connection, too
+                if e.errno not in (errno.ENOTCONN, errno.EBADF):  # The other side has already closed the connection.
                     raise
 
 

@@ -1,4 +1,4 @@
-"""Shard of a model that one tensor-parallel rank holds."""
+"""Shard of a model on one tensor-parallel rank."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,12 +29,12 @@ class SplitVocabulary:
 
     @property
     def own(self) -> int:
-        """Number of this rank's columns that are tokens."""
+        """Number of this rank's columns that are tokens, not padding."""
         return min(max(self.total - self.first, 0), self.width)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Make ``finish`` return logits unchanged inside the ``with`` block. All ranks must enter such a block
+        """Make ``finish`` return logits ungathered inside the ``with`` block. All ranks must enter such a block
         together.
         """
         self._apart = True
@@ -44,7 +44,9 @@ class SplitVocabulary:
             self._apart = False
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Gather the output of this rank's head, ``[..., width]``, to ``[..., total]``. Unchanged inside ``apart``."""
+        """Gather the output of the ranks' heads, ``[..., width]``, to ``[..., total]``. Inside ``apart``, return it
+        unchanged.
+        """
         return logits if self._apart else self.whole(logits)
 
     def is_apart(self, logits: torch.Tensor) -> bool:
@@ -52,30 +54,30 @@ class SplitVocabulary:
         return logits.shape[-1] == self.width
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Gather ``[..., width]`` to ``[..., total]``, the same on all ranks."""
+        """Gather logits ``[..., width]`` of all ranks to ``[..., total]``. The result is the same on all ranks."""
         return torch.cat(self._collectives.all_gather(logits.contiguous()), dim=-1)[..., : self.total].contiguous()
 
     def likeliest(self, peaks: torch.Tensor, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the largest value over all ranks and its token, for each row: float32 and int64 ``[rows]``.
 
-        Ties return the first token. A NaN counts as larger than any number. ``peaks`` and ``columns`` are the largest
-        values of this rank's logits and their columns, ``[rows]``.
+        If several tokens have the largest value, the first token is returned. A NaN counts as larger than any number.
+        ``peaks`` and ``columns`` are the largest values of this rank's logits and their columns, ``[rows]``.
         """
         both = torch.stack([peaks.double(), columns.double() + self.first])
         values, tokens = torch.stack(self._collectives.all_gather(both)).unbind(1)
         order = torch.where(values.isnan(), torch.inf, values)
-        # argmax does not define which of equal values it returns
+        # argmax does not define which of several equal values it returns.
         chosen = torch.where(order == order.amax(dim=0), tokens, torch.inf).argmin(dim=0, keepdim=True)
         return values.gather(0, chosen)[0].float(), tokens.gather(0, chosen)[0].long()
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Shard of a model that one rank holds.
+    """Shard of a model on one rank.
 
     Attributes:
         collectives: Collectives that sum the ranks' results.
-        vocabulary: Split of logits that may stay in parts, or None if the model gathers them.
+        vocabulary: Split of the logits if they may stay split among ranks, or None if the model gathers them.
     """
 
     collectives: TimedCollectives

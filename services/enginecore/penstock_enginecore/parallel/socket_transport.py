@@ -17,11 +17,11 @@ from penstock_enginecore.parallel.rendezvous import Mesh
 # Messages between two pipeline stages over one connection.
 
 _HEADER = struct.Struct("!BQ")
-"""The channel, and the length of the message that follows, in bytes."""
+"""Header of a message: the channel, and the length of the message in bytes."""
 
 
 class Moving:
-    """A ``Pending``: a message that is sent from ``memory`` or received into it."""
+    """A ``Pending``: a message that is being sent from ``memory``, or received into ``memory``."""
 
     def __init__(self, memory: memoryview) -> None:
         self.left = [memory]
@@ -43,8 +43,8 @@ class Moving:
 class SocketStream:
     """Stream of messages to and from one stage.
 
-    ``send`` sends what is possible at once. The thread that calls ``go_on`` sends the rest and receives. Other methods
-    are thread-safe.
+    ``send`` sends as much as is possible without waiting. The thread that calls ``go_on`` sends the remaining bytes and
+    receives. Other methods are thread-safe.
     """
 
     def __init__(self, stage: int, connection: socket.socket) -> None:
@@ -59,7 +59,7 @@ class SocketStream:
         self._header = bytearray(_HEADER.size)
         self._missing_header = memoryview(self._header)
         self._coming: tuple[int, int] | None = None
-        """Channel and size of a message whose header has arrived before a receive for its channel was started."""
+        """Channel and size of a message whose header arrived before a receive on that channel was started, or None."""
         self._into: Moving | None = None
 
     def send(self, message: memoryview, channel: int) -> tuple[Moving, bool]:
@@ -72,10 +72,10 @@ class SocketStream:
                 return moving, False
             self._sending.append(moving)
             if len(self._sending) > 1:
-                return moving, False  # the thread already handles the previous message
+                return moving, False  # The thread already handles the previous message.
             try:
                 self._send()
-            except OSError:  # the thread will get the same error
+            except OSError:  # The thread will get the same error.
                 return moving, True
             return moving, bool(self._sending)
 
@@ -90,9 +90,9 @@ class SocketStream:
             return moving, self._coming is not None
 
     def go_on(self) -> int:
-        """Send and receive as much as possible now. Returns the epoll events to wait for.
+        """Send and receive as much as is possible without waiting. Returns the epoll events to wait for.
 
-        Raises OSError or CollectiveBroken if no more data can come.
+        Raises OSError or CollectiveBroken if no more data can arrive.
         """
         awaited = 0
         with self._to_send:
@@ -102,7 +102,7 @@ class SocketStream:
         with self._to_receive:
             with contextlib.suppress(BlockingIOError):
                 self._receive()
-            if self._coming is None:  # otherwise it waits for a receive to be started
+            if self._coming is None:  # Otherwise the stream waits until a receive is started.
                 awaited |= select.EPOLLIN
         return awaited
 
@@ -154,7 +154,7 @@ class SocketStream:
         self._into, self._coming = moving, None
         if size > len(moving.left[0]):
             raise CollectiveBroken(
-                f"stage {self._stage} sends {size} bytes; at most {len(moving.left[0])} were expected"
+                f"stage {self._stage} sends a message of {size} bytes, but the limit is {len(moving.left[0])} bytes"
             )
         moving.left[0] = moving.left[0][:size]
         return moving
@@ -173,14 +173,14 @@ _FOREVER = 86_400.0
 class SocketTransport:
     """Transport over sockets.
 
-    A message that fits into the system's buffers is sent at once. A thread sends the rest and receives. Waiting uses no
-    processor time.
+    A message that fits into the system's buffers is sent immediately. A thread sends the remaining bytes and receives.
+    Waiting uses no CPU time.
     """
 
     def __init__(
         self, meeting: Meeting, stage: int, num_stages: int, name: str = "stages", timeout_s: float = _FOREVER
     ) -> None:
-        """Wait for all stages. Raises CollectiveBroken if a stage does not come or does not know the secret."""
+        """Wait for all stages. Raises CollectiveBroken if a stage does not connect or does not know the secret."""
         self.stage, self.num_stages = stage, num_stages
         self._mesh = Mesh(name, stage, num_stages, 0.0)
         self._mesh.connect(meeting, timeout_s)
@@ -197,7 +197,9 @@ class SocketTransport:
         return self._begun(*self._streams[stage].receive(buffer.numpy().data, channel))
 
     def close(self) -> None:
-        """Close the connections, see ``StageTransport``. Other stages notice it at once, and pending messages fail."""
+        """Close the connections, see ``StageTransport``. Other stages detect this immediately, and pending messages
+        fail.
+        """
         if not self._closed:
             self._closed = True
             os.eventfd_write(self._wake, 1)
@@ -229,10 +231,10 @@ class SocketTransport:
 
 
 class _Watched:
-    """A stream, and the epoll events that it waits for.
+    """A stream, and the epoll events for which it waits.
 
-    Without such events, the stream is not registered. Otherwise epoll would report again and again that the other side
-    has closed.
+    While the stream waits for no events, it is not registered. Otherwise epoll would report repeatedly that the other
+    side has closed the connection.
     """
 
     def __init__(self, events: select.epoll, stream: SocketStream) -> None:
@@ -241,7 +243,7 @@ class _Watched:
         self._watch(select.EPOLLIN)
 
     def go_on(self) -> bool:
-        """Send and receive what is possible. Returns whether more can come."""
+        """Send and receive as much as is possible without waiting. Returns whether more data can arrive."""
         try:
             awaited = self._stream.go_on()
         except (OSError, CollectiveBroken) as e:

@@ -1,12 +1,13 @@
-"""Links of a pipeline stage to its neighbours: hidden states and tokens.
+"""Links of a pipeline stage to other stages, for hidden states and tokens.
 
-A step that computes something sends one message of hidden states from each stage to the next. The last stage sends one
-message of tokens to the first, which embeds them in a later step. The other stages need no tokens. A failed step sends
-its messages, too, marked as failed. So the streams stay synchronized, and no stage waits for a message that never
-comes.
+In a step that computes something, each stage sends one message of hidden states to the next stage. The last stage sends
+one message of tokens to the first stage, which embeds the tokens in a later step. The other stages need no tokens. A
+failed step also sends its messages, marked as failed. The streams therefore stay synchronized, and no stage waits
+forever for a message.
 
-Receives begin before their step, so that a stage's output can travel while the next stage still runs another step. The
-buffers are large enough for any step, and each message contains its number of rows.
+A receive begins before the step that needs the message. A stage's output can therefore be transferred while the next
+stage still runs an earlier step. The buffers are large enough for any step, and each message contains its number of
+rows.
 """
 
 import time
@@ -29,31 +30,31 @@ class Pending(Protocol):
     """A message that is being transferred."""
 
     def wait(self) -> None:
-        """Wait until the buffer is filled, or may be written to again."""
+        """Wait until the transfer has ended. A receive buffer is then filled, and a send buffer may be changed."""
 
 
 class StageTransport(Protocol):
-    """Transfers messages between any two stages, in order within a ``channel``.
+    """Transfers messages between any two stages. Messages of the same ``channel`` arrive in order.
 
     A message may be shorter than the buffer into which it is received. If a stage sends messages of several channels to
-    another stage, the receiver must begin to receive them in the order in which they are sent.
+    another stage, the other stage must start the receives in the order of the sends.
     """
 
     stage: int
     num_stages: int
 
     def send(self, message: torch.Tensor, stage: int, channel: int) -> Pending:
-        """Start to send uint8 ``[bytes]``, which must not change until the transfer ends."""
+        """Start to send ``message``, uint8 ``[bytes]``. The message must not change until the transfer ends."""
 
     def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> Pending:
-        """Start to receive into uint8 ``[bytes]``."""
+        """Start to receive a message into ``buffer``, uint8 ``[bytes]``."""
 
     def close(self) -> None:
         """Free resources that would outlive the process. Idempotent."""
 
 
 class GlooTransport:
-    """Transport between stages of one host, over the loopback interface. Waiting uses no processor time."""
+    """Transport between stages of one host, over the loopback interface. Waiting uses no CPU time."""
 
     def __init__(self, meeting: Meeting, stage: int, num_stages: int, name: str = "stages") -> None:
         """Wait for all stages. See ``gloo_group``."""
@@ -67,11 +68,13 @@ class GlooTransport:
         return _Work(self._group.recv([buffer], stage, channel), buffer)
 
     def close(self) -> None:
-        """Do nothing: gloo waits for receives that were started, so the group ends with the process."""
+        """Do nothing. Closing a gloo group would wait for receives that were started, so the group ends with the
+        process.
+        """
 
 
 class _Work:
-    """Keeps the memory until the transfer ends."""
+    """Keeps the message's memory allocated until the transfer ends."""
 
     def __init__(self, work: Any, buffer: torch.Tensor) -> None:
         self._work = work
@@ -82,12 +85,16 @@ class _Work:
 
 
 _STATES, _TOKENS = 0, 1
-"""Channels."""
+"""Channels of hidden states and of tokens."""
 _HEADER_BYTES = 64
-"""int64 values: number of the message, rows, whether the step has failed. The rest is for alignment."""
+"""Size of a message's header in bytes. It has int64 values: number of the message, number of rows, whether the step has
+failed. The remaining bytes are for alignment.
+"""
 _NUM_POSTED = 2
 _MOST_AHEAD = 256
-"""Number of steps by which the first stage is never ahead of the last. Larger than the number of steps in flight."""
+"""Upper bound of the number of steps by which the first stage is ahead of the last stage. It is larger than the number
+of steps in flight.
+"""
 
 
 class StageFailedError(Exception):
@@ -102,11 +109,11 @@ class _Owed(Flag):
 
 
 class StageLinks:
-    """Links of one stage. All methods belong to one thread.
+    """Links of one stage. Only one thread may call the methods.
 
-    ``open`` comes before the first pass. A step calls ``begin``, then ``receive``, ``release`` and ``send``. Then the
-    last stage calls ``send_tokens`` and the first calls ``tokens``. ``fail`` replaces the remaining calls of a failed
-    step. Passes without sampling have neither ``begin`` nor tokens.
+    Call ``open`` before the first pass. In each step, call ``begin``, then ``receive``, ``release`` and ``send``. After
+    that, the last stage calls ``send_tokens``, and the first stage calls ``tokens``. If a step fails, call ``fail``
+    instead of the remaining calls. In passes without sampling, call neither ``begin`` nor the methods for tokens.
     """
 
     def __init__(self, transport: StageTransport) -> None:
@@ -114,7 +121,7 @@ class StageLinks:
         self.is_first = self.stage == 0
         self.is_last = self.stage == self.num_stages - 1
         self.waited = 0.0
-        """Seconds that this stage has waited for other stages since the start."""
+        """Seconds that this stage has waited for other stages since it started."""
         self._transport = transport
         self._posted: deque[tuple[torch.Tensor, Pending]] = deque()
         self._held: torch.Tensor | None = None
@@ -125,7 +132,7 @@ class StageLinks:
         self._shape: tuple[int, int, int, torch.dtype] | None = None
 
     def open(self, *, max_tokens: int, max_seqs: int, width: int, dtype: torch.dtype) -> None:
-        """Begin to receive. Idempotent. Raises ValueError for other sizes than in the first call.
+        """Start to receive. Idempotent. Raises ValueError if the sizes differ from those of the first call.
 
         Args:
             max_tokens: Maximum number of hidden states in a pass.
@@ -136,7 +143,7 @@ class StageLinks:
         shape = max_tokens, max_seqs, width, dtype
         if self._shape is not None:
             if self._shape != shape:
-                raise ValueError(f"the links are open for {self._shape} and not for {shape}")
+                raise ValueError(f"the links were opened with sizes {self._shape}, but now the sizes are {shape}")
             return
         self._shape = shape
         if not self.is_first:
@@ -176,7 +183,7 @@ class StageLinks:
         if count is None:
             raise StageFailedError(f"a stage before stage {self.stage} failed")
         if count != num_tokens:
-            raise RuntimeError(f"stage {self.stage} expects {num_tokens} tokens and gets {count}")
+            raise RuntimeError(f"stage {self.stage} expects hidden states of {num_tokens} tokens, but got {count}")
         _, _, width, dtype = self._opened()
         num_bytes = count * width * dtype.itemsize
         return buffer[_HEADER_BYTES : _HEADER_BYTES + num_bytes].view(dtype).view(count, width)
@@ -208,12 +215,12 @@ class StageLinks:
         self.num_asked += 1
         asked = StageTokens(self, buffer, pending, self.num_asked)
         self._asked.append(asked)
-        while self._asked[0].finished():  # drop tokens that were never read
+        while self._asked[0].finished():  # Drop tokens that were never read.
             self._asked.popleft()
         return asked
 
     def close(self) -> None:
-        """Close the links. No step may follow."""
+        """Close the links. Must be called after the last step."""
         self._transport.close()
 
     def wait(self, pending: Pending) -> None:
@@ -224,7 +231,7 @@ class StageLinks:
 
     def _opened(self) -> tuple[int, int, int, torch.dtype]:
         if self._shape is None:
-            raise RuntimeError("open must come before the first pass")
+            raise RuntimeError("a pass was started before open was called")
         return self._shape
 
     def _post(self, buffer: torch.Tensor) -> None:
@@ -261,7 +268,7 @@ class StageLinks:
 
 
 class StageTokens:
-    """Tokens that are being received from the last stage: an ``Arrival``."""
+    """An ``Arrival``: tokens that are being received from the last stage."""
 
     def __init__(self, links: StageLinks, buffer: torch.Tensor, pending: Pending, number: int) -> None:
         self._links = links
@@ -270,7 +277,9 @@ class StageTokens:
         self._number = number
 
     def arrived(self) -> bool:
-        """Return whether the tokens were waited for, or are so old that they must have arrived."""
+        """Return whether the tokens have arrived. This is known if ``wait`` has returned, or if the tokens are old
+        enough.
+        """
         return self._pending is None or self._links.num_asked - self._number >= _MOST_AHEAD
 
     def wait(self) -> npt.NDArray[np.int32]:
@@ -280,7 +289,7 @@ class StageTokens:
             self._links.wait(pending)
         count = _rows_of(self._buffer, self._number)
         if count is None:
-            raise StageFailedError("a stage behind the first failed")
+            raise StageFailedError("a stage after the first stage failed")
         return self._buffer[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(torch.int32).numpy()[None]
 
     def finished(self) -> bool:
@@ -292,14 +301,16 @@ class StageTokens:
 
 
 def _buffer(num_bytes: int) -> torch.Tensor:
-    """Allocate a message of ``num_bytes``. It may also be written to outside inference mode."""
+    """Allocate memory for a message of ``num_bytes`` bytes. The memory may also be written to outside inference mode."""
     with torch.inference_mode(mode=False):
         return torch.empty(_HEADER_BYTES + num_bytes, dtype=torch.uint8)
 
 
 def _rows_of(buffer: torch.Tensor, number: int) -> int | None:
-    """Return the rows of message ``number``, or None if the step has failed. Raises RuntimeError for another message."""
+    """Return the number of rows in message ``number``, or None if the step has failed. Raises RuntimeError if the
+    buffer has another message.
+    """
     found, count, failed = buffer[:24].view(torch.int64).tolist()
     if found != number:
-        raise RuntimeError(f"message {found} of a stage arrived instead of message {number}")
+        raise RuntimeError(f"message {found} of a stage arrived, but message {number} was expected")
     return None if failed else count

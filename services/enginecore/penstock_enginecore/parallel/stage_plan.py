@@ -12,15 +12,15 @@ from penstock_enginecore.models.errors import ModelLoadError
 def deal_layers(
     model: str, layers: Sequence[int], *, behind: int, num_stages: int, stage_layers: Sequence[int] = ()
 ) -> list[range]:
-    """Return the layers of each stage, in order.
+    """Return the range of layers of each stage, in order of the stages.
 
-    Without ``stage_layers``, the layers are assigned so that the largest stage has as few bytes as possible. The
-    embedding of the first stage is not counted, because a step reads only a few of its rows.
+    If ``stage_layers`` is empty, the layers are assigned such that the largest stage has as few bytes as possible. The
+    embedding of the first stage is not counted, because a step reads only a few rows of it.
 
     Args:
         model: Name of the model, for errors.
         layers: Bytes of each layer.
-        behind: Bytes of the last stage's other weights.
+        behind: Bytes of the weights after the last layer, which the last stage has as well.
         num_stages: Number of stages.
         stage_layers: Configured number of layers of each stage, or empty.
 
@@ -29,12 +29,12 @@ def deal_layers(
     """
     if num_stages > len(layers):
         raise ModelLoadError(
-            f"executor.pipeline_parallel_size is {num_stages}; {model} has {len(layers)} layers, and a stage needs one; use at "
-            f"most {len(layers)}"
+            f"executor.pipeline_parallel_size is {num_stages}, but {model} has {len(layers)} layers, and each stage needs "
+            f"at least one; use at most {len(layers)}"
         )
     if stage_layers and sum(stage_layers) != len(layers):
         raise ModelLoadError(
-            f"executor.stage_layers are {sum(stage_layers)} layers in all; {model} has {len(layers)}; change one of them by "
+            f"executor.stage_layers has a sum of {sum(stage_layers)}, but {model} has {len(layers)} layers; change one value by "
             f"{abs(sum(stage_layers) - len(layers))}, or leave executor.stage_layers out"
         )
     bounds = list(itertools.accumulate(stage_layers or _even(layers, behind, num_stages), initial=0))
@@ -65,7 +65,7 @@ def _even(layers: Sequence[int], behind: int, num_stages: int) -> list[int]:
     return best[count][2]
 
 
-# Block IDs and block tables mean the same in every stage. The size of a block differs, because a stage stores only its
+# Block IDs and block tables are the same in every stage. The size of a block differs, because a stage stores only its
 # own layers.
 
 _Kind = tuple[int | None, int | None]
@@ -73,10 +73,10 @@ _Kind = tuple[int | None, int | None]
 
 
 def largest_stage(stages: Sequence[Mapping[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """Return the layers of a hypothetical stage with the maximum number of layers of each kind over all stages.
+    """Return the layers of a hypothetical stage that has, for each kind of layer, the maximum number over all stages.
 
-    A worker that can hold a block of this stage can hold a block of its own stage. Raises ModelLoadError if layers of
-    one kind differ in size.
+    If a worker has enough memory for a block of this hypothetical stage, it has enough memory for a block of its own
+    stage. Raises ModelLoadError if layers of the same kind differ in size.
 
     Args:
         stages: KV cache needs of each stage, by layer name in execution order.
@@ -94,14 +94,14 @@ def largest_stage(stages: Sequence[Mapping[str, KVCacheSpec]]) -> dict[str, KVCa
             if spec != expected:
                 raise ModelLoadError(
                     f"executor.pipeline_parallel_size: the keys and values of '{name}' and '{other}' differ in size, which is "
-                    "not served in stages; use 1"
+                    "not supported with pipeline stages; use 1"
                 )
     return {name: spec for layers in most.values() for name, spec in layers.items()}
 
 
 def own_groups(config: KVCacheConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
-    """Return ``config``, made for ``largest_stage``, with the layers of ``specs`` distributed evenly to the groups of
-    their kinds.
+    """Return ``config``, which was made for ``largest_stage``, with the layers of ``specs`` instead. The layers are
+    distributed evenly to the groups of their kinds.
     """
     groups = list(config.groups)
     dealt: dict[tuple[int, ...], list[str]] = {}
@@ -123,7 +123,9 @@ def _kind(spec: KVCacheSpec) -> _Kind:
 
 
 def _groups_of(groups: Sequence[KVCacheGroup], spec: KVCacheSpec) -> tuple[int, ...]:
-    """Return the groups of a layer's kind. Groups ignore a window that no sequence exceeds or that saves nothing."""
+    """Return the groups for a layer's kind. A group may have no window although the layer has one, if the window saves
+    no memory.
+    """
     fitting: dict[_Kind, list[int]] = {}
     for i, group in enumerate(groups):
         if group.sliding_window in (None, spec.sliding_window) and group.attention_chunk in (

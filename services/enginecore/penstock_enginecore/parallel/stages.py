@@ -1,7 +1,7 @@
 """Reduction of a loaded model to the layers of one pipeline stage, with hooks for incoming and outgoing hidden states.
 
-Layers of other stages become identities, so that the model's own loop still runs over all layers. Hidden states enter
-at the stage's first layer, after the model has processed its embeddings.
+Layers of other stages are replaced by identities, so that the model's own loop still runs over all layers. A hook
+replaces the input of the stage's first layer by the incoming hidden states.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,14 +15,14 @@ from penstock_enginecore.models.errors import ModelLoadError
 
 _SETTING = "executor.pipeline_parallel_size"
 _PASSED_ON = frozenset({"hidden_states", "position_ids", "position_embeddings", "cache_position"})
-"""Tensors that a layer may take. Hidden states are transferred between stages; the others follow from positions in
-every stage.
+"""Names of tensors that a layer may have as inputs. Hidden states are transferred between stages. Every stage computes
+the other tensors from positions.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """A traced forward pass of the whole model.
+    """A traced forward pass of the complete model.
 
     Attributes:
         name: Name of the list of layers.
@@ -41,8 +41,8 @@ def trace_layers(module: PreTrainedModel, attention: Iterable[str], run: Callabl
     """Trace the layers while ``run`` computes logits ``[tokens, vocab]``. ``attention`` has the names of the attention
     modules.
 
-    Raises ModelLoadError, naming the model, if layers exchange more than hidden states and values that follow from
-    positions.
+    Raises ModelLoadError, with the name of the model, if a layer needs other inputs than hidden states and values that
+    depend only on positions.
     """
     name, layers = _layers_of(module, attention)
     entering: list[torch.Tensor] = []
@@ -53,12 +53,12 @@ def trace_layers(module: PreTrainedModel, attention: Iterable[str], run: Callabl
         named = {**kwargs, **{f"argument {i + 2}": value for i, value in enumerate(others)}}
         taken = sorted(key for key, value in named.items() if key not in _PASSED_ON and _has_tensor(value))
         if taken:
-            raise _refusal(module, f"its layers take {', '.join(taken)} beside hidden states and positions")
+            raise _refusal(module, f"its layers need {', '.join(taken)} in addition to hidden states and positions")
         entering.append(states[0].clone())
 
     def behind(layer: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
         if not isinstance(output, torch.Tensor):
-            raise _refusal(module, "its layers give more than hidden states")
+            raise _refusal(module, "its layers return more than hidden states")
         leaving.append(output[0].clone())
 
     hooks = [
@@ -87,7 +87,7 @@ def _layers_of(module: PreTrainedModel, attention: Iterable[str]) -> tuple[str, 
             continue
         if all(each.startswith(f"{name}.") for each in attention):
             return name, child
-    raise _refusal(module, "its layers are not one list")
+    raise _refusal(module, "its layers are not in a single list")
 
 
 def _has_tensor(value: Any) -> bool:
@@ -97,7 +97,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _refusal(module: PreTrainedModel, reason: str) -> ModelLoadError:
-    return ModelLoadError(f"{_SETTING}: {type(module).__name__} is not served in stages: {reason}; use 1")
+    return ModelLoadError(f"{_SETTING}: {type(module).__name__} does not support pipeline stages: {reason}; use 1")
 
 
 class Seams:
@@ -117,7 +117,7 @@ class Seams:
 
         def replace(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001 - torch's signature
             if self.entering is None:
-                raise RuntimeError("a stage behind the first has no hidden states to begin with")
+                raise RuntimeError("a stage after the first stage got no hidden states as input")
             states = self.entering[None]
             if args:
                 return (states, *args[1:]), kwargs
@@ -135,8 +135,8 @@ class Seams:
 
 
 class _ForeignLayer(torch.nn.Module):
-    """Replacement for a layer of another stage. It returns hidden states unchanged, and has the attributes that models
-    read from their layers.
+    """Replacement for a layer of another stage. The module returns hidden states unchanged, and has the attributes that
+    models read from their layers.
     """
 
     def __init__(self, layer: torch.nn.Module) -> None:
@@ -151,19 +151,19 @@ class _ForeignLayer(torch.nn.Module):
 
 
 class _ForeignEmbedding(torch.nn.Module):
-    """Embedding of the first stage. ``weight`` has no rows."""
+    """Replacement for the embedding in other stages than the first. ``weight`` has no rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return zeros, which are not used."""
+        """Return zeros. The stage does not use them."""
         return self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
 
 
 class _ForeignHead(torch.nn.Module):
-    """Head of the last stage. ``weight`` has no rows."""
+    """Replacement for the head in other stages than the last. ``weight`` has no rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -196,9 +196,8 @@ def part_bytes(module: PreTrainedModel, layers: str) -> PartBytes:
 
 
 def cut_model(module: PreTrainedModel, layers: str, own: range) -> Seams:
-    """Keep only the ``own`` layers of ``module``, in place. The first stage keeps the embedding, the last the head.
-
-    ``layers`` is the name of the list of layers.
+    """Keep only the layers ``own`` of ``module``, in place. Only the first stage keeps the embedding, and only the last
+    stage keeps the head. ``layers`` is the name of the list of layers.
     """
     listed = _children(module, layers)
     is_first, is_last = own.start == 0, own.stop == len(listed)

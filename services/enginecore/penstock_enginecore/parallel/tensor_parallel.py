@@ -1,4 +1,4 @@
-"""Tensor parallelism: reduces a loaded model to the part of one rank, with the collectives that combine the parts."""
+"""Tensor parallelism: reduces a loaded model to the part of one rank, and adds the collectives that combine the parts."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,8 @@ from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.sharding import SplitVocabulary
 
 # Split of each module over ranks, from transformers' own plans.
-#
-# A plan maps module names to words. In a name, ``*`` stands for a number. Every unknown word is refused by name,
-# because its part would silently be missing from the sums.
+# A plan maps module names to words such as ``colwise``. In a name, ``*`` matches a number. An unknown word is refused
+# with its name. If the word were ignored, the module's part would be missing from the sums, without an error.
 
 Split = Literal[
     "colwise",
@@ -37,24 +36,24 @@ Split = Literal[
 
 Layers:
 
-- colwise: a rank has some of the outputs.
-- rowwise: a rank has some of the inputs, and the ranks' outputs are summed.
-- colwise_gather_output: as colwise, and every rank gets all outputs.
-- rowwise_split_input: as rowwise, for inputs that every rank has completely.
-- embedding_rowwise: a rank has the vectors of some tokens, and every rank gets all vectors.
+- colwise: a rank computes some of the outputs.
+- rowwise: a rank uses some of the inputs, and the ranks' outputs are summed.
+- colwise_gather_output: like colwise, and every rank gets all outputs.
+- rowwise_split_input: like rowwise, if every rank gets all inputs.
+- embedding_rowwise: a rank has the embeddings of some tokens, and every rank gets the complete output.
 - moe_tp_experts, all_reduce: the ranks' outputs are summed.
 
 Weights that belong to no layer, such as those of experts ``[experts, outputs, inputs]``:
 
 - colwise: a part of the second-last dimension.
 - rowwise: a part of the last dimension.
-- packed_colwise, packed_rowwise: the same for two concatenated layers.
+- packed_colwise, packed_rowwise: the same splits for weights of two concatenated layers.
 - first_rank: zeros on all ranks except the first.
 """
 _SPLITS: dict[str, Split] = {each: each for each in get_args(Split)}
 SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
-"""Words for modules that every rank has completely. Only their gradients would differ."""
+"""Words for modules that are not split. These words differ only in the handling of gradients."""
 
 
 class Heads(msgspec.Struct, frozen=True):
@@ -64,13 +63,13 @@ class Heads(msgspec.Struct, frozen=True):
     kv: int
 
     def check(self, size: int) -> None:
-        """Raise ModelLoadError, with the possible sizes, unless the heads can be distributed to ``size`` ranks."""
+        """Raise ModelLoadError, with the possible sizes, if the heads cannot be distributed to ``size`` ranks."""
         if self._fits(size):
             return
         fitting = [str(other) for other in range(1, self.query + 1) if self._fits(other)]
         raise ModelLoadError(
             f"executor.tensor_parallel_size is {size}; the model's {self.query} attention heads and {self.kv} key-value heads "
-            f"can be dealt to {', '.join(fitting)} workers"
+            f"can be distributed to {', '.join(fitting)} workers"
         )
 
     def _fits(self, size: int) -> bool:
@@ -85,18 +84,21 @@ class Heads(msgspec.Struct, frozen=True):
 
 
 def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, Split]:
-    """Return how the named modules and parameters are split, by ``plan`` or by the model's family.
+    """Return the split of each named module and parameter, by ``plan`` or by the model type.
 
-    Raises ModelLoadError, naming ``model``, if there is no plan, if a word is unknown, or if the plan splits nothing.
+    Raises ModelLoadError, with the name of the model, if there is no plan, if a word is unknown, or if the plan splits
+    no module.
     """
     plan = FAMILIES.get(model, Family()).splits or plan
     if not plan:
-        raise ModelLoadError(f"executor.tensor_parallel_size: {model} has no plan for it in transformers; use 1")
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size: {model} has no tensor-parallel plan in transformers; use 1"
+        )
     unknown = {word: name for name, word in plan.items() if word not in _SPLITS and word not in _WHOLE}
     if unknown:
         word, name = next(iter(sorted(unknown.items())))
         raise ModelLoadError(
-            f"executor.tensor_parallel_size: the plan of {model} has {name!r} as {word!r}, which is not served yet; use 1"
+            f"executor.tensor_parallel_size: the plan of {model} splits {name!r} as {word!r}, which is not supported; use 1"
         )
     patterns = [
         (re.compile(re.escape(name).replace(r"\*", r"\d+")), _SPLITS[word])
@@ -109,7 +111,7 @@ def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) 
         if (split := next((split for pattern, split in patterns if pattern.fullmatch(name)), None))
     }
     if not any(word in found.values() for word in SUMMED):
-        raise ModelLoadError(f"executor.tensor_parallel_size: the plan of {model} names no layer that it has; use 1")
+        raise ModelLoadError(f"executor.tensor_parallel_size: the plan of {model} matches no layer of the model; use 1")
     return found
 
 
@@ -132,9 +134,10 @@ class _Causal:
 
 @torch.inference_mode()
 def probe_logits(module: PreTrainedModel) -> torch.Tensor:
-    """Return float32 logits ``[tokens, vocab]`` of tokens from all over the vocabulary, at the positions from 0 on.
+    """Return float32 logits ``[tokens, vocab]`` of test tokens from the complete range of the vocabulary, at positions
+    starting at 0.
 
-    For a model without a head, return its hidden states.
+    If the model has no head, return its hidden states.
     """
     positions = torch.arange(_NUM_TOKENS, device=module.device)
     token_ids = (positions + 1) * 7919 % module.config.vocab_size
@@ -148,17 +151,19 @@ def probe_logits(module: PreTrainedModel) -> torch.Tensor:
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
 _TOLERANCE = 0.05
-"""Maximum relative difference of the logits that rounding in half precision can cause."""
+"""Maximum relative difference of logits that is accepted, because rounding in half precision can cause it."""
 
 
 class SplitEmbedding(torch.nn.Module):
-    """Embedding of which each rank has some tokens. ``inner`` is the model's own embedding with the rows of this rank."""
+    """Embedding that is split among ranks by tokens. ``inner`` is the model's own embedding with only the rows of this
+    rank.
+    """
 
     def __init__(self, inner: torch.nn.Embedding, collectives: Collectives) -> None:
         super().__init__()
         self._collectives = collectives
         self._first = collectives.rank * len(inner.weight)
-        inner.padding_idx = None  # only used in training
+        inner.padding_idx = None  # Only used in training.
         self.inner = inner
 
     @property
@@ -176,10 +181,10 @@ class SplitEmbedding(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SplitModel:
-    """Shard of a model that a rank has kept.
+    """Shard of a model on one rank.
 
     Attributes:
-        vocabulary: Split of logits that may stay in parts, or None.
+        vocabulary: Split of the logits if they may stay split among ranks, or None.
         features: Features of the split linear layers, by name.
     """
 
@@ -190,8 +195,8 @@ class SplitModel:
 def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel:
     """Keep the part of each layer that this rank computes, in place.
 
-    Logits and hidden states are complete on every rank and bit-identical. Raises ModelLoadError if the model cannot be
-    split, or if the split model computes something else.
+    Logits and hidden states are complete and bit-identical on all ranks. Raises ModelLoadError if the model cannot be
+    split, or if the results of the split model differ from those of the complete model.
     """
     size = collectives.size
     config: Any = module.config
@@ -211,14 +216,14 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel
     if not differs <= _TOLERANCE:
         what = "logits" if whole.shape[-1] == getattr(config, "vocab_size", None) else "hidden states"
         raise ModelLoadError(
-            f"executor.tensor_parallel_size is {size}; {name_of_model} computes something else in parts: its {what} differ by "
+            f"executor.tensor_parallel_size is {size}, but {name_of_model} gives other results when split: its {what} differ by "
             f"{differs:.0%}; use 1"
         )
     return SplitModel(_usable(module, splitter.vocabulary, whole), splitter.features)
 
 
 def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: torch.Tensor) -> SplitVocabulary | None:
-    """Return ``vocabulary``, or None if the model needs the logits of the whole vocabulary to compute its result."""
+    """Return ``vocabulary``, or None if the model computes its result from the logits of the complete vocabulary."""
     if vocabulary is None:
         return None
     with vocabulary.apart():
@@ -244,7 +249,7 @@ class _Splitter:
         self.features: dict[str, OwnFeatures] = {}
 
     def split(self, splits: Mapping[str, Split]) -> None:
-        """Split all modules. Raises ModelLoadError for unsupported splits and for sizes that do not divide."""
+        """Split all modules. Raises ModelLoadError if a split is not supported or a size cannot be divided."""
         modules = dict(self._module.named_modules())
         parts_of_heads = [name for name, split in splits.items() if split == "colwise" and _attends(name)]
         for name, split in splits.items():
@@ -257,7 +262,7 @@ class _Splitter:
             elif type(modules[name]) is torch.nn.Linear:
                 self._split_linear(name, modules[name], split)
             else:
-                raise self._refusal(name, f"is {type(modules[name]).__name__}, which is not split yet")
+                raise self._refusal(name, f"is {type(modules[name]).__name__}, for which splitting is not supported")
         owners = {name.rpartition(".")[0] for name in parts_of_heads}
         for name, module in modules.items():
             if name in owners and hasattr(module, "num_key_value_groups"):
@@ -276,7 +281,9 @@ class _Splitter:
                 self.features[name] = OwnFeatures(outputs=own)
                 _keep_outputs(layer, own)
             case _:
-                raise self._refusal(name, f"is a linear layer, and {split} in the plan, which is not served yet")
+                raise self._refusal(
+                    name, f"is a linear layer with the split {split} in the plan, which is not supported"
+                )
 
     def _split_embedding(self, name: str, embedding: Any) -> None:
         embedding.weight = self._own_words(embedding.weight)
@@ -296,7 +303,7 @@ class _Splitter:
                 setattr(owner, own_name, _parameter(whole if rank == 0 else torch.zeros_like(whole)))
                 return
             case _:
-                raise self._refusal(name, f"is a weight, and {split} in the plan, which is not served yet")
+                raise self._refusal(name, f"is a weight with the split {split} in the plan, which is not supported")
         each = _even(name, "numbers", whole.shape[dim] // pieces, self._collectives.size)
         parts = [piece.narrow(dim, rank * each, each) for piece in whole.chunk(pieces, dim)]
         setattr(owner, own_name, _parameter(torch.cat(parts, dim)))
@@ -321,7 +328,9 @@ class _Splitter:
         return range(rank * each, (rank + 1) * each)
 
     def _own_words(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Return this rank's rows. All ranks have the same number of rows; the last are padded with zeros."""
+        """Return this rank's rows. All ranks have the same number of rows. The rows of the last ranks are padded with
+        zeros.
+        """
         if id(whole) not in self._own_rows:
             count = -(-len(whole) // self._collectives.size)
             first = self._collectives.rank * count
@@ -358,12 +367,14 @@ def _keep_outputs(layer: torch.nn.Linear, own: range) -> None:
 
 
 def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: bool) -> range:
-    """Split the inputs of a layer, and return those of this rank. ``whole`` means that every rank receives all inputs."""
+    """Split the inputs of a layer, and return the inputs of this rank. ``whole`` means that every rank receives all
+    inputs.
+    """
     each = _even(name, "inputs", layer.in_features, collectives.size)
     first = collectives.rank * each
     layer.weight = _parameter(layer.weight[:, first : first + each])
     layer.in_features = each
-    layer.register_parameter("whole_bias", layer.bias)  # registered, so that it moves with the layer
+    layer.register_parameter("whole_bias", layer.bias)  # Registered, so that it moves with the layer.
     layer.bias = None
 
     def take_own(module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001 - torch's signature
@@ -387,11 +398,11 @@ def _attends(name: str) -> bool:
 def _even(name: str, what: str, count: int, size: int) -> int:
     if count % size:
         raise ModelLoadError(
-            f"executor.tensor_parallel_size is {size}; the {count} {what} of {name} do not divide by it"
+            f"executor.tensor_parallel_size is {size}; the {count} {what} of {name} are not a multiple of this size"
         )
     return count // size
 
 
 def _parameter(part: torch.Tensor) -> torch.nn.Parameter:
-    """Copy the part, so that the memory of the whole can be freed."""
+    """Return a copy of the part as a parameter, so that the memory of the complete tensor can be freed."""
     return torch.nn.Parameter(part.clone(), requires_grad=False)

@@ -1,1 +1,1 @@
-"""Speculative decoding: one file for each way to draft tokens. ``base.py`` is the interface."""
+"""Speculative decoding. Each drafting method has its own file. ``base.py`` is the interface of drafters."""

@@ -1,4 +1,6 @@
-"""Interface of drafters, with their inputs and outputs. Drafters run on the device thread, after a step's sampling."""
+"""Interface of drafters, with their inputs and outputs. Drafters run on the device thread, after a step has sampled
+tokens.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +21,11 @@ from penstock_enginecore.sample.base import SamplingInputs
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A request of the completed step, whose tokens are final.
+    """A request of the completed step. Its tokens are final.
 
     Attributes:
-        token_ids: int32 ``[tokens]``: prompt and output, including the newest token. A view that is overwritten later.
+        token_ids: int32 ``[tokens]``: prompt and output, including the newest token. The array is a view that later
+            steps overwrite.
         num_drafts: Maximum number of tokens to draft, or 0.
     """
 
@@ -33,7 +36,7 @@ class DraftRequest:
 
 
 class DraftStep(Protocol):
-    """The completed step, as drafters see it."""
+    """A drafter's interface to the completed step."""
 
     requests: Sequence[DraftRequest]
     """Requests that had tokens in the step, in batch order."""
@@ -41,32 +44,32 @@ class DraftStep(Protocol):
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
     ) -> ForwardBatch:
-        """Lay out tokens for a forward pass. At least one request is required.
+        """Build the batch of a forward pass. At least one request is required.
 
         Blocks are allocated for ``num_drafts - 1`` positions after the newest token.
 
         Args:
             requests: Indices of requests.
-            first: Position of the first token, for each request.
-            tokens: Tokens, for each request.
-            ahead: Number of positions after the tokens that block tables must cover.
+            first: Position of the first token of each request.
+            tokens: Tokens of each request.
+            ahead: Number of further positions, after the tokens, that block tables must cover.
         """
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """Return the sampling inputs for drafts of these requests, without rules.
+        """Return the sampling inputs for drafts of these requests. Sampling rules, such as penalties, are left out.
 
         Args:
             requests: Indices of requests.
-            place: Index of the draft, from 0. int64 ``[requests]`` gives each request its own place, and a request may then occur
-                several times.
+            place: Index of the draft, from 0. int64 ``[requests]`` gives the index for each request. In that case, a
+                request may occur several times.
         """
 
 
 class Drafter(Protocol):
-    """Guesses tokens. The model verifies its drafts, so a wrong draft costs time but never changes the output.
+    """Proposes draft tokens. The model verifies the drafts, so a wrong draft costs time but never changes the output.
 
-    ``begin`` is called once for a request, then any number of steps follow, then ``end`` is called once. If a drafter
-    raises any error, it is switched off.
+    For each request, ``begin`` is called once before its steps, and ``end`` once after its steps. If a drafter raises
+    any error, the drafter is switched off.
     """
 
     name: str
@@ -75,8 +78,8 @@ class Drafter(Protocol):
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """KV cache needs of the drafter's attention layers, by layer name with the prefix ``draft.``. They use the
-        requests' block tables.
+        """KV cache needs of the drafter's attention layers, by layer name with the prefix ``draft.``. These layers use
+        the block tables of the requests.
         """
 
     @property
@@ -85,10 +88,12 @@ class Drafter(Protocol):
 
     @property
     def caches(self) -> LayerCaches:
-        """The drafter's keys and values, by the names of ``specs``. Empty while none are allocated."""
+        """The drafter's keys and values, by the names of ``specs``. Empty while they are not allocated."""
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Allocate keys and values for the drafter's layers in ``config``. Their content is treated as unknown."""
+        """Allocate keys and values for the drafter's layers in ``config``. The drafter must not rely on earlier
+        content.
+        """
 
     def release(self) -> None:
         """Free the keys and values."""
@@ -97,20 +102,20 @@ class Drafter(Protocol):
         """Add a request that later steps will contain. A preempted request is added again."""
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
-        """Remove a request, with its tokens. It may be added again after a preemption."""
+        """Remove a request. ``token_ids`` are its tokens. The request may be added again after a preemption."""
 
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Receive the hidden states of ``state_layers``, before tokens are chosen.
+        """Receive the hidden states of ``state_layers``, before the step samples tokens.
 
         Args:
             step: The step that is being computed.
             first: First position of each request's states.
-            states: ``[tokens, width]`` for each request of the step, including drafts. Tokens that are not known yet are
-                negative in ``token_ids``.
+            states: ``[tokens, width]`` for each request of the step, including drafts. In ``token_ids``, tokens that
+                are not known yet are negative.
         """
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Draft after a step. Returns a list for each request of the step, with at most ``num_drafts`` tokens."""
+        """Draft tokens after a step. Returns one list for each request of the step, with at most ``num_drafts`` tokens."""
 
     def to(self, device: torch.device) -> None:
         """Move the weights to ``device``."""
@@ -122,7 +127,7 @@ class Stateless:
     state_layers: Sequence[int] = ()
 
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Do nothing: this drafter requests no hidden states."""
+        """Do nothing, because this drafter uses no hidden states."""
 
 
 # Separation of the drafter's attention layers from the model's layers. Both use the same block tables, but separate
@@ -150,11 +155,11 @@ def _with(config: KVCacheConfig, name_of: Callable[[str], str | None]) -> KVCach
 
 
 class Layers(Protocol):
-    """Runs a drafter's layers; see ``ForwardPass``."""
+    """Runs a drafter's layers. ``ForwardPass`` describes the methods."""
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """KV cache needs by the layers' own names."""
+        """KV cache needs by layer name, without the prefix ``draft.``."""
 
     @property
     def memory(self) -> KVMemory:
@@ -169,10 +174,10 @@ class Layers(Protocol):
 
 
 class WithLayers:
-    """Base of drafters with weights, whose layers are run by ``layers``.
+    """Base of drafters with weights. ``layers`` runs the drafter's layers.
 
     Attributes:
-        num_groups: Number of KV cache groups, up to the last one that contains a layer of the drafter.
+        num_groups: Number of KV cache groups, up to the last group that contains a layer of the drafter.
     """
 
     def __init__(self, layers: Layers) -> None:
@@ -182,7 +187,7 @@ class WithLayers:
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """KV cache needs of the drafter's layers, with the prefix that distinguishes them from the model's."""
+        """KV cache needs of the drafter's layers, by layer name with the prefix ``draft.``."""
         return {DRAFT_PREFIX + name: spec for name, spec in self._layers.specs.items()}
 
     @property
@@ -196,7 +201,9 @@ class WithLayers:
         for layer in caches.values():
             if (
                 layer.cache.keys.device.type != "cpu"
-            ):  # Attention may read entries that were never computed. On a CPU, fresh memory is already zero.
+                # Zero the memory, because attention may read entries that were never computed. On a CPU, new memory is
+                # already zero.
+            ):
                 layer.cache.keys.zero_()
                 layer.cache.values.zero_()
         self._layers.bind(caches)

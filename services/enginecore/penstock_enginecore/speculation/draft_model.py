@@ -1,4 +1,4 @@
-"""Drafts by a smaller model with the same vocabulary, which generates a chain of tokens (Leviathan et al., 2023)."""
+"""Drafts by a smaller model with the same vocabulary. The model generates a chain of tokens (Leviathan et al., 2023)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
 from penstock_enginecore.speculation.base import DraftStep, Stateless, WithLayers
 
-# Two ways to choose drafts. Each request uses the one whose drafts are accepted more often.
+# Two ways to sample drafts. Each request uses the way whose drafts are accepted more often.
 
 _TRIES = 6
 _AGAIN = 24
@@ -35,9 +35,9 @@ _RATE = 0.15
 class Arms:
     """Chooses between coupled and greedy drafts for one request.
 
-    Coupled drafts are drawn with the request's own random numbers. They equal the model's tokens where the two
-    distributions are similar. Greedy drafts are the drafter's most likely tokens. Both are tried alternately at first.
-    Then the better one is used, and the other is tried from time to time.
+    Coupled drafts are sampled with the request's own random numbers. They equal the model's tokens if the distributions
+    of drafter and model are similar. Greedy drafts are the drafter's most likely tokens. At first, the two ways are
+    tried alternately. After that, the better way is used, and the other way is tried from time to time.
 
     Attributes:
         coupled: Whether the current drafts are coupled.
@@ -50,7 +50,7 @@ class Arms:
         self.coupled = True
 
     def choose(self) -> bool:
-        """Choose for the next drafts. Returns whether they are coupled."""
+        """Choose the way for the next drafts. Returns whether they are coupled."""
         self._proposals += 1
         better = self._held[True] >= self._held[False]
         if min(self._counts.values()) < _TRIES:
@@ -92,7 +92,7 @@ class DraftChoice:
         return self._by_arms(first, arms, 0), uniforms
 
     def inputs(self, step: DraftStep, drafting: Sequence[int], arms: Sequence[Arms], place: int) -> SamplingInputs:
-        """Return the sampling inputs of the draft with index ``place``, which is not the first."""
+        """Return the sampling inputs of the draft with index ``place``, which must be at least 1."""
         return self._by_arms(step.sampling(drafting, place), arms, place)
 
     def _by_arms(self, inputs: SamplingInputs, arms: Sequence[Arms], place: int) -> SamplingInputs:
@@ -130,8 +130,8 @@ def check_vocabulary(model: Path, drafter: Path) -> None:
     for token_id in sorted(ours.keys() | theirs.keys()):
         if ours.get(token_id) != theirs.get(token_id):
             raise ModelLoadError(
-                f"speculative.model is {str(drafter)!r}, whose token {token_id} is {_said(theirs.get(token_id))}; the model's is "
-                f"{_said(ours.get(token_id))}: what drafts must have the model's vocabulary"
+                f"speculative.model is {str(drafter)!r}, but its token {token_id} is {_said(theirs.get(token_id))} and the "
+                f"model's is {_said(ours.get(token_id))}; the draft model must have the model's vocabulary"
             )
 
 
@@ -144,8 +144,8 @@ def _said(text: str | None) -> str:
 
 
 _MOST_BEHIND = 512
-"""Maximum number of tokens that one step catches up on, so that a long prompt does not delay other requests. Later
-steps compute the rest.
+"""Maximum number of missing tokens that the drafter computes after one step, so that a long prompt does not delay other
+requests. The remaining tokens are computed after later steps.
 """
 
 
@@ -154,7 +154,7 @@ class _Followed:
 
     Attributes:
         computed: Number of tokens whose keys and values are computed.
-        first: Number of tokens when ``drafts`` were made.
+        first: Number of tokens of the request when ``drafts`` were made.
     """
 
     def __init__(self) -> None:
@@ -176,9 +176,9 @@ class _Tokens:
 class DraftModel(WithLayers, Stateless):
     """A ``Drafter`` with its own model.
 
-    When it drafts for a request, it first computes all tokens of the request that it has not seen. So requests without
-    drafts cost nothing. A request that starts with cached blocks is computed from the start, because the blocks may
-    lack the drafter's keys and values.
+    Before the drafter drafts for a request, it computes all tokens of the request that it has not computed yet.
+    Requests without drafts therefore cost nothing. If a request starts with cached blocks, the drafter computes it from
+    the first token, because the blocks may lack the drafter's keys and values.
     """
 
     name = "draft_model"
@@ -216,7 +216,9 @@ class DraftModel(WithLayers, Stateless):
 
     @torch.inference_mode()
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Compute the missing tokens of requests that want drafts, then draft one token of each at a time."""
+        """Compute the missing tokens of requests that want drafts. Then draft tokens, one token of each request at a
+        time.
+        """
         drafts: list[list[int]] = [[] for _ in step.requests]
         behind, drafting = self._behind(step)
         if drafting:
@@ -238,7 +240,7 @@ class DraftModel(WithLayers, Stateless):
     def _behind(self, step: DraftStep) -> tuple[list[_Tokens], list[int]]:
         """Return the tokens to compute, and the indices of the requests that can draft after that.
 
-        In both lists, requests that can draft come first, and those with the most drafts before others.
+        In both lists, requests that can draft are first, sorted by number of drafts, largest first.
         """
         caught_up, others, left = list[_Tokens](), list[_Tokens](), _MOST_BEHIND
         for i, request in enumerate(step.requests):
@@ -263,7 +265,9 @@ class DraftModel(WithLayers, Stateless):
         inputs: SamplingInputs,
         drafts: list[list[int]],
     ) -> None:
-        """Draft with one forward pass and one sampler call for each place. ``inputs`` are those of the first place."""
+        """Draft with one forward pass and one sampler call for each draft position. ``inputs`` are for the first
+        position.
+        """
         going, tokens = list(drafting), list(behind)
         for place in range(self._wanted(step, drafting[0])):
             if place:
@@ -285,7 +289,9 @@ class DraftModel(WithLayers, Stateless):
         uniforms: FloatArray,
         drafts: list[list[int]],
     ) -> None:
-        """Draft with one call of ``forward``. ``uniforms`` is ``[places, drafting]``, for rows of these ``kinds``."""
+        """Draft with one call of ``forward``. ``uniforms`` is ``[draft positions, drafting]``, for rows of these
+        ``kinds``.
+        """
         counts = np.array([self._wanted(step, i) for i in drafting])
         batch = self._lay_out(step, behind, len(uniforms) - 1)
         draws = ChainedDraws(counts, kinds.plain_temperature, uniforms, self._vocab_size)
@@ -294,7 +300,7 @@ class DraftModel(WithLayers, Stateless):
             drafts[i] = chosen[:count]
 
     def _wanted(self, step: DraftStep, i: int) -> int:
-        """Return how many drafts a request wants, within the drafter's own length limit."""
+        """Return the number of drafts that a request wants, limited by the drafter's maximum sequence length."""
         request = step.requests[i]
         return min(request.num_drafts, self._model.max_len - len(request.token_ids))
 
@@ -306,18 +312,20 @@ class DraftModel(WithLayers, Stateless):
             return
         held = num_held(drafts, token_ids[first : first + len(drafts)].tolist())
         followed.arms.held(len(drafts), held)
-        # The last draft was not computed.
+        # The last draft has no keys and values yet.
         followed.computed = min(first + min(held, len(drafts) - 1), len(token_ids) - 1)
 
     def _lay_out(self, step: DraftStep, tokens: Sequence[_Tokens], ahead: int = 0) -> ForwardBatch:
-        """Lay out tokens with the block tables of the drafter's layers, which cover ``ahead`` more positions."""
+        """Build the batch of tokens with the block tables of the drafter's layers. The tables cover ``ahead`` more
+        positions.
+        """
         first = np.array([each.first for each in tokens])
         batch = step.lay_out([each.request for each in tokens], first, [each.token_ids for each in tokens], ahead=ahead)
         return replace(batch, attention=batch.attention[: self.num_groups])
 
     def _run(self, step: DraftStep, tokens: Sequence[_Tokens], drafting: Sequence[int]) -> torch.Tensor:
-        """Run a forward pass. Returns logits ``[drafting, vocab]`` after the last tokens of ``drafting``, which come
-        first.
+        """Run a forward pass. Returns logits ``[drafting, vocab]`` after the last token of each request in
+        ``drafting``. These requests are first in ``tokens``.
         """
         rows = np.cumsum([len(each.token_ids) for each in tokens])[: len(drafting)] - 1
         return self._forward.run(self._lay_out(step, tokens), rows).logits
@@ -331,21 +339,21 @@ def load_draft_model(
     checkpoint = draft_checkpoint(config)
     try:
         if (task := resolve_task(checkpoint)) != "generate":
-            raise ModelLoadError(f"it is a model that {task}s, and does not generate")
+            raise ModelLoadError(f"it is a model that {task}s and cannot generate")
         check_vocabulary(Path(config.model.path), Path(speculative.model))
         drafter = load_model(checkpoint, forward.device, progress)
     except ModelLoadError as e:
         words = str(e)
         if words.startswith("speculative.model"):
             raise
-        raise ModelLoadError(f"speculative.model is {speculative.model!r}, which cannot draft: {words}") from e
+        raise ModelLoadError(f"speculative.model {speculative.model!r} cannot draft for this model: {words}") from e
     built = build_forward(drafter, replace(forward, part=None, int8=False, cache_dtype=None))
     return DraftModel(drafter, built, model.vocab_size, speculative.draft_sampling)
 
 
 def draft_checkpoint(config: EngineCoreConfig) -> ModelConfig:
-    """Return the model config for the draft checkpoint: as for the model, except for properties of the checkpoint
-    itself.
+    """Return the model config for the draft checkpoint. It equals the model's config, except for properties of the
+    checkpoint itself.
     """
     return msgspec.structs.replace(
         config.model,

@@ -1,4 +1,6 @@
-"""Drafts by an EAGLE head, which generates a chain of tokens from the target's hidden states (Li et al., 2024, 2025)."""
+"""Drafts by an EAGLE head. The head generates a chain of tokens from the target's hidden states (Li et al., 2024,
+2025).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +33,7 @@ from penstock_enginecore.speculation.head_forward import HeadPass, NativeHead, b
 
 
 class PendingStates:
-    """Hidden states of one request, for the positions from ``start`` to before ``end``."""
+    """Hidden states of one request, for the positions from ``start`` to ``end - 1``."""
 
     def __init__(self, start: int) -> None:
         self.start = self.end = start
@@ -41,15 +43,16 @@ class PendingStates:
         return self.end - self.start
 
     def add(self, position: int, states: torch.Tensor) -> None:
-        """Add ``states`` ``[tokens, width]`` from ``position`` on.
+        """Add ``states`` ``[tokens, width]``, starting at ``position``.
 
-        Existing states from ``position`` on belong to rejected tokens and are replaced. If positions before
+        Existing states at or after ``position`` belong to rejected tokens and are replaced. If positions before
         ``position`` are missing, all existing states are dropped.
         """
         if not self.start <= position <= self.end:
             self._parts, self.start, self.end = [], position, position
         self._cut(position - self.start)
-        # Otherwise the states of a whole step would stay in memory for a few rows.
+        # Copy a small part of a step's states. Otherwise a few rows would keep the states of the complete step in
+        # memory.
         shared = states.untyped_storage().nbytes() > 2 * states.nbytes
         self._parts.append(states.clone() if shared else states)
         self.end = position + len(states)
@@ -74,10 +77,10 @@ class PendingStates:
 
 
 _MOST_TOKENS = 512
-"""Maximum number of tokens in a pass of the head, so that it stays cheap compared with the target's steps."""
+"""Maximum number of tokens in a pass of the head, so that the pass stays cheap compared with the target's steps."""
 _MOST_PENDING = 32
-"""Maximum number of a request's hidden states that wait for its next drafts. One pass over many positions costs less
-than many passes over one.
+"""Maximum number of pending hidden states of a request before they are processed. One pass over many positions costs
+less than many passes over one position.
 """
 
 
@@ -85,7 +88,7 @@ class _Followed:
     """The drafter's state of a request.
 
     Attributes:
-        pending: Hidden states of the positions after those whose keys and values are computed.
+        pending: Hidden states of positions whose keys and values are not computed yet.
         first: Number of tokens when ``drafts`` were made.
     """
 
@@ -99,12 +102,12 @@ class _Followed:
 class Eagle(WithLayers):
     """A ``Drafter`` with an EAGLE head.
 
-    The head computes keys and values from the target's hidden states, for positions whose next token is known. It does
-    so when it drafts, or when many states are pending. Keys and values that it computes from its own states while
-    drafting are computed again later.
+    The head computes keys and values from the target's hidden states, for positions whose next token is known. The head
+    does this before it drafts, or when many states are pending. While the head drafts, it computes keys and values from
+    its own states. These are recomputed later from the target's states.
 
-    Requests that want no drafts are ignored. For positions on cached blocks, the head uses the keys and values that an
-    earlier request left there. If there are none, drafts are less accurate.
+    Requests that want no drafts are ignored. For positions in cached blocks, the head uses the keys and values that an
+    earlier request computed. If no earlier request computed them, drafts are less accurate.
     """
 
     def __init__(
@@ -118,7 +121,7 @@ class Eagle(WithLayers):
         sampling: str,
     ) -> None:
         """Args:
-        target_tokens: Token of the target for each token of the head, or None if they are equal.
+        target_tokens: Token of the target for each token of the head, or None if the two vocabularies are equal.
         vocab_size: Vocabulary size of the model that verifies.
         """
         super().__init__(forward)
@@ -133,7 +136,7 @@ class Eagle(WithLayers):
         self._requests: dict[str, _Followed] = {}
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Allocate memory and forget all requests."""
+        """Allocate memory and remove all requests."""
         super().allocate(config)
         self._requests.clear()
 
@@ -182,7 +185,7 @@ class Eagle(WithLayers):
             arms = [self._requests[step.requests[i].request_id].arms for i in going]
             inputs, uniforms = self._choice.first(step, going, arms, step.requests[going[0]].num_drafts)
             kinds = inputs.kinds
-            # If there are too many tokens for one pass, compute all but the last one of each request first.
+            # If there are too many tokens for one pass, first compute all tokens of each request except the last.
             ahead = {i: count - 1 for i, count in waiting.items()} if sum(waiting.values()) > _MOST_TOKENS else {}
             self._catch_up(step, ahead)
             counts = {i: waiting[i] - ahead.get(i, 0) for i in going}
@@ -203,14 +206,15 @@ class Eagle(WithLayers):
         inputs: SamplingInputs,
         drafts: list[list[int]],
     ) -> None:
-        """Compute pending positions and draft, with one pass of the head and one sampler call for each place.
+        """Compute pending positions and draft, with one pass of the head and one sampler call for each draft position.
 
         Args:
             step: The completed step.
             arms: One for each request, in the same order.
             drafts: Receives the drafts, by request index.
-            waiting: Number of positions to compute, by request index. Requests with the most drafts come first.
-            inputs: Sampling inputs of the first place.
+            waiting: Number of positions to compute, by request index. Requests are sorted by number of drafts, largest
+                first.
+            inputs: Sampling inputs of the first draft position.
         """
         going, place = list(waiting), 0
         batch, states = self._take(step, waiting)
@@ -236,8 +240,8 @@ class Eagle(WithLayers):
         uniforms: FloatArray,
         drafts: list[list[int]],
     ) -> None:
-        """Draft as ``_loop`` does, with one call of ``forward``. ``uniforms`` is ``[places, requests]``, for rows of
-        these ``kinds``.
+        """Draft as ``_loop`` does, with one call of ``forward``. ``uniforms`` is ``[draft positions, requests]``, for
+        rows of these ``kinds``.
         """
         going = list(waiting)
         counts = np.array([step.requests[i].num_drafts for i in going])
@@ -264,8 +268,8 @@ class Eagle(WithLayers):
     def _take(
         self, step: DraftStep, waiting: Mapping[int, int], *, ahead: int = 0
     ) -> tuple[ForwardBatch, torch.Tensor]:
-        """Remove pending states, and lay out their positions with the token after each. Returns the batch and the
-        target's states.
+        """Remove pending states, and build a batch of their positions, each with the token after it. Returns the batch
+        and the target's states.
 
         Args:
             step: The current step.
@@ -283,7 +287,7 @@ class Eagle(WithLayers):
     def _lay_out(
         self, step: DraftStep, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], ahead: int = 0
     ) -> ForwardBatch:
-        """Lay out tokens with the block tables of the head's layers."""
+        """Build the batch of tokens with the block tables of the head's layers."""
         batch = step.lay_out(requests, first, tokens, ahead=ahead)
         return replace(batch, attention=batch.attention[: self.num_groups])
 
@@ -306,12 +310,12 @@ class Eagle(WithLayers):
 def load_eagle(
     config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
 ) -> Eagle:
-    """Load the head ``speculative.model`` for ``model``, whose forward pass is ``target``. Raises ModelLoadError if it
-    does not fit.
+    """Load the head ``speculative.model`` for ``model``, whose forward pass is ``target``. Raises ModelLoadError if the
+    head does not fit the model.
     """
     speculative = config.speculative
     kind: Kind = "eagle3" if speculative.method == "eagle3" else "eagle"
-    progress(f"loading a head for {kind} from {speculative.model}")
+    progress(f"loading a {kind} head from {speculative.model}")
     checkpoint = draft_checkpoint(config)
     try:
         if reason := problem(speculative.model, trust_remote_code=True, tokenizer=False):
@@ -325,18 +329,20 @@ def load_eagle(
     except ModelLoadError as e:
         if str(e).startswith("speculative.model"):
             raise
-        raise ModelLoadError(f"speculative.model is {speculative.model!r}, which cannot draft: {e}") from e
+        raise ModelLoadError(f"speculative.model {speculative.model!r} cannot draft for this model: {e}") from e
     built, sampler = build_head(head, model, target, replace(forward, part=None, int8=False, cache_dtype=None))
     sampling = speculative.draft_sampling
     return Eagle(kind, built, sampler, tokens, vocab, of_head.state_layers, sampling)
 
 
 def _lm_head(config: EngineCoreConfig) -> torch.Tensor:
-    """Read the served model's lm_head from its files, because the decoder has packed the loaded one. Raises
+    """Read the served model's lm_head from its files, because the decoder has packed the loaded lm_head. Raises
     ModelLoadError.
     """
     with open_tensors(weight_files(config.model)) as stored:
         for name in ("lm_head.weight", "model.embed_tokens.weight"):  # tied
             if name in stored:
                 return stored[name][...]
-    raise ModelLoadError("it has no lm_head of its own, and the model's files have none that is called lm_head.weight")
+    raise ModelLoadError(
+        "the head has no lm_head, and the model's files have no tensor lm_head.weight that it could use"
+    )

@@ -16,13 +16,13 @@ from penstock_enginecore.speculation.suffix import Suffix
 def create_drafter(
     config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
 ) -> Drafter | None:
-    """Create the configured drafter, or return None if speculation is off.
+    """Create the configured drafter, or return None if speculative decoding is off.
 
     Args:
         config: Config of the engine.
         model: The model that verifies.
-        forward: How the drafter computes.
-        progress: Receives progress lines.
+        forward: Config of the drafter's forward pass.
+        progress: Function that gets progress messages.
         target: The forward pass of ``model``.
 
     Raises:

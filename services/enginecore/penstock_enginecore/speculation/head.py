@@ -1,4 +1,4 @@
-"""EAGLE heads as modules: decoder layers that predict a token from the target's hidden states and the next token."""
+"""EAGLE heads as modules: decoder layers that predict a token from the target's hidden states and the token before."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.weights import open_tensors
 from penstock_enginecore.models.rope import freeze_rotary
 
-# Config of an EAGLE head's checkpoint, in either of the two published layouts.
+# Config of an EAGLE head's checkpoint, in one of the two published layouts.
 #
 # EAGLE (Li et al., 2024) uses the target's last hidden states. EAGLE-3 (2025) uses the hidden states of several layers.
 # SafeAILab's repository and the speculators library name a head's tensors differently.
@@ -27,7 +27,7 @@ _PARTS: dict[str, tuple[Any, Any, Any]] = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
-"""Classes of a head's parts by ``model_type``: layer, norm and rotary embedding."""
+"""Classes of a head's modules by ``model_type``: layer, norm and rotary embedding."""
 _ALIASES = {
     "midlayer.": "layers.0.",
     "transformer.": "layers.0.",
@@ -38,7 +38,7 @@ _ALIASES = {
 _UNUSED = ("t2d", "verifier_", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
 """Prefixes of tensors that serving does not need."""
 _UNSERVED = ("norm_before_fc", "fc_norm", "norm_output", "layernorms")
-"""Switches of unsupported variants."""
+"""Settings that enable unsupported variants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class HeadConfig:
     """Config of a head.
 
     Attributes:
-        layer: Config of its layers.
+        layer: Config of the head's layers.
         vocab_size: Number of tokens that the head can predict.
         state_layers: Hidden states of the target that the head uses, numbered as in ``ForwardPass.keep_hidden``.
         normed_residual: Whether the residual around the first layer's attention is normed.
@@ -64,10 +64,10 @@ def read_head_config(directory: Path, kind: Kind, num_layers: int) -> HeadConfig
     given = _read(directory)
     named = str(given.get("speculators_model_type") or "")
     if (found := named or _kind_of(given)) and found != kind:
-        raise ModelLoadError(f"its config.json describes a head for {found!r}; speculative.method is {kind!r}")
+        raise ModelLoadError(f"its config.json describes an {found!r} head, but speculative.method is {kind!r}")
     for switch in _UNSERVED:
         if given.get(switch):
-            raise ModelLoadError(f"its {switch} is {given[switch]}; heads with that are not served")
+            raise ModelLoadError(f"its {switch} is {given[switch]}; heads with this setting are not supported")
     layer = _layer_config(given["transformer_layer_config"] if named else given)
     return HeadConfig(
         kind=kind,
@@ -79,7 +79,7 @@ def read_head_config(directory: Path, kind: Kind, num_layers: int) -> HeadConfig
 
 
 def known_name(name: str) -> str | None:
-    """Return this module's name for a tensor, or None if serving does not need it."""
+    """Return this module's name for a tensor, or None if serving does not need the tensor."""
     for alias in ("model.", *_ALIASES):
         if name.startswith(alias):
             name = _ALIASES[alias] + name.removeprefix(alias)
@@ -92,12 +92,12 @@ def _read(directory: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as e:
         raise ModelLoadError(f"its config.json cannot be read: {e}") from e
     if not isinstance(given, dict):
-        raise ModelLoadError("its config.json is no JSON object")
+        raise ModelLoadError("its config.json is not a JSON object")
     return given
 
 
 def _kind_of(given: Mapping[str, Any]) -> str:
-    """Return the kind by the names of the classes, or '' if they do not tell."""
+    """Return the kind of the head from the names of its classes, or '' if the names do not contain the kind."""
     names = "".join(map(str, given.get("architectures") or ())).lower()
     return "eagle3" if "eagle3" in names else "eagle" if "eagle" in names else ""
 
@@ -105,7 +105,7 @@ def _kind_of(given: Mapping[str, Any]) -> str:
 def _layer_config(given: Mapping[str, Any]) -> PretrainedConfig:
     model_type = given.get("model_type", "llama")
     if model_type not in _PARTS:
-        raise ModelLoadError(f"its layers' model_type is {model_type!r}; served: {', '.join(_PARTS)}")
+        raise ModelLoadError(f"the model_type of its layers is {model_type!r}; supported: {', '.join(_PARTS)}")
     fields = {
         key: value for key, value in given.items() if key not in ("model_type", "architectures", "dtype", "torch_dtype")
     }
@@ -117,7 +117,9 @@ def _layer_config(given: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _state_layers(given: Mapping[str, Any], kind: Kind, num_layers: int) -> tuple[int, ...]:
-    """Return the configured layers, or the defaults of EAGLE-3's own code. EAGLE uses the output of the last norm."""
+    """Return the configured layers, or the defaults of the original EAGLE-3 code. EAGLE uses the output of the last
+    norm.
+    """
     if kind == "eagle":
         return (num_layers,)
     key = "eagle_aux_hidden_state_layer_ids"
@@ -125,17 +127,17 @@ def _state_layers(given: Mapping[str, Any], kind: Kind, num_layers: int) -> tupl
     layers = tuple(named or (2, num_layers // 2, num_layers - 3))
     for layer in layers:
         if not isinstance(layer, int) or not 0 <= layer < num_layers:
-            where = f"its {key} has {layer!r}" if named else f"it names no {key}, and by default has layer {layer}"
-            raise ModelLoadError(f"{where}; the model has layers 0 to {num_layers - 1}")
+            where = f"its {key} has {layer!r}" if named else f"it does not set {key}, and the default has layer {layer}"
+            raise ModelLoadError(f"{where}, but the model has only layers 0 to {num_layers - 1}")
     return layers
 
 
 class EagleHead(nn.Module):
     """Module of an EAGLE head.
 
-    At position i, it gets token i + 1 and the target's hidden states of token i, and predicts token i + 2. While
-    drafting, it gets its own output for the previous position in place of the target's states. ``embed_tokens`` and
-    ``lm_head`` are None if the head uses the target's.
+    At position i, the head gets token i + 1 and the target's hidden states of token i, and predicts token i + 2. While
+    drafting, the head gets its own output for the previous position instead of the target's states. ``embed_tokens``
+    and ``lm_head`` are None if the head uses those of the target.
     """
 
     def __init__(self, config: HeadConfig, states_width: int, *, has_bias: bool, embeds: bool, has_head: bool) -> None:
@@ -176,7 +178,8 @@ class EagleHead(nn.Module):
 
         Args:
             embedded: Embedded tokens ``[tokens, hidden size]``.
-            states: The target's states ``[tokens, states width]``, or with ``own`` the head's output ``[tokens, hidden size]``.
+            states: The target's states ``[tokens, states width]``, or with ``own`` the head's output ``[tokens, hidden
+                size]``.
             positions: int64 ``[tokens]``.
             own: Whether ``states`` are the head's own output.
         """
@@ -193,13 +196,13 @@ class EagleHead(nn.Module):
         return cast("torch.Tensor", x[0])
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[tokens, vocabulary]`` of the output of ``forward``. Requires that the head has its own
-        ``lm_head``.
-        """
+        """Return logits ``[tokens, vocabulary]`` of the output of ``forward``. The head must have its own ``lm_head``."""
         return cast("torch.Tensor", cast("nn.Linear", self.lm_head)(self.norm(states)))
 
     def _first(self, embedded: torch.Tensor, states: torch.Tensor, turns: Any) -> torch.Tensor:
-        """Run EAGLE-3's first layer. Attention reads embeddings and states; the residual is only the states."""
+        """Run EAGLE-3's first layer. The input of attention is the embeddings and the states. The residual is only the
+        states.
+        """
         layer: Any = self.layers[0]
         normed = layer.hidden_norm(states)
         both = torch.cat([layer.input_layernorm(embedded), normed], dim=-1)
@@ -209,7 +212,7 @@ class EagleHead(nn.Module):
 
     @staticmethod
     def _widen(attention: Any) -> None:
-        """Replace the projections by ones with twice the input width."""
+        """Replace the projections by projections with twice the input width."""
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(attention, name)
             setattr(attention, name, nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None))
@@ -232,7 +235,7 @@ def read_head(
         config: Config of the head.
         hidden_size: Hidden size of the target.
         vocab_size: Vocabulary size of the target.
-        lm_head: Reads the target's lm_head, for a head that has none.
+        lm_head: Function that reads the target's lm_head, for a head without an lm_head.
 
     Raises:
         ModelLoadError: A tensor is missing or has a wrong size.
@@ -263,31 +266,33 @@ def _check_sizes(tensors: dict[str, torch.Tensor], config: HeadConfig, hidden_si
     if fc is not None and fc.shape[1] != expected:
         states = f"{count} of {hidden_size}" if count > 1 else f"{hidden_size}"
         raise ModelLoadError(
-            f"its fc takes {fc.shape[1]} numbers, and the model's hidden states of a token are {states}: it is a head of another "
-            "hidden size"
+            f"its fc expects {fc.shape[1]} inputs, but the model's hidden states of a token have {states} numbers; the head is "
+            "for a model with another hidden size"
         )
     if config.kind == "eagle" and own != hidden_size:
-        raise ModelLoadError(f"its hidden_size is {own} and the model's {hidden_size}, whose states its own stand for")
+        raise ModelLoadError(
+            f"its hidden_size is {own}, but the model's hidden_size is {hidden_size}; an EAGLE head needs the model's hidden_size"
+        )
     embeds = tensors.get("embed_tokens.weight")
     if embeds is None and own != hidden_size:
         raise ModelLoadError(
-            f"its hidden_size is {own} and the model's {hidden_size}, and it has no embed_tokens of its own"
+            f"its hidden_size is {own} and the model's hidden_size is {hidden_size}, so its own embed_tokens is required"
         )
     if embeds is not None and len(embeds) != vocab_size:
-        raise ModelLoadError(f"its embed_tokens has {len(embeds)} tokens, the model {vocab_size}")
+        raise ModelLoadError(f"its embed_tokens has {len(embeds)} tokens, but the model has {vocab_size}")
 
 
 def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
-    """Load all tensors. Raises ModelLoadError for missing and for unknown tensors."""
+    """Load all tensors. Raises ModelLoadError if a tensor is missing, unknown or of a wrong shape."""
     places = dict(head.state_dict())
     for name in sorted(places.keys() - tensors.keys()):
-        raise ModelLoadError(f"it has no tensor {name}, which a head for {head.kind!r} has")
+        raise ModelLoadError(f"it has no tensor {name}, which a head of kind {head.kind!r} needs")
     for name in sorted(tensors.keys() - places.keys()):
-        raise ModelLoadError(f"it has a tensor {name}, which no head for {head.kind!r} has that is served")
+        raise ModelLoadError(f"it has a tensor {name}, which is not supported for heads of kind {head.kind!r}")
     for name, tensor in tensors.items():
         if tensor.shape != places[name].shape:
             raise ModelLoadError(
-                f"its {name} is {list(tensor.shape)}, and must be {list(places[name].shape)} by its config.json"
+                f"its {name} has shape {list(tensor.shape)}, but by its config.json the shape must be {list(places[name].shape)}"
             )
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
@@ -295,7 +300,8 @@ def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
 def _in_order(head: EagleHead, tokens: torch.Tensor | None) -> torch.Tensor | None:
     """Return ``tokens`` in ascending order, and reorder the rows of ``lm_head`` accordingly.
 
-    In this order, a uniform number draws the same token as from the whole vocabulary with the other tokens excluded.
+    In this order, a random number selects the same token as in sampling from the complete vocabulary with the other
+    tokens excluded.
     """
     if tokens is None:
         return None
@@ -310,14 +316,16 @@ def _target_tokens(offsets: torch.Tensor | None, config: HeadConfig, vocab_size:
     if offsets is None:
         if config.vocab_size != vocab_size:
             raise ModelLoadError(
-                f"it guesses {config.vocab_size} tokens, the model has {vocab_size}, and it has no d2t that says which they are"
+                f"it predicts {config.vocab_size} tokens and the model has {vocab_size}, but it has no d2t that maps the tokens"
             )
         return None
     if len(offsets) != config.vocab_size:
-        raise ModelLoadError(f"its d2t has {len(offsets)} tokens, and its draft_vocab_size is {config.vocab_size}")
+        raise ModelLoadError(f"its d2t has {len(offsets)} tokens, but its draft_vocab_size is {config.vocab_size}")
     tokens = torch.arange(len(offsets)) + offsets.to(torch.int64)
     outside = torch.nonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         first = int(outside[0])
-        raise ModelLoadError(f"its token {first} is token {int(tokens[first])} of the model, which has {vocab_size}")
+        raise ModelLoadError(
+            f"its d2t maps token {first} to token {int(tokens[first])}, but the model has only {vocab_size} tokens"
+        )
     return tokens

@@ -1,4 +1,6 @@
-"""Forward pass of an EAGLE head on the paged KV cache. Kernels are used only if they are proven to match the modules."""
+"""Forward pass of an EAGLE head on the paged KV cache. Kernels are used only if a check shows that they match the
+modules.
+"""
 
 import ctypes
 import logging
@@ -38,7 +40,7 @@ from penstock_enginecore.sample.sampler import TorchSampler
 from penstock_enginecore.speculation.base import Layers
 from penstock_enginecore.speculation.head import EagleHead
 
-# An EAGLE head on the CPU kernels. A pass takes one call, and so does a chain of drafts.
+# An EAGLE head on the CPU kernels. One call of the kernels computes a pass, or a complete chain of drafts.
 
 
 class NativeHead(KernelDecoder):
@@ -48,7 +50,7 @@ class NativeHead(KernelDecoder):
         embedding: The token embedding.
         calls: Attention calls of the head's layers.
         specs: KV cache needs of the head's layers.
-        run: Runs a pass on a probe.
+        run: Function that runs a pass on test inputs.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class NativeHead(KernelDecoder):
         self._states_width = head.states_width
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
-        """Run a pass. Without ``rows``, it only computes the last layer's keys and values."""
+        """Run a pass. If ``rows`` is empty, the last layer computes only keys and values."""
         embedding = self._embedding.rows(batch.token_ids)
         x = self._embedding.of(batch.token_ids) if embedding is None else self._memory(batch)
         states = self._taken(states, x, self._model.hidden if own else self._states_width)
@@ -96,14 +98,16 @@ class NativeHead(KernelDecoder):
     ) -> IntArray:
         """Generate a chain of drafts in one call.
 
-        The pass computes the tokens of ``batch`` with the target's ``states``. It chooses a token after the last one of
-        each of the first requests, then computes the chosen tokens with the head's own output, and so on.
+        First, the head computes the tokens of ``batch`` with the target's ``states``, and a draft is sampled after the
+        last token of each of the first requests. Then the head computes these drafts with its own output, the next
+        drafts are sampled, and so on.
 
         Args:
             batch: Tokens to compute first.
             states: Hidden states of the target.
-            draws: How drafts are drawn.
-            vocabulary: The target's token for each token of the head, int64 and ascending, or None if they are equal.
+            draws: Inputs for sampling drafts.
+            vocabulary: The target's token for each token of the head, int64 and ascending, or None if the two
+                vocabularies are equal.
 
         Returns:
             Tokens of the target, int64 ``[counts[0], requests]``, 0 where no token is wanted.
@@ -116,7 +120,7 @@ class NativeHead(KernelDecoder):
         end = width if vocabulary is None else int(vocabulary[-1]) + 1
         embedding = expect_embeddings(self._embedding.rows(batch.token_ids), end)
         if vocabulary is not None and len(vocabulary) != width:
-            raise IndexError(f"there are {width} logits, not those of {len(vocabulary)} tokens")
+            raise IndexError(f"the head has {width} logits, but the vocabulary has {len(vocabulary)} tokens")
         chained = ChainedTokens(batch, draws)
         logits = torch.empty(len(chained.rows), width)
         rotaries = self._rotaries.of(chained.positions, x)
@@ -134,11 +138,11 @@ class NativeHead(KernelDecoder):
     def _taken(self, states: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
         """Return the states in the kernels' layout. Raises IndexError for a wrong shape."""
         if states.shape != (len(x), width):
-            raise IndexError(f"states are {list(states.shape)}, and must be {[len(x), width]}")
+            raise IndexError(f"states have shape {list(states.shape)}; expected {[len(x), width]}")
         return states.float().contiguous()
 
     def take_over(self) -> "NativeHead":
-        """Free the weights of all products in the modules."""
+        """Free the modules' weights of all matrix products, because the kernels have packed copies."""
         of_layers = (each for layer in self._plan.layers for each in linears(layer))
         for linear in (self._module.fc, self._module.lm_head, *of_layers):
             empty(linear)
@@ -146,7 +150,7 @@ class NativeHead(KernelDecoder):
 
 
 def _fusion(head: Any, plan: ModelPlan, layers: DecoderLayers) -> Fusion:
-    """Return the part that combines a token and the target's states into the layers' input."""
+    """Return the weights that combine a token's embedding and the target's states into the input of the layers."""
     fc, first = layers.pack(head.fc.weight, head.fc.bias), head.layers[0]
     if head.kind == "eagle":
         return Fusion(fc)
@@ -185,7 +189,7 @@ class HeadForward:
     Args:
         embed: Embeds tokens, see ``ForwardPass.embed``.
         dtype: Dtype of weights and states.
-        packed_bytes: Bytes that the modules hold besides their parameters.
+        packed_bytes: Bytes of packed weights in the modules, in addition to parameters.
     """
 
     def __init__(
@@ -214,7 +218,7 @@ class HeadForward:
         return module_bytes(self._head) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use ``caches``, in which attention modules find their part by name."""
+        """Use ``caches``. Attention modules look up their cache by name."""
         self._caches: Mapping[torch.nn.Module, LayerCache] = caches_by_module(self._head, caches)
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
@@ -244,7 +248,7 @@ def build_head(
     Args:
         head: The head, on the host.
         model: The model that verifies.
-        config: How the head computes.
+        config: Config of the head's forward pass.
         target: The forward pass of ``model``. It embeds tokens if the head has no embedding.
 
     Raises:
@@ -303,8 +307,8 @@ def _calls(head: EagleHead, device: torch.device, dtype: torch.dtype) -> Sequenc
 
 
 def _probed(forward: HeadPass, head: EagleHead, vocab_size: int) -> torch.Tensor:
-    """Return logits for a synthetic prompt on a temporary cache, first with states of the target and then with the
-    head's own.
+    """Return logits for a synthetic prompt on a temporary cache, first with the target's states and then with the
+    head's own states.
     """
     probe, logits = Probe.prompt(vocab_size), []
     batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata])

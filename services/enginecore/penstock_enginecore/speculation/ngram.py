@@ -1,5 +1,5 @@
-"""Drafts by prompt lookup: the tokens that followed an earlier occurrence of the last tokens in the same request
-(Saxena, 2023).
+"""Drafts by prompt lookup (Saxena, 2023). If the last tokens of a request occurred earlier in the request, the tokens
+after that occurrence are drafted.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.speculation.base import DraftRequest, DraftStep, Stateless
 
-# Base of drafters that look up tokens: they have no weights, keys or values.
+# Base of drafters that look up tokens. These drafters have no weights, keys or values.
 
 
 class Weightless(Stateless):
@@ -33,7 +33,7 @@ class Weightless(Stateless):
         """Do nothing: there are no weights."""
 
 
-# Index of earlier occurrences of the last tokens, which grows with the sequence.
+# Index of earlier occurrences of the last tokens. The index grows with the sequence.
 
 _MASK = 2**64 - 1
 _FACTOR = 1_000_003
@@ -41,11 +41,10 @@ _FEW = 64
 
 
 class TokenIndex:
-    """Tokens, with the positions at which each run of ``width`` tokens ended earlier.
+    """A sequence of tokens, and an index of the positions at which each run of ``width`` tokens ends.
 
-    A dict maps a run to its newest position, and each position links to the previous one of the same run. Adding a
-    token costs one lookup and one store. Runs are identified by 64-bit hashes. ``ending_like`` compares the tokens
-    themselves.
+    A dict maps a run to the newest position, and each position links to the previous position of the same run. Adding a
+    token costs one lookup and one store. 64-bit hashes identify runs. ``ending_like`` also compares the tokens.
     """
 
     __slots__ = ("_before", "_newest", "_width", "tokens")
@@ -54,7 +53,7 @@ class TokenIndex:
         self._width = width
         self.tokens: list[int] = []
         self._before: list[int] = []
-        """Previous position at which the same run ended, for each position, or -1."""
+        """For each position, the previous position at which the same run ended, or -1."""
         self._newest: dict[int, int] = {}
         self.extend(tokens)
 
@@ -80,7 +79,7 @@ class TokenIndex:
             newest[key] = end
 
     def _extend_many(self, tokens: npt.NDArray[np.integer]) -> None:
-        """Append thousands of tokens at a time, as ``extend`` does."""
+        """Append many tokens. Gives the same result as ``extend``, but processes thousands of tokens at a time."""
         width, first = self._width, len(self.tokens)
         overlap = self.tokens[max(0, first - width + 1) :]
         self.tokens += tokens.tolist()
@@ -106,9 +105,10 @@ class TokenIndex:
         self._before += [-1] * (len(tokens) - ends) + found
 
     def ending_like(self, tail: Sequence[int], most: int) -> Iterator[int]:
-        """Yield up to ``most`` positions at which the last ``width`` tokens of ``tail`` ended, newest first.
+        """Yield up to ``most`` positions at which a run equal to the last ``width`` tokens of ``tail`` ended, newest
+        first.
 
-        The end of the index's tokens is not included.
+        The position after the last token of the index is not included.
         """
         width = self._width
         if len(tail) < width:
@@ -128,12 +128,12 @@ class TokenIndex:
     def longest(self, tail: Sequence[int], most: int, limit: int) -> tuple[int, int]:
         """Return the position with the longest match for ``tail``, and the match length.
 
-        Among equal lengths, the newest position is returned. (-1, 0) means that there is no match.
+        If several matches have the same length, the newest position is returned. (-1, 0) means that there is no match.
 
         Args:
             tail: The last tokens of the sequence.
             most: Number of positions to examine.
-            limit: Maximum length to compare.
+            limit: Maximum match length.
         """
         best, length = -1, 0
         tokens = self.tokens
@@ -150,7 +150,9 @@ class TokenIndex:
         return best, length
 
     def following(self, place: int, count: int) -> list[int]:
-        """Return ``count`` tokens from ``place`` on. If the tokens end earlier, the tokens from ``place`` are repeated."""
+        """Return ``count`` tokens, starting at position ``place``. If there are fewer tokens, repeat the tokens after
+        ``place``.
+        """
         found = self.tokens[place : place + count]
         period = len(self.tokens) - place
         while len(found) < count:
@@ -167,8 +169,8 @@ _MOST = 8
 class Ngram(Weightless):
     """A ``Drafter`` that looks up tokens in the same request.
 
-    At least ``shortest`` tokens must match. Longer matches are preferred, up to ``longest`` tokens. Among equal
-    lengths, the newest match is preferred, because it is the most likely to predict the next tokens.
+    At least ``shortest`` tokens must match. Longer matches are preferred, up to ``longest`` tokens. If several matches
+    have the same length, the newest match is used, because it predicts the next tokens best.
     """
 
     name = "ngram"
@@ -178,7 +180,7 @@ class Ngram(Weightless):
         self._indices: dict[str, TokenIndex] = {}
 
     def begin(self, request: NewRequestData) -> None:
-        """Add a request. Its tokens are indexed when it drafts."""
+        """Add a request. Its tokens are indexed when tokens are drafted for it."""
         self._indices[request.request_id] = TokenIndex(self._shortest)
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002

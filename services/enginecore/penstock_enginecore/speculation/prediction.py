@@ -1,4 +1,4 @@
-"""Drafts from the client's prediction of the output, or from another drafter where the prediction gives none."""
+"""Drafts from the client's prediction of the output. If the prediction gives no drafts, another drafter is used."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -19,16 +19,18 @@ _WIDTH = 2
 _NEAR = 8
 _PLACES = 16
 _LOST = 6
-"""Number of consecutive mismatches after which nothing is drafted, until two tokens are found in the prediction again.
+"""Number of consecutive mismatches after which no tokens are drafted. Drafting continues once two consecutive tokens
+are found in the prediction.
 """
 
 
 class Place:
     """Tracks the position of an output in its prediction.
 
-    A token that differs from the prediction may replace a token, be inserted, or follow omitted tokens. The tracker
-    first looks for the token a little further on. Otherwise it assumes a replacement. If two tokens do not match, it
-    looks up the pair in the whole prediction and prefers the nearest later position.
+    If a token differs from the prediction, it may replace a predicted token, may be inserted, or predicted tokens may
+    have been omitted. The tracker first looks for the token among the next predicted tokens. If the token is not there,
+    the tracker assumes a replacement. If two consecutive tokens do not match, the tracker looks up the pair in the
+    complete prediction and prefers the nearest later position.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -47,7 +49,7 @@ class Place:
             self.num_followed += 1
 
     def drafts(self, count: int) -> list[int]:
-        """Return the next tokens, at most ``count``."""
+        """Return the next predicted tokens, at most ``count``."""
         return [] if self._misses >= _LOST else self._index.tokens[self._at : self._at + count]
 
     def _take(self, token: int) -> None:
@@ -58,7 +60,7 @@ class Place:
         self._misses += 1
         if self._misses == 2 and tokens[self._skipped : self._skipped + 1] == [
             token
-        ]:  # the previous token was inserted
+        ]:  # The previous token was inserted.
             self._at, self._misses = self._skipped + 1, 0
             return
         self._skipped = at
@@ -69,8 +71,8 @@ class Place:
         self._at = at + 2 + near.index(token) if token in near else min(at + 1, len(tokens))
 
     def _find(self, pair: Sequence[int], at: int) -> int | None:
-        """Return the position after the nearest occurrence of the pair at or after ``at``, else after the last
-        occurrence before ``at``.
+        """Return the position after the nearest occurrence of the pair at or after ``at``. If there is none, return the
+        position after the last occurrence before ``at``.
         """
         places = list(self._index.ending_like(pair, _PLACES))
         behind = [place for place in places if place >= at - _LOST]
@@ -114,7 +116,7 @@ class Predicted:
             self._inner.release()
 
     def begin(self, request: NewRequestData) -> None:
-        """Add a request, with its prediction if it has one."""
+        """Add a request, with its prediction if the request has a prediction."""
         if request.prediction_token_ids:
             self._places[request.request_id] = Place(request.prediction_token_ids)
         if self._inner is not None:
@@ -154,7 +156,7 @@ class Predicted:
 
 
 class _Without(DraftStep):
-    """A step in which requests that already have drafts want none."""
+    """A step in which requests that already have drafts want no more drafts."""
 
     def __init__(self, step: DraftStep, drafts: Sequence[Sequence[int]]) -> None:
         self._step = step

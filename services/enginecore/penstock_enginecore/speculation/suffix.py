@@ -1,9 +1,10 @@
-"""Drafts by suffix matching: the tokens that most often followed the last tokens, in the request and in completed
+"""Drafts by suffix matching: the tokens that most often came after the last tokens, in the request and in completed
 outputs.
 
-The idea is SuffixDecoding's (Oliaro et al., 2024): the longer the match, the more tokens are drafted. A token is
-drafted if it followed often enough. Counts come from the newest positions with the longest match. An index of short
-runs finds them, in place of a tree of all suffixes, so a token costs one entry.
+The idea is from SuffixDecoding (Oliaro et al., 2024): the longer the match, the more tokens are drafted. A token is
+drafted if it came next in a sufficient fraction of the matches. Only the newest positions with the longest match are
+counted. An index of short runs finds these positions. Unlike a tree of all suffixes, the index needs only one entry per
+token.
 """
 
 from collections import Counter, OrderedDict
@@ -19,8 +20,8 @@ from penstock_enginecore.speculation.ngram import TokenIndex, Weightless
 # Store of completed outputs, within a memory limit.
 
 _BYTES_PER_TOKEN = 320
-"""Bytes per token, measured and rounded up: the token in a list, its number, and its run's entry with a list of
-positions.
+"""Memory per token in bytes, measured and rounded up. It includes the token in a list, the position, and the entry of
+the run with its list of positions.
 """
 _PLACES = 5
 """Number of newest positions that are kept for each run."""
@@ -51,9 +52,11 @@ class _Generation:
 
 
 class PastOutputs:
-    """Stores completed outputs by scope. Separate scopes keep a tenant's speed from revealing other tenants' outputs.
+    """Stores completed outputs by scope. Scopes are separate, because otherwise a tenant's speed could reveal other
+    tenants' outputs.
 
-    Half of ``max_bytes`` is filled at a time. When a half is full, the store fills a new half and drops the oldest one.
+    The store has two halves of ``max_bytes``. When the current half is full, the store drops the older half and fills a
+    new half.
     """
 
     def __init__(self, width: int, max_bytes: int) -> None:
@@ -69,7 +72,9 @@ class PastOutputs:
         return (self._num_new + self._num_old) * _BYTES_PER_TOKEN
 
     def add(self, scope: str, output: Sequence[int]) -> None:
-        """Add an output, or the rest of a partly stored output. If the output is too long, only its end is kept."""
+        """Add an output, or the remaining tokens of a partly stored output. If the output is too long, only its last
+        tokens are stored.
+        """
         output = output[max(0, len(output) - self._max_tokens) :]
         if len(output) <= self._width:
             return
@@ -83,7 +88,9 @@ class PastOutputs:
         self._num_new += len(output)
 
     def ending_like(self, scope: str, tail: Sequence[int]) -> Iterator[tuple[list[int], int]]:
-        """Yield token lists, and positions in them at which the end of ``tail`` ended, newest first."""
+        """Yield pairs of a token list and a position in the list at which the last tokens of ``tail`` end, newest
+        first.
+        """
         for half in (self._new, self._old):
             if (generation := half.get(scope)) is not None:
                 tokens = generation.tokens
@@ -96,7 +103,7 @@ _OWN = 4
 _LENGTHS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Match lengths to look for, in tokens."""
 _REMEMBERED = 4096
-"""Number of requests for which the stored output length is known, in case they continue after a preemption."""
+"""Number of requests whose stored output length is remembered, in case the requests continue after a preemption."""
 
 
 class Suffix(Weightless):
@@ -104,9 +111,9 @@ class Suffix(Weightless):
 
     Args:
         max_depth: Maximum match length, in tokens.
-        max_factor: Number of drafts per matching token.
-        min_probability: Minimum fraction of the matches after which the drafts must have followed.
-        max_bytes: Memory for completed outputs. 0 keeps none.
+        max_factor: Maximum number of drafts per matching token.
+        min_probability: Minimum probability of the drafts, as a fraction of the matches.
+        max_bytes: Maximum memory for completed outputs. 0 stores no outputs.
     """
 
     name = "suffix"
@@ -181,7 +188,7 @@ class Suffix(Weightless):
         return len(best), alike
 
     def _likeliest(self, places: Sequence[tuple[list[int], int]], count: int) -> list[int]:
-        """Return the most likely continuation of ``places``, while its probability is high enough."""
+        """Return the most likely tokens after ``places``, up to ``count``, as long as their probability is high enough."""
         drafts: list[int] = []
         if len(places) == 1:
             tokens, place = places[0]

@@ -75,14 +75,14 @@ def test_tensors_go_by_where_they_are() -> None:
 
 def test_a_rank_is_the_same_on_host_and_device() -> None:
     first, second = thread_ranks(2)
-    with pytest.raises(ValueError, match="rank 0 of 2 on the host is rank 1 of 2 on GPUs"):
+    with pytest.raises(ValueError, match="rank 0 of 2 on the host must be the same rank on GPUs, not 1 of 2"):
         DeviceCollectives(first, second)
 
 
 def test_a_torch_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     meeting = Meeting(os.memfd_create("store"))
-    with pytest.raises(ConfigError, match="workers on GPUs exchange by NCCL, which this torch was built without"):
+    with pytest.raises(ConfigError, match="workers on GPUs need NCCL, but this torch was built without NCCL"):
         nccl_group(meeting, "test", 0, 2, torch.device("cuda", 0))
 
 

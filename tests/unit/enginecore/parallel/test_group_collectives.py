@@ -166,9 +166,9 @@ def test_ranks_in_different_collectives_are_told(make: Callable[[int], list[Grou
 
 def test_rows_that_are_not_as_many_as_was_said_are_refused(meeting: Meeting) -> None:
     [alone] = connected(meeting, 1)
-    with pytest.raises(ValueError, match=r"tensor has 2 rows, counts\[0\] is 3"):
+    with pytest.raises(ValueError, match=r"tensor has 2 rows, but counts\[0\] is 3"):
         alone.all_gather_rows(torch.zeros(2), [3])
-    with pytest.raises(ValueError, match=r"2 rows, send_counts are \[2\]; rank 0 sends itself 2 rows and receives 1"):
+    with pytest.raises(ValueError, match=r"2 rows, send_counts is \[2\]; rank 0 sends itself 2 rows and receives 1"):
         alone.all_to_all_rows(torch.zeros(2), [2], [1])
     alone.close()
 
@@ -198,7 +198,7 @@ def test_a_store_that_is_gone_breaks_the_group() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     group = SocketCollectives("group-1", 1, 2)
-    with pytest.raises(CollectiveBroken, match="rank 1 of group group-1 does not reach all others.*refused"):
+    with pytest.raises(CollectiveBroken, match="rank 1 of group group-1 cannot reach all other ranks.*refused"):
         group.connect(Meeting(f"127.0.0.1:{port}"), PATIENCE)
     group.close()
 

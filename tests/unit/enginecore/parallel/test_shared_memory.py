@@ -102,6 +102,6 @@ def test_other_numbers_and_memory_are_refused() -> None:
 def test_without_the_library_the_setting_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = collectives.create(2)
     monkeypatch.setattr(collectives, "available", lambda: False)
-    with pytest.raises(ConfigError, match="executor.collectives is 'shm', which needs the CPU kernels"):
+    with pytest.raises(ConfigError, match="executor.collectives is 'shm', but the CPU kernels are missing"):
         SharedMemoryCollectives(memory, 0, 2)
     os.close(memory)

@@ -117,7 +117,7 @@ def test_a_message_that_is_too_long_breaks_the_connection(pair: list[SocketTrans
     first, last = pair
     waiting = last.receive(torch.zeros(8, dtype=torch.uint8), 0, 0)
     first.send(message(9), 1, 0)
-    with pytest.raises(CollectiveBroken, match="stage 0 sends 9 bytes; at most 8 were expected"):
+    with pytest.raises(CollectiveBroken, match="stage 0 sends a message of 9 bytes, but the limit is 8 bytes"):
         waiting.wait()
 
 

@@ -110,14 +110,14 @@ def test_tokens_that_nobody_wants_to_know_are_let_go_of() -> None:
 def test_a_message_of_another_size_is_an_error() -> None:
     first, last = links_of(2)
     first.send(states(2))
-    with pytest.raises(RuntimeError, match="stage 1 expects 3 tokens and gets 2"):
+    with pytest.raises(RuntimeError, match="stage 1 expects hidden states of 3 tokens, but got 2"):
         last.receive(3)
 
 
 def test_links_are_opened_once() -> None:
     first, _ = links_of(2)
     first.open(max_tokens=16, max_seqs=8, width=WIDTH, dtype=torch.float32)
-    with pytest.raises(ValueError, match="the links are open for"):
+    with pytest.raises(ValueError, match="the links were opened with sizes"):
         first.open(max_tokens=17, max_seqs=8, width=WIDTH, dtype=torch.float32)
 
 

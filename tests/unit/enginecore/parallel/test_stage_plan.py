@@ -47,12 +47,12 @@ def test_stages_may_be_given() -> None:
 
 
 def test_more_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ModelLoadError, match="executor.pipeline_parallel_size is 3; Model has 2 layers.*at most 2"):
+    with pytest.raises(ModelLoadError, match="executor.pipeline_parallel_size is 3, but Model has 2 layers.*at most 2"):
         numbers([1, 1], 3)
 
 
 def test_numbers_that_do_not_sum_up_are_refused() -> None:
-    with pytest.raises(ModelLoadError, match=r"executor.stage_layers are 7 layers in all; Model has 6; change .* by 1"):
+    with pytest.raises(ModelLoadError, match=r"executor.stage_layers has a sum of 7, but Model has 6 layers; change .* by 1"):
         deal_layers("Model", [1] * 6, behind=0, num_stages=2, stage_layers=(3, 4))
 
 

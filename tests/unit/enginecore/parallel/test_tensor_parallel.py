@@ -99,7 +99,7 @@ def test_a_model_that_computes_something_else_in_parts_is_refused(
     groups = thread_ranks(2)
     for group in groups:
         monkeypatch.setattr(group, "all_reduce", lambda tensor: tensor)  # as if a sum were forgotten
-    with pytest.raises(ModelLoadError, match="LlamaForCausalLM computes something else in parts: its logits differ by"):
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM gives other results when split: its logits differ by"):
         in_parts(model, groups)
 
 
@@ -119,7 +119,7 @@ def test_layers_that_do_not_divide_are_refused_with_their_size(tmp_path: Path) -
     model = save_tiny_model("llama", tmp_path, intermediate_size=66)
     group = thread_ranks(4)[0]
     with pytest.raises(
-        ModelLoadError, match=r"is 4; the 66 (out|in)puts of model.layers.0.mlp.\w+ do not divide by it"
+        ModelLoadError, match=r"is 4; the 66 (out|in)puts of model.layers.0.mlp.\w+ are not a multiple of this size"
     ):
         split_model(model, group)
 
@@ -182,12 +182,12 @@ def test_a_word_that_is_not_known_is_refused_with_where_it_stands(word: str) -> 
 
 @pytest.mark.parametrize("plan", [None, {}])
 def test_a_model_without_a_plan_is_refused(plan: dict[str, str] | None) -> None:
-    with pytest.raises(ModelLoadError, match="M has no plan"):
+    with pytest.raises(ModelLoadError, match="M has no tensor-parallel plan"):
         splits_of("M", plan, MODULES)
 
 
 def test_a_plan_of_other_layers_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="the plan of M names no layer that it has"):
+    with pytest.raises(ModelLoadError, match="the plan of M matches no layer of the model"):
         splits_of("M", PLAN, ["transformer.h.0.attn"])
 
 
@@ -195,11 +195,11 @@ def test_heads_that_cannot_be_dealt_are_refused_with_the_sizes_that_can_be() -> 
     Heads(8, 2).check(4)
     with pytest.raises(
         ModelLoadError,
-        match="is 3; the model's 8 attention heads and 2 key-value heads can be dealt to 1, 2, 4, 8",
+        match="is 3; the model's 8 attention heads and 2 key-value heads can be distributed to 1, 2, 4, 8",
     ):
         Heads(8, 2).check(3)
     with pytest.raises(
-        ModelLoadError, match=r"12 attention heads and 6 key-value heads can be dealt to 1, 2, 3, 6, 12 "
+        ModelLoadError, match=r"12 attention heads and 6 key-value heads can be distributed to 1, 2, 3, 6, 12 "
     ):
         Heads(12, 6).check(4)
 

@@ -1,7 +1,8 @@
-"""Planner of drafts: how many drafts a step verifies for each request, and how many are drafted after it.
+"""Planner of drafts: chooses the number of drafts that a step verifies, and the number of tokens to draft after the
+step.
 
-Drafts do not delay other requests. They take no block that a running or waiting request could use. If prompts are being
-computed, drafts take at most an eighth of the token budget.
+Drafts do not delay other requests. They use no block that a running or waiting request could use. While prompts are
+being computed, drafts use at most an eighth of the token budget.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ class DraftPlanner(StepResource):
     """Plans drafts for a scheduler.
 
     Attributes:
-        failure: Why drafting was switched off, or empty.
+        failure: Reason why drafting was switched off, or empty.
     """
 
     stats_name = "spec_decoding_stats"
@@ -46,7 +47,7 @@ class DraftPlanner(StepResource):
         self.failure = ""
 
     def stats(self) -> SpecDecodingStats:
-        """Return counts over all requests since the start."""
+        """Return counts over all requests since the engine started."""
         return msgspec.structs.replace(
             self._stats, num_accepted_tokens_per_pos=self._stats.num_accepted_tokens_per_pos.copy()
         )
@@ -77,7 +78,9 @@ class DraftPlanner(StepResource):
                 left -= count
 
     def add(self, request: Request, new_block_ids: tuple[list[int], ...], output: SchedulerOutput) -> None:
-        """Schedule the next token of a decoding request, which has a block, together with the drafts after it."""
+        """Schedule the next token of a decoding request, together with the drafts after that token. The next token must
+        already have a block.
+        """
         drafts = self._planned.get(request.key)
         if not drafts:
             output.add_known(request, 1, new_block_ids)
@@ -107,7 +110,9 @@ class DraftPlanner(StepResource):
         return request.spec_token_ids
 
     def _place(self, request: Request, count: int) -> tuple[int, tuple[list[int], ...]]:
-        """Return how many of ``count`` positions after the next token have a block, and the blocks that were added."""
+        """Allocate blocks for up to ``count`` positions after the next token. Return the number of positions with a
+        block, and the new blocks.
+        """
         left = self._kv_cache.num_allocated_tokens(request) - request.num_computed_tokens - 1
         if left < count and len(self._waiting) == self._waiting.num_held:
             block_ids = self._kv_cache.allocate_slots(request, 1 + count, reserve=len(self._running))
@@ -118,13 +123,13 @@ class DraftPlanner(StepResource):
     # Drafts to make after a step.
 
     def want(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Set how many tokens to draft after the step, which is scheduled and counts as computed."""
+        """Set the number of tokens to draft after the step. The step must be scheduled and count as computed."""
         if self.failure:
             return
         sampling = []
         for key in output.num_scheduled_tokens:
             request = requests[key]
-            limit = min(request.max_drafts, _room(request) - 1)  # the step adds at least one token
+            limit = min(request.max_drafts, _room(request) - 1)  # The step adds at least one token.
             if request.sampled_step == output.step and limit > 0:
                 sampling.append((request, limit))
         if not sampling:
@@ -145,7 +150,7 @@ class DraftPlanner(StepResource):
         """Set the maximum number of drafts of a new request."""
         asked = request.sampling_params.num_speculative_tokens
         most = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        # the drafter cannot read these prompts
+        # The drafter cannot process prompts with embeddings, or prompts with media if it drafts ahead.
         unread = request.prompt_embeds is not None or (request.mm_features and self._drafts_ahead)
         request.max_drafts = 0 if request.pooling_params is not None or unread else most
 
@@ -164,7 +169,7 @@ class DraftPlanner(StepResource):
             if request is not None and step.step >= request.valid_from_step:
                 request.spec_token_ids = token_ids
         decoded = len(step.num_scheduled_tokens) + sum(map(len, step.scheduled_spec_decode_tokens.values()))
-        # In a step with prompt chunks, the drafter also computed the prompts, so its time says little about drafts.
+        # In a step with prompt chunks, the drafter also computed the prompts, so its time is not the cost of drafting.
         if drafts.seconds and step.num_drafts_wanted and step.total_num_scheduled_tokens == decoded:
             num_tokens = max(map(len, drafts.draft_token_ids), default=0)
             self._policy.drafting_took(len(step.num_drafts_wanted), num_tokens, drafts.seconds)
@@ -193,7 +198,9 @@ class DraftPlanner(StepResource):
 
 
 def _room(request: Request) -> int:
-    """Return how many drafts may be verified before ``max_tokens`` is reached. The token after them is the last one."""
+    """Return the number of drafts that may be verified before ``max_tokens`` is reached. One token is sampled after the
+    drafts.
+    """
     return request.max_tokens - request.num_output_tokens - 1
 
 
@@ -207,13 +214,15 @@ def _history(request: Request, policy: DraftPolicy, *, forced: bool = False) -> 
     return request.draft_history
 
 
-# Description of an engine's speculation, for operators.
+# Description of an engine's speculative decoding, for operators.
 
 
 def speculation_facts(
     config: SpeculativeConfig, stats: SpecDecodingStats | None, failure: str | None
 ) -> dict[str, Any] | None:
-    """Return the method, its limit, its failure (empty if none) and its statistics, or None without speculation."""
+    """Return the method, the maximum number of drafts, the failure (or empty) and the statistics. Return None without
+    speculative decoding.
+    """
     if not config.enabled:
         return None
     return {

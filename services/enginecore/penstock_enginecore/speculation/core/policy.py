@@ -1,5 +1,5 @@
-"""Number of drafts that pay off, from the acceptance of a request's drafts and the cost of a step by its number of
-tokens.
+"""Choice of the number of drafts with the best throughput, from the acceptance of each request's drafts and the cost of
+a step by its number of tokens.
 """
 
 import time
@@ -9,19 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 _SCALE_RATE = 0.05
 _PLAUSIBLE = 4.0
 _UNKNOWN = {1: 1.0, 64: 2.0}
-"""Costs if the engine was not timed: the unit is arbitrary, and additional rows are cheap."""
+"""Assumed cost by number of rows, if steps were not timed. The unit is arbitrary, and additional rows are cheap."""
 
 
 class StepCost:
     """Estimates the seconds of a step by its number of rows.
 
-    Between and beyond the points that were timed at startup, the estimate is linear. A scale factor, which steps keep
-    up to date, accounts for what was not timed: long contexts, sampling, and other load on the machine.
+    Between and beyond the sizes that were timed at start-up, the estimate is linear. A scale factor covers effects that
+    were not timed: long contexts, sampling, and other load on the machine. Each step updates the scale factor.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
         """Args:
-        points: Seconds by number of rows. More rows never count as cheaper.
+        points: Seconds by number of rows. If more rows were measured as cheaper, the higher cost is used.
         """
         known = sorted((points if len(points) > 1 else _UNKNOWN).items())
         self._rows = [rows for rows, _ in known]
@@ -33,7 +33,7 @@ class StepCost:
 
     @property
     def most_rows(self) -> int:
-        """Largest number of rows with a usable estimate: twice the largest that was timed."""
+        """Largest number of rows with a usable estimate, which is twice the largest number of rows that was timed."""
         return 2 * self._rows[-1]
 
     def seconds(self, rows: int) -> float:
@@ -60,12 +60,12 @@ class StepCost:
         return max(seconds[place - 1] + slope * (rows - first), seconds[0])
 
 
-# Timing of steps at startup.
+# Timing of steps at start-up.
 
 _CAREFUL_SECONDS, _MAX_SECONDS = 0.2, 0.4
-"""Time limits in seconds. Until the first, each number of tokens is timed in three passes, then in two. After the
-second, timing stops. The first pass of each size grows buffers and is slow: with 32 rows it takes twice as long as the
-next.
+"""Two time limits in seconds. Before the first limit, each number of tokens is timed in three passes; after it, in two
+passes. After the second limit, timing stops. The first pass of each size is slow, because it enlarges buffers: with 32
+rows it takes twice as long as the second.
 """
 
 
@@ -77,14 +77,16 @@ def time_steps(
 ) -> dict[int, float]:
     """Return the seconds of forward passes by number of tokens, for as many sizes as fit into half a second.
 
-    The engine decides how many passes to run, by its own clock. Workers that share a model's layers wait for each other
-    in each pass, so all must run the same passes. If each worker decided by its own clock, one could wait forever.
+    The engine decides by its own clock how many passes to run. Workers with shards of the same model wait for each
+    other in each pass, so all workers must run the same number of passes. If each worker decided by its own clock, a
+    worker could wait forever.
 
     Args:
-        fastest: Runs passes. Takes the number of tokens and the number of passes, and returns the seconds of the fastest.
+        fastest: Function with the arguments number of tokens and number of passes. It runs the passes and returns the
+            seconds of the fastest pass.
         num_tokens: Numbers of tokens, in ascending order.
-        max_len: Tokens of the longest sequence that the model allows.
-        clock: Returns seconds.
+        max_len: Maximum sequence length in tokens.
+        clock: Function that returns seconds.
     """
     began = clock()
     found: dict[int, float] = {}
@@ -102,22 +104,22 @@ _FIRST_REST, _LONGEST_REST = 32, 512
 _SLOWEST, _QUICKEST = 0.12, 0.5
 _SHARED_RATE = 0.02
 TRIAL = 2
-"""Number of drafts in a trial after a rest."""
+"""Number of drafts in a trial, after a pause in which a request got no drafts."""
 
 
 class Prior:
-    """Acceptance at each place over all requests, with which a new request starts."""
+    """Acceptance at each draft position over all requests. A new request starts with these values."""
 
     def __init__(self, num_places: int, held: float = 0.6) -> None:
         self.held = [held] * num_places
 
 
 class DraftHistory:
-    """Tracks, for each place in a draft, the probability that its token is accepted if all tokens before it are
-    accepted.
+    """Tracks the acceptance of one request's drafts. For each draft position, it has the probability that the draft is
+    accepted if all drafts before it are accepted.
 
-    If drafts do not pay off, the request rests for 32 tokens, then tries again. Each rest is twice as long as the
-    previous rest, up to 512 tokens.
+    If drafts make a request slower, the request rests, which means that it gets no drafts for 32 tokens. Then drafts
+    are tried again. Each rest is twice as long as the previous rest, up to 512 tokens.
     """
 
     __slots__ = ("_counts", "_prior", "held", "next_rest", "rest_left", "tries")
@@ -129,7 +131,7 @@ class DraftHistory:
         self.rest_left = 0
         self.next_rest = _FIRST_REST
         self.tries = False
-        """Whether a rest is over, and the next drafts decide whether the request rests again."""
+        """Whether a rest has ended, and the next drafts decide whether the request rests again."""
 
     def verified(self, num_drafted: int, num_accepted: int) -> None:
         """Record that the first ``num_accepted`` of ``num_drafted`` drafts were accepted."""
@@ -154,29 +156,30 @@ class DraftHistory:
                 self.tries = True
 
     def rest(self) -> None:
-        """Start a rest, because drafts do not pay off."""
+        """Start a rest, because drafts make the request slower."""
         self.rest_left, self.next_rest = self.next_rest, min(2 * self.next_rest, _LONGEST_REST)
         self.tries = False
 
 
 _RATE = 0.1
 _FALLING_RATE = 0.5
-"""Estimates fall faster than they grow. A slow drafter may have read prompts or shared the machine, which says little
-about drafts.
+"""Weight of a measurement that lowers an estimate. Estimates fall faster than they grow, because a slow measurement may
+have other causes, such as prompts or other load on the machine.
 """
 _FADING_RATE = 0.005
-"""Decay of an estimate that is too high to be measured again, until drafting is tried again."""
+"""Decay of an estimate that is so high that nothing is drafted. After some decay, drafting is tried and measured again.
+"""
 _MARGIN = 1.01
-"""Minimum gain of drafts, because estimates are not exact."""
+"""Minimum ratio by which drafts must increase the throughput, because estimates are not exact."""
 
 
 class DraftPolicy:
     """Chooses how many tokens to draft or verify for each request.
 
-    The draft slots of all requests compete. A slot's gain is the probability that its draft and all drafts before it
-    are accepted. Slots are taken in order of probability while the step's expected tokens per second grow. So an engine
-    with many requests, where a row costs as much as a token gains, drafts less or not at all. If ``adaptive`` is False,
-    the limits are always used.
+    The draft positions of all requests compete. The gain of a draft position is the probability that its draft and all
+    drafts before it are accepted. The policy adds draft positions in order of probability, as long as the expected
+    tokens per second of the step grow. With many requests, an additional row can cost as much time as its expected
+    token saves. The engine then drafts less or not at all. If ``adaptive`` is False, the limits are always used.
     """
 
     def __init__(self, max_drafts: int, adaptive: bool, cost: StepCost) -> None:
@@ -190,20 +193,21 @@ class DraftPolicy:
         """Return the history of a new request. ``kind`` groups drafts with a similar acceptance."""
         prior = self._priors.get(kind)
         if prior is None:
-            # Forced text is almost always accepted; at worst it is tokenized differently.
+            # Forced text is almost always accepted. It is rejected only if the model tokenizes the text differently.
             prior = self._priors[kind] = Prior(self._max_drafts, 0.9 if kind == "forced" else 0.6)
         return DraftHistory(prior)
 
     def choose(
         self, histories: Sequence[DraftHistory], limits: Sequence[int], num_rows: int, *, drafting: bool
     ) -> list[int]:
-        """Choose how many of ``limits`` tokens each request should draft or verify.
+        """Choose how many tokens each request should draft or verify, up to its limit.
 
         Args:
             histories: History of each request.
             limits: Maximum number of tokens for each request.
             num_rows: Number of other rows in the step.
-            drafting: True to draft. False to verify drafts that exist, whose drafting costs nothing more.
+            drafting: True if the tokens must still be drafted. False if the drafts exist, so that only verifying them
+                costs time.
         """
         if not self._adaptive:
             return list(limits)
@@ -252,8 +256,8 @@ class DraftPolicy:
         *,
         drafting: bool,
     ) -> None:
-        """Start rests of requests that get no drafts, if certain drafts would pay off. Start trials of requests whose
-        rest is over.
+        """Start rests of requests that get no drafts, if drafts with certain acceptance would be chosen. Start trials
+        of requests whose rest has ended.
         """
         certain = (num_rows + 1) / (self.cost.seconds(num_rows + 1) + per_draft)
         pays = certain > _MARGIN * num_rows / self.cost.seconds(num_rows)
