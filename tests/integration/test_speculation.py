@@ -228,7 +228,7 @@ def test_an_aborted_request_is_ended_for_the_drafter_too(reference: Reference) -
 
 
 def test_speculation_is_refused_where_it_cannot_be(model: Path) -> None:
-    with pytest.raises(Exception, match=r"speculative.model empty"):
+    with pytest.raises(Exception, match=r"speculative.model is empty"):
         SpeculativeConfig(method="draft_model")
     with pytest.raises(Exception, match=r"prompt_lookup_min is 4; it must be at most .* 3"):
         SpeculativeConfig(method="ngram", prompt_lookup_min=4, prompt_lookup_max=3)

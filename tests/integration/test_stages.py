@@ -251,7 +251,7 @@ def test_sleeping_stages_load_their_layers_again(tmp_path: Path, llama: Any, str
     [
         (
             {"kind": "uniproc", "pipeline_parallel_size": 2},
-            "executor.pipeline_parallel_size is 2 and executor.kind is 'uniproc'",
+            "executor.pipeline_parallel_size is 2, but executor.kind is 'uniproc'",
         ),
         (
             {"kind": "multiproc", "pipeline_parallel_size": 2, "stage_layers": (1, 2, 1)},
@@ -259,7 +259,7 @@ def test_sleeping_stages_load_their_layers_again(tmp_path: Path, llama: Any, str
         ),
         (
             {"kind": "multiproc", "pipeline_parallel_size": 9, "tensor_parallel_size": 8},
-            "executor.tensor_parallel_size is 8 and executor.pipeline_parallel_size 9: 72 workers, and an engine has at most 64",
+            "executor.tensor_parallel_size is 8 and executor.pipeline_parallel_size is 9, which makes 72 workers; the limit is 64",
         ),
         (
             {"pipeline_parallel_size": 2, "devices": (0, 1, 2)},

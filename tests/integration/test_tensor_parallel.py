@@ -115,5 +115,5 @@ def test_sleeping_workers_load_their_part_again(saved: tuple[Path, Any], engine:
 
 
 def test_several_workers_need_processes() -> None:
-    with pytest.raises(ConfigError, match="executor.tensor_parallel_size is 2 and executor.kind is 'uniproc'"):
+    with pytest.raises(ConfigError, match="executor.tensor_parallel_size is 2, but executor.kind is 'uniproc'"):
         ExecutorConfig(kind="uniproc", tensor_parallel_size=2)

@@ -1,9 +1,9 @@
 """Configuration of an engine process, its sessions with frontends, and checks across sections.
 
-Each value is validated when its struct is built. ``penstock_common.config.loader`` refuses unknown keys. The field of a
-setting has its description and its range, which also appear in ``--help``, docs/reference/settings.md and the chart. Flags and
-environment names derive from the field names: ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs`` and
-``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
+Each value is validated when its struct is built. ``penstock_common.config.loader`` refuses unknown keys. Each field has
+a description and a range, which also appear in ``--help``, docs/reference/settings.md and the chart. Flags and
+environment names derive from the field names. For example, ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs``
+and ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
 """
 
 import os
@@ -143,7 +143,7 @@ NEEDS: Needs = (
 
 
 class CoordinatorClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The connection to the coordinator, with which the engine registers."""
+    """The connection to the coordinator, at which the engine registers."""
 
     address: Annotated[str, Meta(description="The coordinator's host:port. Empty: the engine does not register.")] = ""
     advertise: Annotated[
@@ -289,8 +289,8 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         check_fields("", self)
         if self.kv_transfer.enabled and not self.cache.enable_prefix_caching:
             raise ConfigError(
-                f"kv_transfer.transport is {self.kv_transfer.transport!r} and cache.enable_prefix_caching false; "
-                "transfers identify blocks by their prefix hash, so set it to true"
+                f"kv_transfer.transport is {self.kv_transfer.transport!r}, but cache.enable_prefix_caching is false; "
+                "transfers identify blocks by their prefix hash, so set cache.enable_prefix_caching to true"
             )
         if self.kv_transfer.connector:
             self._check_connector(self.kv_transfer.connector)
@@ -298,40 +298,42 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             self._check_rank()
         elif self.expert_parallel.enabled:
             raise ConfigError(
-                f"expert_parallel.enabled is true and data_parallel.size {self.data_parallel.size}; only a "
-                "data-parallel group of 2 or more ranks can share experts"
+                f"expert_parallel.enabled is true, but data_parallel.size is {self.data_parallel.size}; experts can only be "
+                "distributed over a data-parallel group of 2 or more ranks"
             )
 
     def _check_connector(self, name: str) -> None:
         if not self.cache.enable_prefix_caching:
             raise ConfigError(
-                f"kv_transfer.connector is {name!r} and cache.enable_prefix_caching false; connectors identify "
-                "blocks by their prefix hash, so set it to true"
+                f"kv_transfer.connector is {name!r}, but cache.enable_prefix_caching is false; connectors identify "
+                "blocks by their prefix hash, so set cache.enable_prefix_caching to true"
             )
         if self.cache.host_memory:
             raise ConfigError(
-                f"kv_transfer.connector is {name!r} and cache.host_memory {self.cache.host_memory}; only one of "
+                f"kv_transfer.connector is {name!r} and cache.host_memory is {self.cache.host_memory}; only one of "
                 "them can load blocks, so set cache.host_memory to 0"
             )
 
     def _check_rank(self) -> None:
-        """Raise ConfigError for settings that a rank does not support. A rank runs one step at a time, in one worker."""
+        """Raise ConfigError if a data-parallel rank does not support a setting. A rank runs one step at a time, in one
+        worker.
+        """
         executor, size = self.executor, self.data_parallel.size
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_concurrent_batches"):
             if getattr(executor, name) > 1:
                 raise ConfigError(
-                    f"data_parallel.size is {size} and executor.{name} {getattr(executor, name)}; a data-parallel "
+                    f"data_parallel.size is {size} and executor.{name} is {getattr(executor, name)}; a data-parallel "
                     "rank needs 1"
                 )
         if self.scheduler.async_scheduling:
             raise ConfigError(
-                f"data_parallel.size is {size} and scheduler.async_scheduling true; data-parallel ranks do not "
+                f"data_parallel.size is {size} and scheduler.async_scheduling is true; data-parallel ranks do not "
                 "support asynchronous scheduling"
             )
         if not self.coordinator.address:
             raise ConfigError(
-                f"data_parallel.size is {size} and coordinator.address empty; the coordinator forms the group, so "
-                "set its address"
+                f"data_parallel.size is {size}, but coordinator.address is empty; the coordinator forms the group, so "
+                "set coordinator.address"
             )
         if self.data_parallel.address:
             check_internal_port(
@@ -340,5 +342,5 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def name(self) -> str:
-        """The configured engine id, or a generated one that is unique even if hosts have equal names."""
+        """The configured engine id, or a generated id that is unique even if hosts have equal names."""
         return self.engine_id or f"{os.uname().nodename}-{_OWN_NUMBER}"

@@ -12,7 +12,7 @@ from penstock_common.errors import ConfigError
 
 
 class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Hosts that the workers run on. The engine's host is node 0. The other hosts run ``python -m penstock_enginecore
+    """Hosts on which the workers run. The engine's host is node 0. The other hosts run ``python -m penstock_enginecore
     worker`` with the same configuration.
     """
 
@@ -72,7 +72,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"executor.nodes.leader is {self.leader!r}; it {e}") from None
         if self.index >= self.size > 1:
             raise ConfigError(
-                f"executor.nodes.index is {self.index} and executor.nodes.size {self.size}; nodes are 0 to "
+                f"executor.nodes.index is {self.index}, but executor.nodes.size is {self.size}; nodes are 0 to "
                 f"{self.size - 1}"
             )
 
@@ -204,19 +204,19 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name in ("tensor_parallel_size", "pipeline_parallel_size"):
             if getattr(self, name) > 1 and self.kind == "uniproc":
                 raise ConfigError(
-                    f"executor.{name} is {getattr(self, name)} and executor.kind is 'uniproc', which has one "
+                    f"executor.{name} is {getattr(self, name)}, but executor.kind is 'uniproc', which has only one "
                     "worker; set executor.kind to 'auto' or 'multiproc'"
                 )
         if self.num_workers > MAX_WORKERS:
             raise ConfigError(
-                f"executor.tensor_parallel_size is {self.tensor_parallel_size} and executor.pipeline_parallel_size "
-                f"{self.pipeline_parallel_size}: {self.num_workers} workers, and an engine has at most {MAX_WORKERS}"
+                f"executor.tensor_parallel_size is {self.tensor_parallel_size} and executor.pipeline_parallel_size is "
+                f"{self.pipeline_parallel_size}, which makes {self.num_workers} workers; the limit is {MAX_WORKERS}"
             )
         if self.pipeline_parallel_size % self.nodes.size:
             raise ConfigError(
-                f"executor.nodes.size is {self.nodes.size} and executor.pipeline_parallel_size "
-                f"{self.pipeline_parallel_size}; each node runs the same number of whole stages, so make the "
-                "second a multiple of the first"
+                f"executor.nodes.size is {self.nodes.size} and executor.pipeline_parallel_size is "
+                f"{self.pipeline_parallel_size}; each node runs the same number of stages, so make "
+                "executor.pipeline_parallel_size a multiple of executor.nodes.size"
             )
         if self.stage_layers and len(self.stage_layers) != self.pipeline_parallel_size:
             raise ConfigError(
@@ -225,7 +225,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.keep_addresses and self.num_workers > 1:
             raise ConfigError(
-                f"executor.keep_addresses is true, but there are {self.num_workers} workers; it supports one "
+                f"executor.keep_addresses is true, but there are {self.num_workers} workers; it supports only one "
                 "worker, so set it to false"
             )
         self._check_devices()
@@ -239,7 +239,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if len(set(self.devices)) != len(self.devices):
             twice = next(each for each in self.devices if self.devices.count(each) > 1)
-            raise ConfigError(f"executor.devices has device {twice} twice; give each worker a device of its own")
+            raise ConfigError(f"executor.devices has device {twice} twice; give each worker a different device")
 
     @property
     def num_workers(self) -> int:
@@ -248,7 +248,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def resolved_kind(self) -> str:
-        """The executor's name, with auto resolved."""
+        """The executor's name. If ``kind`` is auto, the name that auto selects."""
         if self.kind != "auto":
             return self.kind
         return "multiproc" if self.num_workers > 1 else "uniproc"

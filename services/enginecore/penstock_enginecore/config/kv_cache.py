@@ -131,17 +131,17 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_fields("cache", self)
         if self.host_memory and not self.enable_prefix_caching:
             raise ConfigError(
-                f"cache.host_memory is {self.host_memory} and cache.enable_prefix_caching false; blocks are found "
-                "by their prefix, so set it to true"
+                f"cache.host_memory is {self.host_memory}, but cache.enable_prefix_caching is false; blocks are found "
+                "by their prefix, so set cache.enable_prefix_caching to true"
             )
         if self.disk and not self.host_memory:
             raise ConfigError(
-                f"cache.disk is {self.disk!r} and cache.host_memory 0; the disk stores blocks evicted from host "
+                f"cache.disk is {self.disk!r}, but cache.host_memory is 0; the disk stores blocks evicted from host "
                 "memory, so set cache.host_memory"
             )
         if bool(self.disk) != bool(self.disk_size):
             raise ConfigError(
-                f"cache.disk is {self.disk!r} and cache.disk_size {self.disk_size}; a disk cache needs a directory and a size"
+                f"cache.disk is {self.disk!r} and cache.disk_size is {self.disk_size}; set both of them or neither"
             )
 
 
@@ -261,12 +261,12 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             _check_allowed(place, text)
         if self.connector and self.enabled:
             raise ConfigError(
-                f"kv_transfer.connector is {self.connector!r} and kv_transfer.transport {self.transport!r}; only "
+                f"kv_transfer.connector is {self.connector!r} and kv_transfer.transport is {self.transport!r}; only "
                 "one of them can load blocks, so set kv_transfer.transport to 'off'"
             )
         if self.max_lease < self.lease:
             raise ConfigError(
-                f"kv_transfer.max_lease is {self.max_lease:g}; it must not be less than kv_transfer.lease = {self.lease:g}"
+                f"kv_transfer.max_lease is {self.max_lease:g}; it must be at least kv_transfer.lease, which is {self.lease:g}"
             )
 
     @property

@@ -93,7 +93,7 @@ class DataParallelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
         check_fields("data_parallel", self)
         if self.min_size > self.size:
             raise ConfigError(
-                f"data_parallel.min_size is {self.min_size}; it must not exceed data_parallel.size = {self.size}"
+                f"data_parallel.min_size is {self.min_size}; it must be at most data_parallel.size, which is {self.size}"
             )
         if self.address:
             try:

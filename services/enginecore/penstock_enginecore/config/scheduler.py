@@ -119,7 +119,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def by_priority(self) -> bool:
-        """Whether requests with a lower priority number go first."""
+        """Whether requests with a lower priority number are scheduled first."""
         return self.policy == "priority"
 
     @property

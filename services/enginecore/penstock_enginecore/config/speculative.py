@@ -1,4 +1,4 @@
-"""Settings of speculative decoding: tokens are drafted, and a step verifies several of them at once."""
+"""Settings of speculative decoding: a drafter proposes tokens, and a step verifies several of them together."""
 
 from typing import Annotated, Literal
 
@@ -89,11 +89,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         check_fields("speculative", self)
         if self.method in _WITH_MODEL and not self.model:
             raise ConfigError(
-                f"speculative.method is {self.method} and speculative.model empty; set it to the draft model or head"
+                f"speculative.method is {self.method}, but speculative.model is empty; set it to the draft model or head"
             )
         if self.model and self.method not in _WITH_MODEL:
             raise ConfigError(
-                f"speculative.model is {self.model!r} and speculative.method {self.method!r}; only "
+                f"speculative.model is {self.model!r}, but speculative.method is {self.method!r}; only "
                 f"{', '.join(_WITH_MODEL)} use a model"
             )
         if self.prompt_lookup_min > self.prompt_lookup_max:

@@ -1,1 +1,3 @@
-"""gRPC of the engine: sessions of frontends, message conversion, the coordinator client, sessions with other nodes."""
+"""gRPC of the engine: sessions of frontends, conversion of messages, the coordinator client, and sessions with other
+nodes.
+"""

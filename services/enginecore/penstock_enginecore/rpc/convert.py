@@ -28,9 +28,10 @@ NOT_SERVED_YET = (
 def request_from_proto(
     message: pb.EngineCoreRequest, embeds: PromptEmbeds | None = None, features: Sequence[MultiModalFeature] = ()
 ) -> EngineCoreRequest:
-    """Convert a request. ``embeds`` are its prompt embeddings, ``features`` its media items.
+    """Convert a request. ``embeds`` are the request's prompt embeddings, and ``features`` its media items.
 
-    Raises Unimplemented for a field that is not supported yet, and InvalidArgument if there are no parameters.
+    Raises Unimplemented if a field that is not supported yet is set. Raises InvalidArgument if there are neither
+    sampling nor pooling parameters.
     """
     request.refuse_set(message, NOT_SERVED_YET)
     kind = message.WhichOneof("params")
@@ -64,7 +65,7 @@ def _reasoning(text: str) -> ReasoningTokens | None:
 
 
 def draining_to_proto(time_left: float) -> pb.Draining:
-    """Build the message that new requests are refused. Running requests have ``time_left`` seconds."""
+    """Build the message that the engine refuses new requests. Running requests end after ``time_left`` seconds."""
     return pb.Draining(deadline=time.time() + time_left, time_left=time_left)
 
 
@@ -87,7 +88,7 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
 
 
 def pooled_to_proto(output: EngineCoreOutput, ref: TensorRef | None) -> pb.EngineCoreOutputs:
-    """Build the frame of one output whose vectors were sent before in chunks. ``ref`` refers to the chunks."""
+    """Build the frame of one output whose vectors were already sent in chunks. ``ref`` refers to the chunks."""
     vectors = output.pooling_output
     alone = output_to_proto(msgspec.structs.replace(output, pooling_output=None))
     if vectors is not None:

@@ -1,4 +1,6 @@
-"""The engine's session with the coordinator: registration, load reports, commands for data-parallel ranks, and leaving."""
+"""The engine's session with the coordinator: registration, load reports, commands for data-parallel ranks, and
+deregistration.
+"""
 
 import asyncio
 import contextlib
@@ -62,12 +64,12 @@ def register_to_proto(engine: EngineRegistration) -> pb.Register:
 
 
 def start_dp_wave_from_proto(message: pb.StartDpWave, rank: str) -> StartDpWave:
-    """Convert the coordinator's command that ``rank`` joins a wave."""
+    """Convert the coordinator's command to ``rank`` to join a wave."""
     return StartDpWave(rank, message.group_epoch, message.wave, data_parallel.pauses_from_proto(message.pauses))
 
 
 def named_from_proto(message: pb.Reconfigure, rank: str) -> Named:
-    """Convert the coordinator's command that ``rank`` joins a group."""
+    """Convert the coordinator's command to ``rank`` to join a group."""
     command = from_message(
         message,
         Reconfigure,
@@ -87,22 +89,24 @@ Session = grpc.aio.StreamStreamCall[pb.EngineReport, pb.EngineCommand]
 
 
 class CoordinatorClient:
-    """Keeps the engine registered for as long as ``run`` runs. The engine also serves requests without a coordinator.
+    """Keeps the engine registered at the coordinator while ``run`` runs. Without a coordinator, the engine still serves
+    requests.
 
-    All methods belong to the engine's I/O loop. The callables are called there, possibly while a step runs, so they
-    must return at once.
+    Only the engine's I/O loop may call the methods. The loop also calls the callbacks, possibly while a step runs, so
+    callbacks must return without waiting.
 
-    Reports are sent every ``stats_interval`` if something changed. The coordinator can lengthen the interval. At least
-    three reports are sent per lease. The engine also tries to reconnect that often once it knows its lease. It is then
-    connected again before a restarted coordinator first publishes its view of the cluster.
+    Reports are sent every ``stats_interval`` if the load has changed. The coordinator can lengthen the interval. At
+    least three reports are sent per lease. Once the engine knows its lease, it also tries to reconnect at least three
+    times per lease. The engine is then connected again before a restarted coordinator first publishes its view of the
+    cluster.
 
     Args:
         config: Settings of the connection.
-        registration: Returns the engine's registration, for each connection.
-        stats: Returns the load for each report, or None before the first step.
-        on_command: Called with the coordinator's commands.
-        on_registered: Called with the engine's index and its lease in seconds.
-        on_group: Called with commands for a rank, or None to refuse them.
+        registration: Function that returns the engine's registration. Called for each connection.
+        stats: Function that returns the load for a report, or None before the first step.
+        on_command: Function that is called with the coordinator's commands.
+        on_registered: Function that is called with the engine's index and the duration of its lease in seconds.
+        on_group: Function that is called with commands for a rank. None if such commands are refused.
         credentials: TLS credentials.
     """
 
@@ -141,7 +145,7 @@ class CoordinatorClient:
         await self._reconnector.run()
 
     def draining(self, time_left: float) -> None:
-        """Tell the current and later coordinators that the engine refuses new requests until it exits.
+        """Tell the coordinator, now and after reconnects, that the engine refuses new requests until it exits.
 
         ``time_left`` is the number of seconds until the remaining requests end with ABORT.
         """
@@ -149,16 +153,16 @@ class CoordinatorClient:
         self._wake.set()
 
     def tell(self, message: ToCoordinator) -> None:
-        """Send a message from a rank. Without a connection it is dropped; the next registration includes the rank's
-        state.
+        """Send a message from a rank. Without a connection, the message is dropped, because the next registration
+        includes the rank's state.
         """
         if self.connected:
             self._told.append(message)
             self._wake.set()
 
     async def close(self) -> None:
-        """Leave the cluster and end ``run``, within ``CLOSE_TIMEOUT`` even if the coordinator does not react.
-        Idempotent.
+        """Leave the cluster and end ``run``. This takes at most ``CLOSE_TIMEOUT``, even if the coordinator does not
+        react. Idempotent.
         """
         self._wake.set()
         await self._reconnector.close(grace=CLOSE_TIMEOUT)
@@ -190,7 +194,7 @@ class CoordinatorClient:
         await call.write(pb.EngineReport(register=register_to_proto(registration)))
         first = await call.read()
         if not isinstance(first, pb.EngineCommand) or first.WhichOneof("message") != "registered":
-            raise Internal("the coordinator did not answer register with registered")
+            raise Internal("the coordinator's answer to register is not registered")
         if not first.registered.lease_seconds > 0:
             raise Internal(f"registered.lease_seconds is {first.registered.lease_seconds}; it must be greater than 0")
         return first.registered
@@ -204,7 +208,7 @@ class CoordinatorClient:
         told_loras: LoraHeld | None = None
         sent_at = -math.inf
         told_draining: float | None = None
-        # A write raises InvalidStateError if the stream has ended. The reader has the reason.
+        # A write raises InvalidStateError if the stream has ended. The reader task gets the reason.
         with contextlib.suppress(asyncio.InvalidStateError):
             while not reader.done() and not self._reconnector.closing:
                 self._wake.clear()
@@ -231,7 +235,7 @@ class CoordinatorClient:
     async def _leave(self, call: Session, reader: asyncio.Task[None]) -> None:
         """Announce the shutdown, and wait until the coordinator has read it."""
         await call.write(pb.EngineReport(notification=pb.NOTIFICATION_SHUTDOWN_COMPLETE))
-        with contextlib.suppress(grpc.aio.InternalError):  # The stream has ended; the reader has the reason.
+        with contextlib.suppress(grpc.aio.InternalError):  # The stream has ended. The reader task gets the reason.
             await call.done_writing()
         await asyncio.wait({reader})
 
@@ -256,7 +260,7 @@ def _checked_interval(seconds: float) -> float:
 
 
 def _outputs(stats: SchedulerStats | None, engine_index: int) -> pb.EngineReport:
-    """Build a load report. Without statistics, it only renews the lease."""
+    """Build a load report. Without statistics, the report only renews the lease."""
     outputs = enginecore_pb.EngineCoreOutputs(engine_index=engine_index, timestamp=time.monotonic())
     if stats is not None:
         outputs.scheduler_stats.CopyFrom(to_message(stats, stats_pb2.SchedulerStats))

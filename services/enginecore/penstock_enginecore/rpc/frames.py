@@ -1,4 +1,6 @@
-"""Frames of step outputs for one frontend: encoding, splitting to the size limit, and batching of several in a message."""
+"""Frames with the outputs of a step for one frontend: encoding, splitting at the size limit, and batching of several
+frames in a message.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -26,12 +28,12 @@ from penstock_enginecore.rpc import convert
 
 
 class Encoded(NamedTuple):
-    """Outputs with their frame.
+    """Outputs, and the frame that contains them.
 
     Attributes:
         outputs: The outputs in the frame.
         frame: The encoded message.
-        broken: Ids of requests that end here, because one of their outputs cannot be encoded.
+        broken: Ids of requests that end in this frame, because one of their outputs cannot be encoded.
     """
 
     outputs: EngineCoreOutputs
@@ -42,8 +44,8 @@ class Encoded(NamedTuple):
 def encoded(outputs: EngineCoreOutputs) -> Encoded:
     """Encode outputs as a frame.
 
-    If an output cannot be encoded, its request ends with an error. If an answer cannot be encoded, its utility call
-    fails. Cache events that cannot be encoded are dropped.
+    If an output cannot be encoded, its request ends with an error. If the result of a utility call cannot be encoded,
+    the call fails. Cache events that cannot be encoded are dropped.
     """
     try:
         return Encoded(outputs, convert.outputs_to_proto(outputs), [])
@@ -96,16 +98,18 @@ def _sendable_events(events: list[KvCacheEvent]) -> list[KvCacheEvent]:
     return events
 
 
-# Batches: a message with several frames costs the stream little more than a message with one.
+# Batches of frames. Sending a message with several frames costs little more than sending a message with one frame.
 
 MAX_BATCH_BYTES = 32 * 1024
-"""Maximum bytes of frames in one message, unless it has only one. Small messages keep later ones from waiting."""
+"""Maximum size in bytes of all frames in a message with several frames. A small limit avoids that later messages wait
+for a large message.
+"""
 _HEADER_BYTES = 8
 """Maximum overhead in bytes per frame."""
 
 
 class FrameBatch:
-    """The frames of one message, in order. Frames can be added until the message is made."""
+    """The frames of one message, in order. Frames can be added until ``make`` is called."""
 
     __slots__ = ("_frames", "_made", "_num_bytes")
 
@@ -115,11 +119,13 @@ class FrameBatch:
         self._made = False
 
     def __bool__(self) -> bool:
-        """Return whether the batch has a frame."""
+        """Return whether the batch has at least one frame."""
         return bool(self._frames)
 
     def takes(self, num_bytes: int, max_bytes: int) -> bool:
-        """Return whether a frame of ``num_bytes`` still fits, if a message may have ``max_bytes``."""
+        """Return whether a frame of ``num_bytes`` bytes still fits into the message. ``max_bytes`` is the maximum size
+        of a message.
+        """
         return not self._made and self._num_bytes + num_bytes + _HEADER_BYTES <= min(MAX_BATCH_BYTES, max_bytes)
 
     def add(self, frame: pb.EngineCoreOutputs, num_bytes: int) -> None:
@@ -138,14 +144,14 @@ class FrameBatch:
 
 
 _FRAME_BYTES = 1024
-"""Maximum bytes of a frame, without its outputs and events."""
+"""Maximum size of a frame in bytes, without its outputs and events."""
 _OUTPUT_BYTES = 256
 _EVENT_BYTES = 32
 _ENTRY_BYTES = 14
-"""Maximum bytes of a log-probability entry: two numbers of up to 5 bytes, and a float."""
+"""Maximum size of a log-probability entry in bytes: two integers of up to 5 bytes, and a float."""
 _NUMBER_BYTES = 5
 _MEDIA_BYTES = 12
-"""Maximum bytes of a media item in a block, without its identifier."""
+"""Maximum size of a media item of a block in bytes, without its identifier."""
 _COLUMN_BYTES = 4
 _CHARACTER_BYTES = 4
 
@@ -155,7 +161,7 @@ class Frames(NamedTuple):
 
     Attributes:
         frames: Frames in order.
-        refused: Ids of requests with an output that is too large for any frame. That output became the error that ends
+        refused: Ids of requests with an output that is too large for any frame. An error replaces the output and ends
             the request.
     """
 
@@ -166,8 +172,8 @@ class Frames(NamedTuple):
 def split(outputs: EngineCoreOutputs, max_bytes: int) -> Frames:
     """Split outputs into frames of up to ``max_bytes`` each, in order.
 
-    Log-probabilities that do not fit into one frame are split. A request ends in the frame of its last output. The last
-    frame has the statistics.
+    Log-probabilities that do not fit into one frame are split. The finish reason of a request is in the frame of its
+    last output. The statistics are in the last frame.
     """
     room = max_bytes - _FRAME_BYTES
     packed = _Packed(outputs, room)
@@ -204,7 +210,7 @@ def too_large(output: EngineCoreOutput, size: int, limit: int) -> EngineCoreOutp
 
 
 def output_bytes(output: EngineCoreOutput) -> int:
-    """Return the maximum bytes of an output in a message."""
+    """Return an upper bound of an output's size in a message, in bytes."""
     size = _OUTPUT_BYTES + _CHARACTER_BYTES * len(output.request_id) + _NUMBER_BYTES * len(output.new_token_ids)
     size += _EVENT_BYTES * len(output.events) + _logprobs_bytes(output.new_logprobs)
     size += _logprobs_bytes(output.new_prompt_logprobs)
@@ -227,7 +233,9 @@ def _positions_bytes(logprobs: Logprobs, start: int, stop: int) -> int:
 
 
 def _pieces(output: EngineCoreOutput, room: int) -> Iterator[EngineCoreOutput]:
-    """Yield the output, split into several if its log-probabilities make it larger than ``room``."""
+    """Yield the output. If its log-probabilities make it larger than ``room`` bytes, yield several smaller outputs
+    instead.
+    """
     if output_bytes(output) <= room:
         yield output
         return
@@ -319,7 +327,7 @@ def _event_bytes(event: KvCacheEvent) -> int:
 
 
 def _fitting(answer: UtilityOutput, room: int) -> UtilityOutput:
-    """Return the answer to a call, or an error if the answer is too large."""
+    """Return the result of a utility call, or an error if the result is too large."""
     if len(answer.result) <= room:
         return answer
     error = RequestError.from_exception(_error(f"the answer has {len(answer.result)} bytes", room))
@@ -327,7 +335,7 @@ def _fitting(answer: UtilityOutput, room: int) -> UtilityOutput:
 
 
 def _error(what: str, limit: int) -> RequestFailed:
-    return ResourceExhausted(f"{what}; this frontend accepts at most {limit}", reason="MESSAGE_TOO_LARGE")
+    return ResourceExhausted(f"{what}; this frontend accepts at most {limit} bytes", reason="MESSAGE_TOO_LARGE")
 
 
 class _Packed:
@@ -363,7 +371,7 @@ class _Packed:
         self._current.utility_output = answer
 
     def close(self) -> list[EngineCoreOutputs]:
-        """Return all frames. The last one gets the statistics and the remaining finished requests."""
+        """Return all frames. The last frame gets the statistics and the remaining finished requests."""
         self._make_room(sum(_CHARACTER_BYTES * len(request_id) + _NUMBER_BYTES for request_id in self._finished))
         self._current.finished_requests += self._finished
         self._current.scheduler_stats = self._whole.scheduler_stats

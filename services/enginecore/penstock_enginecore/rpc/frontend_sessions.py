@@ -1,4 +1,4 @@
-"""Sessions of frontends with this engine. They pass the busy loop's messages to the I/O thread."""
+"""Sessions of frontends with this engine. The sessions pass messages of the busy loop to the I/O thread."""
 
 import asyncio
 import itertools
@@ -39,14 +39,16 @@ from penstock_enginecore.rpc.request_tensors import FeatureReader, PromptReader
 from penstock_enginecore.rpc.traces import EngineTraces
 
 _WRAPPING_BYTES = 16
-"""Maximum bytes of a message around its frame."""
+"""Maximum number of bytes that a message adds to its frame."""
 
 
 class FrontendSession:
-    """Queued messages to one frontend, and readers of its requests' tensors. Belongs to the I/O thread.
+    """Queued messages to one frontend, and readers of the tensors in its requests. Only the I/O thread may use the
+    object.
 
-    The queue has no limit of its own: it holds unread output of the frontend's requests, whose number is limited. No
-    message exceeds the frontend's size limit, see ``rpc/frames.py``. Large vectors are sent before in chunks.
+    The queue has no size limit. It contains only unread outputs of the frontend's requests, and the number of requests
+    is limited. No message exceeds the frontend's size limit (see ``rpc/frames.py``). Large vectors are sent in chunks
+    before their message.
     """
 
     def __init__(
@@ -59,14 +61,14 @@ class FrontendSession:
             limits: Message size limits of the frontend.
             revision: Protocol revision of the stream.
             incarnation: The frontend's incarnation.
-            pool: Limits the chunked tensors of all sessions together. Closing the session closes ``prompts.tensors``.
+            pool: Limit on the chunked tensors of all sessions together. Closing the session closes ``prompts.tensors``.
         """
         self._batches = revision >= COLUMNS_SINCE
         self._batch = FrameBatch()
         self.client_id = client_id
         self.incarnation = incarnation
         self.max_tensor_bytes = MAX_TENSOR_BYTES if revision >= ANNOUNCED_SINCE else MAX_UNANNOUNCED_BYTES
-        """Maximum bytes of chunked tensors that the session may hold."""
+        """Maximum size in bytes of the chunked tensors that the session stores."""
         if pool is not None:
             self.max_tensor_bytes = min(self.max_tensor_bytes, pool.max_bytes)
         announced = revision >= ANNOUNCED_SINCE
@@ -77,20 +79,22 @@ class FrontendSession:
         self._outgoing: Outgoing[pb.SessionResponse] = Outgoing(_chunk)
         self._outgoing.limit(limits)
         self._ended: set[str] = set()
-        """Requests that have ended for the frontend because an output could not be sent, but not yet for the engine."""
+        """Requests that ended for the frontend because an output could not be sent, but that have not ended in the
+        engine yet.
+        """
         self._arrived = asyncio.Event()
         self._closed = False
 
     def put(self, message: pb.SessionResponse) -> None:
         """Queue a message."""
-        self._batch = FrameBatch()  # Later frames must follow this message.
+        self._batch = FrameBatch()  # Later frames must be sent after this message.
         self._outgoing.put(lambda _: message)
         self._arrived.set()
 
     def put_outputs(self, outputs: EngineCoreOutputs, frame: pb.EngineCoreOutputs | None = None) -> list[str]:
-        """Queue the outputs of a step. ``frame`` is the encoded message, if it exists already.
+        """Queue the outputs of a step. ``frame`` is the encoded message, if it was already encoded.
 
-        Return the ids of requests that end here, because one of their outputs is too large or cannot be encoded.
+        Return the ids of requests that end now, because one of their outputs is too large or cannot be encoded.
         """
         if self._ended:
             outputs = _without(outputs, self._ended)
@@ -111,7 +115,9 @@ class FrontendSession:
         return refused
 
     def _put_frame(self, frame: pb.EngineCoreOutputs, size: int) -> None:
-        """Queue a frame. It joins the previous frame's message if that has not been sent."""
+        """Queue a frame. If the previous frame's message has not been sent and has space, the frame is added to that
+        message.
+        """
         if not self._batches or not self._batch.takes(size, self._limits.max_message_bytes - _WRAPPING_BYTES):
             self._batch = FrameBatch()
         if not self._batch:
@@ -120,9 +126,7 @@ class FrontendSession:
         self._batch.add(frame, size)
 
     def _put_large(self, outputs: EngineCoreOutputs) -> list[str]:
-        """Remove large vectors from a step's outputs, and send them in chunks. Return the ids of requests that end
-        here.
-        """
+        """Remove large vectors from a step's outputs, and send them in chunks. Return the ids of requests that end now."""
         most, refused = self._limits.max_tensor_bytes, []
         others: list[EngineCoreOutput] = []
         for output in outputs.outputs:
@@ -143,7 +147,7 @@ class FrontendSession:
         return refused
 
     def close(self) -> None:
-        """Close the session after the queued messages."""
+        """Close the session after the queued messages are sent."""
         self._closed = True
         self._arrived.set()
 
@@ -181,8 +185,8 @@ def _chunk(chunk: Chunk) -> pb.SessionResponse:
 
 
 def _without(outputs: EngineCoreOutputs, ended: set[str]) -> EngineCoreOutputs:
-    """Return the outputs without those of requests that already ``ended`` for the frontend. Requests whose last output
-    arrives are removed from the set.
+    """Return the outputs, without outputs of requests that already ``ended`` for the frontend. If such a request's last
+    output is in ``outputs``, the request is removed from ``ended``.
     """
     left = [output for output in outputs.outputs if output.request_id not in ended]
     over = {output.request_id for output in outputs.outputs if output.finish_reason is not None} & ended
@@ -197,7 +201,7 @@ log = get_logger()
 class Sessions:
     """All open sessions. Implements the busy loop's ``OutputSink``.
 
-    ``open`` and ``close`` belong to the I/O thread. Any thread may call the sink's methods.
+    Only the I/O thread may call ``open`` and ``close``. Any thread may call the methods of ``OutputSink``.
     """
 
     def __init__(
@@ -213,20 +217,23 @@ class Sessions:
 
         Args:
             loop: The I/O loop.
-            on_draining: Called once on the I/O thread, with the remaining seconds.
-            traces: Gets every request and output, or None.
-            max_message_bytes: Maximum bytes of a message that the server sends.
+            on_draining: Function that is called once on the I/O thread when the engine drains, with the remaining
+                seconds.
+            traces: Records every request and output for tracing, or None.
+            max_message_bytes: Maximum size in bytes of a message that the server sends.
             limits: Limits on sessions and their tensors.
         """
         self.traces = traces
         self.on_refused: Callable[[str, list[str]], None] = lambda *_: None
-        """Called on the I/O thread with a client's requests that ended because an output could not be sent."""
+        """Callback on the I/O thread with a client id, and ids of requests that ended because an output could not be
+        sent.
+        """
         self.engine_index = 0
-        """The engine's index in its cluster, which frames include. 0 until a coordinator assigns it."""
+        """The engine's index in its cluster, which every frame contains. 0 until a coordinator assigns the index."""
         self.received = ReceiverCache(0)
         """Media items that are cached for the sessions."""
         self.tensors = TensorPool(limits.max_tensor_bytes)
-        """Limits the chunked tensors of all sessions."""
+        """Limit on the chunked tensors of all sessions."""
         self._max_sessions = limits.max_sessions
         self._max_message_bytes = max_message_bytes
         self._loop = loop
@@ -239,7 +246,7 @@ class Sessions:
         self.dead: str | None = None
 
     def open(self, hello: pb.Hello, revision: int) -> FrontendSession:
-        """Open a session with a new client id. A frontend that reconnects is a new client.
+        """Open a session with a new client id. A frontend that reconnects gets a new client id.
 
         Raises ResourceExhausted with reason TOO_MANY_SESSIONS if the limit is reached.
         """
@@ -256,11 +263,11 @@ class Sessions:
         return session
 
     def welcome(self, session: FrontendSession, ready: pb.Ready, probe: str = "") -> None:
-        """Queue ``ready``, followed by ``draining`` if the engine is draining. The media limits in ``ready`` apply to
-        the session.
+        """Queue the message ``ready``, and then ``draining`` if the engine is draining. The media limits in ``ready``
+        apply to the session.
 
-        ``probe`` names a shared-memory segment of the frontend. Reading it proves that both are on one host. It is
-        empty if the frontend has none.
+        ``probe`` is the name of a shared-memory segment of the frontend, or empty if the frontend has no such segment.
+        If this engine can read the segment, both processes are on the same host.
         """
         ready.max_tensor_bytes = min(ready.max_tensor_bytes, session.max_tensor_bytes)
         segments = SegmentReader(session.incarnation) if ready.shared_memory_id else None
@@ -286,7 +293,7 @@ class Sessions:
             self.traces.client_gone(session.client_id)
 
     def close_all(self) -> None:
-        """Close every session after its queued messages."""
+        """Close every session after its queued messages are sent."""
         for session in self._sessions.values():
             session.close()
 
@@ -299,15 +306,15 @@ class Sessions:
         return len(self._sessions)
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
-        """Send a step's outputs to one frontend. They are dropped if it is disconnected."""
+        """Send a step's outputs to one frontend. If the frontend is disconnected, the outputs are dropped."""
         self._post(partial(self._deliver, client_id, outputs))
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Send to every connected frontend, or to those with the given ids."""
+        """Send outputs to every connected frontend, or only to the frontends with the ids in ``to``."""
         self._post(partial(self._deliver_to_all, outputs, to))
 
     def start_wave(self, message: StartWave) -> None:
-        """Ask every frontend to tell the other ranks of the group that this rank is waiting for them."""
+        """Ask every frontend to tell the other ranks of the group that this rank waits for them to start a wave."""
         self._post(
             partial(self._put_to_all, pb.SessionResponse(start_wave=to_message(message, data_parallel_pb2.GroupWave)))
         )
@@ -325,14 +332,14 @@ class Sessions:
         self._post(self._clear_media)
 
     def _post(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the I/O thread, after earlier work. The thread is woken once for all waiting work."""
+        """Run ``work`` on the I/O thread, after earlier work. The thread is woken only once for all queued work."""
         self._posted.append(work)
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._do_posted)
 
     def _do_posted(self) -> None:
-        self._woken = False  # Work that is posted from now on must wake the thread again.
+        self._woken = False  # Work that is posted after this line must wake the thread again.
         for _ in range(len(self._posted)):
             try:
                 self._posted.popleft()()

@@ -1,4 +1,6 @@
-"""Internal gRPC ports of an engine: their shared secret, and the thread with the loop that serves a port."""
+"""Internal gRPC ports of an engine: the shared secret of the ports, and the thread with the event loop that serves a
+port.
+"""
 
 import asyncio
 import threading
@@ -11,16 +13,19 @@ from penstock_enginecore.config import EngineCoreConfig
 
 
 def own_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
-    """Return the secret of the port ``purpose``, or None if there is none. Raises ConfigError if it cannot be read."""
+    """Return the secret of the port ``purpose``, or None if no secret is configured. Raises ConfigError if the secret
+    cannot be read.
+    """
     secret = load_secret(config.parallel.secret_file)
     return None if secret is None else PortSecret(secret, purpose)
 
 
 def checked_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
-    """Return the secret of the port ``purpose``, which is about to listen on ``server.host``, or None if there is none.
+    """Return the secret of the port ``purpose``, or None if no secret is configured. The port is about to listen on
+    ``server.host``.
 
-    Raises ConfigError if the secret cannot be read. Also raises it if other machines can reach the port, and neither
-    the secret nor client certificates authenticate callers.
+    Raises ConfigError if the secret cannot be read. Also raises ConfigError if other machines can reach the port, but
+    neither a secret nor client certificates authenticate callers.
     """
     secret = own_secret(config, purpose)
     check_internal_port(
@@ -33,12 +38,12 @@ def checked_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
     return secret
 
 
-# An asyncio loop in its own thread.
+# An asyncio loop in a separate thread.
 
 T = TypeVar("T")
 
 _ENDING = 2.0
-"""Seconds that tasks have to end when their loop stops."""
+"""Seconds within which tasks must end when their loop stops."""
 
 
 class LoopThread:
@@ -64,8 +69,8 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def stop(self) -> None:
-        """Cancel running tasks, then stop the loop and the thread, which must be running. No object needs the loop
-        afterwards.
+        """Cancel running tasks, then stop the loop and the thread. The thread must be running. After this call, no
+        object may use the loop.
         """
         self.run(_end_others())
         self.loop.call_soon_threadsafe(self.loop.stop)

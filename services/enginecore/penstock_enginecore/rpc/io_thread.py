@@ -42,17 +42,18 @@ log = get_logger()
 class IoThread:
     """Owns the I/O loop. Its methods are called from the main thread and wait for their result.
 
-    Call order: ``start`` (the port is open, not serving), ``attach`` (the model is loaded, serving), ``stop``.
+    Call order: ``start`` (opens the port, but serves no requests yet), ``attach`` (the model is loaded; serves
+    requests), ``stop``.
 
     Health service names:
 
     - The empty name and the service's own name: requests are accepted.
     - ``startup``: the model is loaded.
-    - ``liveness``: the process makes progress. It is NOT_SERVING while there is work but no step has ended for
+    - ``liveness``: the process makes progress. The status is NOT_SERVING while there is work but no step has ended for
       ``wedged_after`` seconds, and permanently after the engine has failed.
 
-    Together they distinguish loading (not started), serving, draining (started, alive, not accepting) and wedged or
-    dead (not alive).
+    Together, these names distinguish four states: loading (not started), serving, draining (started, alive, not
+    accepting), and wedged or dead (not alive).
     """
 
     def __init__(self, config: EngineCoreConfig, config_file: ConfigFile[EngineCoreConfig] | None = None) -> None:
@@ -61,14 +62,16 @@ class IoThread:
         self._config_file = config_file
         self._thread = LoopThread("io")
         self.registry = service_registry("enginecore")
-        """Metrics of the process and its calls. Other parts register theirs here."""
+        """Registry with metrics of the process and its gRPC calls. Other parts of the engine register their metrics
+        here.
+        """
         self.certificates = Certificates()
         """TLS certificates of the listeners and connections."""
         self.registry.register(self.certificates)
         count_tasks(self.registry, self._thread.loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
         self.telemetry = CallTelemetry(self.registry, self._tracer)
-        """Telemetry of the calls to the engine's listeners."""
+        """Telemetry of gRPC calls to the engine's listeners."""
         traces = EngineTraces(self._tracer, model=config.model.name) if self._tracer is not None else None
         self.sessions = Sessions(
             self._thread.loop,
@@ -87,7 +90,7 @@ class IoThread:
         self.port = 0
 
     def start(self) -> None:
-        """Listen. Raises ConfigError if the port is in use."""
+        """Start to listen. Raises ConfigError if the port is in use."""
         self._thread.start()
         self._thread.run(self._start())
 
@@ -177,7 +180,9 @@ class IoThread:
             self._coordinator.draining(time_left)
 
     async def _watch(self, busy_loop: BusyLoop) -> None:
-        """Update the ``liveness`` health status, which is not serving while wedged. Frontends are notified of changes."""
+        """Update the ``liveness`` health status, which is NOT_SERVING while the engine is wedged. Notify frontends of
+        changes.
+        """
         alive = True
         while True:
             await asyncio.sleep(CHECK_INTERVAL)
@@ -189,7 +194,7 @@ class IoThread:
             await self._server.set_serving(alive and not busy_loop.draining)
             if self.sessions.dead is not None:
                 return
-            stats = busy_loop.stats()  # The busy loop cannot send this while it hangs in a step.
+            stats = busy_loop.stats()  # While the busy loop hangs in a step, it cannot send its statistics.
             self.sessions.broadcast(EngineCoreOutputs(scheduler_stats=stats, timestamp=time.monotonic()))
             if alive:
                 log.info("steps continue")

@@ -27,20 +27,21 @@ log = get_logger()
 
 
 class NodeOrders(Protocol):
-    """Handlers for the engine's commands to a node."""
+    """Handlers of the engine's commands to a node."""
 
     def call(self, message: bytes) -> None:
         """Pass a message to all workers of the node."""
 
     def expect_ends(self) -> None:
-        """Note that the workers are about to be told to stop."""
+        """Prepare for the end of the workers, because the engine is about to stop them."""
 
     def dump_stacks(self) -> Mapping[int, str]:
         """Return the stack traces of the workers' threads, by rank. May block."""
 
 
 class NodeClient:
-    """Connects a node to its engine. Belongs to one loop, except ``answer`` and ``give_up``, which are thread-safe.
+    """Connects a node to its engine. Only one event loop may use the object, except for ``answer`` and ``give_up``,
+    which are thread-safe.
 
     Raises ConfigError if the TLS files or the secret are invalid.
     """
@@ -61,7 +62,7 @@ class NodeClient:
     async def attach(self) -> pb.Attached:
         """Connect to the engine, which may still be starting.
 
-        Raises RequestFailed if the engine rejects the node, or Unavailable if it was not reached in time.
+        Raises RequestFailed if the engine rejects the node, or Unavailable if the engine was not reached in time.
         """
         deadline = self._loop.time() + self._nodes.timeout
         told = False
@@ -83,8 +84,8 @@ class NodeClient:
             await asyncio.sleep(_AGAIN)
 
     async def serve(self, orders: NodeOrders) -> None:
-        """Carry out the engine's commands until it ends the session. Raises RequestFailed unless the workers were
-        stopped by a command.
+        """Carry out the engine's commands until the engine ends the session. Raises RequestFailed if the session ended
+        for another reason than the engine's command to stop the workers.
         """
         writer = asyncio.create_task(self._write())
         try:
@@ -118,7 +119,7 @@ class NodeClient:
             await session.write(pb.NodeReport(attach=self._attach))
             first = await session.read()
             if not isinstance(first, pb.NodeCommand) or first.WhichOneof("message") != "attached":
-                raise Internal("the engine did not answer attach with attached")
+                raise Internal("the engine's answer to attach is not attached")
         except BaseException:
             await channel.close()
             raise

@@ -1,4 +1,4 @@
-"""The engine's side of the sessions with its other nodes, and the comparison of their settings."""
+"""The engine's side of sessions with its other nodes, and the comparison of settings between engine and nodes."""
 
 import asyncio
 import json
@@ -44,9 +44,11 @@ ENGINE_ONLY = frozenset(
         "wedged_after",
     )
 )
-"""Settings that do not affect workers. A node may have other values of these. All other settings are compared."""
+"""Settings that do not affect workers. A node may have other values for these settings. All other settings are
+compared.
+"""
 NODE_ONLY = ("index", "leader", "port", "address", "timeout", "tls")
-"""Settings of ``executor.nodes`` that differ per node."""
+"""Settings of ``executor.nodes`` that may differ between nodes."""
 _ABSENT = "nothing"
 
 
@@ -63,7 +65,7 @@ def shared_config(config: EngineCoreConfig) -> dict[str, str]:
 
 
 def config_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the first key whose values differ, with both values. Return None if all are equal."""
+    """Return the first key whose values differ, with both values. Return None if all values are equal."""
     for key in sorted({*ours, *theirs}):
         if ours.get(key) != theirs.get(key):
             return key, ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
@@ -81,9 +83,9 @@ def _flatten(key: str, value: Any, into: dict[str, str]) -> None:
 
 SERVICE_NAME = "penstock.worker.v1.WorkerService"
 PORT_PURPOSE = "nodes"
-"""Purpose of the port, from which its key is derived with the shared secret."""
+"""Purpose of the port. The key of the port is derived from the shared secret and this purpose."""
 _STOP_TIMEOUT = 2.0
-"""Seconds that nodes have to learn that the engine stops."""
+"""Seconds to wait until all nodes have received the message that the engine stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger()
@@ -93,7 +95,7 @@ class NodeEvents(Protocol):
     """Callbacks for events of an engine's nodes. The listener's thread calls them, so they must not block."""
 
     def attached(self, index: int) -> None:
-        """Handle an attached node. Its workers are starting, and commands can be sent."""
+        """Handle an attached node. Its workers are starting, and commands can now be sent to the node."""
 
     def answered(self, index: int, rank: int, message: bytes) -> None:
         """Handle a worker's answer."""
@@ -102,8 +104,8 @@ class NodeEvents(Protocol):
         """Handle the stack traces of the node's worker threads, by rank."""
 
     def ended(self, index: int, reason: str) -> None:
-        """Handle the end of the node's workers, or the loss of the connection. Called once, and not if the listener
-        itself ended.
+        """Handle the end of the node's workers, or the loss of the connection. Called once per node. If the listener
+        ended the session, it is not called.
         """
 
 
@@ -111,15 +113,15 @@ Commands = asyncio.Queue[pb.NodeCommand | None]
 
 
 class NodeListener:
-    """Serves the nodes on a loop in its own thread. Other threads may call its methods. Commands go to all nodes, in
-    call order.
+    """Serves the nodes on an event loop in a separate thread. Other threads may call the methods. Commands are sent to
+    all nodes, in call order.
     """
 
     def __init__(self, config: EngineCoreConfig, meeting: str, events: NodeEvents) -> None:
         """Create a listener. ``meeting`` is the host:port at which the workers of all nodes connect to each other.
 
-        Raises ConfigError if the secret cannot be read. Also raises it if other machines can reach the port, and
-        neither the secret nor certificates authenticate nodes.
+        Raises ConfigError if the secret cannot be read. Also raises ConfigError if other machines can reach the port,
+        but neither a secret nor certificates authenticate nodes.
         """
         self._config = config
         self._meeting = meeting
@@ -142,7 +144,7 @@ class NodeListener:
         self._tell(pb.NodeCommand(call=pb.Call(message=message)))
 
     def expect_ends(self) -> None:
-        """Tell nodes that workers are about to be stopped."""
+        """Tell nodes that the engine is about to stop the workers."""
         self._tell(pb.NodeCommand(expect_ends=pb.ExpectEnds()))
 
     def dump_stacks(self) -> None:
@@ -156,7 +158,7 @@ class NodeListener:
         self._soon(partial(self._end, error))
 
     def stop(self) -> None:
-        """Close the port, after sessions were ended. Idempotent."""
+        """Close the port. ``end`` must have been called before. Idempotent."""
         if not self._thread.running:
             return
         self._thread.run(self._server.stop(_STOP_TIMEOUT))
@@ -188,7 +190,9 @@ class NodeListener:
             raise Unavailable(self._over, reason="ENGINE_DEAD")
 
     async def _read(self, index: int, requests: AsyncIterator[pb.NodeReport]) -> str:
-        """Read reports until the node ends. Return why its workers ended, or an empty string if it did not say."""
+        """Read reports until the node ends. Return the reason why its workers ended, or an empty string if the node
+        gave no reason.
+        """
         async for report in requests:
             match report.WhichOneof("message"):
                 case "answer":
@@ -199,7 +203,7 @@ class NodeListener:
                     return report.workers_ended.reason
                 case _:
                     raise InvalidArgument(
-                        "only answer, stacks and workers_ended may follow the first message", field="message"
+                        "after the first message, only answer, stacks and workers_ended are allowed", field="message"
                     )
         return ""
 
@@ -212,23 +216,23 @@ class NodeListener:
             raise Unavailable("the engine has ended", reason="ENGINE_DEAD")
         if attach.version != service_version():
             raise FailedPrecondition(
-                f"node {attach.index} is version {attach.version} and the engine {service_version()}; use one image for both",
+                f"node {attach.index} has version {attach.version} and the engine {service_version()}; use one image for both",
                 reason="VERSIONS_DIFFER",
             )
         if differs := config_difference(self._shared, attach.config):
             key, ours, theirs = differs
             raise FailedPrecondition(
-                f"node {attach.index} is configured differently: {key} is {theirs} there and {ours} at the engine",
+                f"node {attach.index} is configured differently: {key} is {theirs} on the node and {ours} on the engine",
                 reason="CONFIGURATIONS_DIFFER",
             )
         if not 1 <= attach.index < size:
             raise InvalidArgument(
-                f"executor.nodes.index is {attach.index}; nodes other than the engine's are 1 to {size - 1}",
+                f"executor.nodes.index is {attach.index}; nodes other than the engine's node are 1 to {size - 1}",
                 field="index",
             )
         if attach.index in self._nodes:
             raise AlreadyExists(
-                f"node {attach.index} is already attached; two processes have this executor.nodes.index"
+                f"node {attach.index} is already attached; give each node a different executor.nodes.index"
             )
         return attach.index
 

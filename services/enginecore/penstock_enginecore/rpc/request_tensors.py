@@ -1,4 +1,4 @@
-"""Readers for media and prompt embeddings in requests, whose tensors are inline, in chunks or in shared memory."""
+"""Readers of media and prompt embeddings in requests. Their tensors are inline, in chunks or in shared memory."""
 
 import re
 from weakref import WeakValueDictionary
@@ -21,9 +21,9 @@ _IDENTIFIER = re.compile(r"[0-9a-f]{64}")
 
 
 class FeatureReader:
-    """Reads the media of one session's requests, and caches items if the frontend asks for it.
+    """Reads the media of one session's requests, and caches an item if the frontend requests this.
 
-    After each request, its shared-memory segments and its chunks are gone, also if the request failed.
+    After each request, the shared-memory segments and chunks of the request are freed, even if the request failed.
     """
 
     def __init__(self, tensors: IncomingTensors, kept: SessionFeatures, segments: SegmentReader | None) -> None:
@@ -33,13 +33,13 @@ class FeatureReader:
         self._take = taker(tensors)
         self._segments = segments
         self._shared_bytes = 0
-        """Bytes in shared memory of the current request."""
+        """Number of bytes that the current request has in shared memory."""
 
     def read(self, message: pb.EngineCoreRequest) -> list[MultiModalFeature]:
         """Return the media items of a request with their data.
 
-        Raises InvalidArgument with the field, the errors of ``SessionFeatures.take``, and errors of the tensors'
-        transfer.
+        Raises InvalidArgument with the name of the field, the errors of ``SessionFeatures.take``, and errors of the
+        tensors' transfer.
         """
         if not message.mm_features:
             return []
@@ -84,7 +84,7 @@ class FeatureReader:
         return self._segments.read(reference.name, reference.offset, reference.size, field=field)
 
     def discard(self, message: pb.EngineCoreRequest) -> None:
-        """Drop the tensors of a request that is not read."""
+        """Drop the tensors of a request without reading them."""
         for feature in message.mm_features:
             for tensor in feature.data.values():
                 kind = tensor.WhichOneof("payload")
@@ -100,7 +100,7 @@ class PromptReader:
     """
 
     def __init__(self, tensors: IncomingTensors) -> None:
-        """Create a reader. ``tensors`` holds the session's tensors that arrive in chunks."""
+        """Create a reader. ``tensors`` has the session's tensors that arrive in chunks."""
         self.tensors = tensors
         self.segments: SegmentReader | None = None
         """Reader of the frontend's shared memory, or None if shared memory is not accepted."""
@@ -108,8 +108,8 @@ class PromptReader:
         self._shared: WeakValueDictionary[int, PromptEmbeds] = WeakValueDictionary()
 
     def read(self, message: pb.EngineCoreRequest) -> PromptEmbeds | None:
-        """Return the prompt embeddings of a request, or None if it has none. Raises InvalidArgument, or the error of
-        their transfer.
+        """Return the prompt embeddings of a request, or None if the request has none. Raises InvalidArgument, or the
+        error of the embeddings' transfer.
         """
         if not message.HasField("prompt_embeds"):
             return None

@@ -46,7 +46,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        """Serve one stream of one frontend. Its requests end with the stream."""
+        """Serve one stream of one frontend. When the stream ends, the requests of the stream end as well."""
         busy_loop, ready = self._attached()
         hello = await _hello(request_iterator)
         revision = min(hello.protocol_revision, PROTOCOL_REVISION)
@@ -57,7 +57,9 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         if hello.follows_cache:
             busy_loop.follow_cache(session.client_id)
         load = busy_loop.stats()
-        if load.wedged or (load.lora is not None and load.lora.num_cached):  # Other statistics are sent with outputs.
+        if load.wedged or (
+            load.lora is not None and load.lora.num_cached
+        ):  # All other statistics are sent with outputs.
             session.put_outputs(EngineCoreOutputs(scheduler_stats=load))
         reader = asyncio.create_task(self._read(request_iterator, session, busy_loop))
         try:

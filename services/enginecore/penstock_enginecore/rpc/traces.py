@@ -1,4 +1,4 @@
-"""Spans of the engine: queue, prefill and decode time of each traced request."""
+"""Tracing spans of the engine: queue, prefill and decode time of each traced request."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ Clock = Callable[[], float]
 
 
 class _Phase:
-    """A phase of a request with its events. Times are on the engine's clock."""
+    """A phase of a request, with the events in the phase. Times are on the engine's clock."""
 
     __slots__ = ("began", "ended", "events", "name")
 
@@ -26,7 +26,7 @@ class _Phase:
 
 
 class _TracedRequest:
-    """State of a traced request, from its outputs so far. The last of ``phases`` is in progress."""
+    """State of a traced request, from its outputs so far. The last element of ``phases`` is in progress."""
 
     __slots__ = ("headers", "num_cached", "num_prompt", "num_tokens", "number", "phases", "request_id")
 
@@ -63,7 +63,7 @@ class _TracedRequest:
                 phase.events.append((event.type.name.lower(), event.timestamp))
 
     def attributes(self, phase: _Phase, finish_reason: str) -> Iterator[tuple[str, Any]]:
-        """Yield span attributes by OpenTelemetry's conventions for generative AI."""
+        """Yield span attributes according to OpenTelemetry's conventions for generative AI."""
         yield "gen_ai.request.id", self.request_id
         if phase.name == "engine.prefill":
             yield "gen_ai.usage.input_tokens", self.num_prompt
@@ -78,9 +78,9 @@ class _TracedRequest:
 
 
 class EngineTraces:
-    """Records spans of sampled requests, from the messages that pass the I/O thread. The busy loop is not involved.
+    """Records spans of sampled requests, from the messages that the I/O thread handles. The busy loop is not involved.
 
-    The spans of a request are recorded when it ends. Belongs to the I/O thread.
+    The spans of a request are recorded when the request ends. Only the I/O thread may use the object.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class EngineTraces:
             self._take(client_id, outputs.outputs, outputs.timestamp or self._clock())
 
     def transferred(self, transfer: Transfer) -> None:
-        """Record a transfer of KV blocks, successful or not. Thread-safe, because it touches no other request."""
+        """Record a transfer of KV blocks, successful or not. Thread-safe, because the method uses no state of requests."""
         try:
             if is_sampled(transfer.headers):
                 self._record_transfer(transfer)
@@ -124,7 +124,7 @@ class EngineTraces:
             incident(e, request="", doing="tracing a transfer of KV blocks")
 
     def client_gone(self, client_id: str) -> None:
-        """End the spans of a closed session's requests, which get no further output."""
+        """End the spans of a closed session's requests, because the requests get no more outputs."""
         for key in [key for key in self._requests if key[0] == client_id]:
             try:
                 self._end(self._forget(*key), self._clock(), "abort", "")

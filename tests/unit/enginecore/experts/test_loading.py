@@ -161,7 +161,7 @@ def test_engines_that_do_not_share_experts_yet_are_refused() -> None:
     with pytest.raises(ConfigError, match="executor.kind is 'multiproc'"):
         check_shared(config(kind="multiproc"), CPU, "generate")
     check_shared(config(), CPU, "generate")
-    with pytest.raises(ConfigError, match="expert_parallel.enabled is true and data_parallel.size 1"):
+    with pytest.raises(ConfigError, match="expert_parallel.enabled is true, but data_parallel.size is 1"):
         config(1)
 
 

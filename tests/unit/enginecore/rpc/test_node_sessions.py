@@ -175,7 +175,7 @@ async def test_a_node_that_computes_otherwise_is_told_which_setting_differs(list
 @pytest.mark.asyncio
 async def test_a_node_of_another_version_is_refused(listener: NodeListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_client, "service_version", lambda: "0.0.9")
-    with pytest.raises(RequestFailed, match=r"node 1 is version 0.0.9 and the engine \d") as refused:
+    with pytest.raises(RequestFailed, match=r"node 1 has version 0.0.9 and the engine \d") as refused:
         await NodeClient(of_node(listener)).attach()
     assert refused.value.reason == "VERSIONS_DIFFER"
 
@@ -246,9 +246,9 @@ def test_settings_of_each_node_are_its_own() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"size": 2}, "executor.nodes.size is 2 and executor.pipeline_parallel_size 3"),
+        ({"size": 2}, "executor.nodes.size is 2 and executor.pipeline_parallel_size is 3"),
         ({"size": 65}, "executor.nodes.size is 65"),
-        ({"index": 3}, "executor.nodes.index is 3 and executor.nodes.size 3; nodes are 0 to 2"),
+        ({"index": 3}, "executor.nodes.index is 3, but executor.nodes.size is 3; nodes are 0 to 2"),
         ({"leader": "a:b:c"}, "executor.nodes.leader is 'a:b:c'"),
     ],
 )
