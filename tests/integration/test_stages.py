@@ -259,7 +259,7 @@ def test_sleeping_stages_load_their_layers_again(tmp_path: Path, llama: Any, str
         ),
         (
             {"kind": "multiproc", "pipeline_parallel_size": 9, "tensor_parallel_size": 8},
-            "executor.tensor_parallel_size is 8 and executor.pipeline_parallel_size is 9, which makes 72 workers; the limit is 64",
+            "executor.pipeline_parallel_size is 9, which makes 72 workers; the limit is 64",
         ),
         (
             {"pipeline_parallel_size": 2, "devices": (0, 1, 2)},

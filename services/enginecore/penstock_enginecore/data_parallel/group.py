@@ -13,11 +13,13 @@ from penstock_enginecore.data_parallel.core.driver import GroupDriver
 from penstock_enginecore.data_parallel.core.group_channels import Links, Meets, Named, prepare_nothing
 
 MakeMeets = Callable[[DataParallelConfig, str, SharedSecret | None], Meets]
-"""Creates the object through which a rank, given its name, connects to other ranks. The secret authenticates them."""
+"""Function that creates the object through which a rank connects to other ranks. Arguments: the config, the rank's
+name, and the secret that authenticates ranks.
+"""
 
 
 class EngineRank:
-    """An engine's rank: its group driver, and its registration with the coordinator."""
+    """An engine's rank: the group driver, and the rank's registration at the coordinator."""
 
     def __init__(
         self,
@@ -28,7 +30,7 @@ class EngineRank:
         secret: SharedSecret | None,
     ) -> None:
         """Create the rank. ``secret`` authenticates other ranks. Raises ConfigError if other ranks cannot reach this
-        one.
+        rank.
         """
         self.name = rank_name(ready.engine_id, ready.incarnation)
         self._config = config.data_parallel
@@ -58,7 +60,9 @@ class EngineRank:
         )
 
     def registered(self, lease: float) -> None:
-        """Set the lease: seconds after each report for which the coordinator keeps the rank. Thread-safe."""
+        """Set the lease, which is the time in seconds for which the coordinator keeps the rank after each report.
+        Thread-safe.
+        """
         self._meets.lease = lease
 
     def take(self, event: StartDpWave | Named) -> None:

@@ -1,1 +1,1 @@
-"""Experts of a model spread over the ranks of a data-parallel group."""
+"""Distribution of a model's experts over the ranks of a data-parallel group."""

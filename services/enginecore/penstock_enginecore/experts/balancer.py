@@ -1,4 +1,4 @@
-"""Load balancing of experts: new placements by measured load, and the transfer of weights."""
+"""Load balancing of experts: computes new placements from measured load, and transfers weights between ranks."""
 
 import heapq
 import zlib
@@ -13,20 +13,19 @@ from penstock_enginecore.experts.layer import SpreadExperts
 from penstock_enginecore.experts.placement import Placement
 
 # Placement policy that balances the load of ranks. The policy is stateless and deterministic.
-#
-# The experts with the highest load get the spare slots, at most one replica per rank. Then replicas are assigned to
-# ranks, highest load first. A replica stays on its rank unless that rank would be overloaded; otherwise it goes to the
-# rank with the least load. Finally, the rank with the most load swaps experts with others. DeepSeek's EPLB replicates
-# and packs in the same way, but ignores current placements.
+# First, the experts with the highest load get the spare slots, with at most one replica per rank. Then replicas are
+# assigned to ranks, highest load first. A replica stays on its rank, except if that rank would be overloaded. In that
+# case, the replica is assigned to the rank with the least load. Finally, the rank with the highest load swaps experts
+# with other ranks. DeepSeek's EPLB replicates and packs in the same way, but ignores current placements.
 
 _SLACK = 1.04
-"""Limit of a rank's load, as a multiple of the mean, up to which the rank keeps its experts."""
+"""Maximum load of a rank, as a multiple of the mean load, with which the rank keeps its experts."""
 _WORTH = 0.05
-"""Smallest gain in balance for which weights are moved."""
+"""Minimum improvement of the balance for which weights are moved."""
 
 
 class Move(msgspec.Struct, frozen=True):
-    """Move of ``expert`` from rank ``source`` to ``slot``, numbered over all ranks, in ``layer``."""
+    """Move of ``expert`` in ``layer`` from rank ``source`` to ``slot``. Slots are numbered over all ranks."""
 
     layer: int
     expert: int
@@ -35,18 +34,18 @@ class Move(msgspec.Struct, frozen=True):
 
 
 def balance(counts: Sequence[int], experts: Sequence[int], size: int) -> float:
-    """Return the mean load of the ranks divided by the highest load, or 1 if there are no tokens.
+    """Return the mean load of all ranks divided by the highest load of a rank. Return 1 if there are no tokens.
 
-    ``counts`` are the tokens of each expert, and ``experts`` are the experts in the slots of ``size`` ranks. Replicas
-    share the load equally.
+    ``counts`` has the number of tokens of each expert. ``experts`` has the expert in each slot of ``size`` ranks. The
+    load of an expert is divided equally among its replicas.
     """
     loads = _rank_loads(counts, experts, size)
     return sum(loads) / size / max(loads) if max(loads) else 1.0
 
 
 def rebalanced(counts: Sequence[int], experts: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return a new placement of experts for the slots of ``size`` ranks, based on their token counts. Returns the
-    current placement if the gain would be small.
+    """Return a new placement of experts in the slots of ``size`` ranks, based on the experts' token counts. If the
+    improvement would be small, return the current placement.
     """
     slots = len(experts) // size
     shares = _replicas(counts, len(experts), size)
@@ -64,8 +63,8 @@ def rebalanced(counts: Sequence[int], experts: Sequence[int], size: int) -> tupl
 def moves_between(before: Placement, after: Placement, layer: int) -> list[Move]:
     """Return the moves of a layer, in order of slots.
 
-    If the receiving rank has the expert in another slot, that rank is the source. If several other ranks have the
-    expert, they alternate as sources.
+    If the receiving rank already has the expert in another slot, the receiving rank is the source. If several other
+    ranks have the expert, they are used as sources in turn.
     """
     old, new = before.physical[layer], after.physical[layer]
     sources: dict[int, list[int]] = {}
@@ -93,7 +92,9 @@ def _rank_loads(counts: Sequence[int], experts: Sequence[int], size: int) -> lis
 
 
 def _replicas(counts: Sequence[int], num_slots: int, size: int) -> list[int]:
-    """Return the number of slots of each expert. Each spare slot goes to the expert with the most tokens per replica."""
+    """Return the number of slots of each expert. Each spare slot is given to the expert with the most tokens per
+    replica.
+    """
     replicas = [1] * len(counts)
     heaviest = [(float(-count), expert) for expert, count in enumerate(counts)]
     heapq.heapify(heaviest)
@@ -115,7 +116,7 @@ def _pack(counts: Sequence[int], replicas: Sequence[int], held: Sequence[set[int
         load = counts[expert] / replicas[expert]
         for _ in range(replicas[expert]):
             room = [rank for rank in range(size) if len(packed[rank]) < slots and expert not in packed[rank]]
-            # If every rank with a free slot already has the expert, one of them gets it twice.
+            # If every rank with a free slot already has the expert, one of these ranks gets it twice.
             room = room or [rank for rank in range(size) if len(packed[rank]) < slots]
             stays = [rank for rank in room if expert in held[rank] and loads[rank] + load <= limit]
             rank = min(stays or room, key=lambda rank: (loads[rank], rank))
@@ -128,8 +129,8 @@ def _pack(counts: Sequence[int], replicas: Sequence[int], held: Sequence[set[int
 
 
 def _swap(weights: Sequence[float], loads: list[float], packed: list[list[int]], limit: float) -> bool:
-    """Swap an expert of the most loaded rank with one of another rank to lower the higher load. Returns whether a swap
-    was found.
+    """Swap an expert of the rank with the highest load with an expert of another rank, so that the higher load of the
+    two ranks falls. Returns whether such a swap was found.
     """
     heavy = max(range(len(loads)), key=lambda rank: (loads[rank], -rank))
     if loads[heavy] <= limit:
@@ -170,12 +171,14 @@ class ExpertMoves:
     """Moves experts from their current placement to ``after``, layer by layer. All ranks call ``step`` between the same
     steps.
 
-    Received weights are buffered until a layer is complete, and steps still use the old placement. Then all ranks write
-    them into their slots and switch placements between the same two steps.
+    Received weights are buffered until a layer is complete. Until then, steps use the old placement. Then all ranks
+    write the weights into their slots and switch to the new placement between the same two steps.
     """
 
     def __init__(self, experts: SpreadExperts, after: Placement, bytes_per_step: int) -> None:
-        """Plan the moves. Raises ValueError if ranks store weights in different layouts, which cannot be exchanged."""
+        """Plan the moves. Raises ValueError if ranks store weights in different layouts, because such weights cannot be
+        exchanged.
+        """
         self._experts, self._after, self._budget = experts, after, bytes_per_step
         _check_layouts(experts)
         before = experts.placement
@@ -186,13 +189,14 @@ class ExpertMoves:
 
     @property
     def done(self) -> bool:
-        """Whether all layers have switched."""
+        """Whether all layers have switched to the new placement."""
         return not self._left
 
     def step(self) -> int:
-        """Transfer some experts of a layer. Returns the number of experts that this rank computes from now on.
+        """Transfer some experts of a layer. Returns the number of new experts that this rank computes from the next
+        step on.
 
-        Raises CollectiveBroken; the old placement of that layer then still applies.
+        Raises CollectiveBroken. In that case, the old placement of the layer stays valid.
         """
         if self.done:
             return 0
@@ -244,15 +248,15 @@ def _check_layouts(experts: SpreadExperts) -> None:
     rows = experts.group.exchange(zlib.crc32(said).to_bytes(4, "little"))
     if len(set(rows)) > 1:
         raise ValueError(
-            f"ranks store the weights of experts in different layouts; rank {experts.group.rank}: {said.decode()}"
+            f"ranks store the weights of experts in different layouts; rank {experts.group.rank} has {said.decode()}"
         )
 
 
 class ExpertBalancer:
     """Counts the tokens of ``config.window`` steps, and moves experts if that improves the balance.
 
-    All ranks call ``after_step`` after the same steps. All ranks get the same placement, because it is a pure function of
-    their combined counts.
+    All ranks call ``after_step`` after the same steps. All ranks compute the same placement, because the placement is a
+    pure function of the combined counts of all ranks.
     """
 
     def __init__(self, experts: SpreadExperts, config: ExpertParallelConfig) -> None:
@@ -260,11 +264,11 @@ class ExpertBalancer:
         self._steps = 0
         self._moves: ExpertMoves | None = None
         self.balance = 1.0
-        """Mean tokens of the ranks divided by the highest, averaged over layers, in the last window."""
+        """Mean number of tokens per rank divided by the highest number, averaged over layers, in the last window."""
 
     def after_step(self) -> int:
-        """Return the number of experts that moved to this rank, which computes them from the next step on. Raises
-        CollectiveBroken.
+        """Count the step, and move experts if necessary. Return the number of experts that moved to this rank. This
+        rank computes them from the next step on. Raises CollectiveBroken.
         """
         if not self._config.window:
             return 0
@@ -272,7 +276,7 @@ class ExpertBalancer:
             num_arrived = self._moves.step()
             if self._moves.done:
                 self._moves = None
-                self._experts.routed()  # drop counts that partly belong to the old placement
+                self._experts.routed()  # Drop counts that partly belong to the old placement.
             return num_arrived
         self._steps += 1
         if self._steps % self._config.window == 0:

@@ -1,4 +1,4 @@
-"""Dispatch of tokens to the ranks with their experts, selected by name."""
+"""Dispatch methods, selected by name. They send tokens to the ranks that have the tokens' experts."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Function that returns the outputs ``[pairs, hidden]`` for states ``[pairs, hidden]`` and slots of this rank, int64
 ``[pairs]``.
 
-A row depends only on its own state and slot.
+A row of the output depends only on its own state and slot.
 """
 
 
@@ -25,8 +25,8 @@ class Routed:
 
     Attributes:
         states: ``[tokens, hidden]``.
-        slots: int64 ``[tokens, top]``, physical experts, numbered over all ranks.
-        weights: ``[tokens, top]``, weights of these experts in the sum.
+        slots: int64 ``[tokens, top]``: slots of the chosen experts, numbered over all ranks.
+        weights: ``[tokens, top]``: weights of the chosen experts in the sum.
     """
 
     states: torch.Tensor
@@ -36,7 +36,9 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Ranks of a group. ``counts`` are the tokens of each rank, ``slots`` the physical experts of each rank."""
+    """Ranks of a group. ``counts`` has the number of tokens of each rank, and ``slots`` is the number of slots per
+    rank.
+    """
 
     group: GroupCollectives
     counts: Sequence[int]
@@ -44,11 +46,11 @@ class Ranks:
 
 
 class Dispatch(Protocol):
-    """Dispatch method. All ranks call it together."""
+    """Dispatch method. All ranks call the method for the same layers of the same steps."""
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
-        """Return the weighted sums of this rank's tokens, ``[tokens, hidden]``. ``compute`` is called once, for pairs
-        of all ranks.
+        """Return the weighted sums of this rank's tokens, ``[tokens, hidden]``. ``compute`` is called once, with pairs
+        of tokens and experts from all ranks.
         """
 
 
@@ -56,12 +58,14 @@ _DISPATCHES: dict[str, Callable[[], Dispatch]] = {}
 
 
 def register_dispatch(name: str, make: Callable[[], Dispatch]) -> None:
-    """Register a value of ``expert_parallel.dispatch``, replacing an existing one. Called by plugins."""
+    """Register a value of ``expert_parallel.dispatch``. A method with the same name is replaced. Plugins call this
+    function.
+    """
     _DISPATCHES[name] = make
 
 
 def make_dispatch(name: str) -> Dispatch:
-    """Return the dispatch of this name. Raises ConfigError for an unknown name."""
+    """Return the dispatch method with this name. Raises ConfigError if the name is unknown."""
     if name not in _DISPATCHES:
         raise ConfigError(f"expert_parallel.dispatch is {name!r}; known: {', '.join(sorted(_DISPATCHES))}")
     return _DISPATCHES[name]()
@@ -70,7 +74,8 @@ def make_dispatch(name: str) -> Dispatch:
 def in_routing_order(received: torch.Tensor, ranks_of_pairs: torch.Tensor) -> torch.Tensor:
     """Return the received outputs ``[pairs, hidden]`` as ``[tokens, top, hidden]``.
 
-    Outputs arrive rank by rank, in the order of tokens and routing. ``ranks_of_pairs`` is int64 ``[tokens, top]``.
+    Outputs arrive sorted by rank, and for each rank in the order of tokens and chosen experts. ``ranks_of_pairs`` is
+    int64 ``[tokens, top]``.
     """
     outputs = torch.empty_like(received)
     outputs[torch.argsort(ranks_of_pairs.flatten(), stable=True)] = received
@@ -80,14 +85,14 @@ def in_routing_order(received: torch.Tensor, ranks_of_pairs: torch.Tensor) -> to
 # Dispatch methods in which every rank receives the tokens of all ranks.
 
 _WORD = 8
-"""Rows are padded to a multiple of this many bytes, so that each part is aligned."""
+"""Alignment in bytes. Rows are padded to a multiple of this number, so that each part of a row is aligned."""
 
 
 class AllGather:
     """Dispatch that gathers states and routing of all tokens.
 
-    A pair's output returns unchanged, and the token's own rank weights and sums the outputs. Therefore results are
-    bit-identical to those of a single rank with all experts.
+    The output of each pair of token and expert is sent back unchanged. The rank of the token computes the weighted sum
+    of the outputs. Results are therefore bit-identical to those of a single rank with all experts.
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
@@ -106,8 +111,8 @@ class AllGather:
 class ReduceScatter:
     """Dispatch that gathers states, routing and weights of all tokens.
 
-    A rank sums the outputs of its experts per token, and the token's own rank adds the ranks' sums. One row per
-    token and rank returns. Results are equal up to rounding.
+    Each rank computes the weighted sum of its experts' outputs for each token, and sends back one row per token. The
+    rank of the token adds the rows of all ranks. Results equal those of a single rank up to rounding.
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
@@ -117,7 +122,7 @@ class ReduceScatter:
         tokens, positions = own.nonzero(as_tuple=True)
         outputs = compute(states[tokens], slots[tokens, positions] % ranks.slots)
         sums = states.new_zeros(states.shape)
-        for position in range(slots.shape[1]):  # a token occurs at most once per position
+        for position in range(slots.shape[1]):  # A token occurs at most once per position.
             here = positions == position
             sums[tokens[here]] += (outputs[here] * weights[tokens[here], position, None]).to(sums.dtype)
         count = counts[group.rank]
@@ -129,8 +134,8 @@ class ReduceScatter:
 
 
 def gathered(ranks: Ranks, *parts: torch.Tensor) -> list[torch.Tensor]:
-    """Gather each of ``parts`` ``[tokens, n]``, of any dtypes, from all ranks in one message. Returns views of the
-    message.
+    """Gather each tensor of ``parts`` from all ranks in one message. The tensors are ``[tokens, n]`` and may have
+    different dtypes. Returns views of the message.
     """
     rows = [part.contiguous().view(torch.uint8) for part in parts]
     rows = [F.pad(row, (0, -row.shape[1] % _WORD)) if row.shape[1] % _WORD else row for row in rows]
@@ -149,9 +154,9 @@ register_dispatch("reduce_scatter", ReduceScatter)
 
 
 class AllToAll:
-    """Dispatch that gathers only the routing, and sends each token's state once to each rank that computes it.
+    """Dispatch that gathers only the routing, and sends each token's state once to each rank with experts of the token.
 
-    Outputs return unchanged, as with ``AllGather``, so results are bit-identical.
+    As with ``AllGather``, outputs are sent back unchanged, so results are bit-identical to those of a single rank.
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
@@ -165,7 +170,7 @@ class AllToAll:
         receive = [int(part.sum()) for part in torch.split(comes, list(counts))]
         states = group.all_to_all_rows(routed.states[goes.T.nonzero()[:, 1]], send, receive)
         tokens, positions = here.nonzero(as_tuple=True)
-        rows = comes.cumsum(0) - 1  # row of each token among the received states
+        rows = comes.cumsum(0) - 1  # Row of each token among the received states.
         outputs = compute(states[rows[tokens]], slots[tokens, positions] % ranks.slots)
         back = [int(part.sum()) for part in torch.split(here, list(counts))]
         come = torch.bincount(holders.flatten(), minlength=group.size).tolist()

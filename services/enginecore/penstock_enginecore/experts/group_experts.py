@@ -1,4 +1,4 @@
-"""Experts that a rank keeps while the group changes."""
+"""Experts of a rank across changes of its data-parallel group."""
 
 import logging
 import threading
@@ -19,15 +19,16 @@ from penstock_enginecore.experts.placement import Placement, check_slots
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 
-# Placement of experts in a new group. The placement is a pure function of the experts that its ranks hold.
+# Placement of experts in a new group. The placement is a pure function of the experts that the group's ranks already
+# have.
 
 
 def regrouped(held: Sequence[Sequence[Sequence[int]]], num_experts: int) -> Placement:
-    """Return a placement that leaves held experts in their slots where possible.
+    """Return a placement that leaves experts in their current slots where possible.
 
-    ``held`` has the experts of each rank by layer and slot, or ``EMPTY``. An expert that no rank holds gets an empty
-    slot, or the slot of an expert with replicas. Remaining empty slots then get the experts with the fewest replicas.
-    Raises ConfigError if there are more ranks than experts, or too few slots.
+    ``held`` has the expert in each slot of each rank, by layer, or ``EMPTY``. An expert that no rank has is placed in
+    an empty slot, or replaces an expert that has replicas. Then the experts with the fewest replicas are placed in the
+    remaining empty slots. Raises ConfigError if there are more ranks than experts, or too few slots.
     """
     slots = len(held[0][0])
     check_slots(num_experts, len(held), slots)
@@ -48,8 +49,8 @@ def _layer(held: Sequence[Sequence[int]], num_experts: int) -> tuple[int, ...]:
         num_new[slot // slots] += 1
 
     def reluctance(slot: int) -> tuple[int, int, int]:
-        """Return a sort key: empty slots first, in order, then slots of experts with most replicas, on the rank with
-        fewest new experts.
+        """Return a sort key. Empty slots are first, in order. Then follow the slots of experts with the most replicas,
+        on the rank with the fewest new experts.
         """
         if placed[slot] == EMPTY:
             return -len(placed) - 1, 0, slot
@@ -74,15 +75,15 @@ def _once_each(rank: Sequence[int]) -> list[int]:
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
-"""Number of experts that are read together. These experts of a layer are briefly in memory twice."""
+"""Number of experts that are read together. While they are copied into slots, these experts are in memory twice."""
 
 
 @dataclass(slots=True)
 class _Prepared:
     """Placement for the next group.
 
-    ``aside`` has packed experts by layer and expert that were read while another group serves, or that moved away
-    meanwhile. These experts only need to be copied into slots.
+    ``aside`` has packed experts, by layer and expert, which only need to be copied into slots. They were read while
+    another group served, or were replaced in their slots during that time.
     """
 
     placement: Placement
@@ -91,12 +92,13 @@ class _Prepared:
 
 
 class GroupExperts:
-    """Experts of this rank across groups; see ``SharedExperts``. There are none before the first group.
+    """Experts of this rank across groups (see ``SharedExperts``). Before the first group, the rank has no experts.
 
-    Ranks exchange which experts they hold. Therefore no rank must know how the previous group ended, even during a move or
-    with new ranks. A rank reads missing experts from the checkpoint. Without a group it reads them into its slots.
-    While a group serves, the slots belong to that group, so the rank buffers the experts. The rank also buffers an expert
-    that is replaced in a slot but belongs there in the next group.
+    Ranks exchange lists of the experts that they have. Therefore no rank needs to know how the previous group ended,
+    even if experts were being moved or ranks are new. A rank reads missing experts from the checkpoint. If no group
+    serves, the rank reads the experts into its slots. While a group serves, the slots belong to that group, so the rank
+    reads the experts into a buffer. If an expert is replaced in a slot, but the next group needs it in that slot, the
+    rank also copies the expert to the buffer.
     """
 
     def __init__(self, experts: SpreadExperts, reader: ExpertReader, config: ExpertParallelConfig) -> None:
@@ -107,14 +109,14 @@ class GroupExperts:
         self._reading = threading.Lock()
         self._prepared: dict[int, _Prepared] = {}
         self._serving = 0
-        """Epoch of the group that was joined last."""
+        """Epoch of the group that this rank joined last."""
         self._balancer: ExpertBalancer | None = None
         self.balance = 1.0
         """See ``SharedExperts``."""
         self.num_moved = 0
         """See ``SharedExperts``."""
         self.num_read = 0
-        """Experts read from the checkpoint so far, in all layers."""
+        """Number of experts read from the checkpoint so far, over all layers."""
 
     @property
     def num_experts(self) -> int:
@@ -132,9 +134,11 @@ class GroupExperts:
             prepared = _Prepared(self._agree(group), group.rank)
             with self._reading:
                 if epoch < max(self._prepared, default=0):
-                    raise CollectiveBroken("a later group is prepared")
+                    raise CollectiveBroken("a later group is already being prepared")
                 before, serving = self.num_read, self.spread.joined
-                self._prepared[epoch] = prepared  # set first, so that experts replaced from now on are kept
+                self._prepared[epoch] = (
+                    prepared  # Set this first, so that experts that are replaced from now on are kept.
+                )
                 try:
                     for layer in self.spread.layers:
                         self._fetch(prepared, layer, given_up, aside=serving)
@@ -178,8 +182,8 @@ class GroupExperts:
         return regrouped(held.tolist(), self.num_experts)
 
     def _keep(self, layer: DispatchedExperts, slot: int) -> None:
-        """Keep a slot's expert for later groups that need it there. Runs on the busy loop's thread, also while a group
-        is prepared.
+        """Copy a slot's expert to the buffer, if a later group needs the expert in this slot. Runs on the busy loop's
+        thread, even while a group is being prepared.
         """
         for epoch, prepared in list(self._prepared.items()):
             expert = layer.held[slot]
@@ -189,7 +193,9 @@ class GroupExperts:
     def _fetch(
         self, prepared: _Prepared, layer: DispatchedExperts, given_up: Callable[[], bool], *, aside: bool
     ) -> None:
-        """Read the experts that the layer's slots lack, into their slots or into the buffer (``aside``)."""
+        """Read the experts that are missing in the layer's slots. Read them into the slots, or into the buffer if
+        ``aside``.
+        """
         wanted = prepared.placement.held(prepared.rank, layer.layer)
         lacking = [(slot, expert) for slot, expert in enumerate(wanted) if layer.held[slot] != expert]
         ready = prepared.aside

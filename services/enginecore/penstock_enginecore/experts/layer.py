@@ -1,4 +1,4 @@
-"""Layer of experts of which this rank holds some, and models whose experts are spread over ranks."""
+"""Layer of experts of which this rank has only some, and models whose experts are distributed over ranks."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from penstock_enginecore.experts.dispatch import Dispatch, Ranks, Routed, make_d
 from penstock_enginecore.experts.placement import Placement
 from penstock_enginecore.parallel.group_collectives import GroupCollectives
 
-# Group of ranks that computes experts, and the placement of experts in it.
+# Group of ranks that compute experts, and the placement of experts on these ranks.
 
 
 @dataclass(slots=True)
 class Membership:
-    """Membership of this rank in a group. ``counts`` are the tokens of each rank in the current step."""
+    """Membership of this rank in a group. ``counts`` has the number of tokens of each rank in the current step."""
 
     group: GroupCollectives
     placement: Placement
@@ -29,9 +29,10 @@ class Membership:
     _tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def slots_of(self, layer: int, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the slots, over all ranks, that compute the experts ``chosen`` int64 ``[tokens, top]``.
+        """Return the slots, numbered over all ranks, that compute the experts ``chosen``, int64 ``[tokens, top]``.
 
-        Tokens alternate between replicas. Ranks start at different replicas.
+        If an expert has several replicas, its tokens are assigned to the replicas in turn. Ranks start with different
+        replicas.
         """
         slots, number = self._table(layer)
         turns = torch.arange(self.group.rank, self.group.rank + len(chosen))[:, None]
@@ -43,7 +44,9 @@ class Membership:
         self._tables.pop(layer, None)
 
     def _table(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots of each expert ``[experts, most replicas]``, and their number ``[experts]``."""
+        """Return the slots of each expert ``[experts, most replicas]``, and the number of slots of each expert
+        ``[experts]``.
+        """
         if layer not in self._tables:
             replicas = self.placement.replicas(layer)
             most = max(map(len, replicas))
@@ -53,25 +56,25 @@ class Membership:
 
 
 MAX_TOKENS = 2048
-"""Tokens of a rank that are dispatched at a time. Longer steps are split, to limit the size of gathered tensors."""
+"""Maximum number of tokens of a rank in one dispatch. Longer steps are split, to limit the size of gathered tensors."""
 EMPTY = -1
 """Content of a slot without an expert."""
 
 
 class DispatchedExperts(torch.nn.Module):
-    """Replacement for a model's experts module. It dispatches tokens to ranks.
+    """Replacement for a model's experts module, which dispatches tokens to ranks.
 
-    Without a group, the layer computes only its own experts, and other experts add zero. Therefore a model can be
-    loaded and probed before a group exists.
+    Without a group, the layer computes only the experts in its own slots, and all other experts contribute zero. A
+    model can therefore be loaded and checked before a group exists.
 
     Args:
         layer: Number of the layer of experts.
-        num_experts: Experts of the model's layer.
-        experts: Module of the replaced class, with one expert per slot of a rank.
-        held: Experts in the slots, or ``EMPTY``.
+        num_experts: Number of experts in the model's layer.
+        experts: Module of the replaced class, with one expert per slot of this rank.
+        held: Expert in each slot, or ``EMPTY``.
 
     Attributes:
-        routed: Tokens of this rank by expert, since it was last reset.
+        routed: Number of tokens of this rank by expert, since the last reset.
     """
 
     has_routed_experts = True
@@ -97,7 +100,7 @@ class DispatchedExperts(torch.nn.Module):
     def write(self, slot: int, expert: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Write an expert into a slot. ``weights`` has the parameter names of ``experts``.
 
-        Raises ValueError if the weights do not fit. The slot is then empty.
+        Raises ValueError if the weights do not fit. In that case, the slot becomes empty.
         """
         self._hold(slot, EMPTY)
         experts: Any = self.experts
@@ -109,10 +112,10 @@ class DispatchedExperts(torch.nn.Module):
         self._hold(slot, expert)
 
     def packed(self, weights: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return an expert with these weights as new tensors in the format of ``slot_memory``, for ``put``. Raises like
-        ``write``.
+        """Return an expert with these weights as new tensors in the format of ``slot_memory``, for use with ``put``.
+        Raises the errors of ``write``.
 
-        Steps may be computed meanwhile.
+        Steps may run during this call.
         """
         experts: Any = self.experts
         if hasattr(experts, "packed"):
@@ -134,7 +137,7 @@ class DispatchedExperts(torch.nn.Module):
         self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
 
     def join(self, membership: Membership | None) -> None:
-        """Compute with this group from now on, or without a group if None."""
+        """Use this group for later steps. If ``membership`` is None, compute without a group."""
         self._membership = membership
 
     def slot_memory(self, slot: int) -> list[torch.Tensor]:
@@ -147,21 +150,21 @@ class DispatchedExperts(torch.nn.Module):
 
     @property
     def layout(self) -> str:
-        """Name of the format. Ranks with equal layouts can exchange experts."""
+        """Name of the memory format of an expert. Ranks with equal layouts can exchange experts."""
         experts: Any = self.experts
         return getattr(experts, "layout", "") or ", ".join(str(weight.dtype) for weight in experts.parameters())
 
     def take_part(self) -> None:
-        """Take part in a step in which this rank has no tokens. Raises RuntimeError before the first run of the layer."""
+        """Take part in a step in which this rank has no tokens. Raises RuntimeError if the layer has never run."""
         if self._none is None:
-            raise RuntimeError(f"layer {self.layer} of experts has never run, so the shape of its tokens is not known")
+            raise RuntimeError(f"the expert layer {self.layer} has never run, so the shape of its tokens is unknown")
         self._dispatch(*self._none)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the experts: ``[tokens, hidden]`` and twice ``[tokens, top]`` to ``[tokens, hidden]``. Raises
-        CollectiveBroken.
+        """Compute the experts. The inputs are ``[tokens, hidden]``, ``[tokens, top]`` and ``[tokens, top]``, and the
+        output is ``[tokens, hidden]``. Raises CollectiveBroken.
         """
         if self._none is None:
             self._none = hidden_states[:0], top_k_index[:0], top_k_weights[:0]
@@ -179,7 +182,9 @@ class DispatchedExperts(torch.nn.Module):
         membership: Any = self._membership
         group, counts = membership.group, membership.counts
         if counts[group.rank] != len(states):
-            raise RuntimeError(f"rank {group.rank} announced {counts[group.rank]} tokens but has {len(states)}")
+            raise RuntimeError(
+                f"rank {group.rank} announced {counts[group.rank]} tokens for this step, but has {len(states)}"
+            )
         slots = membership.slots_of(self.layer, chosen)
         pieces = []
         for first in range(0, max(counts), MAX_TOKENS):
@@ -195,7 +200,7 @@ class DispatchedExperts(torch.nn.Module):
         return outputs
 
 
-# Model whose experts are spread over the ranks of a group.
+# Model whose experts are distributed over the ranks of a group.
 
 _COUNT = struct.Struct("<q")
 
@@ -204,23 +209,23 @@ class SpreadExperts:
     """Dispatched layers of a model, in order. All ranks of a group call the same methods between the same steps."""
 
     def __init__(self, layers: Sequence[DispatchedExperts], dispatch: str) -> None:
-        """Prepare the layers. Raises ConfigError for an unknown ``dispatch``."""
+        """Prepare the layers. Raises ConfigError if ``dispatch`` is unknown."""
         self.layers = tuple(layers)
         self._dispatch = make_dispatch(dispatch)
         self._membership: Membership | None = None
         self.leaving: Callable[[DispatchedExperts, int], None] = lambda *_: None
-        """Called with a layer and a slot whose expert is about to be replaced while the group serves."""
+        """Callback with a layer and a slot, whose expert is about to be replaced while the group serves."""
 
     def join(self, group: GroupCollectives, placement: Placement) -> None:
-        """Compute with this group from the next step on.
+        """Use this group, from the next step on.
 
-        The slots must hold the experts of this rank in ``placement``. Raises ValueError otherwise.
+        The slots must already have the experts that this rank has in ``placement``. Raises ValueError otherwise.
         """
         for layer in self.layers:
             wanted = placement.held(group.rank, layer.layer)
             if layer.held != wanted:
                 raise ValueError(
-                    f"layer {layer.layer} of rank {group.rank} holds {layer.held}, but its placement is {wanted}"
+                    f"layer {layer.layer} of rank {group.rank} has the experts {layer.held}, but its placement is {wanted}"
                 )
         self._set(Membership(group, placement, self._dispatch))
 
@@ -230,18 +235,20 @@ class SpreadExperts:
 
     @property
     def group(self) -> GroupCollectives:
-        """The current group. Raises RuntimeError without one."""
+        """The current group. Raises RuntimeError without a group."""
         return self._in_group().group
 
     def place(self, layer: int, experts: Sequence[int]) -> None:
-        """Set the experts of a layer on all ranks from the next step on. This rank's slots must already hold them."""
+        """Set the placement of a layer's experts, from the next step on. This rank's slots must already have these
+        experts.
+        """
         membership = self._in_group()
         membership.place(layer, experts)
         self.layers[layer].hold(membership.placement.held(membership.group.rank, layer))
 
     @property
     def placement(self) -> Placement:
-        """Placement of the group. Raises RuntimeError without one."""
+        """Placement of experts in the current group. Raises RuntimeError without a group."""
         return self._in_group().placement
 
     @property
@@ -260,8 +267,8 @@ class SpreadExperts:
         return counts
 
     def take_part(self) -> Sequence[int]:
-        """Take part in a step without tokens, instead of ``begin_step`` and the layers. Returns the token count of each
-        rank.
+        """Take part in a step in which this rank has no tokens. Call this instead of ``begin_step`` and the layers.
+        Returns the token count of each rank.
 
         Raises CollectiveBroken.
         """
@@ -292,7 +299,7 @@ class SpreadExperts:
 
     def _in_group(self) -> Membership:
         if self._membership is None:
-            raise RuntimeError("the experts have no group")
+            raise RuntimeError("the experts are used without a data-parallel group; join one first")
         return self._membership
 
     def _set(self, membership: Membership | None) -> None:

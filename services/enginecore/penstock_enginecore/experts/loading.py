@@ -1,5 +1,5 @@
-"""Partial loading of a checkpoint. Everything except experts is read before the rank's number is known; single experts
-are read later.
+"""Partial loading of a checkpoint. All weights except experts are read before the rank's number is known. Single
+experts are read later.
 """
 
 import re
@@ -23,18 +23,20 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import first_line, weights_progress
 from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
 
-# Modules of experts that ranks can share, by transformers' own plan.
+# Modules of experts that can be distributed over ranks, by transformers' own plan.
 
 _DISPATCHED = "ep_dispatch_experts"
 _SHARED_OUT = "grouped_gemm"
-"""Value in the plan for the weights of experts modules. A rank has some of the rows, with one row per expert."""
+"""Value in the plan for weights of experts modules. These weights have one row per expert, and a rank has some of the
+rows.
+"""
 
 
 def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """Return the modules of experts by name, in order.
 
-    Raises ModelLoadError, with the model's name, if it has no plan, if its layers have different numbers of experts, or
-    if its experts are not supported.
+    Raises ModelLoadError, with the model's name, if there is no plan, if layers have different numbers of experts, or
+    if the experts are not supported.
     """
     model_name = type(module).__name__
     plan: Mapping[str, str] = getattr(module, "_ep_plan", None) or {}
@@ -58,7 +60,9 @@ def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
         _check(model_name, name, child, shared_out)
     counts = sorted({num_experts_of(child) for child in found.values()})
     if len(counts) > 1:
-        raise ModelLoadError(f"expert_parallel: layers of {model_name} have {', '.join(map(str, counts))} experts")
+        raise ModelLoadError(
+            f"expert_parallel: layers of {model_name} have different numbers of experts: {', '.join(map(str, counts))}"
+        )
     return found
 
 
@@ -84,7 +88,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class _Rows:
-    """Rows of a tensor of a file, one per expert, that are read on access."""
+    """Rows of a tensor in a file, one row per expert. A row is read on access."""
 
     def __init__(self, tensor: StoredTensor, rows: Sequence[int]) -> None:
         self._tensor = tensor
@@ -98,17 +102,17 @@ class _Rows:
         return self._tensor.get_dtype()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the rows, or a part of them."""
+        """Return the rows, or the part of the rows that ``index`` selects."""
         return torch.cat([self._tensor[row : row + 1] for row in self._rows])[index]
 
 
 class ExpertShare:
-    """Part of a model that a rank reads before it joins a group: everything except experts, plus the first expert of
+    """Part of a model that a rank reads before it joins a group: all weights except experts, and the first expert of
     each layer.
 
-    The first expert is read into every slot, so that the experts' computation can be checked. ``slots`` returns the
-    slots per rank for a number of experts. Raises ModelLoadError if the experts cannot be shared, and the errors of
-    ``slots``.
+    The first expert is read into every slot, so that the computation of experts can be checked. ``slots`` returns the
+    number of slots per rank for a number of experts. Raises ModelLoadError if the experts cannot be distributed, and
+    the errors of ``slots``.
     """
 
     def __init__(
@@ -127,7 +131,9 @@ class ExpertShare:
         self._index = {_layer_of(name): index for index, name in enumerate(self.names)}
 
     def tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Return the tensors of the files for a model made in ``made_small``. Experts have the numbers of their slots."""
+        """Return the tensors in the files for a model that was created in ``made_small``. The number of an expert is
+        the number of its slot.
+        """
         held = (0,) * self.slots
         found: dict[str, Any] = {}
         for name, tensor in stored.items():
@@ -135,7 +141,9 @@ class ExpertShare:
         return found
 
     def experts_of(self, layer: int, experts: Sequence[int], stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Return the tensors of the files for these ``experts`` of a layer, numbered from 0."""
+        """Return the tensors in the files for the given ``experts`` of a layer. In the result, experts are numbered
+        from 0.
+        """
         found: dict[str, Any] = {}
         for name, tensor in stored.items():
             if self._layer(name, tensor) == layer:
@@ -144,7 +152,7 @@ class ExpertShare:
 
     @contextmanager
     def made_small(self) -> Iterator[None]:
-        """Return a context in which new modules of experts have room only for this rank's slots."""
+        """Return a context in which new modules of experts are created with only this rank's number of slots."""
         experts: Any = self._class
         whole, slots = experts.__init__, self.slots
 
@@ -171,7 +179,7 @@ class ExpertShare:
         return layers
 
     def _layer(self, name: str, tensor: StoredTensor) -> int | None:
-        """Return the layer whose experts a tensor belongs to, or None."""
+        """Return the layer to whose experts a tensor belongs, or None."""
         layer = self._index.get(_layer_of(name))
         if layer is None or _ONE_EXPERT.fullmatch(name):
             return layer
@@ -181,7 +189,7 @@ class ExpertShare:
 
 
 def _in_slots(name: str, tensor: StoredTensor, held: Sequence[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an experts' tensor for the ``held`` experts, by their names in the small model."""
+    """Yield the parts of an experts tensor for the ``held`` experts, with the names of the parts in the small model."""
     single = _ONE_EXPERT.fullmatch(name)
     if single is None:
         yield name, _Rows(tensor, held)
@@ -197,14 +205,14 @@ def _layer_of(name: str) -> str:
     return found.group(1) if found else name
 
 
-# Single experts of a checkpoint, read when a rank starts to hold them.
+# Single experts of a checkpoint, which are read when a rank needs them.
 
 
 class ExpertReader:
     """Reads single experts from the files in ``directory`` in ``dtype``.
 
-    transformers merges and transposes the tensors, as in a full load. The tensors are loaded into a model on the meta device,
-    in which only one layer's experts have memory.
+    As in a full load, transformers merges and transposes the tensors. The tensors are loaded into a model on the meta
+    device, in which only the experts of one layer have memory.
     """
 
     def __init__(self, share: ExpertShare, directory: Path, dtype: torch.dtype) -> None:
@@ -217,7 +225,7 @@ class ExpertReader:
         self._config = LoadStateDictConfig(dtype=dtype, dtype_plan=plan, weight_mapping=mapping)
 
     def read(self, layer: int, experts: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Return the weights of these experts of a layer, by their names in its module, ``[len(experts), ...]``.
+        """Return the weights of these experts of a layer, ``[len(experts), ...]``, by name in the experts module.
 
         Raises ModelLoadError if the files do not contain them or can no longer be read.
         """
@@ -246,14 +254,14 @@ class ExpertReader:
 
 
 def _untold(_: str) -> None:
-    """Ignore progress. Reading some experts is fast, and transformers would log a progress bar for each."""
+    """Ignore progress messages. Reading a few experts is fast, and transformers would log a progress bar for each read."""
 
 
 # Number of slots for the loaded model.
 
 
 class SharedModel:
-    """Makes and keeps a rank's share of the loaded model."""
+    """Creates the ``ExpertShare`` of a rank when a model is loaded, and keeps it."""
 
     def __init__(self, config: EngineCoreConfig) -> None:
         self._config = config
@@ -261,24 +269,24 @@ class SharedModel:
 
     @property
     def share(self) -> ExpertShare:
-        """Share of the loaded model. Raises RuntimeError before a model was loaded."""
+        """``ExpertShare`` of the loaded model. Raises RuntimeError if no model was loaded."""
         if self._share is None:
             raise RuntimeError("no model has been loaded yet")
         return self._share
 
     def __call__(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> ExpertShare:
-        """Make the share. Raises ModelLoadError if the experts cannot be spread, and ConfigError if sizes do not fit
-        the model.
+        """Create the ``ExpertShare``. Raises ModelLoadError if the experts cannot be distributed, and ConfigError if
+        configured sizes do not fit the model.
         """
         self._share = ExpertShare(model_class, config, self._slots)
         return self._share
 
     def _slots(self, num_experts: int) -> int:
-        """Return the slots per rank with which the smallest group holds all experts."""
+        """Return the number of slots per rank with which the smallest group can have all experts."""
         sizes, slots = self._config.data_parallel, self._config.expert_parallel.slots
         if sizes.size > num_experts:
             raise ConfigError(
-                f"data_parallel.size is {sizes.size}; the model's {num_experts} experts fit at most as many ranks"
+                f"data_parallel.size is {sizes.size}; it must be at most {num_experts}, the model's number of experts"
             )
         slots = slots or fewest_slots(num_experts, sizes.min_size)
         check_slots(num_experts, sizes.min_size, slots)
@@ -289,8 +297,8 @@ def check_shared(config: EngineCoreConfig, device: torch.device, task: str) -> N
     """Raise ConfigError if expert parallelism does not support this engine."""
     if device.type != "cpu":
         raise ConfigError(
-            f"expert_parallel.enabled is true and model.device is {device.type!r}, but experts can be shared only "
-            "on CPUs so far"
+            f"expert_parallel.enabled is true and model.device is {device.type!r}, but expert parallelism is only "
+            "supported on CPUs"
         )
     if task != "generate":
         raise ConfigError(f"expert_parallel.enabled is true, but the task is {task}; such models are not shared yet")

@@ -11,14 +11,14 @@ from penstock_common.errors import ConfigError
 class Placement(msgspec.Struct, frozen=True):
     """Placement of experts on the ranks of a group.
 
-    ``physical`` has, by layer, the expert in each slot of all ranks. Rank r's slots begin at ``r * slots``. An expert
-    may be in several slots. These slots compute equal results.
+    ``physical`` has, for each layer, the expert in each slot of all ranks. The slots of rank r begin at ``r * slots``.
+    An expert may be in several slots, which compute equal results.
     """
 
     num_experts: int
     size: int
     slots: int
-    """Physical experts of a rank in a layer."""
+    """Number of slots of a rank in a layer."""
     physical: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
@@ -26,14 +26,18 @@ class Placement(msgspec.Struct, frozen=True):
         for layer, experts in enumerate(self.physical):
             if len(experts) != self.size * self.slots:
                 raise ValueError(
-                    f"layer {layer} has {len(experts)} slots, but {self.size} ranks have {self.size * self.slots}"
+                    f"layer {layer} has {len(experts)} slots, but {self.size} ranks have {self.size * self.slots} slots"
                 )
             if set(experts) != set(range(self.num_experts)):
-                raise ValueError(f"layer {layer} does not hold exactly the {self.num_experts} experts of the model")
+                raise ValueError(
+                    f"the slots of layer {layer} do not have exactly the {self.num_experts} experts of the model"
+                )
 
     @classmethod
     def even(cls, num_layers: int, num_experts: int, size: int, slots: int) -> Self:
-        """Return a placement of experts in turn over the slots of all ranks. Raises ConfigError."""
+        """Return a placement that assigns the experts in order to the slots of all ranks, repeatedly. Raises
+        ConfigError.
+        """
         check_slots(num_experts, size, slots)
         layer = tuple(slot % num_experts for slot in range(size * slots))
         return cls(num_experts, size, slots, (layer,) * num_layers)
@@ -50,28 +54,30 @@ class Placement(msgspec.Struct, frozen=True):
         return found
 
     def with_layer(self, layer: int, experts: Sequence[int]) -> Self:
-        """Return a placement in which one layer is changed."""
+        """Return a copy of the placement in which one layer is changed."""
         layers = (*self.physical[:layer], tuple(experts), *self.physical[layer + 1 :])
         return msgspec.structs.replace(self, physical=layers)
 
 
 def fewest_slots(num_experts: int, size: int) -> int:
-    """Return the smallest number of slots per rank with which ``size`` ranks hold all experts."""
+    """Return the smallest number of slots per rank with which ``size`` ranks can have all experts."""
     return -(-num_experts // size)
 
 
 def check_slots(num_experts: int, size: int, slots: int) -> None:
-    """Raise ConfigError, with the limit, if ``size`` ranks of ``slots`` slots cannot hold every expert, or if a rank
-    would need the same expert twice.
+    """Raise ConfigError, with the limit, if ``size`` ranks with ``slots`` slots each have too few slots for all
+    experts, or if a rank would need the same expert twice.
     """
     if size > num_experts:
         raise ConfigError(
-            f"expert_parallel: the group has {size} ranks; the model's {num_experts} experts fit at most as many ranks"
+            f"expert_parallel: the group has {size} ranks; the limit is {num_experts}, the model's number of experts"
         )
     if slots < fewest_slots(num_experts, size):
         raise ConfigError(
-            f"expert_parallel.slots is {slots}; {size} ranks need at least {fewest_slots(num_experts, size)} to "
-            f"hold the model's {num_experts} experts"
+            f"expert_parallel.slots is {slots}; {size} ranks need at least {fewest_slots(num_experts, size)} slots each for "
+            f"the model's {num_experts} experts"
         )
     if slots > num_experts:
-        raise ConfigError(f"expert_parallel.slots is {slots}; the model has {num_experts} experts per layer")
+        raise ConfigError(
+            f"expert_parallel.slots is {slots}; it must be at most {num_experts}, the number of experts per layer"
+        )

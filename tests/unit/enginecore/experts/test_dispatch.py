@@ -138,23 +138,23 @@ def test_alone_a_rank_computes_what_it_holds() -> None:
 def test_a_rank_that_has_other_tokens_than_it_told_of_is_named() -> None:
     [alone] = spread(1, 8, "allgather")
     alone.begin_step(4)
-    with pytest.raises(RuntimeError, match="rank 0 announced 4 tokens but has 5"):
+    with pytest.raises(RuntimeError, match="rank 0 announced 4 tokens for this step, but has 5"):
         alone.layers[0](*tokens(5, 1))
 
 
 def test_a_placement_that_is_not_what_a_rank_holds_is_refused() -> None:
     [alone] = spread(1, 8, "allgather")
     [group] = thread_group(1)
-    with pytest.raises(ValueError, match=r"layer 0 of rank 0 holds .* but its placement is"):
+    with pytest.raises(ValueError, match=r"layer 0 of rank 0 has the experts .* but its placement is"):
         alone.join(group, Placement(EXPERTS, 1, EXPERTS, (tuple(reversed(range(EXPERTS))),)))
 
 
 def test_steps_before_a_group_or_before_a_model_was_looked_at_are_errors() -> None:
     layer = DispatchedExperts(0, EXPERTS, Experts([6, 1]), [6, 1])
     experts = SpreadExperts([layer], "allgather")
-    with pytest.raises(RuntimeError, match="the experts have no group"):
+    with pytest.raises(RuntimeError, match="the experts are used without a data-parallel group"):
         experts.begin_step(1)
-    with pytest.raises(RuntimeError, match="layer 0 of experts has never run"):
+    with pytest.raises(RuntimeError, match="expert layer 0 has never run"):
         layer.take_part()
 
 

@@ -245,6 +245,6 @@ def test_a_placement_keeps_what_is_held_and_holds_everything() -> None:
     with pytest.raises(ConfigError, match="the group has 3 ranks; the model's 2 experts"):
         regrouped([[[0]], [[1]], [[EMPTY]]], 2)
     with pytest.raises(
-        ConfigError, match="expert_parallel.slots is 1; 2 ranks need at least 2 to hold the model's 4 experts"
+        ConfigError, match="expert_parallel.slots is 1; 2 ranks need at least 2 slots each for the model's 4 experts"
     ):
         regrouped([[[0]], [[1]]], 4)

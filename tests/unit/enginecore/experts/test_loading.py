@@ -130,10 +130,12 @@ def test_a_model_without_a_plan_is_refused(family: str, tmp_path: Path) -> None:
 
 def test_sizes_that_do_not_fit_the_model_are_refused(tmp_path: Path) -> None:
     save_tiny_model("qwen3_moe", tmp_path)
-    with pytest.raises(ConfigError, match="data_parallel.size is 5; the model's 4 experts fit at most as many ranks"):
+    with pytest.raises(
+        ConfigError, match="data_parallel.size is 5; it must be at most 4, the model's number of experts"
+    ):
         load(tmp_path, SharedModel(config(5)))
     with pytest.raises(
-        ConfigError, match="expert_parallel.slots is 1; 2 ranks need at least 2 to hold the model's 4 experts"
+        ConfigError, match="expert_parallel.slots is 1; 2 ranks need at least 2 slots each for the model's 4 experts"
     ):
         load(tmp_path, SharedModel(config(slots=1)))
     with pytest.raises(ConfigError, match="expert_parallel.slots is 5; the model has 4 experts"):

@@ -28,9 +28,9 @@ def test_few_slots_are_as_few_as_hold_all() -> None:
 @pytest.mark.parametrize(
     ("size", "slots", "said"),
     [
-        (5, 1, "the group has 5 ranks; the model's 4 experts fit at most as many"),
-        (3, 1, r"expert_parallel.slots is 1; 3 ranks need at least 2 to hold the model's 4 experts"),
-        (2, 5, r"expert_parallel.slots is 5; the model has 4 experts per layer"),
+        (5, 1, "the group has 5 ranks; the limit is 4"),
+        (3, 1, r"expert_parallel.slots is 1; 3 ranks need at least 2 slots each for the model's 4 experts"),
+        (2, 5, r"expert_parallel.slots is 5; it must be at most 4"),
     ],
 )
 def test_placements_that_do_not_fit_are_refused_with_the_limit(size: int, slots: int, said: str) -> None:

@@ -1,1 +1,1 @@
-"""Logic of a data-parallel rank: its state machine, driver and links."""
+"""Logic of a data-parallel rank: state machine, driver, and links to other ranks."""

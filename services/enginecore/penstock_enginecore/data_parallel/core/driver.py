@@ -1,6 +1,4 @@
-"""Driver of a data-parallel rank. The driver carries out the effects of the rank's state machine, and passes events to
-the state machine.
-"""
+"""Driver of a data-parallel rank. The driver passes events to the rank's state machine and carries out the effects."""
 
 import logging
 import time
@@ -53,15 +51,15 @@ from penstock_enginecore.data_parallel.core.rank import (
     unpack_row,
 )
 
-# Durations of group changes, during which a rank computes no steps.
+# Durations of group changes. During a group change, a rank computes no steps.
 
 
 class Standstill:
-    """Measures the time without steps during planned changes and after losses of a group.
+    """Measures the time without steps, during planned changes of a group and after losses.
 
-    Both intervals end with the first exchange of the new group. A planned change begins with the exchange in which all
-    ranks agree to switch, when the old group's last step has ended. A loss begins when this rank notices the loss, even
-    during a planned change.
+    Both kinds of intervals end with the first exchange of the new group. A planned change begins with the exchange in
+    which all ranks agree to switch. The old group's last step has then ended. A loss begins when this rank detects the
+    loss, even during a planned change.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -72,7 +70,7 @@ class Standstill:
         self.num_switches = self.num_recoveries = 0
         """Number of completed planned changes, and of recovered losses."""
         self.switch_seconds = self.recovery_seconds = 0.0
-        """Total seconds of planned changes, and of losses."""
+        """Total seconds of planned changes, and total seconds after losses."""
 
     @property
     def seconds_since_loss(self) -> float:
@@ -84,17 +82,17 @@ class Standstill:
         self._step_ended_at = self._clock()
 
     def switching(self) -> None:
-        """Record that all ranks agreed in this exchange to switch to the next group."""
+        """Record that, in this exchange, all ranks agreed to switch to the next group."""
         self._switching_since = self._step_ended_at
 
     def lost(self) -> None:
-        """Record the loss of the group. Further calls before the next group has opened have no effect."""
+        """Record the loss of the group. Until the next group has opened, more calls have no effect."""
         self._switching_since = None
         if self._lost_at is None:
             self._lost_at = self._clock()
 
     def opened(self) -> bool:
-        """Record the end of a group's first exchange. Return whether a group was lost before it."""
+        """Record the end of a group's first exchange. Return whether the previous group was lost."""
         now = self._clock()
         if self._switching_since is not None:
             self.num_switches += 1
@@ -111,12 +109,12 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a rank and its group, for metrics.
 
     Attributes:
-        recovery_seconds: Total seconds from the loss of a group to the first exchange of the next one.
+        recovery_seconds: Total seconds from the loss of a group to the first exchange of the next group.
         switch_seconds: Total seconds of planned changes, from the old group's last step to the end of the new group's
             first exchange.
         exchange_seconds: Total seconds in exchanges, including waiting for other ranks.
-        expert_balance: Balance of experts, or None if no experts are shared.
-        num_experts_moved: Number of moved experts, or None if no experts are shared.
+        expert_balance: Balance of experts, or None without expert parallelism.
+        num_experts_moved: Number of moved experts, or None without expert parallelism.
     """
 
     epoch: int = 0
@@ -143,11 +141,11 @@ ToCoordinator = StartWave | WaveComplete | PeerLost | PrepareFailed | RankReport
 
 
 class GroupDriver:
-    """The busy loop's interface to a rank. All methods belong to the loop's thread, except those under "From any
-    thread".
+    """The busy loop's interface to a rank. Only the busy loop's thread may call the methods, except for the methods
+    under "From any thread".
 
-    The loop passes events to the driver, and runs a step whenever ``wants_step``. Exchanges run on the links' threads,
-    so the loop continues to process input while a rank waits for others.
+    The loop passes events to the driver, and runs a step whenever ``wants_step`` is true. Exchanges run on the links'
+    threads, so the loop continues to process input while this rank waits for other ranks.
     """
 
     def __init__(
@@ -167,9 +165,9 @@ class GroupDriver:
             engine_name: Name of the rank.
             engine: The engine.
             links: Connections to other ranks.
-            experts: Experts shared by the ranks, which ``links`` prepare, or None.
+            experts: Experts that are distributed over the ranks, or None. ``links`` prepare the experts.
             prefill_interval: Interval, in steps, between steps in which requests may start.
-            move_after: Seconds after which requests leave a group that has stopped.
+            move_after: Seconds after which a stopped group's requests are moved to other engines.
             clock: Returns monotonic seconds.
         """
         self.links = links
@@ -194,16 +192,16 @@ class GroupDriver:
     # From any thread.
 
     def named(self, event: Named) -> None:
-        """Handle the announcement of a group. If it replaces the current group at once, collectives of older groups are
-        aborted.
+        """Handle the announcement of a group. If the new group replaces the current group immediately, collectives of
+        older groups are aborted.
         """
         if not event.message.base:
             self.links.give_up_before(event.message.group.epoch)
         self.links.post(event)
 
     def refused(self, epoch: int, wave: int) -> None:
-        """Note that a request was refused before it reached the loop. The request's frontend may have told other ranks
-        to join a wave.
+        """Handle a request that was refused before it reached the loop. The request's frontend may have told other
+        ranks to join a wave.
         """
         self.links.post(Refused(epoch, wave))
 
@@ -269,7 +267,7 @@ class GroupDriver:
             self._scheduler.abort_all(RequestError.from_exception(failure), keep_blocks=True)
 
     def added(self, epoch: int, wave: int, *, refused: bool = False) -> None:
-        """Note that a request has been queued, or refused."""
+        """Handle a request that was queued, or refused."""
         self._apply(*self._rank.add(epoch, wave, refused=refused))
 
     def take(self, event: GroupEvent) -> None:
@@ -294,7 +292,7 @@ class GroupDriver:
 
     def _gathered(self, rows: list[bytes]) -> None:
         opened = self._rank.opening
-        if opened:  # All ranks have switched, so no rank is in a collective of an earlier epoch.
+        if opened:  # All ranks have switched to this epoch, so no rank is in a collective of an earlier epoch.
             self.links.close_before(self._rank.group.epoch)
             if not self._joined(self._rank.group.epoch):
                 return
@@ -303,7 +301,7 @@ class GroupDriver:
             self._standstill.switching()
         self._apply(rank, effects)
         if opened and self._standstill.opened():
-            logger.info("group resumed in epoch %d", rank.group.epoch)
+            logger.info("data-parallel group resumed in epoch %d", rank.group.epoch)
 
     def _joined(self, epoch: int) -> bool:
         """Switch the experts to the group of this epoch. Return False if that fails."""
@@ -319,7 +317,7 @@ class GroupDriver:
     def _broke(self, epoch: int, why: str, *, unprepared: bool = False) -> None:
         rank = self._rank
         if epoch == rank.standby.epoch and not rank.ready:
-            logger.warning("cannot prepare the group of epoch %d: %s", epoch, why)
+            logger.warning("cannot prepare the data-parallel group of epoch %d: %s", epoch, why)
             self._apply(*rank.prepare_failed(epoch))
         elif epoch == rank.group.epoch:
             logger.warning("a collective of epoch %d failed: %s", epoch, why)
@@ -331,10 +329,10 @@ class GroupDriver:
                 self.to_coordinator(PrepareFailed(rank.engine, epoch))
 
     def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
-        """Compute the step that the ranks agreed on. Return the outputs by client id."""
+        """Compute the step on which the ranks agreed. Return the outputs by client id."""
         forward, self._forward = self._forward, None
         if forward is None:
-            raise RuntimeError("the ranks have agreed on no step")
+            raise RuntimeError("step was called, but the ranks have not agreed on a step")
         self._num_dummy_steps += forward.dummy
         try:
             self._engine.step_together(drain_aborts, begin=forward.step % self._prefill_interval == 0)
@@ -362,7 +360,7 @@ class GroupDriver:
                     done.set_exception(Unavailable("the group was resumed before it had paused", reason="RESUMED"))
 
     def _counts(self) -> tuple[int, int]:
-        """Return the number of requests that steps advance, and of those that wait for a resume."""
+        """Return the number of requests that steps advance, and the number of requests that wait for a resume."""
         requests = self._scheduler.num_requests
         paused = self._scheduler.pause_state is PauseState.PAUSED
         held = requests if paused else self._scheduler.num_held_by_pause
@@ -371,7 +369,9 @@ class GroupDriver:
     # Pauses.
 
     def pause(self, mode: PauseMode) -> "Future[None]":
-        """Pause the group. The Future is done once all ranks know about the pause and no step follows."""
+        """Pause the group. The Future is done once all ranks know about the pause and no more steps will run before a
+        resume.
+        """
         done: Future[None] = Future()
         self._pausing.append(done)
         self._apply(*self._rank.pause(self._rank.pauses.pause(mode)))
@@ -403,7 +403,9 @@ class GroupDriver:
             case Forward():
                 self._forward = effect
             case RollBack():
-                self._forward = None  # The step had not begun: a step's results are processed before any other event.
+                self._forward = (
+                    None  # The step has not begun, because a step's results are processed before any other event.
+                )
             case AbortCollective():
                 self.links.give_up_before(self._rank.group.epoch)
                 self._standstill.lost()
@@ -421,7 +423,7 @@ class GroupDriver:
                 self._leave_experts()
                 self.links.open(group, self._meetings)
                 self._meetings = {rank: self._meetings[rank] for rank in group.members if rank in self._meetings}
-                logger.info("joined group: epoch %d, %d ranks", group.epoch, len(group.members))
+                logger.info("joined data-parallel group: epoch %d, %d ranks", group.epoch, len(group.members))
             case Leave():
                 self._leave()
             case _:

@@ -1,4 +1,4 @@
-"""Connections of a rank to its group: links for the serving epoch and the next one, and the events that they report."""
+"""Connections of a rank to its group: links for the current epoch and the next epoch, and the events that links report."""
 
 import logging
 import queue
@@ -22,26 +22,26 @@ class Connected(msgspec.Struct, frozen=True):
 
 
 class Gathered(msgspec.Struct, frozen=True):
-    """An exchange of an epoch has ended."""
+    """Event: an exchange of an epoch has ended."""
 
     epoch: int
     rows: list[bytes]
     """Rows of all members, in order."""
     seconds: float = 0.0
-    """Duration from this rank's entry."""
+    """Seconds from the time at which this rank entered the exchange."""
 
 
 class Broke(msgspec.Struct, frozen=True):
-    """Event: a group could not connect, or one of its collectives failed. No more events of this epoch follow."""
+    """Event: a group could not connect, or one of its collectives failed. This is the last event of the epoch."""
 
     epoch: int
     why: str
     unprepared: bool = False
-    """Whether this rank is the one that cannot join the group."""
+    """Whether the reason is that this rank cannot join the group."""
 
 
 class Named(msgspec.Struct, frozen=True):
-    """Event: the coordinator has announced a group. ``meetings`` has the address of each rank's store."""
+    """Event: the coordinator has announced a group. ``meetings`` has the address of each rank's meeting store."""
 
     message: Reconfigure
     meetings: Mapping[str, str]
@@ -57,16 +57,16 @@ class Refused(msgspec.Struct, frozen=True):
 GroupEvent = Connected | Gathered | Broke | Named | Refused | StartDpWave
 
 
-# Links to the ranks of an epoch, and the thread that waits for them.
+# Links to the ranks of an epoch, and the thread that waits for these ranks.
 
 
 class GroupLink(Protocol):
-    """A connection between the ranks of one epoch's group. Each method except ``abort`` is called from one thread at a
-    time.
+    """A connection between the ranks of one epoch's group. Only one thread at a time may call the methods, except for
+    ``abort``.
     """
 
     collectives: Any
-    """Collectives for the tensors of steps. Their calls never overlap with exchanges."""
+    """Collectives for the tensors of steps. Calls of these collectives never overlap with exchanges."""
 
     def connect(self) -> None:
         """Wait for all ranks. Raises an error if they do not connect, or after ``abort``."""
@@ -77,15 +77,15 @@ class GroupLink(Protocol):
         """
 
     def abort(self) -> None:
-        """End all waiting, on this rank and on others, without blocking. Thread-safe."""
+        """Make all waiting calls fail, on this rank and on other ranks, without blocking. Thread-safe."""
 
     def close(self) -> None:
         """Free the group's resources. No call may be in progress."""
 
 
 Prepare = Callable[[int, GroupLink, Callable[[], bool]], None]
-"""Called on all ranks of an epoch, once they have connected. The last argument returns whether the epoch was given up
-meanwhile. Raises UnpreparedError if this rank cannot join the group.
+"""Function that is called on all ranks of an epoch, once they have connected. The last argument is a function that
+returns whether the epoch was given up meanwhile. Raises UnpreparedError if this rank cannot join the group.
 """
 
 
@@ -94,10 +94,11 @@ def prepare_nothing(epoch: int, link: GroupLink, given_up: Callable[[], bool]) -
 
 
 class LinkThread:
-    """Runs a link's blocking calls on a thread and reports their results, so that the engine can process other input.
+    """Runs a link's blocking calls on a separate thread and reports the results, so that the engine can process other
+    input.
 
-    ``post`` is called on the thread: with ``Connected`` first, then with ``Gathered`` for each exchange. ``Broke`` is
-    always the last.
+    The thread calls ``post`` first with ``Connected``, then with ``Gathered`` for each exchange. If a call fails, the
+    last event is ``Broke``.
     """
 
     def __init__(
@@ -110,24 +111,24 @@ class LinkThread:
         self._given_up = threading.Event()
         self._rows: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._begun, self._over = 1, 0
-        """Numbers of connection attempts and exchanges that have begun and that have ended. The link's thread counts
-        the ended ones.
+        """Number of calls (connection attempts and exchanges) that have begun, and number of calls that have ended. The
+        link's thread updates the second number.
         """
         self._thread = threading.Thread(target=self._run, name=f"group-{epoch}", daemon=True)
         self._thread.start()
 
     def exchange(self, row: bytes) -> None:
-        """Enter an exchange, after those begun before."""
+        """Enter an exchange, after all exchanges that were begun before."""
         self._begun += 1
         self._rows.put(row)
 
     def abort(self) -> None:
-        """End calls in progress. Thread-safe."""
+        """Make calls in progress fail. Thread-safe."""
         self._given_up.set()
         self.link.abort()
 
     def close(self) -> None:
-        """End calls in progress, and the thread.
+        """Make calls in progress fail, and end the thread.
 
         If no call is in progress, the link is not aborted, because other ranks may still be completing the last
         exchange.
@@ -149,7 +150,7 @@ class LinkThread:
                 self._post(Gathered(self.epoch, rows, time.perf_counter() - began))
         except UnpreparedError as e:
             self._post(Broke(self.epoch, str(e), unprepared=True))
-        except Exception as e:  # The coordinator decides what follows.
+        except Exception as e:  # The coordinator decides how the group continues.
             self._post(Broke(self.epoch, f"{type(e).__name__}: {e}"))
         finally:
             self.link.close()
@@ -158,17 +159,19 @@ class LinkThread:
 logger = logging.getLogger(__name__)
 
 MakeLink = Callable[[RankGroup, Mapping[str, str]], GroupLink]
-"""Creates the link of a group that includes this rank. The mapping has the address of each rank's store."""
+"""Function that creates the link of a group that includes this rank. The mapping has the address of each rank's meeting
+store.
+"""
 
 
 class Meets(Protocol):
-    """Lets a rank connect to others."""
+    """Connects a rank to other ranks."""
 
     meeting_address: str
-    """The host:port of the store through which a group connects if this is its first rank."""
+    """The host:port of this rank's meeting store. A group connects through the meeting store of its first rank."""
     lease: float
-    """Seconds after which a silent rank counts as dead, for the coordinator and for links created afterwards. 0 if
-    unknown.
+    """Seconds after which a silent rank counts as dead. The coordinator uses this value, and so do links that are
+    created after it is set. 0 if unknown.
     """
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> GroupLink:
@@ -187,7 +190,7 @@ class Links:
         self._threads: dict[int, LinkThread] = {}
 
     def open(self, group: RankGroup, meetings: Mapping[str, str]) -> None:
-        """Begin to connect to the ranks of a group, unless that has begun."""
+        """Begin to connect to the ranks of a group, if this has not begun."""
         with self._lock:
             if group.epoch in self._threads:
                 return
@@ -199,8 +202,8 @@ class Links:
                 self._threads[group.epoch] = LinkThread(group.epoch, link, self.post, self._prepare)
 
     def exchange(self, epoch: int, row: bytes) -> None:
-        """Enter an exchange of an open epoch. If the epoch could not be opened, do nothing; its failure was already
-        reported.
+        """Enter an exchange of an open epoch. If the epoch could not be opened, do nothing, because the failure was
+        already reported.
         """
         if (thread := self._threads.get(epoch)) is not None:
             thread.exchange(row)
@@ -217,7 +220,7 @@ class Links:
             thread.abort()
 
     def close_before(self, epoch: int) -> None:
-        """Close the links of earlier epochs, which are not used any more."""
+        """Close the links of earlier epochs. They must not be in use any more."""
         with self._lock:
             old = [self._threads.pop(number) for number in list(self._threads) if number < epoch]
         for thread in old:
@@ -232,12 +235,12 @@ class Links:
             thread.close()
 
 
-# Experts shared by the ranks of a group, as the driver uses them.
+# The driver's interface to experts that are distributed over the ranks of a group.
 
 
 class SharedExperts(Protocol):
-    """The experts of a rank, across changes of its group. ``prepare`` is called on the links' threads, everything else
-    on the busy loop's.
+    """The experts of a rank, across changes of its group. ``prepare`` is called on the links' threads. All other
+    methods are called on the busy loop's thread.
 
     If a step fails on this rank alone, ``EngineCore.step_together`` raises CollectiveBroken, because other ranks wait
     for this rank's results.
@@ -246,27 +249,29 @@ class SharedExperts(Protocol):
     def prepare(self, epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
         """Distribute the experts of an epoch. All ranks of the epoch call this method once they have connected.
 
-        The ranks agree on the placement of experts, and each rank receives the experts that it lacks. A serving group
-        continues with its current experts meanwhile. Raises UnpreparedError if this rank cannot join, and
-        CollectiveBroken if a rank is lost or soon after ``given_up`` returns True.
+        The ranks agree on the placement of experts, and each rank gets the experts that it does not have yet.
+        Meanwhile, a serving group continues with its current experts. Raises UnpreparedError if this rank cannot join.
+        Raises CollectiveBroken if a rank is lost, or soon after ``given_up`` returns True.
         """
 
     def leave(self) -> None:
-        """End the use of the current group. It computes no more steps."""
+        """Stop using the current group. The group computes no more steps."""
 
     def join(self, epoch: int, link: GroupLink) -> None:
-        """Use this epoch, which must be prepared, for later steps. Raises UnpreparedError."""
+        """Use the group of this epoch for later steps. The epoch must be prepared. Raises UnpreparedError."""
 
     def after_step(self) -> None:
         """Run the balancer. All ranks call this after the same steps. Raises CollectiveBroken."""
 
     @property
     def balance(self) -> float:
-        """Mean number of tokens per rank divided by the maximum, in the last window. 1 before the first."""
+        """Mean number of tokens per rank divided by the maximum, in the last window. 1 before the end of the first
+        window.
+        """
 
     @property
     def num_moved(self) -> int:
-        """Number of experts that this rank received from others for balance, over all layers."""
+        """Number of experts that this rank received from other ranks for load balance, over all layers."""
 
     @property
     def num_experts(self) -> int:
@@ -274,4 +279,6 @@ class SharedExperts(Protocol):
 
     @property
     def layout(self) -> str:
-        """Facts that must be equal on all ranks: expert slots per rank, and the memory layout of weights."""
+        """Description of properties that must be equal on all ranks: expert slots per rank, and memory layout of
+        weights.
+        """

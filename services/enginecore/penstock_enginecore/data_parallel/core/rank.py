@@ -25,7 +25,7 @@ from penstock_common.types.data_parallel import (
 
 
 class Row(msgspec.Struct, frozen=True, cache_hash=True):
-    """A rank's row of the all-gather. A sent row is final; later events go into the rank's next row."""
+    """A rank's row of the all-gather. A sent row is final. Later events are in the rank's next row."""
 
     epoch: int
     wave: int
@@ -35,10 +35,10 @@ class Row(msgspec.Struct, frozen=True, cache_hash=True):
     pauses: Pauses
     """The newest pause or resume that the rank knows."""
     prepared: int = 0
-    """The epoch that the rank can switch to, or 0."""
+    """The prepared epoch to which the rank can switch, or 0."""
 
 
-# Effects, apart from messages to the coordinator.
+# Effects, except for messages to the coordinator.
 
 
 class Exchange(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class Exchange(msgspec.Struct, frozen=True):
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """Run the forward pass, with a dummy batch if there is nothing to compute. ``Rank.stepped`` follows."""
+    """Run the forward pass, with a dummy batch if there is nothing to compute. Then call ``Rank.stepped``."""
 
     epoch: int
     wave: int
@@ -60,7 +60,7 @@ class Forward(msgspec.Struct, frozen=True):
 
 
 class AbortCollective(msgspec.Struct, frozen=True):
-    """Abort the collective that the rank is in, because other ranks may never join that collective."""
+    """Abort the collective in which this rank waits, because other ranks may never join it."""
 
 
 class RollBack(msgspec.Struct, frozen=True):
@@ -84,19 +84,19 @@ class ResumeRefused(msgspec.Struct, frozen=True):
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Build this group while the current one serves. ``Rank.prepared`` or ``Rank.prepare_failed`` follows."""
+    """Prepare this group while the current group serves. Then call ``Rank.prepared`` or ``Rank.prepare_failed``."""
 
     group: RankGroup
 
 
 class Join(msgspec.Struct, frozen=True):
-    """Make this group the rank's own."""
+    """Make this group the rank's current group."""
 
     group: RankGroup
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """Leave the group. The rank's requests end here, and resume on other engines."""
+    """Leave the group. The rank's requests end on this engine, and resume on other engines."""
 
 
 Effect = (
@@ -129,14 +129,14 @@ class Agreement(msgspec.Struct, frozen=True):
     run: bool
     """Whether all ranks compute a step. If not, the wave has ended."""
     switch_to: int
-    """The epoch that all ranks switch to now, or 0."""
+    """The epoch to which all ranks switch now, or 0."""
 
 
 def agree(rows: Sequence[Row]) -> Agreement:
     """Compute the agreement. A pure function of the gathered rows.
 
-    The newest pause or resume that any rank knows applies to all. A pause with mode WAIT lets the wave continue until
-    no rank has work. An epoch begins when every rank is prepared for it.
+    The newest pause or resume that any rank knows applies to all ranks. After a pause with mode WAIT, the wave
+    continues until no rank has work. An epoch begins when every rank is prepared for it.
     """
     pauses = max(row.pauses for row in rows)
     prepared = {row.prepared for row in rows}
@@ -165,23 +165,23 @@ class Phase(enum.Enum):
 
 
 class Rank(msgspec.Struct, frozen=True, cache_hash=True):
-    """State of a rank. Every method handles an event. It returns the next state and the effects to carry out, in order.
+    """State of a rank. Each method handles an event, and returns the next state and the effects to carry out, in order.
 
-    Either all ranks of a group run or all are idle, because a step needs every rank. A wave begins with an exchange,
-    which is a small all-gather on the CPU. More exchanges follow before every ``interval``-th step. A rank enters a
-    collective only if the rows of the last exchange say so, and all ranks have seen the same rows. The wave ends when
-    no row has work.
+    Either all ranks of a group run or all ranks are idle, because a step needs every rank. A wave begins with an
+    exchange, which is a small all-gather on the CPU. In a wave, there is another exchange before every ``interval``-th
+    step. A rank decides from the rows of the last exchange whether to enter a collective. All ranks have the same rows,
+    so they decide the same. The wave ends when no row has work.
 
-    An idle rank enters the first exchange of its wave for one of three reasons. It has work, it has news, or another
-    rank started the wave. News is a pause, a resume, or a standby group that has not been in an exchange. Only one rank
-    needs to know the news. That rank need not reach all others or stay alive. A rank that waits in a first exchange
-    repeats its announcement (``repeat``), and every idle rank that receives it joins. A paused rank joins too, but no
-    step follows. While a rank waits in an exchange, it handles all other events.
+    An idle rank enters the first exchange of a wave for one of three reasons: it has work, it has news, or another rank
+    started the wave. News is a pause, a resume, or a standby group that was not yet in an exchange. It is enough if one
+    rank knows the news. That rank need not reach all other ranks or stay alive. While a rank waits in a first exchange,
+    it repeats its announcement (``repeat``), and every idle rank that receives the announcement joins. A paused rank
+    joins as well, but then no step runs. While a rank waits in an exchange, it handles all other events.
 
-    A group changes in one of two ways. A planned change is prepared while the current group serves, and all ranks
-    switch after the exchange in which all were prepared. Any other change is immediate: the rank aborts the collective
-    and undoes its step. Both changes begin with an exchange, after which wave and pauses are the maximum over all
-    ranks.
+    A group changes in one of two ways. A planned change is prepared while the current group serves. All ranks switch
+    after the exchange in which every row says that the rank is prepared. Any other change is immediate: the rank aborts
+    its collective and undoes its step. After both kinds of changes, the new group begins with an exchange. Each rank
+    then uses the maximum wave and the newest pause of all ranks.
     """
 
     engine: str
@@ -194,9 +194,9 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     pauses: Pauses = Pauses()
     """The newest pause or resume that the rank knows."""
     agreed: Pauses = Pauses()
-    """The pause or resume that all ranks agreed on in the last exchange."""
+    """The pause or resume on which all ranks agreed in the last exchange."""
     opening: bool = False
-    """Whether the exchange is the first one of the epoch."""
+    """Whether the exchange is the first exchange of the epoch."""
     unfinished: bool = False
     """Whether the rank has requests that steps advance."""
     held: bool = False
@@ -219,13 +219,13 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def paused(self) -> bool:
-        """Whether the current pause is complete: all ranks know about it, and no step follows before a resume."""
+        """Whether the current pause is complete: all ranks know about the pause, and no step will run before a resume."""
         stopped = self.phase is Phase.IDLE or (self.phase is Phase.EXCHANGE and self.step == 0 and not self.opening)
         return self.pauses.on and self.agreed == self.pauses and stopped
 
     @property
     def report(self) -> RankReport:
-        """Full state, for a coordinator that may know nothing."""
+        """Full state, for a coordinator that may have no information about this rank."""
         running = self.phase in (Phase.EXCHANGE, Phase.FORWARD)
         prepared = self.standby.epoch if self.ready else 0
         return RankReport(self.engine, self.group, self.place, self.pauses, running, self.opening, prepared)
@@ -235,7 +235,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     def add(self, epoch: int, wave: int, *, refused: bool = False) -> tuple[Self, Effects]:
         """Handle a new request with this epoch and wave.
 
-        A refused request starts a wave as well, because its frontend may have told the other ranks to join one.
+        A refused request starts a wave as well, because its frontend may have told the other ranks to join a wave.
         """
         after = self
         if not refused:
@@ -246,13 +246,13 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after._with(wave=max(after.wave, newer))._start(report=True)
 
     def left_with(self, *, unfinished: bool, held: bool) -> tuple[Self, Effects]:
-        """Record which kinds of requests are left, after requests ended outside of a step."""
+        """Record whether unfinished and held requests are left, after requests have ended outside of a step."""
         return self._with(unfinished=unfinished, held=held), ()
 
     # Waves.
 
     def start_dp_wave(self, message: StartDpWave) -> tuple[Self, Effects]:
-        """Handle the announcement that a rank is in a wave, or is about to enter it."""
+        """Handle the announcement that another rank is in a wave, or is about to enter a wave."""
         current = message.epoch == self.group.epoch and message.wave >= self.wave
         if not current or self.phase in (Phase.OUTSIDE, Phase.BROKEN):
             return self, ()
@@ -280,7 +280,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after, effects + more + ((after.report,) if opened and not agreement.switch_to else ())
 
     def stepped(self, *, unfinished: bool) -> tuple[Self, Effects]:
-        """Handle the end of a forward pass. ``unfinished`` is whether requests that are not held have more to compute."""
+        """Handle the end of a forward pass. ``unfinished`` says whether requests that are not held need more steps."""
         after = self._with(step=self.step + 1, unfinished=unfinished)
         return after._exchange() if after.step % after.interval == 0 else after._forward()
 
@@ -302,7 +302,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return started, effects + more
 
     def resume(self, pauses: Pauses) -> tuple[Self, Effects]:
-        """Handle a caller's resume. It is refused while the pause is not complete on this rank."""
+        """Handle a caller's resume. The resume is refused while the pause is not complete on this rank."""
         if pauses > self.pauses and self.pauses.on and not self.paused:
             return self, (ResumeRefused(self.pauses),)
         after, effects = self._raise_pauses(pauses)
@@ -321,7 +321,8 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     def reconfigure(self, message: Reconfigure) -> tuple[Self, Effects]:
         """Handle the announcement of a group. An epoch that is not newer has no effect.
 
-        If the prepared standby group is announced as immediate, it has begun, because other ranks have switched.
+        If the prepared standby group is announced as immediate, other ranks have already switched to it, so this rank
+        switches as well.
         """
         begun = message.group == self.standby and self.ready and not message.base
         if message.group.epoch <= max(self.group.epoch, self.standby.epoch) and not begun:
@@ -337,8 +338,8 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return opened, effects + more
 
     def prepared(self, epoch: int) -> tuple[Self, Effects]:
-        """Handle the completion of the standby group of this epoch. A rank without a group joins it, and waits for the
-        others there.
+        """Handle the completed preparation of the standby group of this epoch. A rank without a group joins the standby
+        group, and waits for the other ranks in the group's first exchange.
         """
         if epoch != self.standby.epoch or self.ready:
             return self, ()
@@ -346,7 +347,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after._open(after.standby) if after.phase is Phase.OUTSIDE else after._come()
 
     def prepare_failed(self, epoch: int) -> tuple[Self, Effects]:
-        """Handle the failure to build the standby group of this epoch."""
+        """Handle the failed preparation of the standby group of this epoch."""
         if epoch != self.standby.epoch or self.ready:
             return self, ()
         return self._with(unable=True), (PrepareFailed(self.engine, epoch),)
@@ -361,7 +362,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return msgspec.structs.replace(self, **changes)
 
     def _come(self) -> tuple[Self, Effects]:
-        """Start a wave if the rank has a reason of its own."""
+        """Start a wave if this rank has work or news."""
         works = self.unfinished and (not self.pauses.on or self.pauses.mode is PauseMode.WAIT)
         if self.phase is Phase.IDLE and (works or self._has_news):
             return self._start(report=True)
@@ -390,7 +391,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(phase=Phase.FORWARD), (step,)
 
     def _stop(self, *, completed: bool) -> tuple[Self, Effects]:
-        """Become idle after an exchange. ``completed`` says whether a wave ended, which is false if an epoch opened
+        """Become idle after an exchange. ``completed`` says whether a wave ended. It is false if an epoch opened
         without work.
         """
         done: Effects = ()
@@ -418,7 +419,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(standby=group, ready=False, unable=False), (Prepare(group),)
 
     def _open(self, group: RankGroup) -> tuple[Self, Effects]:
-        """Leave the current group and its collective, and enter the first exchange of this group."""
+        """Leave the current group and its collective, and enter the first exchange of the new group."""
         left: list[Effect] = []
         if self.phase is Phase.FORWARD:
             left.append(RollBack())
@@ -446,6 +447,6 @@ def pack_row(row: Row) -> bytes:
 
 
 def unpack_row(data: bytes) -> Row:
-    """Decode a row. Raises struct.error, or ValueError for an unknown mode."""
+    """Decode a row. Raises struct.error, or ValueError if the mode is unknown."""
     epoch, wave, step, number, prepared, mode, unfinished = _ROW.unpack(data)
     return Row(epoch, wave, step, bool(unfinished), Pauses(number, PauseMode(mode)), prepared)
