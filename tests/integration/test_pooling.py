@@ -354,7 +354,7 @@ def test_classifying_without_a_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "modules", "message"),
     [
-        ("max", [], "asks for the pooling mode max; served: cls, mean, lasttoken"),
+        ("max", [], "sets the pooling mode max; supported is exactly one of cls, mean, lasttoken"),
         ("mean", ["LSTM"], "a module of type 'sentence_transformers.models.LSTM'"),
         ("mean", ["Normalize", "Dense"], "after Pooling only Dense and a last Normalize"),
     ],

@@ -22,7 +22,7 @@ from penstock_enginecore.structured_output.grammar_processes import Children
 from penstock_enginecore.worker.failures import WorkersGone
 
 WORKER = "worker"
-"""First argument for a process that runs the workers of an engine on another host."""
+"""First command-line argument of a process that runs workers for an engine on another host."""
 _NODE = "Runs workers of an engine on another host. Attaches to executor.nodes.leader, and exits with the engine."
 
 
@@ -57,7 +57,9 @@ def _be_an_engine() -> None:
 
 
 def _make_meets(config: DataParallelConfig, rank: str, secret: SharedSecret | None) -> Meets:
-    """Create the group connections. Imports torch when called, so that the port is open before."""
+    """Create the connections of the data-parallel group. Imports torch only when called, so that the port is open
+    before.
+    """
     from penstock_enginecore.parallel.group_collectives import SocketLinks
 
     return SocketLinks(config, rank, secret)
@@ -69,7 +71,7 @@ def _be_a_node() -> None:
     )
     config = source.load()
     use_few_arenas()
-    # torch is imported here, after the flags are checked.
+    # Import torch only here, after the flags are checked.
     from penstock_enginecore.executor.multiproc import nodes
 
     nodes.run(config)
@@ -79,6 +81,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is stopped. Skip the interpreter's teardown, in which native libraries only report errors about each
-    # other.
+    # Everything is stopped. Skip the interpreter's teardown, in which native libraries would only report irrelevant
+    # errors.
     os._exit(code)

@@ -45,14 +45,17 @@ from penstock_enginecore.rpc.io_thread import IoThread
 from penstock_enginecore.step_dump import dump_step
 from penstock_enginecore.structured_output.core.base import GrammarBackendFactory
 
-# Python runs a signal handler on the main thread, between two bytecodes. If a signal arrives just before that thread
-# blocks in C code, the handler waits until something else wakes the thread. For an idle engine that may be never. The
-# wakeup file descriptor is written at once, whatever the main thread does, and a thread of this module reads it.
+# Python runs a signal handler on the main thread, between two bytecodes. If a signal arrives just before the main
+# thread blocks in C code, the handler waits until another event wakes the thread. In an idle engine, there may be no
+# such event. Therefore a thread of this module reads the wakeup file descriptor, to which the signal is written
+# immediately, whatever the main thread does.
 
 
 @contextlib.contextmanager
 def signals_handled(numbers: tuple[signal.Signals, ...], handle: Callable[[], None]) -> Iterator[None]:
-    """Call ``handle`` on a separate thread for each of the signals, while the context is open. Main thread only."""
+    """Call ``handle`` on a separate thread for each signal in ``numbers``, while the context is open. Must be entered
+    on the main thread.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
 
@@ -77,13 +80,13 @@ def signals_handled(numbers: tuple[signal.Signals, ...], handle: Callable[[], No
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing. A Python handler must be installed for the file descriptor to be written."""
+    """Do nothing. Python writes to the wakeup file descriptor only if a Python handler is installed."""
 
 
 log = get_logger()
 
 GENERATES = ("generate", "prefix_caching", "chunked_prefill")
-"""Capabilities of a generating engine. Pooling engines name their tasks instead."""
+"""Capabilities of a generating engine. The capabilities of a pooling engine are its tasks."""
 
 
 def run(
@@ -92,11 +95,11 @@ def run(
     make_grammars: GrammarBackendFactory | None = None,
     make_meets: MakeMeets | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT has been carried out.
+    """Serve until a shutdown after SIGTERM or SIGINT is complete.
 
-    The port is open while the model loads, with health NOT_SERVING. The beginning of each phase is logged with the
-    seconds since the start. A signal during loading ends the process at once, because there is nothing to drain. Raises
-    ConfigError, ModelLoadError, or the error that ended the loop.
+    While the model loads, the port is open, and the health status is NOT_SERVING. The beginning of each phase is logged
+    with the seconds since the process started. A signal during loading ends the process immediately, because there are
+    no requests to drain. Raises ConfigError, ModelLoadError, or the error that ended the busy loop.
     """
     config = config_file.running
     configure(config.log, service="enginecore")
@@ -217,7 +220,7 @@ def _serve(
 
 
 def media_inputs(io: IoThread) -> MediaInputs:
-    """Return access to the sessions' cached media."""
+    """Return an object with access to the media that sessions have cached."""
     return MediaInputs(lambda: io.sessions.received.num_bytes, io.sessions.clear_media)
 
 
@@ -236,7 +239,7 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
 
 
 def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
-    """Return the facts that an engine's tokens depend on."""
+    """Return the names and values of all properties on which an engine's tokens depend."""
     return config_of(
         config.model,
         Loaded(
@@ -253,7 +256,7 @@ def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
 
 
 def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConfig, copier: BlockCopier) -> BlockStore:
-    """Open the disk for KV blocks. Its fingerprint covers the model, the cache and the kernels."""
+    """Open the disk tier for KV blocks. The fingerprint of the file covers the model, the cache and the kernels."""
     from penstock_enginecore.kv_transfer.disk_file import DiskFile  # torch is imported by now.
 
     layout = layout_of(

@@ -11,17 +11,17 @@ from penstock_common.memory import in_units
 
 
 class Driver(Protocol):
-    """Low-level calls for GPU virtual memory, which Region uses.
+    """Low-level calls for GPU virtual memory, for use by ``Region``.
 
     Addresses and byte counts are multiples of ``granularity``. Every call raises MemoryError if the device has too
-    little memory, and RuntimeError for other failures.
+    little memory, and RuntimeError after any other failure.
     """
 
     device: torch.device
     granularity: int
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve an address range of ``num_bytes`` and return its start. This takes no memory."""
+        """Reserve an address range of ``num_bytes`` and return its start. This uses no device memory."""
 
     def free(self, address: int, num_bytes: int) -> None:
         """Free a reserved address range. No memory may be mapped in it."""
@@ -55,7 +55,7 @@ class CudaDriver:
             raise RuntimeError(f"the CUDA bindings cannot be imported: {e}") from e
         self._cuda: Any = driver
         self.device = device
-        torch.cuda.synchronize(device)  # creates the context that the calls below need
+        torch.cuda.synchronize(device)  # Creates the CUDA context that the calls below need.
         location = driver.CUmemLocation()
         location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = device.index or 0
@@ -125,13 +125,13 @@ class _Memory:
 
 
 CHUNK = 256 * 2**20
-"""Bytes that are allocated or freed at a time."""
+"""Number of bytes that are allocated or freed in one call."""
 
 
 class Region:
-    """Address range of at least ``num_bytes`` that stays the same for the life of the region.
+    """Address range of at least ``num_bytes`` bytes. The addresses stay the same for the life of the region.
 
-    The range has no memory at first and while the region sleeps. If the device has too little memory, a call raises
+    A new region, and a region that sleeps, has no memory. If the device has too little memory, a call raises
     MemoryError and leaves the region unchanged.
     """
 
@@ -151,16 +151,16 @@ class Region:
 
     @property
     def memory(self) -> torch.Tensor:
-        """Tensor uint8 ``[num_bytes]``, the same one for the life of the region. Raises RuntimeError before the first
-        ``map``.
+        """Tensor uint8 ``[num_bytes]``, which is the same for the life of the region. Raises RuntimeError before the
+        first ``map``.
         """
         if self._memory is None:
             raise RuntimeError("the region was read before memory was mapped")
         return self._memory
 
     def map(self, num_bytes: int | None = None) -> None:
-        """Map memory for at least the first ``num_bytes``, or for the whole region if None. New memory has undefined
-        contents.
+        """Map memory for at least the first ``num_bytes`` bytes, or for the complete region if ``num_bytes`` is None.
+        New memory has undefined content.
         """
         wanted, had = self.num_bytes if num_bytes is None else num_bytes, len(self._handles)
         try:
@@ -170,7 +170,7 @@ class Region:
             self._unmap_from(had)
             raise
         if self._memory is None:
-            with torch.inference_mode(False):  # so that it can be written in and out of inference mode
+            with torch.inference_mode(False):  # The tensor can then be written to inside and outside inference mode.
                 self._memory = self._driver.tensor(self._address, self.num_bytes)
 
     def unmap(self) -> None:
@@ -195,7 +195,7 @@ class Region:
         self._handles.append(handle)
 
     def _unmap_from(self, count: int) -> None:
-        """Free all but the first ``count`` chunks, last chunk first."""
+        """Free all chunks except the first ``count``, last chunk first."""
         while len(self._handles) > count:
             end = self.mapped_bytes
             start = (len(self._handles) - 1) * self._chunk
@@ -207,7 +207,8 @@ def _whole(count: int, unit: int) -> int:
     return -(-max(count, 1) // unit) * unit
 
 
-# Weights and KV cache that leave the device while an engine sleeps and return to the same addresses.
+# Weights and KV cache whose device memory is freed while an engine sleeps, and is mapped at the same addresses after
+# that.
 #
 # Captured CUDA graphs contain these addresses, so an engine can replay its graphs after it wakes.
 
@@ -221,8 +222,8 @@ class KeptMemory:
     """State machine for the weights and KV caches of one worker across sleep and wake.
 
     Args:
-        give_back: Makes the device's allocator return its unused memory to the device.
-        chunk: Bytes that are allocated or freed at a time.
+        give_back: Function that makes the device's allocator return its unused memory to the device.
+        chunk: Number of bytes that are allocated or freed in one call.
     """
 
     def __init__(self, driver: Driver, give_back: Callable[[], None], *, chunk: int = CHUNK) -> None:
@@ -236,9 +237,9 @@ class KeptMemory:
         self.cache: Literal["here", "dropped"] = "here"
 
     def move_in(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move the memory of ``tensors`` into a region, one chunk at a time. Called once.
+        """Move the memory of ``tensors`` into a region, one chunk at a time. May be called only once.
 
-        All other tensors of this process that share this memory move with it.
+        All other tensors of this process that share the memory are moved as well.
         """
         sizes = _storages(tensors, self._driver.device)
         if not sizes:
@@ -258,7 +259,7 @@ class KeptMemory:
         self._weights = region
 
     def empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialized memory ``[rows, columns]`` for a KV cache, in a region of its own."""
+        """Return uninitialized memory ``[rows, columns]`` for a KV cache, in a separate region."""
         size = rows * columns * dtype.itemsize
         region = Region(self._driver, size, self._chunk)
         region.map()
@@ -268,7 +269,7 @@ class KeptMemory:
     def sleep(self, level: int) -> None:
         """Free the caches and the weights. Level 1 copies the weights to host memory first; level 2 drops them.
 
-        A level 2 sleep may follow a level 1 sleep. Memory that is already freed stays freed.
+        A level 2 sleep is allowed after a level 1 sleep. Memory that is already freed stays freed.
         """
         for region in self._caches:
             region.unmap()
@@ -284,8 +285,8 @@ class KeptMemory:
     def wake_weights(self) -> bool:
         """Map the weights' memory again. Returns False if the weights must be read from the checkpoint.
 
-        The caller reports that read with ``weights_are_read``. Raises MemoryError if the memory does not fit; the
-        weights then stay asleep.
+        After reading the weights, the caller must call ``weights_are_read``. Raises MemoryError if the device has too
+        little memory. In that case, the weights stay asleep.
         """
         if self._weights is None or self.weights == "here":
             return True
@@ -301,8 +302,8 @@ class KeptMemory:
         self._host, self.weights = None, "here"
 
     def wake_cache(self) -> None:
-        """Map the caches' memory again and fill it with zeros. Raises MemoryError if it does not fit; the cache then
-        stays asleep.
+        """Map the caches' memory again and fill it with zeros. Raises MemoryError if the device has too little memory.
+        In that case, the caches stay asleep.
         """
         if self.cache == "here":
             return
@@ -335,7 +336,7 @@ class KeptMemory:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
-    """Return the start address and size in bytes of each storage on ``device``, each once and in order."""
+    """Return the start address and size in bytes of each storage on ``device``, without duplicates, in order."""
     found: dict[int, int] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.device == device:

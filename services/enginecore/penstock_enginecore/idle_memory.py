@@ -1,4 +1,4 @@
-"""Return of freed memory to the operating system while an engine is idle."""
+"""Returning of freed memory to the operating system while an engine is idle."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,11 +10,11 @@ from penstock_common import memory as allocator
 _LOOK = 0.5
 """Seconds between two checks of the engine."""
 _WORTH_IT = 64 * 1024 * 1024
-"""Minimum bytes of freed memory to return. Less is not worth the page faults of the next step."""
+"""Minimum number of freed bytes to return. For fewer bytes, the page faults of the next step would cost too much."""
 
 
 class Loop(Protocol):
-    """The part of a BusyLoop that is checked, from another thread."""
+    """The attributes of a BusyLoop that ``IdleMemory`` reads from another thread."""
 
     last_step_time: float
     """Time at which the last step ended."""
@@ -27,8 +27,8 @@ class Loop(Protocol):
 class IdleMemory:
     """Returns freed memory to the operating system. ``look`` must be called periodically.
 
-    It acts if the engine was idle in two consecutive checks, and has run a step or dropped frontends' tensors since it
-    last acted.
+    Memory is returned if the engine was idle in two consecutive checks, and if it has run a step or dropped frontends'
+    tensors since memory was last returned.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class IdleMemory:
         free_bytes: Callable[[], int] = allocator.free_bytes,
         give_back: Callable[[], None] = allocator.give_back_free,
     ) -> None:
-        """Create the check. ``num_drops`` counts how often unused tensors of frontends were dropped."""
+        """Create the check. ``num_drops`` returns how often unused tensors of frontends were dropped."""
         self._loop = loop
         self._num_drops = num_drops
         self._free_bytes = free_bytes
@@ -47,7 +47,7 @@ class IdleMemory:
         self._seen = self._done = self._state()
 
     def look(self) -> None:
-        """Return freed memory, if it is time and there is enough."""
+        """Check the engine, and return freed memory if the conditions are met and enough memory is freed."""
         last, self._seen = self._seen, self._state()
         if self._loop.has_work or last != self._seen or self._seen == self._done:
             return
@@ -61,7 +61,7 @@ class IdleMemory:
 
 @contextmanager
 def idle_memory_given_back(loop: Loop, num_drops: Callable[[], int] = lambda: 0) -> Iterator[None]:
-    """Check ``loop`` on a thread of its own, twice a second, while the block runs. See ``IdleMemory``."""
+    """Check ``loop`` on a separate thread, twice a second, while the ``with`` block runs. See ``IdleMemory``."""
     memory, over = IdleMemory(loop, num_drops=num_drops), threading.Event()
 
     def watch() -> None:

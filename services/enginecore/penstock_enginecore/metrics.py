@@ -1,4 +1,4 @@
-"""The engine's Prometheus metrics, under the names that vLLM's dashboards and autoscalers read."""
+"""The engine's Prometheus metrics, with the names that dashboards and autoscalers for vLLM use."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,7 +21,9 @@ _C, _G, _H, _S = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, 
 
 
 def _memory(worker: WorkerStats) -> dict[tuple[str, str], int]:
-    """Return bytes by kind. Those of the whole device are included if it has its own memory."""
+    """Return bytes by kind of memory. If the device has its own memory, the total and used bytes of the device are
+    included.
+    """
     device = {"total": worker.total_memory, "used": worker.used_memory} if worker.total_memory else {}
     kinds = {**device, "weights": worker.weight_bytes, "kv_cache": worker.kv_cache_bytes}
     return {(worker.device, kind): num_bytes for kind, num_bytes in kinds.items()}
@@ -173,7 +175,7 @@ _GROUP_STATE = (
 
 
 def group_families(state: GroupState, target_size: int, ready: EngineReady) -> Iterator[Metric]:
-    """Yield the metrics of the group that the engine ``ready`` belongs to."""
+    """Yield the metrics of the group to which the engine ``ready`` belongs."""
     target = Reading(
         _G,
         "penstock:group_target_ranks",

@@ -1,9 +1,9 @@
-"""Names and values of everything that an engine's tokens depend on. Engines of one model with equal values form one
-variant.
+"""Names and values of all properties on which an engine's tokens depend. Engines of one model with equal values form
+one variant.
 
-Limits, block sizes, threads, devices and kernels are left out: a request that moves to an engine where they differ
-continues with the same tokens, up to floating-point rounding. File paths are left out too, so a checkpoint in another
-directory counts as the same.
+Limits, block sizes, threads, devices and kernels are left out. If a request moves to an engine where these differ, it
+continues with the same tokens, up to floating-point rounding. File paths are also left out, so a copy of a checkpoint
+in another directory counts as the same checkpoint.
 """
 
 import hashlib
@@ -37,13 +37,13 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dtype: The dtype of the computation.
-        task: The task that the model is served for.
-        max_len: Tokens of the longest sequence, before the limit is fitted to the available memory.
+        task: The task for which the model is served.
+        max_len: Maximum sequence length in tokens, before the limit is lowered to fit the available memory.
         eos_token_ids: Tokens that end an output.
-        enable_in_reasoning: Constraints also apply to the model's reasoning.
+        enable_in_reasoning: Whether constraints also apply to the model's reasoning.
         tensor_parallel_size: Number of partial sums, which changes their rounding.
         cache_dtype: The dtype of the KV cache, or "auto" for the model's dtype.
-        batch_invariant: The kernels sum in a fixed order.
+        batch_invariant: Whether the kernels sum in a fixed order.
     """
 
     dtype: str
@@ -57,26 +57,29 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
-    """Return the values that the tokens depend on. Values longer than 200 characters are returned as hashes.
+    """Return the values on which the tokens depend. Values longer than 200 characters are returned as hashes.
 
     Weights are identified by the names, dtypes and shapes of all tensors, and by 4 KiB from the middle of each tensor.
-    This tells trainings apart, does not depend on how the files are split, and takes milliseconds because the files
-    were read just before.
+    This identification distinguishes different trainings of a model, and does not depend on how the weights are split
+    into files. It takes milliseconds, because the files were read just before.
     """
     values = _settings(config, loaded)
     folder = _folder(config)
-    if folder is None:  # there are no checkpoint files to read
+    if folder is None:  # There are no checkpoint files to read.
         return values | {"weights": config.path}
     if (
         folder.parent.name == "snapshots"
-    ):  # folders of the hub's cache are named after the commit, for any requested revision
+    ):  # Folders in the hub's cache have the name of the commit, whatever revision was requested.
         values["revision"] = folder.name
     try:
         values["weights"] = "random" if config.load_format == "dummy" else _weights(folder)
         values |= _files(folder, config, pooling=loaded.task != "generate")
         model = read_json(folder / "config.json")
     except (OSError, ValueError) as e:
-        get_logger().warning("cannot read the checkpoint's files again; the engine uses a separate variant", why=str(e))
+        get_logger().warning(
+            "cannot read the checkpoint's files again; this engine forms a separate variant",
+            why=str(e),
+        )
         return values | {"weights": f"unreadable: {type(e).__name__}"}
     if rotary_length := _rotary_length(model, config.max_model_len or loaded.max_len):
         values["rotary_length"] = rotary_length
@@ -105,7 +108,7 @@ def _settings(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
 
 
 def hash_of(values: Mapping[str, str]) -> str:
-    """Return the hash of the values that the tokens depend on."""
+    """Return the hash of the values on which the tokens depend."""
     return _digest(json.dumps(values, sort_keys=True).encode())
 
 
@@ -120,7 +123,7 @@ def _folder(config: ModelConfig) -> Path | None:
         return None
     try:
         file = huggingface_hub.try_to_load_from_cache(config.path, "config.json", revision=config.revision or None)
-    except huggingface_hub.errors.HFValidationError:  # the hub has no ids of this form
+    except huggingface_hub.errors.HFValidationError:  # The path is not a valid id of the hub.
         return None
     return Path(file).parent if isinstance(file, str) else None
 
@@ -131,7 +134,7 @@ def _weights(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the files that the model is loaded from. Other files in the folder are left out."""
+    """Return the files from which the model is loaded. Other files in the folder are left out."""
     modules = sorted(folder.glob("[0-9]*_*/model.safetensors"))
     for index in sorted(folder.glob("model.safetensors.index.json")):
         names = read_json(index, MAX_INDEX_BYTES)["weight_map"].values()
@@ -171,8 +174,8 @@ def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str
 
 
 def _rotary_length(model: Mapping[str, Any], length: int) -> str:
-    """Return how the served length changes rotary scaling that depends on it (see ``models/rope.py``), or ``""`` if it
-    does not.
+    """Return the effect of the served length on rotary scaling (see ``models/rope.py``), or ``""`` if there is no
+    effect.
     """
     found = model.get("rope_parameters") or model.get("rope_scaling") or {}
     for scaling in (found, *found.values()):

@@ -1,7 +1,7 @@
 """Plugins: installed packages that extend an engine before it starts.
 
-A plugin is a function without arguments, named by an entry point of the group ``penstock.plugins``. It calls
-registration functions: ``register_scheduler``, ``register_executor``, ``register_backend`` (attention),
+A plugin is a function without arguments, which an entry point of the group ``penstock.plugins`` names. The function
+calls registration functions: ``register_scheduler``, ``register_executor``, ``register_backend`` (attention),
 ``register_kv_connector``, ``register_utility``. Plugins are called in the order of their names.
 """
 
@@ -18,7 +18,7 @@ log = get_logger()
 def load_plugins(wanted: Sequence[str] | None) -> list[str]:
     """Call the plugins with these names, or all installed plugins for None. Return the names.
 
-    Raises ConfigError for a name that is not installed, or a plugin that fails to load.
+    Raises ConfigError if a name is not installed, or if a plugin raises an error.
     """
     installed = {point.name: point for point in entry_points(group=GROUP)}
     names = sorted(installed) if wanted is None else list(wanted)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats, *, config: ErrorDumpConfig) -> None:
     """Write a failed step to a JSON file, if a directory is configured. A failed write is logged.
 
-    The file has ids, counts and blocks. It has users' tokens only with ``include_tokens``.
+    The file has ids, counts and blocks. It has users' tokens only if ``include_tokens`` is set.
     """
     if not config.directory:
         return
@@ -34,7 +34,7 @@ def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStat
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, json.dumps(dump, indent=1).encode())
-    except OSError as e:  # The step's own error matters more.
+    except OSError as e:  # Only log this error, because the step's own error is more important.
         logger.error("error_dump.directory: %s cannot be written: %s", path, e)
     else:
         logger.error("the scheduler output of the failed step was written to %s", path)

@@ -1,4 +1,6 @@
-"""Weights of a model's vision and audio encoders. They sleep and wake together with the model's other weights."""
+"""Weights of a model's vision and audio encoders. When the engine sleeps, these weights are freed together with the
+model's other weights.
+"""
 
 import torch
 
@@ -47,6 +49,6 @@ def check_towers(config: EngineCoreConfig, encoder: MediaEncoder | None) -> None
     if way:
         modalities = ", ".join(info.modality for info in encoder.media)
         raise ConfigError(
-            f"{way}, and the model takes {modalities}, which is not supported together; set multimodal.enabled to "
-            "false to serve text alone"
+            f"{way}, and the model takes {modalities}, which is not supported together; set multimodal.enabled "
+            "to false to serve only text"
         )

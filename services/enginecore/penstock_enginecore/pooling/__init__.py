@@ -1,1 +1,1 @@
-"""Turns hidden states into embeddings, classes and scores."""
+"""Pooling: computes embeddings, classes and scores from hidden states."""

@@ -23,7 +23,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Names of the modes in older files."""
+"""Names of the pooling modes in older files."""
 _STEPS = ("Transformer", "Pooling", "Dense", "Normalize")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU")
 _SEQUENCE_LENGTH_FILES = (
@@ -35,7 +35,7 @@ _SEQUENCE_LENGTH_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """A linear layer after pooling: its directory, and the torch activation that follows."""
+    """A linear layer after pooling: the layer's directory, and the torch activation after the layer."""
 
     directory: Path
     in_features: int
@@ -46,8 +46,8 @@ class DenseConfig:
 
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
-    """Pooling configuration of a checkpoint. ``max_seq_length`` is the number of tokens for which it was tuned, or None
-    if its files do not say.
+    """Pooling configuration of a checkpoint. ``max_seq_length`` is the prompt length in tokens for which the checkpoint
+    was tuned, or None if its files do not have this number.
     """
 
     mode: PoolingMode
@@ -62,9 +62,10 @@ def is_sentence_transformer(directory: Path) -> bool:
 
 
 def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
-    """Return the pooling config of a checkpoint. Without files, encoders use the mean and decoders the last token.
+    """Return the pooling config of a checkpoint. Without pooling files, encoders use the mean of all tokens, and
+    decoders use the last token.
 
-    Raises ModelLoadError for an unsupported value, naming the file and the value.
+    Raises ModelLoadError, with the file and the value, if a value is not supported.
     """
     if not is_sentence_transformer(directory):
         return PoolingConfig(mode="mean" if is_encoder else "lasttoken")
@@ -99,7 +100,7 @@ def _mode(file: Path) -> PoolingMode:
     modes = [given] if isinstance(given, str) else list(given)
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelLoadError(
-            f"{file} asks for the pooling mode {' + '.join(modes)}; served: {', '.join(_MODES)}, one alone"
+            f"{file} sets the pooling mode {' + '.join(modes)}; supported is exactly one of {', '.join(_MODES)}"
         )
     return _MODES[modes[0]]
 
@@ -111,7 +112,7 @@ def _dense(folder: Path) -> DenseConfig:
     if activation not in _ACTIVATIONS:
         raise ModelLoadError(f"{file}: activation_function is {activation!r}; served: {', '.join(_ACTIVATIONS)}")
     if config.get("use_residual"):
-        raise ModelLoadError(f"{file}: use_residual is true, which is not served")
+        raise ModelLoadError(f"{file}: use_residual is true, which is not supported")
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise ModelLoadError(f"{file}: {key} is {config[key]!r}; served: 'sentence_embedding'")
@@ -130,7 +131,7 @@ def _max_seq_length(folder: Path) -> int | None:
             config = _read(folder / name, dict)
             if config.get("do_lower_case"):
                 raise ModelLoadError(
-                    f"{folder / name}: do_lower_case is true; texts are not lowercased, only tokenized"
+                    f"{folder / name}: do_lower_case is true, but lowercasing of texts is not supported"
                 )
             length = config.get("max_seq_length")
             return None if length is None else int(length)
@@ -143,7 +144,7 @@ def _read(file: Path, kind: type) -> Any:
     except (OSError, ValueError) as e:
         raise ModelLoadError(f"{file} cannot be read: {e}") from e
     if not isinstance(data, kind):
-        raise ModelLoadError(f"{file} must hold a JSON {'list' if kind is list else 'object'}")
+        raise ModelLoadError(f"{file} must contain a JSON {'list' if kind is list else 'object'}")
     return data
 
 

@@ -1,4 +1,4 @@
-"""Loader of checkpoints for pooling: the layers that produce hidden states, and the head that classifies them."""
+"""Loader of checkpoints for pooling: the layers that compute hidden states, and the classification head."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ _SCORE_ACTIVATIONS: dict[str, Activation] = {"Identity": "none", "Sigmoid": "sig
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The classification head, which follows the hidden states.
+    """The classification head, which computes scores from hidden states.
 
     Attributes:
         per_token: Whether the head classifies tokens, not prompts.
@@ -73,14 +73,17 @@ def activate(scores: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
-    """Split a classifier into the model that produces hidden states and the head, which then accepts hidden states.
+    """Split a classifier into the base model, which computes hidden states, and the head, which then accepts hidden
+    states.
 
     Raises ModelLoadError if the class does not separate the two.
     """
     prefix = model.base_model_prefix
     backbone = getattr(model, prefix, None)
     if not isinstance(backbone, PreTrainedModel):
-        raise ModelLoadError(f"{type(model).__name__} is not supported: it has no base model of its own to take apart")
+        raise ModelLoadError(
+            f"{type(model).__name__} is not supported: its base model cannot be separated from its head"
+        )
     setattr(model, prefix, _Computed(getattr(backbone, "pooler", None)))
     per_token = type(model).__name__.endswith("ForTokenClassification")
     head = Head(
@@ -100,8 +103,8 @@ def _activation(config: PretrainedConfig) -> Activation:
 
 
 def _score_activation(config: PretrainedConfig) -> Activation:
-    """Return the activation that sentence-transformers' CrossEncoder uses: sigmoid, unless the config names another
-    one.
+    """Return the activation that sentence-transformers' CrossEncoder uses: the activation in the config, or else
+    sigmoid.
     """
     settings = getattr(config, "sentence_transformers", None) or {}
     named = settings.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
@@ -109,12 +112,14 @@ def _score_activation(config: PretrainedConfig) -> Activation:
         return "sigmoid"
     kind = str(named).rpartition(".")[2]
     if kind not in _SCORE_ACTIVATIONS:
-        raise ModelLoadError(f"the configuration's activation_fn is {named!r}; served: {', '.join(_SCORE_ACTIVATIONS)}")
+        raise ModelLoadError(
+            f"the configuration's activation_fn is {named!r}; supported: {', '.join(_SCORE_ACTIVATIONS)}"
+        )
     return _SCORE_ACTIVATIONS[kind]
 
 
 class _Computed(torch.nn.Module):
-    """Replaces the base model inside its classifier: returns the hidden states that were set."""
+    """Replacement for the base model inside a classifier. The module returns the hidden states that were set on it."""
 
     def __init__(self, pooler: torch.nn.Module | None) -> None:
         super().__init__()
@@ -141,13 +146,13 @@ class PoolingModel:
     """A model in evaluation mode on its device.
 
     Attributes:
-        module: Produces hidden states.
+        module: The model that computes hidden states.
         head: Classification head, or None if the model only embeds.
         dense: Linear layers after pooling.
         dtype: See ``LoadedModel``.
         precision: See ``LoadedModel``.
         max_len: Maximum prompt length in tokens.
-        is_encoder: Whether the model processes whole prompts without a KV cache.
+        is_encoder: Whether the model computes complete prompts in one step, without a KV cache.
     """
 
     module: PreTrainedModel
@@ -161,7 +166,7 @@ class PoolingModel:
     is_encoder: bool
     eos_token_ids: frozenset[int] = frozenset()
     encoder: MediaEncoder | None = None
-    """The checkpoint's vision and audio encoders, or None if the model reads only text."""
+    """The checkpoint's vision and audio encoders, or None if the model accepts only text."""
 
     def modules(self) -> list[torch.nn.Module]:
         """Return all modules with weights: the layers, the head, the dense layers after pooling, and vision and audio
@@ -173,7 +178,9 @@ class PoolingModel:
 
 
 def resolve_task(config: ModelConfig) -> ResolvedTask:
-    """Return the task that ``model.task`` means for the checkpoint. Reads only its config. Raises ModelLoadError."""
+    """Return the checkpoint's task, according to ``model.task``. Reads only the checkpoint's config. Raises
+    ModelLoadError.
+    """
     if config.task != "auto":
         return config.task
     hf_config = loader.read_config(config)
@@ -196,8 +203,8 @@ def load_pooling_model(
 ) -> PoolingModel:
     """Read config and weights of ``config.path`` and move the model to ``device``.
 
-    If ``split`` removes a part of the layers, the weights are first loaded on the host. ``widen`` and ``with_towers``:
-    see ``load_model``. Raises ModelLoadError.
+    If ``split`` is set, which removes parts of the layers, the weights are first loaded on the host. For ``widen`` and
+    ``with_towers``, see ``load_model``. Raises ModelLoadError.
     """
     hf_config = loader.read_config(config)
     if hf_config.get_text_config() is not hf_config:
@@ -287,7 +294,9 @@ def _check(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> N
     if is_encoder(hf_config):
         check_encoder(hf_config, model_class)
         return
-    if hf_config.model_type in FAMILIES:  # for example, RoBERTa's positions differ from those of other decoders
+    if (
+        hf_config.model_type in FAMILIES
+    ):  # For example, RoBERTa's positions differ from the positions of other decoders.
         raise ModelLoadError(
             f"{model_class.__name__} is not supported: its configuration makes a decoder of an encoder"
         )
@@ -299,7 +308,7 @@ def _check(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> N
 
 
 def _directory(config: ModelConfig) -> Path:
-    """Return the directory with the pooling files. Files of a hub ID are downloaded."""
+    """Return the directory with the pooling files. If the model is given by a hub id, download the files."""
     directory = Path(config.path).expanduser()
     if directory.is_dir():
         return directory
@@ -309,7 +318,7 @@ def _directory(config: ModelConfig) -> Path:
                 config.path, revision=config.revision or None, allow_patterns=list(_POOLING_FILES)
             )
         )
-    except Exception as e:  # errors of the hub have no common base class: HTTP, offline, validation
+    except Exception as e:  # Errors of the hub (HTTP, offline, validation) have no common base class.
         raise ModelLoadError(f"model.path {config.path!r}: the hub says: {loader.first_line(e)}") from e
 
 

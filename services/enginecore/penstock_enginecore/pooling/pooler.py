@@ -1,4 +1,4 @@
-"""Pooling: from hidden states to the result that a pooling request asks for."""
+"""Pooling: computes the result of a pooling request from hidden states."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -13,7 +13,7 @@ from penstock_enginecore.pooling.embedder import Head, PoolingModel, activate
 # Accumulators of a prompt's hidden states. A prompt may be computed in several steps.
 
 PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Maps token IDs ``[tokens]`` and hidden states ``[tokens, hidden size]`` to one row per token."""
+"""Function that maps token IDs ``[tokens]`` and hidden states ``[tokens, hidden size]`` to one row per token."""
 
 
 class Accumulator(Protocol):
@@ -43,14 +43,16 @@ class FirstToken:
 
 
 class LastToken:
-    """Keeps the last token that is not ``padding``, or the first token if all are padding, as transformers' heads do."""
+    """Keeps the last token that is not ``padding``. If all tokens are padding, keeps the first token, as transformers
+    does.
+    """
 
     def __init__(self, padding: int | None = None) -> None:
         self._padding = padding
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Keep the last token that is not padding, instead of an earlier one."""
+        """Replace the kept token by the last of the given tokens that is not padding."""
         last = len(token_ids) - 1
         if self._padding is not None:
             real = (token_ids != self._padding).nonzero()
@@ -86,7 +88,7 @@ class Mean:
 
 
 class EveryToken:
-    """Keeps one row per token. Each call's hidden states are reduced by ``transform`` at once."""
+    """Keeps one row per token. ``transform`` reduces the hidden states of each call immediately."""
 
     def __init__(self, transform: PerToken) -> None:
         self._transform = transform
@@ -117,7 +119,7 @@ class Pooler:
 
     @property
     def limits(self) -> PoolingLimits:
-        """Tasks and sizes that requests may ask for."""
+        """Tasks and embedding sizes that requests may use."""
         head = self._model.head
         if head is None:
             return PoolingLimits(
@@ -129,7 +131,7 @@ class Pooler:
         return PoolingLimits(tasks=frozenset(tasks))
 
     def begin(self, params: PoolingParams) -> Accumulator:
-        """Return an accumulator for the hidden states of one prompt, to be passed to ``finish``."""
+        """Return an accumulator for the hidden states of one prompt. Pass the accumulator to ``finish`` at the end."""
         match params.task:
             case PoolingTask.EMBED:
                 return _ACCUMULATORS[self._model.pooling.mode]()
@@ -138,7 +140,7 @@ class Pooler:
             case PoolingTask.TOKEN_CLASSIFY:
                 return EveryToken(self._head)
             case _:
-                # An encoder's head selects its rows among all of them; a decoder's head uses the last token.
+                # An encoder's head selects rows from all tokens. A decoder's head uses the last token.
                 if self._model.is_encoder:
                     return EveryToken(lambda _, hidden: hidden)
                 return LastToken(self._model.module.config.pad_token_id)
@@ -167,8 +169,8 @@ class Pooler:
         return dense[-1].out_features if dense else int(self._model.module.config.hidden_size)
 
     def _embedding(self, rows: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        """Map rows ``[rows, hidden size]`` to vectors ``[rows, dimensions]``: dense layers, truncation, then
-        normalization.
+        """Return embeddings ``[rows, dimensions]`` of rows ``[rows, hidden size]``: apply dense layers, truncate, then
+        normalize.
         """
         rows = rows.float()
         for layer in self._model.dense:

@@ -1,4 +1,4 @@
-"""Cache of media embeddings in the workers, as the engine core tracks it, and its utilities for operators."""
+"""The engine core's record of the media embeddings that workers cache, and utilities for operators."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
-# A state machine: its inputs are claims and pins, its outputs are evictions.
+# A state machine. The inputs are claims and pins, and the outputs are evictions.
 
 
 @dataclass(slots=True)
@@ -16,8 +16,8 @@ class _Rows:
     """Embeddings of one item.
 
     Attributes:
-        num_users: Number of places in running requests that need the item.
-        claims: Keys of the waiting requests that will start with the item.
+        num_users: Number of pins: how often the item occurs in running requests that still need it.
+        claims: Keys of waiting requests that need the item to start.
     """
 
     num_embeds: int
@@ -26,19 +26,19 @@ class _Rows:
 
 
 class EncoderCache:
-    """Tracks media items by identifier, up to ``capacity`` embeddings. Room for an item is reserved when it is queued
-    for encoding.
+    """Tracks media items by identifier, up to ``capacity`` embeddings. The space for an item is reserved when the item
+    is queued for encoding.
 
     Items that running requests need (``pin``) are never evicted. Other items are evicted in least-recently-used order.
-    Items that a waiting request will start with (``claim``) are evicted only for a running request. A running request
-    may hold items that others need, so it must proceed. Running requests never wait for waiting ones, so one request
-    can always proceed.
+    An item that a waiting request needs to start (``claim``) is evicted only for a running request. Running requests
+    have priority, because they may have pinned items while other requests need space. Running requests never wait for
+    waiting requests, so one request can always proceed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_embeds = 0
-        """Embeddings of all items."""
+        """Number of embeddings of all items."""
         self._items: dict[str, _Rows] = {}  # least recently used first
 
     def __len__(self) -> int:
@@ -49,7 +49,7 @@ class EncoderCache:
 
     @property
     def usage(self) -> float:
-        """Used fraction, in [0, 1]."""
+        """Used fraction of the capacity, in [0, 1]."""
         return self.num_embeds / self.capacity if self.capacity else 0.0
 
     @property
@@ -65,17 +65,17 @@ class EncoderCache:
         return rows is not None and bool(rows.num_users or rows.claims)
 
     def claims(self, identifier: str) -> Sequence[str]:
-        """Return the keys of the waiting requests that will start with an item."""
+        """Return the keys of the waiting requests that have claimed an item."""
         rows = self._items.get(identifier)
         return () if rows is None else tuple(rows.claims)
 
     def room_for(self, num_embeds: int, *, urgent: bool) -> list[str] | None:
-        """Return the items to ``remove`` to make room for ``num_embeds`` embeddings, or None if not enough can be
-        evicted.
+        """Return the items to ``remove`` to free space for ``num_embeds`` embeddings. Return None if too few items can
+        be evicted.
 
         Args:
             num_embeds: Number of embeddings to add.
-            urgent: Whether the room is for a running request, which may also evict claimed items.
+            urgent: Whether the space is for a running request. Running requests may also evict claimed items.
         """
         room = self.capacity - self.num_embeds
         going: list[str] = []
@@ -91,9 +91,9 @@ class EncoderCache:
         return None
 
     def add(self, identifier: str, num_embeds: int) -> None:
-        """Add an item. Raises ValueError if it exists or there is too little room."""
+        """Add an item. Raises ValueError if the item exists or the cache has too little space."""
         if identifier in self._items or self.num_embeds + num_embeds > self.capacity:
-            raise ValueError(f"item {identifier} has room already, or there is none")
+            raise ValueError(f"item {identifier} is already in the cache, or the cache has too little space for it")
         self._items[identifier] = _Rows(num_embeds)
         self.num_embeds += num_embeds
 
@@ -104,11 +104,11 @@ class EncoderCache:
         self.num_embeds -= self._items.pop(identifier).num_embeds
 
     def pin(self, identifier: str) -> None:
-        """Record that a running request needs an item at one more place."""
+        """Record that a running request needs an item, for one occurrence of the item in the request."""
         self._touch(identifier).num_users += 1
 
     def unpin(self, identifier: str) -> None:
-        """Record that a running request has passed a place, or does not run any more."""
+        """Undo one ``pin``, because the request has computed that occurrence of the item, or does not run any more."""
         rows = self._touch(identifier)
         if not rows.num_users:
             raise ValueError(f"item {identifier} is not pinned")
@@ -120,7 +120,7 @@ class EncoderCache:
             rows.num_users = 0
 
     def claim(self, identifier: str, key: str) -> None:
-        """Record that a waiting request will start with an item."""
+        """Record that a waiting request needs an item to start."""
         self._touch(identifier).claims.add(key)
 
     def unclaim(self, identifier: str, key: str) -> None:
@@ -134,8 +134,8 @@ class EncoderCache:
 
 
 def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> int:
-    """Return the cache size in embeddings: the configured size, but at least the number of embeddings of the largest
-    item.
+    """Return the cache size in embeddings. It is the configured size, or the number of embeddings of the largest item
+    if that is larger.
 
     If 0 is configured, the size is twice the maximum number of tokens in a step. Returns 0 for a model without media.
     """
@@ -145,7 +145,7 @@ def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> i
 
 
 class MediaControl:
-    """Media utilities for operators, called in the same way as methods of ``EngineControl``."""
+    """Media utilities for operators. Frontends call them like the methods of ``EngineControl``."""
 
     def __init__(self, scheduler: Scheduler, inputs: MediaInputs) -> None:
         self._scheduler = scheduler
@@ -153,12 +153,14 @@ class MediaControl:
 
     @utility
     def reset_mm_cache(self) -> None:
-        """Drop the media inputs that are cached for frontends. Frontends send the inputs again when needed. Existing
-        requests keep their inputs.
+        """Drop the media inputs that are cached for frontends. Frontends send the inputs again when a request needs
+        them. Existing requests keep their inputs.
         """
         self._inputs.clear()
 
     @utility
     def reset_encoder_cache(self) -> None:
-        """Drop the embeddings of media. Embeddings that running requests need stay until the requests have passed them."""
+        """Drop the embeddings of media. Embeddings that running requests still need stay until the requests have used
+        them.
+        """
         self._scheduler.reset_encoder_cache()

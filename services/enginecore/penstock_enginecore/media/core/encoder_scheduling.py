@@ -1,5 +1,5 @@
-"""Scheduling of vision and audio encoders: when items are encoded, and which tokens of media can be computed. A part of
-the scheduler.
+"""Scheduling of vision and audio encoders: decides when media items are encoded, and which media tokens a step can
+compute. This module is part of the scheduler.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,8 @@ from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 from penstock_enginecore.media.core.encoder_cache import EncoderCache
 
-# Progress of the workers' encoders. It mirrors ``MediaEncoder.advance`` without communication.
+# Progress of the workers' encoders. The queue repeats the computation of ``MediaEncoder.advance``, without
+# communication.
 
 
 class _Item:
@@ -29,21 +30,21 @@ class _Item:
 class EncoderQueue:
     """Queue of the items that are being encoded.
 
-    A step computes at least one block of the first item. It computes more blocks while the next block fits into the
-    rest of ``budget``. A block costs as many embeddings as its item has.
+    A block is one encoder layer of one item. A step computes at least one block of the first item, and more blocks as
+    long as they fit into ``budget``. The cost of a block is the number of embeddings of its item.
 
-    Workers may be ahead of this queue, if an item failed or was removed after some of its blocks were counted. Workers
-    are never behind the queue. A worker that is ahead when a step begins is still not behind when the step ends.
+    If an item failed or was removed after some of its blocks were counted, workers may be ahead of this queue. Workers
+    are never behind the queue: if a worker is ahead when a step begins, it is not behind when the step ends.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_pending = 0
-        """Embeddings of the items in the queue."""
+        """Number of embeddings of the items in the queue."""
         self.num_encoded = 0
-        """Embeddings of the items encoded since the start."""
+        """Number of embeddings of all items that were encoded since the engine started."""
         self.is_used = False
-        """Whether the current step encodes anything."""
+        """Whether the current step encodes media."""
         self._items: dict[str, _Item] = {}
         self._left = 0
         self._waits = False
@@ -55,8 +56,8 @@ class EncoderQueue:
         return identifier in self._items
 
     def begin_step(self, *, waits: bool = False) -> list[str]:
-        """Begin a step, and count its blocks unless it ``waits``. Returns the items that are done before the step's
-        forward pass.
+        """Begin a step. If ``waits`` is false, count the blocks that the step computes. Returns the items that are
+        encoded before the step's forward pass.
         """
         self._left = self.budget
         self.is_used = False
@@ -64,7 +65,7 @@ class EncoderQueue:
         return self._advance() if self._items else []
 
     def add(self, identifier: str, num_embeds: int, num_blocks: int) -> bool:
-        """Append an item in the current step. Returns whether the item is done before that step's forward pass."""
+        """Append an item in the current step. Returns whether the item is encoded before the step's forward pass."""
         if identifier in self._items:
             raise ValueError(f"item {identifier} is being encoded already")
         self._items[identifier] = _Item(num_embeds, num_blocks)
@@ -104,10 +105,10 @@ class Wanted(NamedTuple):
 
 
 class MediaLine:
-    """Queue of waiting requests, in the order of the scheduling policy.
+    """Queue of waiting requests that need an item, in the order of the scheduling policy.
 
-    Tenants take turns by weight. The cost of a turn is its number of embeddings, so a tenant with many items does not
-    delay others.
+    Tenants take turns by weight. The cost of a turn is the number of embeddings, so a tenant with many items does not
+    delay other tenants.
     """
 
     def __init__(self, *, by_priority: bool, fair: bool) -> None:
@@ -130,7 +131,7 @@ class MediaLine:
         return self._wanted[self._turns.peek().key]
 
     def take(self, identifier: str) -> list[Wanted]:
-        """Remove and return the requests that need an item, which is begun for the head."""
+        """Remove and return all requests that need an item. Encoding of the item begins for the first request."""
         head = self.head() if self._wanted else None
         taken = [wanted for wanted in self._wanted.values() if wanted.feature.identifier == identifier]
         for wanted in taken:
@@ -152,26 +153,27 @@ class MediaLine:
 
 
 class EncoderWork(StepResource):
-    """Schedules encoders, and limits each request to tokens whose embeddings exist before the step's forward pass.
+    """Schedules encoders, and limits each request to tokens whose media embeddings exist before the step's forward
+    pass.
 
-    A running request pins the items of its next chunk, in order of position, until its processed tokens have passed
-    them. So a request that holds rows can always proceed and then frees them. No request waits forever, however small
-    the cache is.
+    A running request pins the items of its next chunk, in order of position, until the tokens of the items are
+    processed. A request with pinned items can therefore always proceed, and then frees the items. No request waits
+    forever, even with a small cache.
 
-    A waiting request starts once the first item that it needs is encoded. Until then it is held (``Hold.MEDIA``). At
-    first it waits in a queue for its turn and for room. Then it has a claim on the item until the item is encoded. No
-    item is begun for a waiting request while other items are being encoded, so that running and more urgent requests
-    need not wait long.
+    A waiting request starts once the first item that it needs is encoded. Until then, the request is held
+    (``Hold.MEDIA``). First, the request waits in a queue for its turn and for space in the cache. Then the request
+    claims the item until the item is encoded. While other items are being encoded, no item is begun for a waiting
+    request, so that running and more urgent requests need not wait long.
 
-    Workers encode in the order of ``encoder_starts``. ``EncoderQueue`` tracks their progress. If an item is done before
-    a step's forward pass, its tokens can be in that step.
+    Workers encode items in the order of ``encoder_starts``. ``EncoderQueue`` tracks the workers' progress. If an item
+    is encoded before a step's forward pass, that step can compute the item's tokens.
     """
 
     stats_name = "media"
 
     def __init__(self, state: SchedulerState) -> None:
-        """Set up for the model's media, ``context.media``, which must not be empty. Raises ConfigError if the limits of
-        a step are too small for the model.
+        """Create the resource for the model's media, ``context.media``, which must not be empty. Raises ConfigError if
+        the limits of a step are too small for the model.
         """
         context = state.context
         self._infos = {info.modality: info for info in context.media}
@@ -193,24 +195,26 @@ class EncoderWork(StepResource):
     def _check(self) -> None:
         if not self._budget.chunked_prefill:
             raise ConfigError(
-                "the model takes media and prompts are not split (scheduler.enable_chunked_prefill); set "
-                "multimodal.enabled to false to serve text alone"
+                "the model accepts media, but scheduler.enable_chunked_prefill is false; set it to true, or set "
+                "multimodal.enabled to false to serve only text"
             )
         most = self._budget.max_num_tokens
         for info in self._infos.values():
             if info.max_embeds > self._cache.capacity:
                 raise ConfigError(
-                    f"multimodal.encoder_cache_size is {self._cache.capacity}; one {info.modality} may have "
+                    f"multimodal.encoder_cache_size is {self._cache.capacity}, but one {info.modality} may have "
                     f"{info.max_embeds} embeddings"
                 )
             if info.attends_both_ways and info.max_tokens > most:
                 raise ConfigError(
                     f"scheduler.max_num_batched_tokens allows {most} tokens in a step; one {info.modality} may have "
-                    f"{info.max_tokens}, which see each other and are computed together"
+                    f"{info.max_tokens}, which must be computed in the same step"
                 )
 
     def added(self, request: Request) -> None:
-        """Set which tokens of a new request are computed together, and count the embeddings that it will need."""
+        """Set the spans of a new request that must be computed in one step, and count the embeddings that the request
+        needs.
+        """
         if not request.mm_features:
             return
         request.whole_spans = [
@@ -225,19 +229,19 @@ class EncoderWork(StepResource):
         return bool(self._queue)
 
     def begin_slice(self, *, waits: bool) -> bool:
-        """Choose the items that the step encodes, and return whether there are any. If the encoder ``waits``, the step
-        encodes nothing, not even items that are added later.
+        """Choose the items that the step encodes, and return whether the step encodes any. If ``waits``, the step
+        encodes nothing, not even items that are added later in the step.
         """
         for identifier in self._queue.begin_step(waits=waits):
             self._done(identifier)
         return self._queue.is_used
 
     def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
-        """Return how many of ``count`` tokens from ``start`` on fit into the step without splitting a span that is
-        computed together.
+        """Return how many of ``count`` tokens, starting at position ``start``, fit into the step without splitting a
+        span that must be computed in one step.
 
-        Returns 0 if the step has no room for the span. May return more than ``count``, if ``count`` is the limit of one
-        request.
+        Returns 0 if the span does not fit into the step. If ``count`` is the limit of one request, the result may be
+        more than ``count``.
         """
         if start >= request.media_end:
             return count
@@ -264,7 +268,7 @@ class EncoderWork(StepResource):
         for index, position in embeds_from(request.mm_features, start):
             feature = request.mm_features[index]
             if position >= start + count:
-                if index not in pins and not self._queue:  # begin early, so that the next step need not wait
+                if index not in pins and not self._queue:  # Begin early, so that the next step need not wait.
                     self._pin(request, index, pins, urgent=False)
                 break
             if index not in pins and not self._pin(request, index, pins, urgent=True):
@@ -274,8 +278,8 @@ class EncoderWork(StepResource):
         return count
 
     def claim(self, request: Request, start: int, count: int) -> int:
-        """Return how many of ``count`` tokens from ``start`` on a waiting request can compute in this step. With 0, the
-        request is held.
+        """Return how many of ``count`` tokens, starting at position ``start``, a waiting request can compute in this
+        step. If the result is 0, the request is now held.
         """
         if start >= request.media_end:
             return count
@@ -307,13 +311,13 @@ class EncoderWork(StepResource):
         features = request.mm_features
         while (index := request.num_asked_media) < len(features) and features[
             index
-        ].end <= start:  # cached with the prefix
+        ].end <= start:  # The item's tokens are in the cached prefix.
             self._num_to_ask -= features[index].num_embeds
             request.num_asked_media += 1
 
     def begin_waiting(self) -> None:
-        """Begin items for waiting requests, while nothing else is being encoded. A small item does not overtake a large
-        item, which could otherwise wait forever.
+        """Begin items for waiting requests, while no other item is being encoded. A small item never overtakes a large
+        item, because the large item could then wait forever.
         """
         while self._line:
             request, feature = self._line.head()
@@ -321,7 +325,7 @@ class EncoderWork(StepResource):
                 break
 
     def end_step(self, output: SchedulerOutput) -> None:
-        """Write into the output which items the workers encode and forget in the step."""
+        """Add to the output the items that the workers start to encode, and the items that they drop, in the step."""
         if self._starts:
             output.encoder_starts = list(self._starts.values())
             self._starts = {}
@@ -335,7 +339,7 @@ class EncoderWork(StepResource):
     # Changes of requests and items.
 
     def passed(self, request: Request) -> None:
-        """Unpin items that the processed tokens of a running request have passed."""
+        """Unpin the items of a running request whose tokens are all processed."""
         pins = self._pins.get(request.key)
         while pins:
             feature = request.mm_features[pins[0]]
@@ -349,7 +353,7 @@ class EncoderWork(StepResource):
         self._leave(request)
 
     def ended(self, request: Request) -> None:
-        """Unpin the items of a request, and do not encode items that only this request needs."""
+        """Unpin the items of a request. Do not encode items that only this request needs."""
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
@@ -371,12 +375,13 @@ class EncoderWork(StepResource):
         requests: Mapping[str, Request],
         end: Callable[[Request, RequestError], object],
     ) -> None:
-        """End the ``requests`` whose items could not be encoded, before results for the items' positions are processed.
+        """End the ``requests`` whose items could not be encoded. Call this before the results for the items' positions
+        are processed.
 
         Args:
-            failures: Reasons, by identifier.
+            failures: Reasons of failures, by identifier of the item.
             requests: Requests that have not ended, by key.
-            end: Ends a request with an error.
+            end: Function that ends a request with an error.
         """
         for request in list(requests.values()):
             for index, feature in enumerate(request.mm_features):
@@ -388,12 +393,12 @@ class EncoderWork(StepResource):
                 self._remove(identifier)
 
     def reset(self) -> None:
-        """Forget every item that no running request needs."""
+        """Remove every item that no running request needs."""
         for identifier in self._cache.not_pinned:
             self._remove(identifier)
 
     def workers_reset(self) -> None:
-        """Forget every item, because the state of the workers is unknown. Running requests wait until their items are
+        """Remove every item, because the state of the workers is unknown. Running requests wait until their items are
         encoded again.
         """
         self._pins.clear()
@@ -401,7 +406,7 @@ class EncoderWork(StepResource):
         self.reset()
 
     def stats(self) -> MediaStats:
-        """Return counts, and the load now. Thread-safe."""
+        """Return counts and the current load. Thread-safe."""
         claimed = list(self._claimed.values())
         return MediaStats(
             pending_embeds=self._num_to_ask + self._queue.num_pending,
@@ -417,8 +422,8 @@ class EncoderWork(StepResource):
         return identifier in self._cache and identifier not in self._queue
 
     def _ask(self, request: Request, index: int) -> None:
-        """Count an item once, when its request needs it. Earlier items of the request need not be encoded for this
-        item.
+        """Count an item once, when its request needs it. Earlier items that are not counted yet need not be encoded any
+        more, and no longer count as future work.
         """
         if index < request.num_asked_media:
             return
@@ -440,7 +445,7 @@ class EncoderWork(StepResource):
     def _claim(self, request: Request, feature: MultiModalFeature) -> bool:
         """Return whether a waiting request has a claim on an item that exists or is being encoded."""
         claimed = self._claimed.get(request.key)
-        if claimed is not None and claimed.feature is not feature:  # the cached prefix of the request has changed
+        if claimed is not None and claimed.feature is not feature:  # The cached prefix of the request has changed.
             self._unclaim(request.key)
         if feature.identifier not in self._cache and (self._line or not self._begin(request, feature, urgent=False)):
             return False
@@ -453,8 +458,8 @@ class EncoderWork(StepResource):
             self._cache.unclaim(claimed.feature.identifier, key)
 
     def _begin(self, request: Request, feature: MultiModalFeature, *, urgent: bool) -> bool:
-        """Start to encode an item, if the cache has room for the item. Unless it is ``urgent``, start only if nothing
-        else is being encoded.
+        """Start to encode an item, if the cache has space for the item. If ``urgent`` is false, start only if no other
+        item is being encoded.
         """
         if self._queue and not urgent:
             return False
@@ -485,7 +490,7 @@ class EncoderWork(StepResource):
             self._waiting.release(self._claimed[key].request, Hold.MEDIA)
 
     def _remove(self, identifier: str) -> None:
-        """Remove an item that no running request needs. Requests with a claim on it return to the queue."""
+        """Remove an item that no running request needs. Requests that have claimed the item return to the queue."""
         for key in self._cache.claims(identifier):
             claimed = self._claimed.pop(key)
             if claimed.request.hold & Hold.MEDIA:

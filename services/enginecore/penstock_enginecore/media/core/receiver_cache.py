@@ -11,19 +11,19 @@ from penstock_common.errors import FailedPrecondition, ResourceExhausted
 from penstock_common.types.media import MultiModalFeature, TensorData
 
 NOT_CACHED = "MEDIA_NOT_CACHED"
-"""Reason for refusing a request that omits a tensor which its session has not cached. The frontend sends it again with
-the tensor.
+"""Error reason: the request omits a tensor, but the session has not cached the tensor. The frontend sends the request
+again with the tensor.
 """
 CACHE_FULL = "MEDIA_CACHE_FULL"
-"""Reason for refusing a request that would exceed its session's quota. The frontend's view of the cache differs from
-the engine's.
+"""Error reason: the request would exceed its session's quota. The frontend's record of the cache differs from the
+engine's.
 """
 
 Tensors = dict[str, TensorData]
 
 
 class ReceivedFeature(msgspec.Struct, frozen=True):
-    """A feature as received. ``keep`` says whether its data is to be cached for the session."""
+    """A received feature. ``keep`` says whether the engine must cache the feature's data for the session."""
 
     feature: MultiModalFeature
     keep: bool
@@ -47,15 +47,17 @@ class MediaInputs(NamedTuple):
 
 
 class ReceiverCache:
-    """Caches the tensors of all sessions, each item once. The cache never evicts: each session's frontend decides which
-    items to keep and to drop.
+    """Caches the media tensors of all sessions. Each item is stored once. The cache never evicts items, because each
+    session's frontend decides which items to keep and to drop.
 
-    Requests hold the tensors themselves, so a dropped tensor lives until the requests that need it have ended. Belongs
-    to one thread, except ``num_bytes``.
+    Requests have references to their tensors, so a dropped tensor stays in memory until the requests that need it have
+    ended. Only one thread may use the object, except for ``num_bytes``.
     """
 
     def __init__(self, quota: int) -> None:
-        """Create an empty cache. Each session may cache ``quota`` bytes, counting each item as it was sent."""
+        """Create an empty cache. Each session may cache ``quota`` bytes. Items that other sessions also cache count
+        fully.
+        """
         self.quota = quota
         self._items: dict[str, _Item] = {}
         self._sessions: weakref.WeakSet[SessionFeatures] = weakref.WeakSet()
@@ -63,7 +65,7 @@ class ReceiverCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensors in host memory, cached or held by unfinished requests. Thread-safe."""
+        """Bytes of tensors in host memory, including tensors that only unfinished requests use. Thread-safe."""
         return self._bytes.total
 
     def __len__(self) -> int:
@@ -82,7 +84,9 @@ class ReceiverCache:
             session.clear()
 
     def shared(self, identifier: str, data: Tensors) -> Tensors:
-        """Return the cached data of an item, or else ``data``. The identifier determines the content."""
+        """Return the cached data of an item. If the item is not cached, return ``data``. Equal identifiers mean equal
+        content.
+        """
         item = self._items.get(identifier)
         if item is not None:
             return item.data
@@ -95,7 +99,7 @@ class ReceiverCache:
         item.num_sessions += 1
 
     def release(self, identifier: str) -> None:
-        """Record that one session less caches the item, and drop the item if it was the last."""
+        """Record that one session no longer caches the item. If no session caches the item, drop it."""
         item = self._items[identifier]
         item.num_sessions -= 1
         if not item.num_sessions:
@@ -112,7 +116,7 @@ class SessionFeatures:
     def __init__(self, cache: ReceiverCache) -> None:
         self._cache = cache
         self._sizes: dict[str, int] = {}
-        """Number of bytes sent, by identifier."""
+        """Number of bytes of each item, by identifier."""
         self.num_bytes = 0
 
     @property
@@ -121,9 +125,10 @@ class SessionFeatures:
         return frozenset(self._sizes)
 
     def take(self, received: Sequence[ReceivedFeature]) -> list[MultiModalFeature]:
-        """Return a request's features with their data, in order, and cache those with ``keep``.
+        """Return a request's features with their data, in order. Cache the features with ``keep``.
 
-        A feature without data may refer to an earlier one of the same request. If this raises, nothing is cached.
+        A feature without data may refer to an earlier feature of the same request. If an error is raised, nothing is
+        cached.
 
         Raises:
             FailedPrecondition: A feature without data is not cached (reason MEDIA_NOT_CACHED).
@@ -142,7 +147,7 @@ class SessionFeatures:
                 else:
                     field = f"mm_features[{place}]"
                     raise FailedPrecondition(
-                        f"{field} has no data, and the session has none of {identifier}; send it with its data",
+                        f"{field} has no data, and the session has not cached {identifier}; send the feature with its data",
                         field=field,
                         reason=NOT_CACHED,
                     )
@@ -156,7 +161,7 @@ class SessionFeatures:
         total = self.num_bytes + sum(new.values())
         if total > self._cache.quota:
             raise ResourceExhausted(
-                f"mm_features would have {total} bytes kept for the session; the limit is receiver_cache_bytes, "
+                f"with mm_features, the session would cache {total} bytes; the limit is receiver_cache_bytes, "
                 f"{self._cache.quota}",
                 field="mm_features",
                 reason=CACHE_FULL,
@@ -182,7 +187,9 @@ class _LivingBytes:
     """Counts the bytes of tensors that are still referenced. Tensors may be freed on any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # garbage collection may free a tensor while the lock is held
+        self._lock = (
+            threading.RLock()
+        )  # Reentrant, because garbage collection may free a tensor while the lock is held.
         self.total = 0
 
     def watch(self, tensors: Iterable[TensorData]) -> None:

@@ -25,10 +25,10 @@ def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping
 
     Raises:
         InvalidArgument: A field has an invalid value.
-        Unimplemented: The model takes no media, or another field is not supported together with media.
+        Unimplemented: The model accepts no media, or another field is not supported together with media.
     """
     if not model.media:
-        raise Unimplemented("mm_features is set, and this engine's model reads text alone", field="mm_features")
+        raise Unimplemented("mm_features is set, but this engine's model accepts only text", field="mm_features")
     _check_beside(request)
     infos = {info.modality: info for info in model.media}
     end = 0
@@ -65,12 +65,13 @@ def _check_beside(request: EngineCoreRequest) -> None:
 
 
 def _check_embeds(feature: MultiModalFeature, path: str, model: ModelInfo) -> None:
-    """Check embeddings that come with a request: rows of the model's width, finite in the dtype in which the model
-    computes.
+    """Check embeddings in a request. The rows must have the model's width, and the numbers must be finite in the
+    model's dtype.
     """
     if others := sorted(feature.data.keys() - {EMBEDS}):
         raise InvalidArgument(
-            f"{path}.data has {quoted(others[0])} beside {EMBEDS!r}, which stands alone", field=f"{path}.data"
+            f"{path}.data has {quoted(others[0])} in addition to {EMBEDS!r}, which must be the only tensor",
+            field=f"{path}.data",
         )
     tensor, field = feature.data[EMBEDS], f"{path}.data.{EMBEDS}"
     dtype = _FLOATS.get(tensor.dtype)
@@ -101,14 +102,15 @@ def _check_place(feature: MultiModalFeature, path: str, behind: int, prompt_leng
     """Check an item's position in the prompt. ``behind`` is the first position at which the item may begin."""
     if feature.offset < behind:
         raise InvalidArgument(
-            f"{path}.offset is {feature.offset}; it must be at least {behind}, where the item before it ends",
+            f"{path}.offset is {feature.offset}; it must be at least {behind}, the end of the previous item",
             field=f"{path}.offset",
         )
     if feature.length < 1:
         raise InvalidArgument(f"{path}.length is {feature.length}; it must be at least 1", field=f"{path}.length")
     if feature.end > prompt_length:
         raise InvalidArgument(
-            f"{path} ends at position {feature.end}; the prompt has {prompt_length}", field=f"{path}.length"
+            f"{path} ends at position {feature.end}; the prompt has only {prompt_length} positions",
+            field=f"{path}.length",
         )
 
 
@@ -118,7 +120,7 @@ def _check_runs(feature: MultiModalFeature, path: str) -> None:
         field = f"{path}.embed_runs[{number}]"
         if run.start < behind:
             raise InvalidArgument(
-                f"{field}.start is {run.start}; it must be at least {behind}, where the run before it ends",
+                f"{field}.start is {run.start}; it must be at least {behind}, the end of the previous run",
                 field=f"{field}.start",
             )
         if run.count < 1:
@@ -126,7 +128,7 @@ def _check_runs(feature: MultiModalFeature, path: str) -> None:
         behind = run.start + run.count
         if behind > feature.length:
             raise InvalidArgument(
-                f"{field} ends at position {behind} of the item; {path}.length is {feature.length}",
+                f"{field} ends at position {behind} of the item, but {path}.length is only {feature.length}",
                 field=f"{field}.count",
             )
 
@@ -138,7 +140,7 @@ def _check_size(feature: MultiModalFeature, path: str, info: MediaInfo) -> None:
     ):
         if count > limit:
             raise InvalidArgument(
-                f"{path} has {count} {what}; one {info.modality} has at most {limit}",
+                f"{path} has {count} {what}; the limit for one {info.modality} is {limit}",
                 field=path,
                 reason="MEDIA_TOO_LARGE",
             )

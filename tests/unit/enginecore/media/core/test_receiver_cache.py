@@ -63,7 +63,7 @@ def test_what_is_kept_is_bounded() -> None:
     with pytest.raises(ResourceExhausted) as error:
         keep(session, item("b", 100), item("c", 51))
     assert error.value.reason == CACHE_FULL
-    assert "251 bytes kept for the session; the limit is receiver_cache_bytes, 250" in error.value.message
+    assert "the session would cache 251 bytes; the limit is receiver_cache_bytes, 250" in error.value.message
     assert session.identifiers == {identifier_of("a")}
     keep(session, item("b", 150), item("a", 100))
     session.drop([identifier_of("b"), identifier_of("unknown")])

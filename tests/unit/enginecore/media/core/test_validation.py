@@ -90,7 +90,7 @@ def test_features_unsupported_with_media_are_refused():
 
 
 def test_engines_check_media():
-    with pytest.raises(Unimplemented, match="reads text alone"):
+    with pytest.raises(Unimplemented, match="accepts only text"):
         make_engine().preprocess("c", make_request(30, mm_features=[make_feature(1, 0, 4)]))
     with pytest.raises(InvalidArgument, match="has 7 embeddings"):
         make_engine(FakeExecutor(media=SERVED)).preprocess("c", make_request(30, mm_features=[make_feature(1, 0, 7)]))
@@ -110,7 +110,7 @@ def test_embeddings_that_come_with_a_request_are_rows_of_the_models():
     check(given(ROWS.astype("<f2"), "float16"))
     tensor = TensorData("uint8", (1,), b"a")
     for feature, field, message in (
-        (given(ROWS, grid=tensor), ".data", "'grid' beside 'embeds'"),
+        (given(ROWS, grid=tensor), ".data", "'grid' in addition to 'embeds'"),
         (
             given(ROWS.astype("<f8"), "float64"),
             ".data.embeds.dtype",
@@ -129,6 +129,6 @@ def test_embeddings_that_come_with_a_request_are_rows_of_the_models():
 def test_numbers_that_are_too_large_for_the_model_are_refused():
     model = model_of(SERVED, dtype="float16")
     rows = np.full((4, 8), 1e5, dtype="<f4")
-    with pytest.raises(InvalidArgument, match="infinite or NaN as float16"):
+    with pytest.raises(InvalidArgument, match="infinite or NaN in float16"):
         check_media(make_request(30, mm_features=[given(rows)]), model, {})
     check_media(make_request(30, mm_features=[given(rows / 10)]), model, {})
