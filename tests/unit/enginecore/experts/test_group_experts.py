@@ -242,7 +242,7 @@ def test_a_placement_keeps_what_is_held_and_holds_everything() -> None:
     # 2 and 4 come to empty slots, 5 to the last: then 1 is what the fewest hold.
     assert placement.physical == ((3, 2, 0, 4, 1, 3, 0, 3, 5),)
     assert regrouped([[[0, 1, 2]], [[0, 1, 2]]], 4).physical == ((3, 1, 2, 0, 1, 2),)
-    with pytest.raises(ConfigError, match="the group has 3 ranks; the model's 2 experts"):
+    with pytest.raises(ConfigError, match="the group has 3 ranks; the limit is 2"):
         regrouped([[[0]], [[1]], [[EMPTY]]], 2)
     with pytest.raises(
         ConfigError, match="expert_parallel.slots is 1; 2 ranks need at least 2 slots each for the model's 4 experts"

@@ -129,7 +129,7 @@ def test_a_huge_announced_length_takes_no_memory(announced: int) -> None:
         stream = SocketStream(0, here)
         stream.receive(memoryview(bytearray(8)), 0)
         there.sendall(struct.pack("!BQ", 0, announced))
-        with pytest.raises(CollectiveBroken, match=f"sends {announced} bytes; at most 8 were expected"):
+        with pytest.raises(CollectiveBroken, match=f"sends a message of {announced} bytes, but the limit is 8 bytes"):
             stream.go_on()
 
 

@@ -247,5 +247,5 @@ def test_target_tokens_beyond_the_embeddings_are_refused(model: LoadedModel) -> 
 def test_states_of_another_width_are_refused(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     of = drafter(model, HEADS["eagle3"])
     monkeypatch.setattr(of, "state_layers", range(2))
-    with pytest.raises(IndexError, match=r"states are \[\d+, 128\], and must be \[\d+, 192\]"):
+    with pytest.raises(IndexError, match=r"states have shape \[\d+, 128\]; expected \[\d+, 192\]"):
         drafts(of)

@@ -326,14 +326,16 @@ def test_the_least_recently_used_constraint_is_forgotten():
 
 def test_an_engine_without_an_end_token_says_so():
     backend = backend_with(eos=frozenset())
-    with pytest.raises(Unimplemented, match="this engine has no end-of-sequence token"):
+    with pytest.raises(Unimplemented, match="this engine's model has no end-of-sequence token"):
         backend.check(StructuredOutput(regex="a"))
     backend.shutdown()
 
 
 def test_an_engine_without_a_tokenizer_says_so(tmp_path: Path):
     backend = backend_with(path=tmp_path)
-    with pytest.raises(Unimplemented, match=f"this engine has no tokenizer: '{tmp_path}' does not contain tokenizer.json"):
+    with pytest.raises(
+        Unimplemented, match=f"this engine has no tokenizer: '{tmp_path}' does not contain tokenizer.json"
+    ):
         backend.check(StructuredOutput(regex="a"))
     (tmp_path / "tokenizer.json").write_text("{}")
     backend.check(StructuredOutput(regex="a"))

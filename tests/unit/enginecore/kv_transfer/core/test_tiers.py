@@ -215,7 +215,7 @@ def test_host_memory_that_is_not_there_is_one_line_of_the_log(caplog):
 def test_a_host_cache_below_one_block_is_refused():
     executor = FakeExecutor()
     executor.copier.block_bytes = BLOCK_BYTES + 1
-    with pytest.raises(ConfigError, match="cache.host_memory is 64 bytes and a KV block takes 65"):
+    with pytest.raises(ConfigError, match="cache.host_memory is 64 bytes, but a KV block takes 65"):
         engine_of(executor=executor, host_blocks=1)
 
 

@@ -63,9 +63,9 @@ def test_items_of_waiting_requests_are_evicted_last_and_only_for_running_ones():
 def test_room_is_counted_in_embeddings():
     cache = cache_of(a=4, b=6)
     assert (cache.num_embeds, cache.usage, len(cache)) == (10, 1.0, 2)
-    with pytest.raises(ValueError, match="there is none"):
+    with pytest.raises(ValueError, match="too little space"):
         cache.add("c", 1)
     cache.remove("a")
     assert ("a" in cache, cache.usage) == (False, 0.6)
-    with pytest.raises(ValueError, match="room already"):
+    with pytest.raises(ValueError, match="already in the cache"):
         cache.add("b", 1)
