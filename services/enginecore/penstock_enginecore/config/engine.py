@@ -213,7 +213,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             min_length=1,
             description=(
-                "Name of the engine pool that this engine belongs to. The engines of a pool are of one kind and are "
+                "Name of the pool to which this engine belongs. The engines of a pool are of one kind and are "
                 "scaled together."
             ),
         ),

@@ -31,7 +31,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=0,
             le=63,
-            description=("Number of the node that a worker process runs for, from 1. The engine is node 0."),
+            description=("Number of this node, from 1, if the process runs only workers. The engine's node is 0."),
         ),
     ] = 0
     leader: Annotated[

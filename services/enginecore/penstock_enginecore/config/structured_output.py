@@ -22,7 +22,7 @@ class StructuredOutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_u
             ge=0.1,
             le=600,
             description=(
-                "Maximum seconds of processor time to compile a constraint. The wall-clock limit is six times as long."
+                "Maximum seconds of CPU time to compile a constraint. The wall-clock limit is six times as long."
             ),
         ),
     ] = 10.0
