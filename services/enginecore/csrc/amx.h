@@ -1,11 +1,9 @@
-// Products on the matrix unit of x86 processors with AMX, which has eight tiles of up to 16 rows of 64 bytes.
-//
-// A strip of rows is multiplied by one panel at a time. Each output is one sum in one order: over blocks of kBlockInputs inputs in
-// order, within a block over parts from the smallest, and within a part in the unit's order, which is equal for all rows of a tile.
-// So a row's result does not depend on the other rows.
-//
-// Compilers do not treat tile loads as memory accesses. The data loaded here was written before the thread took the task. Between
-// the two, the thread reads the phase counters, which keep the order.
+// Products on the matrix unit of x86 processors with AMX. The unit has eight tiles of up to 16 rows of 64 bytes.
+// A strip of rows is multiplied by one panel at a time. Each output is computed in a fixed order of additions: over blocks of
+// kBlockInputs inputs in order, in each block over parts from the smallest part, and in each part in the unit's order. The unit's
+// order is the same for all rows of a tile, so a row's result does not depend on other rows.
+// Compilers do not treat tile loads as memory accesses, so they could move a load before a write. This cannot happen here: the data
+// was written before the thread took the task, and the thread's read of the phase counters is between the write and the load.
 #pragma once
 
 #include <immintrin.h>
@@ -33,8 +31,8 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
-// Configurations for strips of 1 to kStripRows rows. Tiles 0 and 1 are the sums of the upper rows, left and right, and 2 and 3
-// those of the lower rows. Tiles 4 and 5 are the inputs of both, and 6 and 7 the weights, left and right.
+// Configurations for strips of 1 to kStripRows rows. Tiles 0 and 1 are the left and right sums of the upper rows, and tiles 2 and 3
+// those of the lower rows. Tiles 4 and 5 are the inputs of the upper and lower rows. Tiles 6 and 7 are the left and right weights.
 constexpr std::array<TileShapes, kStripRows> kTileShapes = [] {
   std::array<TileShapes, kStripRows> all{};
   for (int64_t rows = 1; rows <= kStripRows; ++rows) {
@@ -49,7 +47,8 @@ constexpr std::array<TileShapes, kStripRows> kTileShapes = [] {
   return all;
 }();
 
-// Matrix unit of this thread, until the end of a task. While a thread holds tiles, the system must save more of its state.
+// Matrix unit of this thread, until the end of a task. While a thread uses tiles, the operating system must save more state of the
+// thread.
 class MatrixUnit {
  public:
   MatrixUnit() = default;
@@ -57,8 +56,8 @@ class MatrixUnit {
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
 
-  // Computes `sums` [rows, kPanel] of `rows` rows in parts, at most kStripRows and `stride` bytes apart, times a panel of `blocks`
-  // blocks.
+  // Computes `sums` [rows, kPanel]: the product of `rows` rows, split into parts, with a panel of `blocks` blocks. There are at
+  // most kStripRows rows, with a stride of `stride` bytes.
   void multiply(const float* row, int64_t stride, int64_t rows, int64_t parts, const uint16_t* panel, int64_t blocks, float* sums) {
     if (rows != rows_) _tile_loadconfig(&kTileShapes[rows - 1]);
     rows_ = rows;
@@ -100,7 +99,7 @@ class MatrixUnit {
     }
   }
 
-  int64_t rows_ = 0;  // rows for which the tiles are configured
+  int64_t rows_ = 0;  // number of rows for which the tiles are configured
 };
 
 }  // namespace penstock

@@ -36,16 +36,17 @@ extern "C" {
 
 int penstock_lanes() { return penstock::kLanes; }
 
-// Returns the multiple to which inputs of panels with elements of `kind` are padded.
+// Returns the multiple to which the number of inputs of a panel is padded, for elements of `kind`.
 int64_t penstock_filled_to(int64_t kind) {
   using namespace penstock;
   return kind == kInt8 ? kFilledTo<int8_t> : kind == kBfloat16 ? kFilledTo<uint16_t> : kFilledTo<float>;
 }
 
-// Returns the number of parts of an input, by whether it may be rounded to bfloat16. 0 without a matrix unit.
+// Returns the number of parts into which an input is split. It depends on whether inputs may be rounded to bfloat16, and is 0
+// without a matrix unit.
 int64_t penstock_parts(int64_t rounded) { return rounded ? penstock::kRoundedParts : penstock::kFloatParts; }
 
-// Returns the sizes of the structs that Python also has, to detect a library from other sources.
+// Returns the sizes of the structs that are also defined in Python, to detect a library that was built from other sources.
 void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
@@ -60,7 +61,7 @@ int penstock_context_new(int threads, void** context) {
 
 void penstock_context_free(void* context) { delete static_cast<Context*>(context); }
 
-// Packs `weight` [n, k] floats into the memory of `to`.
+// Packs the floats `weight` [n, k] into the memory of `to`.
 int penstock_pack(void* context, const float* weight, const penstock::Linear* to) {
   return guarded([&] { static_cast<Context*>(context)->operators.pack(weight, *to); });
 }
@@ -70,8 +71,7 @@ int penstock_linear(void* context, const penstock::Linear* linear, const float* 
   return guarded([&] { static_cast<Context*>(context)->operators.linear(*linear, x, rows, stride, out, out_stride); });
 }
 
-// Adds the adapters' outputs for rows of `x` to `out` [rows, n]. The first update of each adapter of `segments` belongs to this
-// product.
+// Adds the adapters' updates for the rows of `x` to `out` [rows, n]. In each segment, the first update belongs to this product.
 int penstock_low_rank(void* context, const penstock::Segment* segments, int64_t num_segments, int64_t n, const float* x, int64_t stride,
                       float* out, int64_t out_stride) {
   return guarded([&] { static_cast<Context*>(context)->operators.low_rank(segments, num_segments, n, x, stride, out, out_stride); });
@@ -111,12 +111,12 @@ int penstock_decoder_forward(void* decoder, const penstock::Step* step) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->forward(*step); });
 }
 
-// Computes a chain. `step` is as for `penstock_decoder_forward`, computes all layers and keeps no states.
+// Computes a chain. `step` is as in `penstock_decoder_forward`. It must compute all layers and keep no states.
 int penstock_decoder_chain(void* decoder, const penstock::Step* step, const penstock::Chain* chain) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->chain(*step, *chain); });
 }
 
-// Computes the head. `segments` are those of the tokens, as in a step.
+// Computes the head. `segments` are the segments of the tokens, as in a step.
 int penstock_decoder_head(void* decoder, const float* x, const int64_t* rows, int64_t num_rows, float* logits, int64_t num_segments,
                           const penstock::Segment* segments) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->head(x, rows, num_rows, logits, num_segments, segments); });

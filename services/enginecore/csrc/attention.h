@@ -1,18 +1,15 @@
-// Attention over the paged cache, without copying it and without a mask in memory.
-//
-// kChunk slots are stored together. For each head, keys are [head size][kChunk], so that scores of sixteen tokens are vectors, and
-// values are [kChunk][value size] in the memory of values. A task is one key head and a range of a request's queries. Its rows are
-// these queries times the query heads that share the key head. Keys are processed kKeys at a time, from positions that are
-// multiples of kKeys, with a running maximum (online softmax, Milakov and Gimelshein 2018). So a row's result depends neither on
-// the other rows nor on how its prompt was split.
-//
-// Keys are divided into segments of kSegment keys at multiples of kSegment. Each segment has separate sums, which are added in
-// order. If there are fewer than two tasks per thread, segments become tasks (Flash-Decoding, Dao et al. 2023), with the same
-// results.
-//
-// Masked keys and values never affect a row, even if they are NaN. A zero weight would not be enough, because zero times NaN is
-// NaN. Chunks without a visible key are not read, because they may already belong to another request. In other chunks, scores of
-// masked keys are replaced, and masked values are left out of the sums.
+// Attention over the paged KV cache, without copies of the cache and without a mask in memory.
+// The keys and values of kChunk slots are stored together. For each head, keys are [head size][kChunk], so that the scores of
+// sixteen tokens are vectors. Values are [kChunk][value size], in separate memory. A task is one key head and a range of a
+// request's queries. A task has one row for each of these queries and each query head that uses the key head. Keys are processed in
+// tiles of kKeys keys, which start at positions that are multiples of kKeys, with a running maximum (online softmax, Milakov and
+// Gimelshein 2018). A row's result therefore depends neither on other rows nor on the split of its prompt into chunks.
+// Keys are divided into segments of kSegment keys, at multiples of kSegment. Each segment has separate sums, and the sums of all
+// segments are added in order. If there are fewer than two tasks per thread, each segment becomes a separate task (Flash-Decoding,
+// Dao et al. 2023). The results are the same.
+// Masked keys and values never affect a row, even if they are NaN. A weight of zero would not be enough, because zero times NaN is
+// NaN. Chunks without a visible key are not read, because they may already belong to another request. In all other chunks, the
+// scores of masked keys are replaced, and masked values are left out of the sums.
 #pragma once
 
 #include <algorithm>
@@ -37,15 +34,15 @@ constexpr int64_t kAllSegments = -1;
 struct AttentionTask {
   int64_t request;
   int64_t kv_head;
-  int64_t first;  // first of the request's queries in this step
+  int64_t first;  // index of the task's first query among the request's queries in this step
   int64_t count;
   int64_t head;  // first query head
   int64_t heads;
   int64_t segment = kAllSegments;
-  int64_t part = 0;  // row for the sums; in merges that of the first segment, followed by those of the others
+  int64_t part = 0;  // row for the sums; in merges, the row of the first segment, before the rows of the other segments
 };
 
-// Tasks of attention. `merges` are tasks whose segments are separate tasks, with `num_parts` rows of sums.
+// Tasks of attention. `merges` are tasks whose segments were made separate tasks. These have `num_parts` rows of sums.
 struct AttentionPlan {
   std::vector<AttentionTask> tasks;
   std::vector<AttentionTask> merges;
@@ -71,17 +68,17 @@ struct Rows {
         token(a.query_start[task.request] + task.first),
         position(a.seq_lens[task.request] - (a.query_start[task.request + 1] - a.query_start[task.request]) + task.first) {}
 
-  // Keys that are visible to some row.
+  // Range of the keys that are visible to at least one row.
   int64_t begin() const { return lowest(params, position); }
   int64_t end() const { return position + count / heads; }
   Span segments() const { return {begin() / kSegment, (end() + kSegment - 1) / kSegment}; }
 
-  // Returns a row's visible keys in from..to, relative to `from`. Both bounds never decrease from row to row.
+  // Returns the range of a row's visible keys in from..to, relative to `from`. Both bounds never decrease from row to row.
   Span seen(int64_t row, int64_t from, int64_t to) const {
     const int64_t at = position + row / heads;
     return {std::max<int64_t>(0, lowest(params, at) - from), std::min(to, at + 1) - from};
   }
-  // Returns the first row to which keys from a position on are visible.
+  // Returns the first row to which keys at or after a position are visible.
   int64_t first_seeing(int64_t from) const { return std::max<int64_t>(0, from - position) * heads; }
 
   int64_t head(int64_t row) const { return first_head + row % heads; }
@@ -113,7 +110,7 @@ struct SpanRows : Rows {
   const int64_t* ends;  // of the task's queries
 };
 
-// Calls `body` with the rows of a task. Their type determines the mask, so causal attention needs no lookup.
+// Calls `body` with the rows of a task. The type of the rows determines the mask, so causal attention needs no lookup of key ends.
 template <class Body>
 auto of_rows(const Attention& a, const AttentionTask& task, const Body& body) {
   return a.key_ends == nullptr ? body(Rows(a, task)) : body(SpanRows(a, task));
@@ -124,8 +121,8 @@ bool sees(const AnyRows& rows, int64_t row, int64_t segment) {
   return !rows.seen(row, segment * kSegment, (segment + 1) * kSegment).empty();
 }
 
-// Splits tasks of several segments if there are few tasks. All segments from the first on are split, because layers have different
-// masks.
+// If there are few tasks, splits tasks with several segments. The split includes segments before the first visible key, because
+// layers have different masks.
 inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
   std::vector<AttentionTask> tasks;
   for (AttentionTask& task : plan.tasks) {
@@ -144,7 +141,7 @@ inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
   plan.tasks = std::move(tasks);
 }
 
-// Plans tasks with the longest first, so that `threads` threads finish at the same time.
+// Plans the tasks, longest task first, so that `threads` threads finish at about the same time.
 inline void plan_attention(const Attention& a, int threads, AttentionPlan& plan) {
   std::vector<AttentionTask>& tasks = plan.tasks;
   tasks.clear(), plan.merges.clear(), plan.num_parts = 0;
@@ -177,7 +174,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
     s.part.total[row] = vf{};
   }
   const int64_t begin = std::max(rows.begin(), segment * kSegment), end = std::min(rows.end(), (segment + 1) * kSegment);
-  // Clamped to begin..end: chunks of other keys may be anything, since they are masked.
+  // Clamped to begin..end. Keys outside this range are masked, so any chunk may be read for them.
   const auto chunk = [&](int64_t key) { return chunk_of(a.group, task.request, std::clamp(key, begin, end - 1)) * kChunk; };
   const auto key_chunk = [&](int64_t key) {
     return static_cast<const Number*>(a.cache.keys) + chunk(key) * a.cache.key_stride + task.kv_head * a.head_size * kChunk;
@@ -201,7 +198,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
     for (int64_t row = rows.first_seeing(base), count; row < rows.count; row += count) {
       count = std::min<int64_t>(kTile, rows.count - row);
       for (int64_t j = first_panel; j < end_panel; ++j) Tiles::score(s, row, count, j * kPanel, panels[j], a.head_size);
-      if (seen(row + count - 1).from == 0 && seen(row).to == kKeys) {  // the usual case: the whole tile is visible to all rows
+      if (seen(row + count - 1).from == 0 && seen(row).to == kKeys) {  // the usual case: all keys are visible to all rows
         for (int64_t i = row; i < row + count; ++i) weigh<Tiles>(s, i, i - row, {0, kKeys}, a.params, a.value_size);
         Tiles::add(s, row, 0, count, Tiles::shared({0, kKeys}), values, a.value_size);
         continue;
@@ -211,7 +208,8 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
       const auto add = [&](int64_t i, int64_t some, const Span& span) {
         Tiles::add(s, i, i - row, some, span, values, a.value_size);
       };
-      // Keys visible to all rows are added together. Each row adds its other keys before and after them, in order.
+      // The keys that are visible to all rows are processed for all rows together. Each row separately adds its other keys before
+      // and after these keys, in order.
       const Span all{shared(row + count - 1).from, shared(row).to};
       for (int64_t i = row; i < row + count; ++i) {
         Tiles::add_first(s, i, i - row, seen(i), values, a.value_size);
@@ -226,7 +224,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
   }
 }
 
-// Starts the sums with the sinks, which belong to no key.
+// Initializes the sums with the attention sinks, which belong to no key.
 inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
   if (a.params.sinks == nullptr) return;
   for (int64_t row = 0; row < rows.count; ++row) {
@@ -236,7 +234,7 @@ inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
   }
 }
 
-// Adds the sums of a segment's keys to those of a row.
+// Adds the sums of a segment to the sums of a row.
 template <class AnyRows>
 void add_segment(const Attention& a, const AnyRows& rows, int64_t segment, int64_t row, Scratch& s) {
   if (!sees(rows, row, segment)) return;
@@ -265,7 +263,7 @@ inline void put_out(const Attention& a, const Rows& rows, const Sums& sums) {
   }
 }
 
-// Floats of a row's sums in memory: total, peak and output.
+// Number of floats of a row's sums in memory: total, peak and output.
 inline int64_t part_width(const Attention& a) { return a.value_size + 2 * kLanes; }
 
 inline void store_part(const Attention& a, const Sums& sums, int64_t row, float* to) {
@@ -308,7 +306,7 @@ void attend_by(const Attention& a, const AttentionTask& task, const AnyRows& row
   put_out(a, rows, alone ? s.part : s.whole);
 }
 
-// Computes a task. `parts` are the plan's `num_parts` rows of `part_width`.
+// Computes a task. `parts` has the plan's `num_parts` rows of `part_width` floats.
 inline void attend(const Attention& a, const AttentionTask& task, const Buffer& parts) {
   of_rows(a, task, [&](const auto& rows) {
 #if defined(PENSTOCK_PAIRS)
@@ -318,7 +316,7 @@ inline void attend(const Attention& a, const AttentionTask& task, const Buffer& 
   });
 }
 
-// Merges the segments of a task that were separate tasks.
+// Adds the sums of a task's segments, which were computed as separate tasks.
 template <class AnyRows>
 void merge_rows(const Attention& a, const AttentionTask& task, const AnyRows& rows, const Buffer& parts) {
   Scratch& s = attention_scratch();
@@ -346,7 +344,7 @@ inline void write_token(const Write& w, int64_t token) {
                 w.values + token * w.value_stride + head * w.value_size, w.value_size * sizeof(float));
 }
 
-// Writes keys and values of tokens first..end into the cache.
+// Writes keys and values of the tokens `first` to `end - 1` into the cache.
 inline void write_tokens(const Write& w, int64_t first, int64_t end) {
 #if defined(PENSTOCK_PAIRS)
   if (w.cache.pairs != 0) return write_pairs(w, first, end);

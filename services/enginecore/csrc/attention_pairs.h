@@ -1,7 +1,8 @@
-// Attention with products of bfloat16 pairs. The cache holds bfloat16, queries and weights are rounded, and sums are floats.
-//
-// In a chunk of the cache, a lane has two elements of a key, [head size / 2][kChunk][2], and values of two keys, [kChunk / 2][value
-// size][2]. A row adds pairs of keys in order. If only one key of a pair is visible, the other value is replaced by zero.
+// Attention with products of bfloat16 pairs. The KV cache is bfloat16, queries and weights are rounded to bfloat16, and sums are
+// floats.
+// In a chunk of the cache, keys are [head size / 2][kChunk][2], so a lane has two elements of one key. Values are [kChunk /
+// 2][value size][2], so a lane has the values of two keys. A row adds pairs of keys in order. If only one key of a pair is visible,
+// the value of the other key is replaced by zero.
 #pragma once
 
 #include "pairs.h"
@@ -15,7 +16,7 @@
 
 namespace penstock {
 
-constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // elements of a pair
+constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // masks of the elements of a pair
 constexpr int64_t kChunkPairs = kChunk / 2;
 
 // Loads a pair into each lane.
@@ -97,7 +98,7 @@ constexpr auto kPairScoreTiles = pair_score_tiles(std::make_integer_sequence<int
 constexpr auto kPairValueTiles = pair_value_tiles<2>(std::make_integer_sequence<int, kTile>{});
 constexpr auto kNarrowPairValueTiles = pair_value_tiles<1>(std::make_integer_sequence<int, kTile>{});
 
-// Tile operations like `FloatTiles`. Keys shared by rows are whole pairs.
+// Tile operations, with the interface of `FloatTiles`. Keys that are added for several rows together are always complete pairs.
 struct PairTiles {
   using Number = uint16_t;
   static_assert(kLanes == kChunk && kKeys % (2 * kLanes) == 0);
@@ -154,7 +155,7 @@ struct PairTiles {
   }
 };
 
-// Rounds up to `left` elements and fills the rest with zeros.
+// Rounds `left` elements, or one vector if there are more, to bfloat16. Fills the remaining elements with zeros.
 inline vu rounded_numbers(const float* from, int64_t left) {
   if (left >= 2 * kLanes) return rounded(load(from), load(from + kLanes));
   float numbers[2 * kLanes] = {};
@@ -162,8 +163,8 @@ inline vu rounded_numbers(const float* from, int64_t left) {
   return rounded(load(numbers), load(numbers + kLanes));
 }
 
-// Writes keys and values of kTokens tokens from `token` on into a cache of pairs. Their slots are consecutive in a chunk. Values of
-// two tokens form pairs.
+// Writes keys and values of kTokens tokens, starting at `token`, into a cache of pairs. The slots of the tokens are consecutive in
+// one chunk. The values of two tokens form pairs.
 template <int kTokens>
 void write_pairs(const Write& w, int64_t token) {
   const int64_t slot = w.slots[token], chunk = slot / kChunk, lane = slot % kChunk;
@@ -194,7 +195,7 @@ void write_pairs(const Write& w, int64_t token) {
   }
 }
 
-// Writes keys and values of tokens first..end.
+// Writes keys and values of the tokens `first` to `end - 1`.
 inline void write_pairs(const Write& w, int64_t first, int64_t end) {
   for (int64_t token = first; token < end;) {
     const bool two = w.slots[token] % 2 == 0 && token + 1 < end && w.slots[token + 1] == w.slots[token] + 1;

@@ -1,4 +1,4 @@
-// Memory of an attention task, and its products of floats.
+// Working memory of an attention task, and the task's products with floats.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,14 @@
 namespace penstock {
 
 constexpr int kTileVectors = 8;
-constexpr int64_t kKeys = kTileVectors * kLanes;  // keys of a tile
+constexpr int64_t kKeys = kTileVectors * kLanes;  // number of keys of a tile
 constexpr int64_t kTaskRows = 4 * kTile;
 constexpr int64_t kMaxValueSize = 512;
 
-// Sums of a task's rows over some keys.
+// Sums of a task's rows over a range of keys.
 struct Sums {
   alignas(64) float output[kTaskRows][kMaxValueSize + 16];
-  float peak[kTaskRows];  // binary logarithm of weight 1, close to the largest score
+  float peak[kTaskRows];  // score that has weight 1, in binary logarithm; close to the largest score
   vf total[kTaskRows];    // by lane, over keys with the same remainder
 };
 
@@ -27,20 +27,20 @@ struct Scratch {
   static constexpr int64_t kQuery = kMaxValueSize + 2 * kLanes;
 
   alignas(64) float query[kTaskRows][kQuery];
-  alignas(64) float weights[kTile][kKeys];  // of rows computed together; before that, their scores
+  alignas(64) float weights[kTile][kKeys];  // weights of the rows that are computed together; at first, their scores
   Sums part;   // over one segment's keys
   Sums whole;  // over all segments so far
 };
 
-// Prefetch of the next chunk. Chunks can be anywhere in memory, so the processor cannot predict the address. With few rows, as in
-// decoding, the computation would wait for memory.
+// Prefetch of the next chunk. Chunks can be anywhere in memory, so the processor cannot predict their addresses. Without the
+// prefetch, the computation of few rows, as in decoding, would wait for memory.
 template <class Number>
 struct Ahead {
   const Number* left;
   const Number* right;
 };
 
-// Addresses of a panel's keys: two vectors.
+// Addresses of the keys of a panel, which has two vectors of keys.
 template <class Number>
 struct PanelKeys {
   const Number* left;
@@ -74,14 +74,14 @@ void score_tile(Scratch& s, int64_t row, int64_t key, const PanelKeys<float>& ke
   }
 }
 
-// Range of a tile's keys.
+// Range of keys in a tile.
 struct Span {
   int64_t from;
   int64_t to;
   bool empty() const { return from >= to; }
 };
 
-// Addresses of the values of a tile's keys, and the next chunk to prefetch for each.
+// Addresses of the values of a tile's keys, and for each address the next chunk to prefetch.
 template <class Number>
 struct Values {
   const Number* of[kKeys / kChunk];
@@ -140,23 +140,23 @@ struct FloatTiles {
   // Prepares the query of `row` with `head_size` elements.
   static void take_query(Scratch&, int64_t, int64_t) {}
 
-  // Computes the scores of `count` rows from `row` on, for the keys of a panel that starts at `key` of the tile.
+  // Computes the scores of `count` rows, starting at `row`, for the keys of the panel that starts at `key` in the tile.
   static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const PanelKeys<float>& keys, int64_t head_size) {
     kScoreTiles[count - 1](s, row, key, keys, head_size);
   }
 
   static vf power(vf x) { return power_of_two(kPowers5, x); }
 
-  // Replaces the scores of a row by its weights. Returns `total` plus their sum.
+  // Replaces the scores of a row by weights. Returns `total` plus the sum of the weights.
   static vf take_weights(Scratch& s, int64_t row, const vf (&weights)[kTileVectors], vf total) {
     for (int v = 0; v < kTileVectors; ++v) store(&s.weights[row][v * kLanes], weights[v]), total += weights[v];
     return total;
   }
 
-  // Returns the visible keys that a row adds together with other rows.
+  // Returns the visible keys that are added for a row together with other rows.
   static Span shared(const Span& seen) { return seen; }
 
-  // Adds the values for `count` rows from `row` on, with weights from row `weight` on.
+  // Adds the values for `count` rows, starting at `row`, with weights starting at row `weight`.
   static void add(Scratch& s, int64_t row, int64_t weight, int64_t count, const Span& span, const Values<float>& values,
                   int64_t value_size) {
     if (span.empty()) return;
@@ -165,7 +165,7 @@ struct FloatTiles {
     for (; column < value_size; column += kLanes) kNarrowValueTiles[count - 1](s, row, weight, span, values, value_size, column);
   }
 
-  // Adds keys of a single row before and after the shared ones.
+  // Adds the keys of a single row that are before or after the keys that it adds together with other rows.
   static void add_first(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t) {}
   static void add_last(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t) {}
 };

@@ -1,8 +1,8 @@
-// Weights from the scores of a row and a tile, as powers of two relative to a peak.
-//
-// A scaled score is the binary logarithm of a weight. The score with weight 1 is the peak of the row's first tile. If a score
-// exceeds it by more than kLeeway, that score becomes the new peak and the sums are rescaled. So most tiles only compare their
-// largest score, and a row's weights depend only on its own scores in order.
+// Weights of a row for the keys of a tile. They are computed from scores, as powers of two relative to a peak.
+// A scaled score is the binary logarithm of a weight. The peak is the score that has weight 1. At first, the peak is the largest
+// score of the row's first tile. If a later score exceeds the peak by more than kLeeway, that score becomes the new peak, and the
+// sums are rescaled. For most tiles, only the largest score must therefore be compared. A row's weights depend only on the row's
+// own scores, in order.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ constexpr float kLeeway = 8.0f;
 inline void raise_peak(Sums& sums, int64_t row, vf best, int64_t value_size) {
   const float before = sums.peak[row], peak = largest(best);
   sums.peak[row] = peak;
-  if (before == -INFINITY) return;  // there are no sums yet
+  if (before == -INFINITY) return;  // no sums to rescale yet
   const vf shrink = power_of_two(kPowers5, splat(before - peak));
   sums.total[row] *= shrink;
   for (int64_t d = 0; d < value_size; d += kLanes) store(sums.output[row] + d, load(sums.output[row] + d) * shrink);
@@ -42,12 +42,12 @@ inline void mask_scores(float* scores, const Span& seen) {
     if (j < seen.from || j + kLanes > seen.to) store(scores + j, (key >= from) & (key < to) ? load(scores + j) : splat(-INFINITY));
 }
 
-// Replaces scores by weights, for row `row` of the task and row `at` of the scratch. `seen` are the visible keys of the tile, at
-// least one.
+// Replaces scores by weights, for row `row` of the task, which is row `at` of the scratch memory. `seen` is the range of visible
+// keys of the tile, at least one key.
 template <class Tiles>
 void weigh(Scratch& s, int64_t row, int64_t at, const Span& seen, const Params& params, int64_t value_size) {
   float* scores = s.weights[at];
-  const bool scaled = params.softcap != 0.0f || params.scaling <= 0.0f;  // otherwise the largest score stays the largest after scaling
+  const bool scaled = params.softcap != 0.0f || params.scaling <= 0.0f;  // otherwise scaling keeps the order of scores
   const vf scale = splat(scaled ? kLog2E : params.scaling * kLog2E);
   if (scaled) scale_scores(scores, params);
   if (seen.from > 0 || seen.to < kKeys) mask_scores(scores, seen);

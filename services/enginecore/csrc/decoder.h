@@ -1,5 +1,5 @@
-// Forward pass of a decoder as one program. A layer is norm, attention with rotary embedding, add, norm, gated MLP or mixture of
-// experts, and add. Some models also norm the outputs before they are added.
+// Forward pass of a decoder as one program of the thread pool. A layer consists of norm, attention with rotary embedding, addition,
+// norm, gated MLP or mixture of experts, and addition. Some models also norm outputs before the additions.
 #pragma once
 
 #include <algorithm>
@@ -109,7 +109,7 @@ class Decoder {
   }
 
  protected:
-  // Returns the last layer's output for a row of the last step's logits.
+  // Returns the last layer's output for the token of a row of the last step's logits.
   const float* state(int64_t row) const { return states_[kLast] + (gathered_ ? row : step_.rows[row]) * model_.hidden; }
 
  private:
@@ -134,7 +134,7 @@ class Decoder {
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
     if (fuses()) both_.resize(tokens, 2 * m.hidden);
     num_fused_ = m.fusion.state_norm != nullptr && step.own_states ? 0 : tokens;
-    plan_attention(attention(0), pool_.threads(), plans_[kAll]);  // the same for all layers but the last
+    plan_attention(attention(0), pool_.threads(), plans_[kAll]);  // the same for all layers except the last
     plans_[kLast] = plans_[kAll];
     if (few) leave_out(plans_[kLast]);
     segments_.resize(plans_[kAll].num_parts, part_width(attention(0)));
@@ -148,7 +148,7 @@ class Decoder {
     }
   }
 
-  // Plans the adapters of a part with at most `rows` rows.
+  // Plans the adapters for a set of at most `rows` rows.
   void plan_adapters(int part, int64_t rows) {
     int64_t width = 0;
     for (const Segment& of : adapted_[part]) width = std::max(width, of.width);
@@ -215,7 +215,7 @@ class Decoder {
     });
   }
 
-  // Writes a token's embedding with or without the other input of `fc`, or states that need no `fc`.
+  // Writes the first input of a token: its embedding, the embedding and the other input of `fc`, or states that need no `fc`.
   void put_both(int64_t token) {
     const Fusion& f = model_.fusion;
     const int64_t n = model_.hidden;
@@ -243,13 +243,13 @@ class Decoder {
 
   int part_of(size_t layer) const { return layer + 1 == layers_.size() ? kLast : kAll; }
 
-  // Writes the input of an MLP that is computed outside of the kernels.
+  // Writes the input of an MLP that is computed outside the kernels.
   void give_mlp(Cursor& cursor, size_t index) {
     const int part = part_of(index);
     each_token(cursor, part, [&](int64_t t) { norm_state(part, t, layers_[index].mlp_norm, step_.mlp_input + t * model_.hidden); });
   }
 
-  // Adds the output of an MLP that was computed outside of the kernels.
+  // Adds the output of an MLP that was computed outside the kernels.
   bool take_mlp(Cursor& cursor, size_t index) {
     return add(cursor, part_of(index), layers_[index].mlp_out_norm, [this]() -> const float* { return step_.mlp_output; });
   }
@@ -283,7 +283,8 @@ class Decoder {
     std::erase_if(plan.merges, idle);
   }
 
-  // Selects the tokens that the logits need. After its attention the last layer computes only these, unless all states are kept.
+  // Selects the tokens whose logits are needed. After its attention, the last layer computes only these tokens, except if all
+  // states are kept.
   bool gather(Cursor& cursor) {
     return cursor(num_gathered_, [this](int64_t i) {
       const int64_t token = step_.rows[i];
@@ -292,8 +293,8 @@ class Decoder {
     });
   }
 
-  // Runs `task` for ranges of tokens. If there are many, a range holds keys that are stored together, because one thread should
-  // write their cache lines.
+  // Runs `task` for ranges of tokens. With many tokens, keys that are stored together are in one range, so that only one thread
+  // writes their cache lines.
   template <class Task>
   bool some_tokens(Cursor& cursor, int part, const Task& task) {
     const int64_t tokens = counts_[part], some = tokens >= kManyTokens ? kChunk : kRowTask;
@@ -314,7 +315,7 @@ class Decoder {
     else std::memcpy(out, state, model_.hidden * sizeof(float));
   }
 
-  // Norms rows that are multiplied by `linear` next.
+  // Norms the rows that are the input of the next product, with `linear`.
   bool norm(Cursor& cursor, int part, const float* weight, const Linear& linear) {
     return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, weight, linear); });
   }
@@ -333,20 +334,20 @@ class Decoder {
     }
   }
 
-  // Returns whether deepstack embeddings are added before a layer, which is after the previous layer.
+  // Returns whether deepstack embeddings are added between the previous layer and this layer.
   bool is_deep(size_t layer) const { return layer > 0 && static_cast<int64_t>(layer) <= step_.num_deepstack; }
   void add_deepstack(size_t layer, int64_t token, float* to) const {
     add_row(to, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * model_.hidden, nullptr);
   }
 
-  // Splits rows into parts that no task per token has split.
+  // Splits rows into parts (see parts.h), if the tasks that wrote the rows did not split them.
   template <class From>
   bool split(Cursor& cursor, int part, const From& from, const Linear& linear) {
     return !splits(linear) || each_token(cursor, part, [&](int64_t t) { split_row(linear, from().row(t), parts_.row(t)); });
   }
 
-  // Computes the adapters' small sums of rows that are multiplied next, for the update at `place`. `rounded` means that the rows
-  // are bfloat16.
+  // Computes the adapters' small sums (see lora.h) of the rows of the next product, for the update at `place`. `rounded` means that
+  // the rows are bfloat16.
   template <class From>
   bool shrink(Cursor& cursor, int part, const From& from, int64_t place, bool rounded = false) {
     return cursor(num_shrinkings_[part], [&](int64_t task) {
@@ -366,8 +367,8 @@ class Decoder {
     return {adapted_[part].data(), static_cast<int64_t>(adapted_[part].size()), place, shrunk_.data(), shrunk_.stride()};
   }
 
-  // Computes a product. In a task, `from` and `output` return the address of the rows and of the sums. `split` means that the rows
-  // were split. `place` is the adapters' update, or kNone.
+  // Computes a product. In a task, `from` returns the address of the rows, and `output` the address of the sums. `split` means that
+  // the rows are already split into parts. `place` is the index of the adapters' update, or kNone.
   template <class From, class Where>
   bool product(Cursor& cursor, int part, const From& from, const Linear& linear, const Where& output, int64_t place, bool split = true) {
     const Blocks blocks(counts_[part], linear.n);
@@ -380,8 +381,9 @@ class Decoder {
     });
   }
 
-  // Returns the destination of the output of attention or MLP that is added to the hidden states. With several ranks, one rank adds
-  // its part to the hidden states and the others overwrite theirs. Outputs that are normed first go to another buffer.
+  // Returns the destination of the output of attention or MLP. The output is added to the hidden states. With several ranks, one
+  // rank adds its part to its hidden states, and each other rank overwrites its hidden states with its part. The sum over the ranks
+  // is then complete. Outputs that are normed before the addition are written to another buffer.
   Output residual(int part, const Linear& linear, const float* norm) {
     const Epilogue put = norm == nullptr && model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
     return {residual_rows(part, norm), model_.hidden, linear.bias, model_.hidden, put};
@@ -446,7 +448,7 @@ class Decoder {
     return settle(cursor, 2 * index + 1, part, l.mlp_out_norm);
   }
 
-  // Routes tokens to experts. The outputs are weighted and added in the order of the routing.
+  // Routes tokens to experts, and computes the weighted sum of the experts' outputs in the order of the routing.
   bool mix(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
     const Mixture& mixture = l.mixture;
@@ -466,7 +468,7 @@ class Decoder {
     });
   }
 
-  // Sums the ranks' parts of the hidden states, on one thread.
+  // Sums the hidden states over all ranks, on one thread.
   bool add_up(Cursor& cursor, size_t index, int part, const float* norm) {
     if (model_.exchange.base == nullptr) return true;
     return cursor(1, [&](int64_t) {
@@ -527,7 +529,7 @@ class Decoder {
     if (model_.logit_softcap != 0.0f) cursor(rows, [&](int64_t row) { cap(step_.logits + row * head.n, head.n, model_.logit_softcap); });
   }
 
-  enum { kAll, kLast, kHead };            // tokens of a step; of the last layer after its attention; that get logits
+  enum { kAll, kLast, kHead }; // all tokens of a step; tokens of the last layer after its attention; tokens with logits
   enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // updates of an adapter in a layer
   static constexpr int kHeadPhases = 4;
   static constexpr int kPhases = 22;      // per layer, including sums over ranks, adapters and splitting of inputs
@@ -539,14 +541,14 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};
-  Count first_, last_layer_, num_embedded_, num_fused_;  // of this call
+  Count first_, last_layer_, num_embedded_, num_fused_;  // numbers of layers and tokens of this call
   Count num_deep_;                 // tokens to which deepstack embeddings are added after the last layer
   Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_, num_shrinkings_[3];
   float* states_[2] = {};          // hidden states
   const Buffer* heads_[2] = {};    // outputs of the attention heads
   bool gathered_ = false;          // whether the last layer has fewer tokens
-  int64_t parts_width_ = 0;        // floats of the widest row in parts
-  int64_t gated_width_ = 0;        // the same for rows between gate and down
+  int64_t parts_width_ = 0;        // floats of the widest row that is split into parts
+  int64_t gated_width_ = 0;        // the same for rows between the gate and down products
   Buffer qkv_, normed_, attended_, gated_, parts_;
   bool norms_ = false;             // some layers norm their outputs
   bool mixes_ = false;             // some layers have experts

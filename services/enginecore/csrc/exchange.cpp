@@ -1,8 +1,8 @@
 // Sums and gathers among processes of one host, in shared memory.
-//
-// Each process has a counter and two slots. It writes a piece into its slot and then advances the counter. A process that has seen
-// all counters reads all slots in the order of their processes, so that all processes get identical bits. A slot is reused two
-// pieces later: when a process's counter has reached the piece in between, that process has read the previous one.
+// Each process has a counter and two slots. A process writes a piece into one of its slots and then advances its counter. Once all
+// counters have reached the piece, each process reads the slots of all processes in the same order, so that all processes get
+// identical bits. A slot is reused for the piece after the next. This is safe, because once a process's counter has reached the
+// next piece, that process has read the previous piece.
 
 #include "exchange.h"
 
@@ -43,7 +43,7 @@ bool reached(const uint32_t* counter, uint32_t number) {
   return static_cast<int32_t>(__atomic_load_n(counter, __ATOMIC_ACQUIRE) - number) >= 0;
 }
 
-// Waits until the counter of another process has reached `number`.
+// Waits until the counter of another process has reached piece `number`.
 void wait_for(const Exchange& exchange, int64_t of, uint32_t number) {
   uint32_t* counter = exchange.counter(of);
   for (int64_t until = penstock::nanoseconds() + kSpin; penstock::nanoseconds() < until;) {
@@ -62,7 +62,7 @@ void wait_for(const Exchange& exchange, int64_t of, uint32_t number) {
   __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-// Announces that the own slot holds piece `number`.
+// Announces that this process's slot contains piece `number`.
 void tell(const Exchange& exchange, uint32_t number) {
   uint32_t* counter = exchange.counter(exchange.rank);
   __atomic_store_n(counter, number, __ATOMIC_SEQ_CST);

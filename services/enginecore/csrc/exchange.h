@@ -18,12 +18,12 @@ inline int64_t nanoseconds() {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Sums `data` of all processes in place. `base` is the shared memory: one cache line for each of `size` processes, then two slots
-// of `piece` bytes for each, all zeros at first. `kind` is 0 for float32 and 1 for bfloat16. All processes call the functions in
-// the same order.
+// Sums `data` of all processes in place. `base` is the shared memory. It has one cache line for each of `size` processes, and then
+// two slots of `piece` bytes for each process. It must be zero at first. `kind` is 0 for float32 and 1 for bfloat16. All processes
+// must call the functions in the same order.
 void penstock_all_reduce(void* base, int64_t rank, int64_t size, int64_t piece, void* data, int64_t count, int64_t kind);
 
-// Gathers `bytes` of each process into `out`, in the order of the processes.
+// Gathers `bytes` bytes of each process into `out`, in the order of the processes.
 void penstock_all_gather(void* base, int64_t rank, int64_t size, int64_t piece, const void* data, void* out, int64_t bytes);
 
 }  // extern "C"

@@ -1,11 +1,10 @@
-// Products with weights packed in panels.
-//
-// A panel holds kPanel output features (two vectors) for all inputs, [k][kPanel], so that a product reads it sequentially. For
-// bfloat16 it is [k / 2][kPanel][2] and for 8-bit integers [k / 4][kPanel][4], padded with zeros, so that the elements of an output
-// feature fill its lane. A register tile multiplies up to kTile rows by it. Each output is one sum over k in order, for any tile,
-// so a row's result does not depend on the other rows. Weights that bfloat16 represents exactly are stored as bfloat16, which
-// halves the memory to read. Weights that are 8-bit integers times a factor per output feature are stored as integers, a quarter of
-// the memory. Sums are always floats.
+// Matrix products with weights that are packed in panels.
+// A panel has the weights of kPanel output features (two vectors) for all inputs, [k][kPanel], so that a product reads them
+// sequentially. For bfloat16, a panel is [k / 2][kPanel][2], and for 8-bit integers [k / 4][kPanel][4], padded with zeros. The
+// elements of an output feature then fill one lane. A register tile multiplies up to kTile rows by a panel. Each output is summed
+// over k in the same order in every tile, so a row's result does not depend on other rows. If bfloat16 represents the weights
+// exactly, they are stored as bfloat16, which halves the memory to read. If the weights are 8-bit integers times a factor per
+// output feature, they are stored as integers, which needs a quarter of the memory. Sums are always floats.
 #pragma once
 
 #include <algorithm>
@@ -29,9 +28,9 @@ namespace penstock {
 
 enum class Epilogue { kStore, kAdd, kSilu, kGelu };
 
-// Use of a product's sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: panels hold a vector of gates and one of ups,
-// and out = silu(gate) * up. kGelu: the same with gelu. `rounded` means that the output is stored as the next product's input in
-// one part. `low_rank` are the adapters, or null.
+// Destination and use of a product's sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: each panel has a vector of
+// gate features and a vector of up features, and out = silu(gate) * up. kGelu: the same with gelu. `rounded` means that the output
+// is stored in the input format of the next product, as one bfloat16 part. `low_rank` has the adapters, or is null.
 struct Output {
   float* out;
   int64_t stride;
@@ -43,25 +42,25 @@ struct Output {
   const LowRank* low_rank = nullptr;
 };
 
-constexpr int64_t kPrefetch = 4096;  // bytes ahead of the product
+constexpr int64_t kPrefetch = 4096;  // distance in bytes from the multiplied weights to the prefetched weights
 
 inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// Inputs of an output feature whose weights are stored together.
+// Number of consecutive inputs whose weights for one output feature are stored together.
 template <class Weight>
 constexpr int64_t kTogether = sizeof(float) / sizeof(Weight);
 
-// Inputs of a panel are padded to a multiple of this number.
+// The number of inputs of a panel is padded to a multiple of this number.
 template <class Weight>
 constexpr int64_t kFilledTo = sizeof(Weight) == 2 ? std::max(kBlockInputs, kTogether<Weight>) : kTogether<Weight>;
 
-// Returns the elements of a panel.
+// Returns the number of elements of a panel.
 template <class Weight>
 int64_t panel_size(int64_t k) {
   return kPanel * ((k + kFilledTo<Weight> - 1) / kFilledTo<Weight> * kFilledTo<Weight>);
 }
 
-// Weights of an output feature for inputs that are stored together, as floats: left and right vector of each input.
+// Weights for inputs that are stored together, as floats: the left and the right vector of each input.
 template <class Weight>
 struct Weights {
   explicit Weights(const Weight* from) {
@@ -120,7 +119,7 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
     for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
   }
   if (output.epilogue == Epilogue::kSilu || output.epilogue == Epilogue::kGelu) {
-    vf gated[kRows][2];  // a copy, so that sums of other products can stay in registers
+    vf gated[kRows][2];  // a copy, so that the sums of other products can stay in registers
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) gated[i][0] = sums[i][0], gated[i][1] = sums[i][1];
     return finish_gated(gated, kRows, output, row, panel);
@@ -152,7 +151,7 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
   }
 }
 
-// Finishes rows of which some may have adapters. Their sums are in memory, not in registers.
+// Finishes rows, some of which may have adapters. The sums of the rows are in memory, not in registers.
 template <int kRows>
 __attribute__((noinline)) void finish_adapted(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
   float* first = reinterpret_cast<float*>(sums);
@@ -180,8 +179,8 @@ __attribute__((always_inline)) inline void finish_tile(vf (&sums)[kRows][2], con
   }
 }
 
-// Multiplies rows `row` .. `row + kRows` of `a` by one panel. With `kAdapted`, some rows may have adapters, whose memory is
-// prefetched.
+// Multiplies kRows rows of `a`, starting at `row`, by one panel. With `kAdapted`, some rows may have adapters. The adapters' memory
+// is then prefetched.
 template <class Weight, bool kAdapted, int kRows>
 void tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(Weight), kStep = kTogether<Weight>;
@@ -202,7 +201,7 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
   };
   int64_t j = 0;
   if constexpr (kAdapted) {
-    constexpr int64_t kSome = 16 * kStep;  // inputs: no register is left for a loop over them
+    constexpr int64_t kSome = 16 * kStep;  // inputs per outer iteration; no register is left for a counter of inputs
     Pieces<kRows> pieces(*output.low_rank, row, panel);
     while (j + kStep <= k) {
       pieces.ask(kSome);
@@ -224,7 +223,7 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
 }
 
 #if defined(PENSTOCK_AVX512_BF16)
-// Multiplies rows of one part, like `tile`.
+// Multiplies rows in the format with one bfloat16 part, like `tile`.
 template <bool kAdapted, int kRows>
 void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(uint16_t);
@@ -248,8 +247,8 @@ void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, co
 }
 #endif
 
-// Rows of the largest tile, by dtype of the weights. With sixteen registers, weights of two inputs and sums of more than four rows
-// do not fit.
+// Number of rows of the largest tile, by dtype of the weights. Sixteen registers are too few for the weights of two inputs and the
+// sums of more than four rows.
 constexpr int64_t most_rows(int64_t kind) { return kind == kBfloat16 && kTile < 8 ? 4 : kTile; }
 
 using Tile = void (*)(const float*, int64_t, const void*, int64_t, const Output&, int64_t, int64_t);
@@ -274,13 +273,13 @@ constexpr auto kPairTiles = std::array{pair_tiles<false>(std::make_integer_seque
                                        pair_tiles<true>(std::make_integer_sequence<int, kTile>{})};
 #endif
 
-// Division of a product of `rows` rows and `n` output features into tasks of at most kBlockRows rows and `group` panels.
+// Divides a product of `rows` rows and `n` output features into tasks of at most kBlockRows rows and `group` panels.
 struct Blocks {
   Blocks(int64_t rows, int64_t n)
       : rows(rows), group(rows > kTile ? 2 : 1), groups((panels(n) + group - 1) / group), blocks((rows + kBlockRows - 1) / kBlockRows) {}
   int64_t tasks() const { return groups * blocks; }
 
-  // Panels `first_panel` to before `last_panel`, and rows `start` to before `end`.
+  // A task: panels `first_panel` to `last_panel - 1`, and rows `start` to `end - 1`.
   struct Task {
     int64_t first_panel, last_panel, start, end;
   };
@@ -293,7 +292,7 @@ struct Blocks {
   int64_t rows, group, groups, blocks;
 };
 
-// Runs the tasks of a product. `a` has rows as `put_row` writes them, with a stride of `stride` floats.
+// Runs the tasks of a product. `a` has rows in the format of `put_row`, with a stride of `stride` floats.
 class Product {
  public:
   Product(const float* a, int64_t stride, const Linear& linear, const Output& output, const Blocks& cut)
@@ -309,7 +308,7 @@ class Product {
     const int64_t most = most_rows(linear_.kind), count = (end - start + most - 1) / most;  // tiles of equal sizes
     const bool widen = linear_.kind == kInt8 && count > 1;
     if (widen) widen_integers(first_panel, last_panel);
-    const int64_t offset = first_panel * kPanel * linear_.k;  // of the panels that were converted to floats
+    const int64_t offset = first_panel * kPanel * linear_.k;  // offset in the panels that were converted to floats
     const void* packed = widen ? wide_panels().data() - offset : linear_.packed;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
@@ -354,7 +353,7 @@ class Product {
 
   bool has_adapters(int64_t from, int64_t to) const { return output_.low_rank != nullptr && output_.low_rank->has(from, to); }
 
-  // Returns memory for panels of floats, which are converted once for all tiles of a task.
+  // Returns memory for panels that are converted to floats, once for all tiles of a task.
   static std::vector<float>& wide_panels() {
     static thread_local std::vector<float> panels;
     return panels;

@@ -1,10 +1,11 @@
-// LoRA adapters (Hu et al., 2021): rows of a segment get x W^T + x A^T B^T, with A [rank, k] and B [n, rank] of its adapter.
-//
+// LoRA adapters (Hu et al., 2021). The output of a row in a segment is x W^T + x A^T B^T, with A [rank, k] and B [n, rank] of the
+// segment's adapter.
 // A phase before the product computes the small sums h = x A^T. A is stored in groups of kGroupRanks rows with interleaved inputs,
-// so that the cost is proportional to the rank. The tiles of the product read B in the order of W's panels and prefetch it while
-// they multiply by W. They add h B^T to their sums last, before bias and epilogue, in one place for all kinds of weights and units.
-// Weights that are merged for a product have one A with the rows of all projections, and a vector of output features uses only the
-// sums of its own projection. Each output is one sum in one order, and rows without an adapter are unchanged.
+// so that the cost is proportional to the rank. The product then multiplies its tiles by W. Meanwhile, it prefetches B, which is
+// stored in the order of W's panels. At the end, before bias and epilogue, each tile adds h B^T to its sums. The same code does
+// this for all kinds of weights and units. If the weights of several projections are merged into one product, A has the rows of all
+// projections, and a vector of output features uses only the small sums of its own projection. Each output is computed in a fixed
+// order of additions, and rows without an adapter are unchanged.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,7 @@ constexpr int64_t kGroupRanks = 4;
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kAheadBytes = 4096;  // bytes of A to prefetch
 
-// Returns the sum of the lanes, by adding halves.
+// Returns the sum of the lanes, by repeatedly adding the two halves of the vector.
 template <int kAway = kLanes / 2>
 inline float halved_sum(vf v) {
   v += exchanged<kAway>(v, std::make_integer_sequence<int, kLanes>{});
@@ -31,7 +32,7 @@ inline float halved_sum(vf v) {
   else return v[0];
 }
 
-// Loads two vectors; for bfloat16 from the pairs of a lane.
+// Loads two vectors. For bfloat16, they are the first and second elements of the pairs in the lanes.
 inline void load_two(const float* from, vf& first, vf& second) { first = load(from), second = load(from + kLanes); }
 inline void load_two(const uint16_t* from, vf& first, vf& second) {
   const vu pairs = load_pairs(from);
@@ -43,7 +44,7 @@ inline vf load_input(const uint16_t* x) {
   return reinterpret_cast<vf>(__builtin_convertvector(*reinterpret_cast<const vh_unaligned*>(x), vu) << 16);
 }
 
-// Loads `count` inputs of a vector and fills the rest with zeros.
+// Loads `count` inputs into a vector and fills the other lanes with zeros.
 template <class Input>
 inline vf load_some(const Input* x, int64_t count) {
   if (count >= kLanes) return load_input(x);
@@ -94,7 +95,7 @@ void multiply_group(const Input* x, int64_t stride, const Weight* group, int64_t
   }
 }
 
-// Computes small sums of some rows, for groups `first` to before `end` of A.
+// Computes small sums of some rows, for the groups `first` to `end - 1` of A.
 template <class Weight, class Input, int kRows>
 void shrink_rows(const Input* x, int64_t stride, const Update& update, int64_t first, int64_t end, float* out, int64_t out_stride) {
   static_assert(kGroupRanks == 4);
@@ -121,7 +122,7 @@ void shrink_by(const Input* x, int64_t stride, int64_t rows, const Update& updat
   for (; row < rows; ++row) shrink_rows<Weight, Input, 1>(x + row * stride, stride, update, first, end, out + row * out_stride, out_stride);
 }
 
-// Computes small sums `out` [rows, rank] of rows of inputs, floats or bfloat16, for groups `first` to before `end` of A.
+// Computes small sums `out` [rows, rank] of rows of inputs, which are floats or bfloat16, for the groups `first` to `end - 1` of A.
 template <class Input>
 void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, int64_t first, int64_t end, float* out,
             int64_t out_stride) {
@@ -129,8 +130,8 @@ void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, 
   else shrink_by<float>(x, stride, rows, update, first, end, out, out_stride);
 }
 
-// Adds a vector of output features of some rows from their `rank` sums. Sums of even index are added to the output directly, and
-// those of odd index separately.
+// Adds the update to a vector of output features of some rows, from `rank` small sums of each row. Products of small sums with an
+// even index are added to the output directly. Products of small sums with an odd index are summed separately first.
 template <class Weight, int kRows>
 void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t rank, float* out) {
   vf both[kRows][2];
@@ -160,7 +161,7 @@ void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t ran
 template <class Weight>
 void expand(const float* sums, int64_t stride, int64_t rows, const Weight* b, int64_t rank, float* out) {
   constexpr int kMost = kTile < 8 ? 6 : 8;  // rows whose sums fit in registers
-  if (rows > kMost) {  // divide evenly
+  if (rows > kMost) {  // divide the rows evenly
     const int64_t half = (rows + 1) / 2;
     expand(sums, stride, half, b, rank, out);
     return expand(sums + half * stride, stride, rows - half, b, rank, out + half * kPanel);
@@ -177,7 +178,8 @@ void expand(const float* sums, int64_t stride, int64_t rows, const Weight* b, in
   }
 }
 
-// B for a vector of output features. It uses `rank` sums from `first` on. `rank` is 0 if the update does not change these features.
+// B for a vector of output features. B is multiplied by `rank` small sums of a row, starting at index `first`. `rank` is 0 if the
+// update does not change these features.
 struct Column {
   const char* b;
   int64_t first;
@@ -196,7 +198,7 @@ inline Column column_of(const Update& update, int64_t vector) {
   return {static_cast<const char*>(piece.b) + place * bytes, piece.first, piece.rank, bytes};
 }
 
-// Adapters of the product at `place`, with small sums `sums` [rows, ranks]. Segments are in order.
+// Adapters of the product at `place`, with small sums `sums` [rows, ranks]. Segments are in order of their rows.
 struct LowRank {
   const Segment* segments;
   int64_t count;
@@ -204,7 +206,7 @@ struct LowRank {
   const float* sums;
   int64_t stride;
 
-  // Calls `task` for each segment with rows in `row` to before `end`, and its update.
+  // Calls `task` with each segment that has rows from `row` to `end - 1`, and with the segment's update.
   template <class Task>
   void each(int64_t row, int64_t end, const Task& task) const {
     const Segment* segment = std::partition_point(segments, segments + count, [row](const Segment& of) { return of.end <= row; });
@@ -213,14 +215,14 @@ struct LowRank {
         task(update, std::max(row, segment->first), std::min(end, segment->end));
   }
 
-  // Returns whether one of the rows has an update here.
+  // Returns whether one of the rows has an update of this product.
   bool has(int64_t row, int64_t end) const {
     bool found = false;
     each(row, end, [&](const Update&, int64_t, int64_t) { found = true; });
     return found;
   }
 
-  // Adds the outputs for `panel` of the rows `row` to before `end` to `to` [rows, kPanel].
+  // Adds the updates of `panel` for the rows `row` to `end - 1` to `to` [rows, kPanel].
   __attribute__((noinline)) void add(float* to, int64_t row, int64_t end, int64_t panel) const {
     each(row, end, [&](const Update& update, int64_t from, int64_t until) {
       for (int64_t half = 0; half < 2; ++half) {
@@ -235,7 +237,7 @@ struct LowRank {
   }
 };
 
-// Memory of the adapters of `kRows` rows for a panel.
+// The memory of B that `kRows` rows need for a panel, for prefetching.
 template <int kRows>
 class Pieces {
  public:
@@ -246,7 +248,7 @@ class Pieces {
     });
   }
 
-  // Prefetches the next `lines` of it.
+  // Prefetches the next `lines` cache lines of that memory.
   void ask(int64_t lines) {
     while (lines > 0 && next_ < count_) {
       auto& [from, end] = pieces_[next_];
@@ -264,7 +266,7 @@ class Pieces {
   int64_t count_ = 0, next_ = 0;
 };
 
-// Division of the computation of small sums into tasks.
+// Divides the computation of small sums into tasks.
 class Shrinking {
  public:
   struct Task {
@@ -285,7 +287,7 @@ class Shrinking {
 
   int64_t size() const { return static_cast<int64_t>(tasks_.size()); }
 
-  // Runs a task. `from` are rows of inputs with a stride of `stride`, and `out` are rows of sums.
+  // Runs a task. `from` points to rows of inputs with a stride of `stride`, and `out` to rows of small sums.
   template <class Input>
   void operator()(int64_t index, const std::vector<Segment>& segments, int64_t place, const Input* from, int64_t stride, float* out,
                   int64_t out_stride) const {
@@ -302,7 +304,7 @@ class Shrinking {
   std::vector<Task> tasks_;
 };
 
-// Returns the segments of selected rows: those of the tokens `rows` [count] that have an adapter in `segments`, `total` of them.
+// Returns the segments of selected rows. `rows` [count] are the selected tokens, and `segments` has `total` segments of all tokens.
 inline void take_segments(const Segment* segments, int64_t total, const int64_t* rows, int64_t count, std::vector<Segment>& taken) {
   taken.clear();
   if (total == 0) return;

@@ -13,10 +13,10 @@
 
 namespace penstock {
 
-// Mixture of experts, used by one layer after another.
-//
-// A (token, expert) pair is a row. Rows of an expert are contiguous, in the order of the tokens. The number of a layer's tasks is
-// known when its tokens are routed, and is stored per layer, because a late thread may ask for it when other threads have moved on.
+// Mixture of experts. The layers of a model use the same object one after another.
+// Each pair (token, expert) is a row. The rows of an expert are contiguous, in the order of the tokens. The number of a layer's
+// tasks is known once the layer's tokens are routed. The number is stored per layer, because a late thread may read it when other
+// threads already compute a later layer.
 class Mixing {
  public:
   // Determines the largest sizes over all layers.
@@ -53,7 +53,7 @@ class Mixing {
     route_row(logits_.row(token), mixture.num_experts, mixture.top, mixture.normalize != 0, &experts_[at], &weights_[at]);
   }
 
-  // Assigns a row to each pair, and divides the products into tasks.
+  // Assigns a row to each pair, and divides the experts' products into tasks.
   void plan(const Mixture& mixture, size_t layer, int64_t tokens) {
     const int64_t count = tokens * mixture.top;
     std::fill(ends_.begin(), ends_.end(), 0);
@@ -115,8 +115,8 @@ class Mixing {
              {outputs_.row(task.first), outputs_.stride(), linear.bias, linear.n, Epilogue::kStore});
   }
 
-  // Returns the weighted sum of a token's `n` elements, in the memory of its first expert's output. Products are rounded before
-  // they are added.
+  // Returns the weighted sum of the outputs of a token's experts, each with `n` elements. The sum is written to the memory of the
+  // first expert's output. Products are rounded before the addition.
   const float* weighted_sum(const Mixture& mixture, int64_t token, int64_t n) {
     const int64_t first = token * mixture.top;
     float* sum = outputs_.row(places_[first]);
@@ -130,7 +130,7 @@ class Mixing {
   }
 
  private:
-  // Part of an expert's product. The expert's rows begin at `first`.
+  // Task of an expert's product. The expert's rows begin at `first`.
   struct Task {
     int64_t expert, first, rows, part;
   };
@@ -138,7 +138,7 @@ class Mixing {
     Count copies, splits, products[2];
   };
 
-  // A separate function, so that compilers do not fuse it with the addition into a single rounding.
+  // A separate function, so that compilers do not fuse multiplication and addition into one operation with a single rounding.
   __attribute__((noinline)) static void scale_row(float* x, float weight, int64_t n) {
     for (int64_t i = 0; i < n; ++i) x[i] *= weight;
   }
@@ -162,7 +162,7 @@ class Mixing {
   std::vector<int64_t> pairs_;        // pair of each row
   std::vector<int64_t> row_experts_;  // expert of each row
   std::vector<int64_t> ends_;         // by expert
-  std::vector<Task> tasks_[2];        // of gates and ups, and of down
+  std::vector<Task> tasks_[2];        // tasks of gate_up and of down
   int64_t num_rows_ = 0;
   std::unique_ptr<LayerCounts[]> counts_;
 };

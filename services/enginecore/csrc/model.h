@@ -5,14 +5,14 @@
 
 namespace penstock {
 
-constexpr int kChunk = 16;  // tokens of the KV cache that are stored together, see attention.h
+constexpr int kChunk = 16;  // number of tokens of the KV cache that are stored together, see attention.h
 
 // Dtypes of packed weights.
 enum Kind : int64_t { kFloat32, kBfloat16, kInt8 };
 
 // Linear layer y = x W^T + bias with `n` output features and `k` inputs. `packed` is W in panels (see gemm.h), with elements of
-// `kind`. `scales` [n, whole panels] are factors of the integers of an output feature, or null for floats. `parts` is the number of
-// bfloat16 values into which an input is split for a matrix unit (see parts.h), or 0 for unsplit inputs.
+// `kind`. `scales` [n, padded to panels] has the factor of the integers of each output feature, or is null for floats. `parts` is
+// the number of bfloat16 values into which an input is split for a matrix unit (see parts.h), or 0 if inputs are not split.
 struct Linear {
   const void* packed;
   const float* scales;
@@ -23,9 +23,9 @@ struct Linear {
   int64_t parts;
 };
 
-// Part of a weight's output features that belongs to one projection: `vectors` vectors of kLanes features, the last of which may be
-// partial. `b` is [vectors][rank][kLanes], or for bfloat16 [vectors][rank / 2, rounded up][kLanes][2]. It uses `rank` sums of a
-// row, from `first` on.
+// The output features of a weight that belong to one projection: `vectors` vectors of kLanes features. The last vector may be
+// partial. `b` is [vectors][rank][kLanes], or for bfloat16 [vectors][rank / 2, rounded up][kLanes][2]. It is multiplied by `rank`
+// small sums of a row, starting at index `first`.
 struct Piece {
   const void* b;
   int64_t vectors;
@@ -34,11 +34,10 @@ struct Piece {
 };
 
 // LoRA update of a product with a weight of `k` inputs. A `rank` of 0 means no update.
-//
-// `a` has the rows of all projections, `a_stride` elements each, padded with zeros to whole pairs of vectors. Rows are stored in
-// groups of four; the last group may have fewer: [rank / 4][a_stride / 2 kLanes][4][2 kLanes]. For bfloat16 it is
-// [..][4][kLanes][2], where the second elements are the inputs one vector later. If `interleaved` is not 0, vectors of the two
-// pieces, which have equal sizes, alternate. Otherwise the pieces follow one another.
+// `a` has the rows of all projections. Each row has `a_stride` elements, padded with zeros to a multiple of two vectors. Rows are
+// stored in groups of four, and the last group may have fewer rows: [rank / 4][a_stride / 2 kLanes][4][2 kLanes]. For bfloat16, it
+// is [..][4][kLanes][2], where the second elements are the inputs one vector later. If `interleaved` is not 0, the two pieces have
+// equal sizes, and their vectors alternate. Otherwise the pieces are stored one after the other.
 struct Update {
   const void* a;
   int64_t a_stride;
@@ -51,8 +50,8 @@ struct Update {
   Piece pieces[3];
 };
 
-// Rows `first` to before `end` that have an adapter. `updates` are those of qkv, output, gate_up and down of each layer, then of
-// the head. `width` is their largest rank.
+// Rows `first` to `end - 1`, which use the same adapter. `updates` has the updates of qkv, output, gate_up and down of each layer,
+// and then the update of the head. `width` is the largest rank of these updates.
 struct Segment {
   const Update* updates;
   int64_t first;
@@ -60,10 +59,10 @@ struct Segment {
   int64_t width;
 };
 
-// Products of groups of rows with different weights: rows `ends[g - 1]` to `ends[g]` by `linears[g]`. All weights have the same
-// `n`, `k`, `kind` and `parts`. `from` [rows] gives the row of `x` with a row's inputs, or is null if rows are in order. If `silu`
-// is not 0, rows of gate and up alternate in the weights in groups of one vector's lanes, there are no biases, and `out` is
-// silu(gate) * up.
+// Products of groups of rows, where each group has a different weight. The rows from `ends[g - 1]` to `ends[g] - 1` are multiplied
+// by `linears[g]`. All weights have the same `n`, `k`, `kind` and `parts`. `from` [rows] has, for each row, the index of the row of
+// `x` with its inputs. It is null if the rows are in order. If `silu` is not 0, rows of gate and up alternate in the weights in
+// groups of one vector's lanes, there are no biases, and `out` is silu(gate) * up.
 struct Grouped {
   int64_t num_groups;
   const Linear* linears;
@@ -76,8 +75,8 @@ struct Grouped {
   int64_t silu;
 };
 
-// Keys and values of a layer: `num_slots` rows with strides of `key_stride` and `value_stride` elements. They are floats, or
-// bfloat16 if `pairs` is not 0.
+// Keys and values of a layer: `num_slots` rows with strides of `key_stride` and `value_stride` elements. The elements are floats,
+// or bfloat16 if `pairs` is not 0.
 struct Cache {
   void* keys;
   void* values;
@@ -86,7 +85,7 @@ struct Cache {
   int64_t pairs;
 };
 
-// Attention parameters. A `window`, `chunk` or `softcap` of 0 means none. `sinks` is [heads] or null.
+// Attention parameters. If `window`, `chunk` or `softcap` is 0, that feature is not used. `sinks` is [heads] or null.
 struct Params {
   int64_t window;
   int64_t chunk;
@@ -95,11 +94,12 @@ struct Params {
   const float* sinks;
 };
 
-// Activations of a gate before it is multiplied by up. kGelu is the tanh approximation.
+// Activations that are applied to the gate before the multiplication by up. kGelu is the tanh approximation.
 enum Activation : int64_t { kSiluGate, kGeluGate };
 
-// Mixture of experts whose gate and up rows alternate. A token uses the `top` experts with the largest logits of `router`. Their
-// weights are the softmax over all experts, divided by their sum if `normalize` is not 0. A `num_experts` of 0 means no mixture.
+// Mixture of experts. In the experts' `gate_up`, gate and up rows alternate. A token uses the `top` experts with the largest logits
+// of `router`. The weights of these experts are the softmax over all experts, divided by the sum of the weights if `normalize` is
+// not 0. If `num_experts` is 0, the layer has no mixture.
 struct Mixture {
   int64_t num_experts;
   int64_t top;
@@ -110,8 +110,8 @@ struct Mixture {
 };
 
 // Decoder layer. In `gate_up`, rows of gate and up alternate in groups of one vector's lanes. The out norms are applied before
-// attention's and the MLP's outputs are added to the hidden states. Missing norms are null. `rotary` is the index of the step's
-// rotary embedding. An MLP without `gate_up` and experts is computed outside of the kernels.
+// attention's and the MLP's outputs are added to the hidden states. Missing norms are null. `rotary` is the index of the layer's
+// rotary embedding in the step. If a layer has neither `gate_up` nor experts, its MLP is computed outside the kernels.
 struct Layer {
   const float* input_norm;
   const float* attention_out_norm;
@@ -128,7 +128,7 @@ struct Layer {
   int64_t rotary;
 };
 
-// Memory in which `size` ranks exchange data (see exchange.h), `piece` bytes at a time. `base` is null for a single rank.
+// Memory through which `size` ranks exchange data (see exchange.h), in pieces of `piece` bytes. `base` is null for a single rank.
 struct Exchange {
   void* base;
   int64_t rank;
@@ -136,10 +136,10 @@ struct Exchange {
   int64_t piece;
 };
 
-// First computation of an EAGLE head; `fc.n` is 0 for other models. `fc` computes the first input from embedding and states of each
-// token, side by side. With norms (EAGLE-3), it uses only the states, unless the head computed them itself. The first layer's qkv
-// then reads the normed embedding and the normed states, side by side. The states bypass this attention, normed if
-// `normed_residual` is not 0.
+// First computation of an EAGLE head. `fc.n` is 0 for other models. `fc` computes the first layer's input from the concatenated
+// embedding and states of each token. With norms (EAGLE-3), the input of `fc` is only the states, and `fc` is not used for states
+// that the head computed itself. The first layer's qkv then reads the concatenation of the normed embedding and the normed states.
+// The residual around this layer's attention is the states, normed if `normed_residual` is not 0.
 struct Fusion {
   Linear fc;
   const float* embedding_norm;
@@ -147,10 +147,10 @@ struct Fusion {
   int64_t normed_residual;
 };
 
-// Decoder model. A rank of several has a part of the heads, intermediate features and vocabulary. A pipeline stage has some of the
-// layers, and a head only in the last stage. The first `rotary_size` elements of a head are rotated. Queries and keys are normed
-// per head, or over all heads together if `norms_all_heads` is not 0. A `logit_softcap` of 0 means none. `final_norm` is null if
-// there is none.
+// Decoder model. With several ranks, each rank has a part of the heads, intermediate features and vocabulary. A pipeline stage has
+// some of the layers, and only the last stage has a head. The first `rotary_size` elements of an attention head are rotated.
+// Queries and keys are normed per head, or over all heads together if `norms_all_heads` is not 0. If `logit_softcap` is 0, logits
+// are not capped. `final_norm` is null if the model has no final norm.
 struct Model {
   int64_t num_layers;
   int64_t hidden;
@@ -170,7 +170,7 @@ struct Model {
   Fusion fusion;
 };
 
-// Positions of a step's requests in one group of the KV cache.
+// Slots and block tables of a step's requests in one KV cache group.
 struct Group {
   const int64_t* slots;        // [tokens]
   const int32_t* block_table;  // [requests, table_stride]
@@ -185,30 +185,29 @@ struct Rotary {
 };
 
 // Forward pass of a step, in one or more calls.
-//
-// `x` [tokens, hidden] holds embedded tokens first, and then the last layer's output before the final norm. If `embedding` [vocab,
-// hidden] is not null, the kernels look up `token_ids` [tokens] in it; its elements are of `embedding_kind` and multiplied by
-// `embedding_scale`. `positions` [tokens] are rows of the rotaries. `rows` [num_rows] are the tokens that need logits [num_rows,
-// vocab]. If `keep_states` is 0, the last layer computes only the rows of `x` that the logits need.
-//
-// If MLPs are computed outside of the kernels, a step takes several calls. A call computes layers `first` to `last`, and of `last`
-// only the attention. It writes the input of that layer's MLP to `mlp_input` [rows, hidden]. The next call starts with the
-// following layer and reads the MLP's output from `mlp_output`. The rows are the tokens, or in the last layer those that need
-// logits. `first` is 0 in the first call, and `last` is the number of layers in the final call. All other fields are the same in
-// all calls.
-//
+// `x` [tokens, hidden] has the embedded tokens at the beginning, and the last layer's output before the final norm at the end. If
+// `embedding` [vocab, hidden] is not null, the kernels look up `token_ids` [tokens] in it. Its elements have the dtype
+// `embedding_kind` and are multiplied by `embedding_scale`. `positions` [tokens] are rows of the rotary embeddings. `rows`
+// [num_rows] are the tokens whose logits [num_rows, vocab] are needed. If `keep_states` is 0, the last layer computes only these
+// rows of `x`.
+// If MLPs are computed outside the kernels, a step needs several calls. A call computes the layers `first` to `last - 1`, and the
+// attention of layer `last`. It writes the input of the MLP of layer `last` to `mlp_input` [rows, hidden]. The next call starts
+// with the layer after `last` and reads the MLP's output from `mlp_output`. The rows are all tokens, or in the last layer the
+// tokens whose logits are needed. `first` is 0 in the first call, and `last` is the number of layers in the final call. All other
+// fields are the same in all calls.
 // `sum_nanoseconds` [2 * layers] receives the times of the sums over ranks, for each layer's attention and MLP. `hidden` [tokens,
-// kept, hidden] receives the inputs of `kept_layers`. `states` [tokens, width] are joined to the tokens in models with a fusion; if
-// `own_states` is not 0, the head computed them itself and they are [tokens, hidden]. `segments` are tokens with adapters, in
-// order. `key_ends` [tokens] are the ends of each query's keys in its request. They are after the query's own position and never
-// decrease; null means causal attention. `deepstack` [num_deepstack, tokens, hidden] is added to the outputs of the first layers.
+// kept, hidden] receives the inputs of `kept_layers`. `states` [tokens, width] are the other input of a fusion, in models with a
+// fusion. If `own_states` is not 0, the head computed the states itself, and they are [tokens, hidden]. `segments` are the tokens
+// with adapters, in order. `key_ends` [tokens] has the end of each query's keys, as a position in its request. An end is after the
+// query's own position, and ends never decrease. Null means causal attention. `deepstack` [num_deepstack, tokens, hidden] is added
+// to the outputs of the first layers.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
   const int64_t* query_start;  // [requests + 1]
   const int64_t* seq_lens;     // [requests]
   const Group* groups;
-  const int64_t* layer_groups;  // [layers], the group of each layer
+  const int64_t* layer_groups;  // [layers], the KV cache group of each layer
   const Cache* caches;          // [layers]
   float* x;
   const int64_t* token_ids;
@@ -238,13 +237,13 @@ struct Step {
   const float* deepstack;
 };
 
-// Chain of further steps after a step whose `rows` are the last tokens of its first requests.
-//
-// Request i gets `counts[i]` tokens, at most `num_drafts`, in descending order of requests. Tokens are sampled from the first
-// `width` logits as in Sampling; those at place p use `uniforms[p]`. Sampled tokens that need successors are computed with rows
-// `positions[p]` of the step's rotaries. The step looks up its tokens in an embedding, and its tables have blocks for them.
-// `vocabulary` [width] gives each logit's token, or is null if tokens are in order. A model with a fusion joins its own output to
-// the following tokens.
+// Chain of more steps after a step. The `rows` of the first step are the last tokens of its first requests.
+// Request i gets `counts[i]` tokens, at most `num_drafts`. Requests are sorted by this number, largest first. Tokens are sampled
+// from the first `width` logits as in Sampling. The tokens at index p of the chain use `uniforms[p]`. If more tokens are needed
+// after a sampled token, the token is computed with the rows `positions[p]` of the step's rotary embeddings. The step must look up
+// its tokens in an embedding, and its block tables must have blocks for the new tokens. `vocabulary` [width] has the token of each
+// logit, or is null if tokens are in order. In a model with a fusion, the other input for a sampled token is the model's output for
+// the token before it.
 struct Chain {
   int64_t num_drafts;
   int64_t num_groups;
@@ -257,8 +256,8 @@ struct Chain {
   const int64_t* vocabulary;
 };
 
-// Routing: from `logits` [tokens, stride] of a router to the experts of each token, [tokens, top], and their weights, as in
-// Mixture.
+// Routing: computes the experts of each token [tokens, top], and the weights of these experts, from the router's `logits` [tokens,
+// stride], as in Mixture.
 struct Route {
   int64_t num_tokens;
   int64_t num_experts;
@@ -270,8 +269,8 @@ struct Route {
   float* weights;
 };
 
-// Attention only. `query` is [tokens, heads, head size] and `output` [tokens, heads, value size]; strides are those of tokens.
-// `key_ends` is as in Step.
+// Attention only. `query` is [tokens, heads, head size] and `output` [tokens, heads, value size]; strides are distances between
+// tokens. `key_ends` is as in Step.
 struct Attention {
   int64_t num_requests;
   const int64_t* query_start;
@@ -304,8 +303,8 @@ struct Write {
   int64_t value_stride;
 };
 
-// Sampling from `logits` [rows, width]. `columns` receives the likeliest token of each row. If the row's temperature is not 0 and
-// its peak is finite, the token is sampled with the row's uniform number in [0, 1) instead.
+// Sampling from `logits` [rows, width]. `columns` receives the most likely token of each row. If the row's temperature is not 0 and
+// its largest logit is finite, the token is sampled instead, with the row's random number in [0, 1).
 struct Sampling {
   int64_t rows;
   int64_t width;
@@ -316,8 +315,8 @@ struct Sampling {
   int64_t* columns;
 };
 
-// Rows of `logits` [.., width] in which only tokens with a set bit are kept. Bit t % 32 of word t / 32 is token t. `bits` is
-// [count, words], contiguous.
+// Masks rows of `logits` [.., width], so that only tokens with a set bit are kept. Bit t % 32 of word t / 32 is the bit of token t.
+// `bits` is [count, words], contiguous.
 struct Mask {
   int64_t count;
   int64_t width;

@@ -1,4 +1,4 @@
-// Single operators, each as a program of one phase.
+// Single operators. Each operator is a program with one phase (see pool.h).
 #pragma once
 
 #include <algorithm>
@@ -68,7 +68,7 @@ class Operators {
     pool_.run(grouped_job_);
   }
 
-  // Runs on the calling thread, because there is little work.
+  // Runs on the calling thread, because starting other threads would cost more than the work.
   void route(const Route& route) {
     for (int64_t t = 0; t < route.num_tokens; ++t)
       route_row(route.logits + t * route.stride, route.num_experts, route.top, route.normalize != 0, route.experts + t * route.top,
@@ -121,7 +121,8 @@ class Operators {
     });
   }
 
-  // Returns whether rows are a multiple of a page apart. Such rows share a few cache sets, with more rows than ways.
+  // Returns whether the distance between rows is a multiple of a page. All such rows map to a few cache sets, which have fewer ways
+  // than there are rows.
   bool conflicts() const { return rows_ > 4 && stride_ * sizeof(float) % 4096 == 0; }
 
   bool copies() const { return splits(linear_) || conflicts(); }
@@ -146,7 +147,7 @@ class Operators {
         for (int64_t row = start; row < end; row += kTile) {
           const int64_t rows = std::min<int64_t>(kTile, end - row);
           float added[kTile * kPanel];
-          std::fill_n(added, rows * kPanel, -0.0f);  // adding -0.0 changes no bit of any number
+          std::fill_n(added, rows * kPanel, -0.0f);  // adding -0.0 changes no number
           adapters.add(added, row, row + rows, panel);
           for (int64_t i = 0; i < rows; ++i)
             for (int64_t j = 0; j < count; ++j) output_.out[(row + i) * output_.stride + first + j] += added[i * kPanel + j];
@@ -196,13 +197,13 @@ class Operators {
     });
   }
 
-  // Part of a group's product. The group's rows begin at `first`.
+  // Task of a group's product. The group's rows begin at `first`.
   struct GroupTask {
     int64_t group, first, part;
   };
 
   static constexpr int64_t kTokens = 8;
-  static constexpr int64_t kAlone = 65536;  // logits that one thread masks faster than other threads would start
+  static constexpr int64_t kAlone = 65536;  // number of logits up to which one thread masks faster than other threads start
   Pool& pool_;
   const Pool::Job pack_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this};
   const Pool::Job linear_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this};

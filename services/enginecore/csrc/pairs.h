@@ -10,12 +10,12 @@
 
 namespace penstock {
 
-// A lane adds the product of its pairs' second elements to its sum, then the product of the first elements.
+// A lane first adds the product of the second elements of its pairs to its sum, and then the product of the first elements.
 inline vf add_pairs(vf sums, vu a, vu b) {
   return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
 
-// Rounds floats to nearest even, in order: those of `first`, then those of `second`.
+// Rounds floats to bfloat16, to nearest even. The results of `first` are before the results of `second`.
 inline vu rounded(vf first, vf second) { return reinterpret_cast<vu>(_mm512_cvtne2ps_pbh(second, first)); }
 
 }  // namespace penstock

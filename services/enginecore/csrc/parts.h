@@ -1,8 +1,7 @@
 // Inputs split into bfloat16 parts, for units that multiply only bfloat16.
-//
-// Three parts represent a float exactly: its upper bits, the upper bits of the remainder, and the rest. So the products of all
-// parts with a bfloat16 weight add up to the product of the float. Numbers below 2^-103 lose precision, because units treat
-// denormal parts as zero. A single part is the float rounded to nearest.
+// Three parts represent a float exactly: the upper bits, the upper bits of the remainder, and the remaining bits. The products of
+// all parts with a bfloat16 weight therefore add up to the product of the float with the weight. Numbers below 2^-103 lose
+// precision, because units treat denormal parts as zero. A single part is the float rounded to the nearest bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +13,12 @@
 namespace penstock {
 
 #if defined(PENSTOCK_AMX)
-constexpr int64_t kBlockInputs = 32;  // inputs that the unit processes at once; rows and panels are padded with zeros to whole blocks
-constexpr int64_t kFloatParts = 3;    // parts of an input, if sums must be those of floats
-constexpr int64_t kRoundedParts = 1;  // if inputs may be rounded
+constexpr int64_t kBlockInputs = 32;  // inputs that the unit processes together; rows and panels are padded with zeros to full blocks
+constexpr int64_t kFloatParts = 3;    // number of parts of an input, if results must equal float products
+constexpr int64_t kRoundedParts = 1;  // number of parts of an input, if inputs may be rounded
 #elif defined(PENSTOCK_AVX512_BF16)
-constexpr int64_t kBlockInputs = 2;   // of a lane
-constexpr int64_t kFloatParts = 0;    // three parts would take more instructions than float products
+constexpr int64_t kBlockInputs = 2;   // number of inputs of a lane
+constexpr int64_t kFloatParts = 0;    // not used, because three parts would need more instructions than float products
 constexpr int64_t kRoundedParts = 1;
 #else
 constexpr int64_t kBlockInputs = 1;  // no such unit
@@ -27,15 +26,15 @@ constexpr int64_t kFloatParts = 0;
 constexpr int64_t kRoundedParts = 0;
 #endif
 
-// Returns whether a product reads its rows in parts.
+// Returns whether the input rows of a product are split into parts.
 inline bool splits(const Linear& linear) { return kBlockInputs > 1 && linear.kind == kBfloat16 && linear.parts > 0; }
 
 inline int64_t whole_blocks(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs * kBlockInputs; }
 
-// Returns whether the product's row format is just its rounded inputs in order.
+// Returns whether the row format of a product is only the rounded inputs, in order.
 inline bool rounds(const Linear& linear) { return splits(linear) && linear.parts == 1 && whole_blocks(linear.k) == linear.k; }
 
-// Returns the floats of memory of a row in the product's format, which is written in whole vectors.
+// Returns the size of a row in the format of a product, in floats. Rows are written in full vectors.
 inline int64_t row_width(const Linear& linear) {
   constexpr int64_t kWhole = kBlockInputs > kLanes ? kBlockInputs : kLanes;
   return splits(linear) ? (linear.k + kWhole - 1) / kWhole * kWhole * linear.parts / 2 : linear.k;
@@ -58,7 +57,8 @@ inline void split(vf x, vh& low, vh& middle, vh& high) {
   low = halves(left - second), middle = halves(second), high = halves(first);
 }
 
-// Splits a row of inputs into memory of `row_width`: block by block, its parts from the smallest.
+// Splits a row of inputs into memory with `row_width` floats. The memory has block after block, and in each block the parts,
+// smallest first.
 inline void split_row(const Linear& linear, const float* x, float* row) {
   uint16_t* to = reinterpret_cast<uint16_t*>(row);
   for (int64_t j = 0; j < whole_blocks(linear.k); j += kLanes) {

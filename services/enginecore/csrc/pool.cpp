@@ -63,10 +63,10 @@ void Pool::work() {
     for (int spins = 0; spins < kIdleSpins && started_.load(std::memory_order_acquire) == seen; ++spins) relax();
     started_.wait(seen, std::memory_order_acquire);
     // The order matters. A thread that woke for the last program and is suspended here may load the number that the destructor
-    // stored. If it had checked for the end before, it would treat that number as already seen and sleep forever.
+    // stored. If the thread had checked for the end before this load, it would treat the number as already seen and sleep forever.
     seen = started_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_acquire)) return;
-    inside_.fetch_add(1);  // before the job is read: `quiet` replaces the job and then reads this counter
+    inside_.fetch_add(1);  // before the job is read, because `quiet` replaces the job and then reads this counter
     Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), seen);
     const Job* job = job_.load();
     job->program(job->argument, cursor);

@@ -1,8 +1,7 @@
 // Threads that execute programs together.
-//
-// A program is a sequence of phases, and a phase is a number of independent tasks. Threads take tasks one by one. A phase is over
-// when its tasks are done, by any threads. So if the system suspends a thread because other processes use its core, the other
-// threads only wait for it if it is in the middle of a task. This makes it reasonable to compute on all cores of a machine that
+// A program is a sequence of phases, and a phase is a number of independent tasks. Threads take tasks one by one. A phase ends when
+// all its tasks are done, by whichever threads. If the system suspends a thread because other processes use its core, the other
+// threads wait for it only if it is in the middle of a task. It is therefore reasonable to compute on all cores of a machine that
 // also serves requests.
 #pragma once
 
@@ -16,7 +15,7 @@ namespace penstock {
 
 void relax();
 
-// Counters of a phase. The upper half holds the number of the program, so that a late thread notices that the program is over.
+// Counters of a phase. The upper half is the number of the program, so that a late thread detects that the program has ended.
 struct alignas(64) Phase {
   std::atomic<uint64_t> next{0};
   alignas(64) std::atomic<uint64_t> done{0};
@@ -28,7 +27,8 @@ class Cursor {
   Cursor(Phase* phases, int num_phases, uint64_t program)
       : phase_(phases), end_(phases + num_phases), program_(program << 32) {}
 
-  // Runs tasks of the next phase until none is left, then waits for those of other threads. Returns false if the program is over.
+  // Runs tasks of the next phase until no task is left, then waits for the tasks of other threads. Returns false if the program has
+  // ended.
   template <class Task>
   bool operator()(int64_t tasks, const Task& task) {
     if (phase_ == end_) return false;
@@ -59,16 +59,15 @@ class Cursor {
   uint64_t program_;
 };
 
-// Number of tasks of a phase. It is the only data of a program that a thread may read after the program is over.
-//
-// A late thread of program P reads the count and then `next` of the phase, while the caller prepares P + 1. The caller stores the
-// new program number into `next` and then a new count. The count is stored with release and loaded with acquire. So a thread that
-// loads a count of P + 1 synchronizes with that store. The store into `next` then happens before the thread's load of `next`, and
-// the thread finds that P is over. With relaxed or plain stores, a weakly ordered processor or a compiler may let the count be seen
-// first. A thread could then take a task of the new count under the old number. Nothing weaker than release and acquire is correct,
-// and nothing stronger is needed, because no third object is involved. A program reads all other data in its tasks. A thread that
-// took a task of P holds the caller in P until the task is done (`done`: release, acquire), and the caller's writes for P happen
-// before, by `started_`.
+// Number of tasks of a phase. It is the only data of a program that a thread may read after the program has ended.
+// A late thread of program P reads the count and then `next` of the phase, while the caller prepares program P + 1. The caller
+// first stores the new program number into `next`, and then stores a new count. The count is stored with release and loaded with
+// acquire. If a thread loads a count of P + 1, it synchronizes with that store. The caller's store into `next` then happens before
+// the thread's load of `next`, so the thread detects that P has ended. With relaxed or plain stores, a weakly ordered processor or
+// a compiler could make the count visible first. A thread could then take a task of the new count with the old program number.
+// Nothing weaker than release and acquire is correct. Nothing stronger is needed, because no third object is involved. A program
+// reads all other data only in its tasks. While a thread runs a task of P, the caller cannot leave P (`done`: release, acquire).
+// The caller's writes for P happen before the tasks of P, through `started_`.
 class Count {
  public:
   void operator=(int64_t count) { count_.store(count, std::memory_order_release); }
@@ -80,7 +79,7 @@ class Count {
 
 class Pool {
  public:
-  static constexpr int kMaxPhases = 18432;  // of a program; a decoder layer has at most 22
+  static constexpr int kMaxPhases = 18432;  // maximum of a program; a decoder layer has at most 22
   // Program and its data as one object, so that a late thread never mixes two programs.
   struct Job {
     void (*program)(void* argument, Cursor& cursor);
@@ -94,13 +93,13 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Ends the previous program for late threads. Call it before changing anything that a program reads. A late thread may still ask
-  // for the number of tasks of a phase, so that number is a Count or never changes, but it finds no task. The next program has at
-  // most `num_phases` phases.
+  // Ends the previous program for late threads. Call this before changing data that a program reads. A late thread may still read
+  // the number of tasks of a phase, but it finds no task. That number must therefore be a Count, or must never change. The next
+  // program has at most `num_phases` phases.
   void prepare(int num_phases);
-  // Runs a job's program. The job and its argument must stay in place until `quiet`.
+  // Runs a job's program. The job and its argument must stay at the same address until `quiet` returns.
   void run(const Job& job);
-  // Waits until no thread is in a program, including late ones. The data that they read may be freed afterwards.
+  // Waits until no thread, including late threads, is in a program. After that, the data that programs read may be freed.
   void quiet();
 
  private:
@@ -111,7 +110,7 @@ class Pool {
   uint32_t number_ = 0;
   std::atomic<const Job*> job_{nullptr};
   alignas(64) std::atomic<uint32_t> started_{0};
-  std::atomic<int> inside_{0};  // threads that have a program, or are about to get one
+  std::atomic<int> inside_{0};  // number of threads that run a program, or are about to get a program
   std::atomic<bool> stop_{false};
   std::vector<std::thread> workers_;
 };

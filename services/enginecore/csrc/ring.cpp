@@ -1,8 +1,8 @@
-// Fast path of a ring (ring_memory.py) for messages of one slot, which are nearly all messages, in one call each. If messages are
-// rare, Python's code for the ring is in no cache and takes most of a message's time. Python handles all other cases.
-//
-// A reader that waits for messages at regular intervals may wake up shortly before the next one. Waking a thread takes longer than
-// all other work on a message.
+// Fast path of a ring (ring_memory.py) for messages that fit into one slot, which are nearly all messages. Each message needs one
+// call. If messages are rare, Python's code for the ring is not in the CPU caches, and would take most of the time of a message.
+// Python handles all other cases.
+// If a reader waits for messages that arrive at regular intervals, it can wake up shortly before the next message, because waking a
+// thread takes longer than all other work on a message.
 
 #include "words.h"
 
@@ -21,9 +21,9 @@ namespace {
 constexpr uint32_t kClosed = 1, kStep = 2, kMask = 0x7fffffff;
 constexpr int kIntervals = 16, kMost = 10;
 constexpr int kSoon = -1;
-constexpr int64_t kLead = 200'000;      // ns to wake before the earliest time: a timer is late by 100 us, and the reader must get ready
+constexpr int64_t kLead = 200'000;      // ns to wake before the earliest time; timers are 100 us late, and the reader needs time to start
 constexpr int64_t kOverrun = 30'000;    // ns to wait beyond the latest time
-constexpr int64_t kShare = 50;          // the wait is at most a 50th of an interval
+constexpr int64_t kShare = 50;          // the wait without sleeping is at most a 50th of an interval
 constexpr int64_t kWidest = 300'000;    // and at most this many ns, plus the lead
 
 struct Label {
@@ -34,7 +34,7 @@ struct Label {
 
 extern "C" {
 
-// Addresses in the memory. A counter is followed by a word that tells whether its owner sleeps.
+// Addresses in the ring's memory. The word after a counter says whether the counter's owner sleeps.
 struct Ring {
   Word* head;
   std::atomic<int64_t>* written_at;  // time of the last message of one slot, monotonic ns
@@ -45,7 +45,7 @@ struct Ring {
   int64_t num_slots, slot_bytes;
 };
 
-// Arrival times of the messages for which a reader slept. `sleeps` tells whether the next message is one of them.
+// Arrival times of messages for which a reader slept. `sleeps` says whether the reader sleeps until the next message.
 struct Rhythm {
   int64_t sleeps, last, count, intervals[kIntervals];
 };
@@ -62,7 +62,7 @@ struct Window {
   int64_t from, until;  // 0: unknown
 };
 
-// Returns when the next message is due, if most of the last intervals are similar.
+// Returns the time at which the next message is due, if most of the last intervals are similar.
 Window due(const Rhythm& rhythm) {
   if (rhythm.count < kIntervals) return {0, 0};
   int64_t sorted[kIntervals];
@@ -80,7 +80,7 @@ Window due(const Rhythm& rhythm) {
 }
 
 void note(Rhythm& rhythm, int64_t at) {
-  if (at <= rhythm.last) return;  // a message of several slots
+  if (at <= rhythm.last) return;  // the message had several slots
   if (rhythm.last) rhythm.intervals[rhythm.count++ % kIntervals] = at - rhythm.last;
   rhythm.last = at;
 }
@@ -91,7 +91,7 @@ void keep_time() {
   kept = true;
 }
 
-// Waits like `penstock::spin_until`, but yields the core to other threads, one of which may be the writer.
+// Waits like `penstock::spin_until`, but yields the core to other threads, because one of them may be the writer.
 bool attend(const Word* word, uint32_t seen, int64_t until) {
   constexpr int64_t kTurn = 10'000;
   for (int64_t at = penstock::now(); at < until; at = penstock::now()) {
@@ -106,7 +106,7 @@ bool attend(const Word* word, uint32_t seen, int64_t until) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Writes message `number` into one slot. Returns 0 if that is not possible at once.
+// Writes message `number` into one slot. Returns 0 if this is not possible without waiting.
 int penstock_ring_put(const Ring* ring, uint64_t number, const void* message, int64_t length) {
   const uint32_t head = ring->head->load(std::memory_order_relaxed);
   if (length > ring->slot_bytes || head & kClosed) return 0;
@@ -123,7 +123,8 @@ int penstock_ring_put(const Ring* ring, uint64_t number, const void* message, in
   return 1;
 }
 
-// Reads message `number` from one slot into `to`. Returns its length, or -1 if it is not there or has several slots.
+// Reads message `number` from one slot into `to`. Returns the length of the message, or -1 if it has not arrived or has several
+// slots.
 int64_t penstock_ring_take(const Ring* ring, int64_t reader, uint64_t number, Rhythm* rhythm, void* to) {
   Word* tail = tail_of(*ring, reader);
   const uint32_t read = tail->load(std::memory_order_relaxed), head = ring->head->load(std::memory_order_acquire);
@@ -141,9 +142,9 @@ int64_t penstock_ring_take(const Ring* ring, int64_t reader, uint64_t number, Rh
   return label.left;
 }
 
-// Waits until the head is not `seen`, like `penstock_word_wait`. If the due time of the next message is known, it returns -1 once,
-// shortly before that time. When called with `is_soon`, it instead watches the head until the message is overdue. `rhythm` is null
-// for readers that do not wake early.
+// Waits until the head is not `seen`, like `penstock_word_wait`. If the due time of the next message is known, the function returns
+// -1 once, shortly before that time. With `is_soon`, it instead watches the head without sleeping until the message is overdue.
+// `rhythm` is null for readers that do not wake early.
 int penstock_ring_wait(const Ring* ring, int64_t reader, uint32_t seen, Rhythm* rhythm, int is_soon, int64_t spin_ns, int64_t deadline) {
   Word* sleeping = tail_of(*ring, reader) + 1;
   const Window window = rhythm ? due(*rhythm) : Window{0, 0};

@@ -1,4 +1,4 @@
-// Likeliest token of each row of logits, and sampling from the whole distribution.
+// Most likely token of each row of logits, and sampling from the complete distribution.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace penstock {
 
-constexpr int64_t kBlock = 256;  // columns whose weights are summed before single columns are searched
+constexpr int64_t kBlock = 256;  // number of columns in a block; blocks are searched by their sums of weights before single columns
 
 typedef double vd __attribute__((vector_size(PENSTOCK_LANES * 8)));
 
@@ -60,7 +60,7 @@ inline double block_weight(const float* row, int64_t from, int64_t to, float pea
   return sum;
 }
 
-// Inverts the cumulative distribution at `uniform`, in order of columns, like `draw` in sample/filters.py.
+// Returns the column at which the cumulative distribution reaches `uniform`, like `draw` in sample/filters.py.
 inline int64_t draw(const float* row, int64_t width, float peak, float temperature, double uniform, double* sums) {
   const int64_t blocks = (width + kBlock - 1) / kBlock;
   double all = 0;
@@ -81,7 +81,7 @@ inline int64_t draw(const float* row, int64_t width, float peak, float temperatu
   return last;
 }
 
-// Masks tokens whose bits are not set, in place. NaN stays, so that it is detected.
+// Masks tokens whose bits are not set, in place. NaN is not masked, so that it is detected.
 inline void mask_row(const Mask& m, int64_t i) {
   constexpr int64_t kBits = 32;
   static_assert(kBits % kLanes == 0);

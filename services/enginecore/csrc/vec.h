@@ -1,5 +1,5 @@
-// Vectors of PENSTOCK_LANES floats with compiler extensions. The same source is compiled for every instruction set. PENSTOCK_TILE
-// is the number of rows of a register tile, which has two vectors of sums per row.
+// Vectors of PENSTOCK_LANES floats, with compiler extensions. The same source is compiled for every instruction set. PENSTOCK_TILE
+// is the number of rows of a register tile. A register tile has two vectors of sums per row.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +22,11 @@ typedef uint16_t vh_unaligned __attribute__((vector_size(PENSTOCK_LANES * 2), al
 typedef int32_t vi_unaligned __attribute__((vector_size(PENSTOCK_LANES * 4), aligned(1), may_alias));
 
 constexpr int kLanes = PENSTOCK_LANES;
-constexpr int kPanel = 2 * kLanes;  // output features that are computed together
+constexpr int kPanel = 2 * kLanes;  // number of output features that are computed together
 constexpr int kTile = PENSTOCK_TILE;
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
-// Two bfloat16 in a lane, each the upper half of a float.
+// Two bfloat16 values in a lane. Each is the upper half of a float.
 inline vu load_pairs(const uint16_t* p) { return reinterpret_cast<vu>(*reinterpret_cast<const vi_unaligned*>(p)); }
 inline vi load_bytes(const int8_t* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
 // Returns byte `i` of each lane as a signed number.
@@ -35,7 +35,7 @@ inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline void store(uint16_t* p, vh v) { *reinterpret_cast<vh_unaligned*>(p) = v; }
 inline vf splat(float x) { return x - vf{}; }
 #if defined(__AVX512F__)
-// Compilers would emit a comparison and a selection for this single instruction.
+// Written with a builtin, because compilers would emit a comparison and a selection instead of this single instruction.
 inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
 #else
 inline vf max(vf a, vf b) { return a > b ? a : b; }
@@ -49,7 +49,7 @@ inline vi lanes() {
   return numbers;
 }
 
-// Clears the sums of a register tile. There is no loop, because compilers would turn it into a call that clears memory.
+// Clears the sums of a register tile. The code has no loop, because compilers would replace a loop by a call that clears memory.
 template <int... kRow>
 inline void clear(vf (&sums)[sizeof...(kRow)][2], std::integer_sequence<int, kRow...>) {
   ((sums[kRow][0] = sums[kRow][1] = vf{}), ...);
@@ -65,7 +65,7 @@ inline float sum(vf v) {
   return total;
 }
 
-// Returns for each lane the element of the lane whose index differs by `kAway` in its bits.
+// Returns, for each lane, the element of the lane whose index is the lane's index XOR `kAway`.
 template <int kAway, int... kLane>
 inline vf exchanged(vf v, std::integer_sequence<int, kLane...>) {
   return __builtin_shufflevector(v, v, (kLane ^ kAway)...);
@@ -78,7 +78,7 @@ inline float largest(vf v) {
   else return v[0];
 }
 
-// Returns whether any lane of `a` is greater than that of `b`.
+// Returns whether any lane of `a` is greater than the same lane of `b`.
 #if defined(__AVX512F__)
 inline bool any_greater(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 #else
@@ -104,12 +104,12 @@ inline vf polynomial(const float (&factors)[kTerms], vf x) {
   return sum;
 }
 
-// Adding it leaves the nearest integer, as the exponent of a float, in the low bits.
+// After adding this number, the low bits contain the nearest integer, in the form of the exponent of a float.
 constexpr float kToExponent = 12582912.0f + 127.0f;
 inline vf power_of_integer(vf shifted) { return reinterpret_cast<vf>(reinterpret_cast<vi>(shifted) << 23); }
 
-// Returns 2^x for x below 127, with the given polynomial. Below -126 the result is 2^-126, which no sum of weights notices. NaN
-// gives NaN.
+// Returns 2^x for x below 127, with the given polynomial. For x below -126, the result is 2^-126, which is too small to change a
+// sum of weights. The result for NaN is NaN.
 template <size_t kTerms>
 inline vf power_of_two(const float (&factors)[kTerms], vf x) {
   x = max(splat(-126.0f), x);
@@ -117,8 +117,8 @@ inline vf power_of_two(const float (&factors)[kTerms], vf x) {
   return polynomial(factors, x - (shifted - splat(kToExponent))) * power_of_integer(shifted);
 }
 
-// Returns e^x within 2 ulp. Below -87.3 the result is e^-87.3, which no sum of weights notices. The reduction is that of Cephes'
-// expf.
+// Returns e^x with an error of at most 2 ulp. For x below -87.3, the result is e^-87.3, which is too small to change a sum of
+// weights. The range reduction is from Cephes' expf.
 inline vf exponential(vf x) {
   x = max(min(x, splat(88.0f)), splat(-87.3f));
   const vf shifted = x * splat(kLog2E) + splat(kToExponent), n = shifted - splat(kToExponent);

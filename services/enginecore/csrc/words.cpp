@@ -1,5 +1,5 @@
-// Counters in shared memory (words.h) that one process advances and others wait for. They use futexes, so the functions exist only
-// on Linux.
+// Counters in shared memory (words.h). One process advances a counter, and other processes wait for it. The functions use futexes,
+// so they exist only on Linux.
 
 #include "words.h"
 
@@ -12,7 +12,8 @@ extern "C" {
 
 uint32_t penstock_word_load(const Word* word) { return word->load(std::memory_order_acquire); }
 
-// Adds `amount`, and wakes the sleepers if one of the `count` words at `sleeping`, `stride` bytes apart, is not 0.
+// Adds `amount` to the counter. If one of the `count` words at `sleeping`, with a stride of `stride` bytes, is not 0, wakes the
+// sleepers.
 void penstock_word_add(Word* word, uint32_t amount, const Word* sleeping, int64_t count, int64_t stride) {
   word->fetch_add(amount, std::memory_order_release);
   penstock::wake(word, sleeping, count, stride);
@@ -24,8 +25,8 @@ void penstock_word_close(Word* word, const Word* sleeping, int64_t count, int64_
   penstock::wake(word, sleeping, count, stride);
 }
 
-// Waits until `word` is not `seen`. It spins for `spin_ns`, then sleeps until `deadline` on the monotonic clock, or without limit
-// if that is negative. `sleeping` belongs to the caller alone. Returns 0, ETIMEDOUT, or EINTR after a signal.
+// Waits until `word` is not `seen`. Spins for `spin_ns`, then sleeps until `deadline` on the monotonic clock, or without limit if
+// `deadline` is negative. Only the caller may use the word `sleeping`. Returns 0, ETIMEDOUT, or EINTR after a signal.
 int penstock_word_wait(Word* word, uint32_t seen, Word* sleeping, int64_t spin_ns, int64_t deadline) {
   if (spin_ns > 0 && penstock::spin_until(word, seen, penstock::now() + spin_ns)) return 0;
   return penstock::sleep_until(word, seen, sleeping, deadline);

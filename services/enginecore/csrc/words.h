@@ -1,5 +1,6 @@
-// Counters in shared memory, used by words.cpp and ring.cpp. A counter is a 32-bit word whose lowest bit means that it will never
-// be advanced again. A waiter that sleeps sets a separate word, so that advancing a counter without sleepers needs no system call.
+// Counters in shared memory, which words.cpp and ring.cpp use. A counter is a 32-bit word. If its lowest bit is set, the counter
+// will never be advanced again. Before a waiter sleeps, it sets a separate word, so that advancing a counter without sleepers needs
+// no system call.
 
 #pragma once
 
@@ -20,7 +21,7 @@ namespace penstock {
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 
-constexpr int kLooks = 64;  // spins between two readings of the clock
+constexpr int kLooks = 64;  // number of spins between two readings of the clock
 
 inline int64_t now() {
   timespec time;
@@ -47,8 +48,8 @@ inline bool spin_until(const Word* word, uint32_t seen, int64_t until) {
 }
 
 inline void wake(Word* word, const Word* sleeping, int64_t count, int64_t stride) {
-  // The sleeper sets its word before it reads the counter for the last time. So either the sleeper or the writer sees the other's
-  // write.
+  // The sleeper sets its word before it reads the counter for the last time. Therefore either the sleeper sees the writer's new
+  // counter, or the writer sees the sleeper's word.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int64_t i = 0; i < count; ++i)
     if (reinterpret_cast<const Word*>(reinterpret_cast<const char*>(sleeping) + i * stride)->load(std::memory_order_relaxed)) {
@@ -57,8 +58,8 @@ inline void wake(Word* word, const Word* sleeping, int64_t count, int64_t stride
     }
 }
 
-// Sleeps until `word` is not `seen`, or until `deadline` unless it is negative. `sleeping` belongs to the caller alone. Returns 0,
-// ETIMEDOUT, or EINTR after a signal.
+// Sleeps until `word` is not `seen`, or until `deadline` if it is not negative. Only the caller may use the word `sleeping`.
+// Returns 0, ETIMEDOUT, or EINTR after a signal.
 inline int sleep_until(Word* word, uint32_t seen, Word* sleeping, int64_t deadline) {
   const timespec until{static_cast<time_t>(deadline / 1'000'000'000), static_cast<long>(deadline % 1'000'000'000)};
   sleeping->store(1, std::memory_order_relaxed);
