@@ -190,9 +190,15 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
         ({"norm.weight": None}, "it has no tensor norm.weight, which a head of kind 'eagle3' needs"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(16)}, r"it has a tensor layers\.0\.self_attn\.q_norm\.weight"),
         ({"norm.weight": torch.ones(65)}, r"its norm.weight has shape \[65\], but .* must be \[64\]"),
-        ({"d2t": torch.arange(VOCAB_SIZE // 2) + 2}, rf"its d2t maps token \d+ to token {VOCAB_SIZE}, but the model has only"),
+        (
+            {"d2t": torch.arange(VOCAB_SIZE // 2) + 2},
+            rf"its d2t maps token \d+ to token {VOCAB_SIZE}, but the model has only",
+        ),
         ({"d2t": None}, "but it has no d2t that maps the tokens"),
-        ({"embed_tokens.weight": torch.zeros(99, HIDDEN)}, f"its embed_tokens has 99 tokens, but the model has {VOCAB_SIZE}"),
+        (
+            {"embed_tokens.weight": torch.zeros(99, HIDDEN)},
+            f"its embed_tokens has 99 tokens, but the model has {VOCAB_SIZE}",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(
@@ -207,7 +213,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, "has 2, but the model has only layers 0 to 1"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}},
+            "has 2, but the model has only layers 0 to 1",
+        ),
         ({"eagle_config": None}, "the default has layer 2, but the model has only layers 0 to 1"),
         ({"model_type": "mamba"}, "model_type of its layers is 'mamba'; supported: llama, qwen3"),
         ({"norm_before_fc": True}, "its norm_before_fc is True; heads with this setting are not supported"),
@@ -228,7 +237,9 @@ def test_an_eagle_head_whose_states_are_of_another_width_is_refused(model: Path,
     asked = speculative(HEADS["eagle"], tmp_path)
     save_head(HEADS["eagle"], tmp_path, "SafeAILab", **SIZE, hidden_size=48)
     changed(tmp_path, **{"fc.weight": torch.zeros(48, HIDDEN + 48), "embed_tokens.weight": torch.zeros(VOCAB_SIZE, 48)})
-    with pytest.raises(ModelLoadError, match="its hidden_size is 48, but the model's hidden_size is 64; an EAGLE head needs"):
+    with pytest.raises(
+        ModelLoadError, match="its hidden_size is 48, but the model's hidden_size is 64; an EAGLE head needs"
+    ):
         engine_of(model, asked)
 
 

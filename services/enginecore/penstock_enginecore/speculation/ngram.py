@@ -53,7 +53,7 @@ class TokenIndex:
         self._width = width
         self.tokens: list[int] = []
         self._before: list[int] = []
-        """For each position, the previous position at which the same run ended, or -1."""
+        """Previous position at which the same run ended, by position. -1 if there is no previous position."""
         self._newest: dict[int, int] = {}
         self.extend(tokens)
 

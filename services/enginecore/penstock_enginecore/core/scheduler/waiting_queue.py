@@ -144,9 +144,8 @@ class FairShares:
 
     The global virtual time advances by tokens divided by the sum of all waiting tenants' weights. The global virtual
     time is never less than the lowest virtual time of a waiting tenant. A new tenant starts at the global virtual time,
-    so it gets no credit for idle time. If a tenant has no more waiting requests but its virtual time is ahead of the
-    global virtual time, the tenant is remembered until the global virtual time reaches the tenant's. If the tenant gets
-    a new request before that, it starts at its old virtual time.
+    so it gets no credit for idle time. A tenant without waiting requests is remembered while its virtual time is ahead
+    of the global virtual time. If the tenant gets a new request during that time, it starts at its old virtual time.
     """
 
     def __init__(self, *, by_priority: bool, cost: Callable[[Request], float] = Request.take_uncharged_tokens) -> None:
