@@ -145,7 +145,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield a description and a piece of each tensor in a file. Files without a header yield pieces of the whole file."""
+    """Yield a description and a piece of each tensor in a file. For a file without a header, yield pieces of the
+    complete file.
+    """
     with opened_input(file) as opened:
         if file.suffix != ".safetensors":
             size = os.fstat(opened.fileno()).st_size

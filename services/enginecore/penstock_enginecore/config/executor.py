@@ -21,9 +21,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Meta(
             ge=1,
             le=64,
-            description=(
-                "Number of nodes, including the engine's. Each node runs the same number of whole pipeline stages."
-            ),
+            description=("Number of nodes, including the engine's. Each node runs the same number of pipeline stages."),
         ),
     ] = 1
     index: Annotated[

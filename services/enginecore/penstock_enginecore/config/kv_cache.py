@@ -167,7 +167,7 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             ge=0,
             le=65_535,
             description=(
-                "Port on which the engine listens for other engines. The interface and the certificate are those of "
+                "Port on which the engine listens for other engines, with the interface and the certificate of "
                 "server. 0: any free port."
             ),
         ),

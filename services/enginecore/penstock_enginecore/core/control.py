@@ -65,7 +65,7 @@ class EngineControl:
         for controls in engine.controls:
             utilities.include(controls)
         self.utilities = extend(utilities, "engine")
-        """Methods that frontends can call by name: the ``@utility`` methods of this class, and those of plugins."""
+        """Methods that frontends can call by name: the ``@utility`` methods of this class, and methods of plugins."""
 
     # Draining.
 

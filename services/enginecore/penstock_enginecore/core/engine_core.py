@@ -131,7 +131,7 @@ def size_engine(
         _report_states(sized.states, model, config.scheduler.max_num_seqs, progress)
     tokens = (sized.num_blocks - 1) * sized.block_size
     groups = len(sized.groups)
-    use = f"{tokens} tokens in all" if groups == 1 else f"shared by {groups} groups of layers"
+    use = f"{tokens} tokens in total" if groups == 1 else f"shared by {groups} KV cache groups"
     progress(
         f"KV cache: {sized.num_blocks} blocks of {sized.block_size} tokens, {use}; "
         f"sequences of up to {sized.max_model_len} tokens"

@@ -27,7 +27,9 @@ class Executor(Protocol):
 
     @property
     def experts(self) -> SharedExperts | None:
-        """Experts that the ranks of a data-parallel group share, or None if each rank has the whole model."""
+        """Experts that are distributed over the ranks of a data-parallel group, or None if each rank has the complete
+        model.
+        """
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         """Register a callback for a fatal failure of the executor. The failure may happen while no step runs. The

@@ -298,7 +298,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of output tokens, including those of earlier attempts."""
+        """Number of output tokens, including output tokens of earlier attempts."""
         return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property

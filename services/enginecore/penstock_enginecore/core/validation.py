@@ -176,7 +176,7 @@ def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
     for number, word in enumerate(words):
         if not word:
             raise InvalidArgument(
-                f"sampling_params.{name}[{number}] is empty; it must hold at least one token", field=_path(name)
+                f"sampling_params.{name}[{number}] is empty; it must have at least one token", field=_path(name)
             )
         if len(word) > _MAX_BAD_WORD_TOKENS:
             raise InvalidArgument(

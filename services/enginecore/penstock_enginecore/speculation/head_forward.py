@@ -235,7 +235,7 @@ class HeadForward:
         return self._head.logits(states)
 
     def to(self, device: torch.device) -> None:
-        """Move the whole head to ``device``."""
+        """Move the complete head to ``device``."""
         self._head.to(device)
 
 

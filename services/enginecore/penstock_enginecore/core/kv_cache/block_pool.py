@@ -125,8 +125,8 @@ class PoolEvents(Protocol):
 class BlockPool:
     """Allocates blocks, and finds cached blocks by hash and group.
 
-    KV cache groups share the blocks but not their content: equal prefixes have equal hashes in each group. If several
-    blocks have the same content, only the first one is findable.
+    All KV cache groups use the blocks of this pool, but a block's content belongs to one group. Equal prefixes have
+    equal hashes in each group. If several blocks have the same content, only the first one is findable.
 
     Attributes:
         null_block: Fills entries of block tables that need no block.

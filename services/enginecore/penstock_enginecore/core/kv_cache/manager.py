@@ -72,7 +72,9 @@ class KVCacheManager:
         """Number of blocks outside the window, for each group with a window, by request."""
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the maximum number of blocks, over all groups, that a request of ``num_tokens`` tokens holds at once."""
+        """Return the maximum number of blocks, over all groups, that a request of ``num_tokens`` tokens uses at the
+        same time.
+        """
         return num_blocks_for(self.groups, -(-num_tokens // self.block_size))
 
     def hash_prompt(self, request: Request) -> None:
@@ -158,7 +160,7 @@ class KVCacheManager:
         return True
 
     def hold(self, request: Request, tables: tuple[list[KVCacheBlock], ...]) -> None:
-        """Reserve cached blocks for a request that has not started. Blocks that the request held before are freed."""
+        """Reserve cached blocks for a request that has not started. Blocks that the request had before are freed."""
         for blocks in tables:
             self.pool.touch(blocks)
         for table in self._blocks.pop(request.key, ()):

@@ -99,7 +99,9 @@ def size_kv_cache(
 
 
 def num_blocks_for(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
-    """Return the maximum number of blocks, over all groups, that a sequence of ``num_blocks`` blocks holds at once."""
+    """Return the maximum number of blocks, over all groups, that a sequence of ``num_blocks`` blocks uses at the same
+    time.
+    """
     return sum(group.num_blocks_for(num_blocks) for group in groups)
 
 

@@ -254,7 +254,7 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
         return None
     for count, token_id in enumerate(token_ids, start=1):
         if grammar.accept(token_id):
-            if grammar.terminated and count < len(token_ids):  # No token may follow.
+            if grammar.terminated and count < len(token_ids):  # No more tokens are allowed.
                 del request.all_token_ids[count - len(token_ids) :]
                 request.status = RequestStatus.FINISHED_STOPPED
                 request.stop_reason = None

@@ -74,7 +74,7 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Release held and frozen requests."""
+    """Effect: release held and frozen requests."""
 
 
 class ResumeRefused(msgspec.Struct, frozen=True):

@@ -139,7 +139,7 @@ class Leases:
         self.num_refused = 0
 
     def __len__(self) -> int:
-        """Return the number of leases that hold references."""
+        """Return the number of leases that have references to blocks."""
         return len(self._leases) + len(self._read_on) + len(self._over)
 
     def __contains__(self, lease_id: bytes) -> bool:
@@ -369,7 +369,7 @@ class LeasedBlocks:
         )
 
     def __len__(self) -> int:
-        """Return the number of leases that hold references."""
+        """Return the number of leases that have references to blocks."""
         return len(self.leases)
 
     def seconds_to_expiry(self) -> float:

@@ -97,7 +97,7 @@ class Peers:
         self._own: dict[str, bytes] = {}
         """Leases of this engine that its own requests use, by request key."""
         self._peers: dict[str, _Peer] = {}
-        """Peers by address. Only the transfer thread uses this attribute and the following ones."""
+        """Peers by address. Only the transfer thread uses this attribute and the attributes after it."""
         self._fetching: dict[int, PullClient] = {}
         self._running: dict[asyncio.Task[None], PullClient] = {}
         self._leaving: set[asyncio.Task[None]] = set()

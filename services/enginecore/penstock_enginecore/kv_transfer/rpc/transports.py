@@ -106,7 +106,7 @@ class GrpcSender:
         yield pb.PullResponse(block=block)
 
     def acknowledged(self, num_bytes: int) -> None:
-        """Do nothing, because no memory is held."""
+        """Do nothing, because this sender keeps no memory."""
 
     def close(self) -> None:
         """Do nothing, because no memory is held."""

@@ -84,7 +84,7 @@ def layout(whitespace: JsonWhitespace, level: Level, add: Callable[[str, str], s
 
 
 def behind_string(whitespace: JsonWhitespace) -> str:
-    """Return an expression that covers everything that can follow a string."""
+    """Return an expression for all texts that can come directly after a string."""
     return _BEHIND_STRING[whitespace]
 
 

@@ -41,7 +41,7 @@ class Grammar(Protocol):
 
     @property
     def terminated(self) -> bool:
-        """Whether the constraint is fulfilled and the end token was accepted, so that no token may follow."""
+        """Whether the constraint is fulfilled and the end token was accepted, so that no more tokens are allowed."""
 
     def accept(self, token_id: int) -> bool:
         """Accept an output token. Call only while ``ready``. If ``mask`` does not allow the token, change nothing and

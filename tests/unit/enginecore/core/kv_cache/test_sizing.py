@@ -111,7 +111,7 @@ def test_a_model_of_windows_alone_serves_its_own_length_in_a_small_pool():
 
 def test_a_requested_length_with_windows_says_what_to_change_and_that_helps():
     specs = layers(SPEC, with_window(64))
-    with pytest.raises(ConfigError, match="the KV cache holds 48 tokens") as e:
+    with pytest.raises(ConfigError, match="the KV cache has space for 48 tokens") as e:
         size(0, specs=specs, requested=1000, num_blocks=8)
     advised = parse_bytes(str(e.value).rsplit(" ", 1)[-1])
     assert size(0, specs=specs, requested=1000, kv_cache_memory=advised).max_model_len == 1000
