@@ -167,7 +167,7 @@ async def test_a_node_may_wait_otherwise(listener: NodeListener) -> None:
 @pytest.mark.asyncio
 async def test_a_node_that_computes_otherwise_is_told_which_setting_differs(listener: NodeListener) -> None:
     config = msgspec.structs.replace(of_node(listener), model=ModelConfig(path="m", dtype="float32"))
-    with pytest.raises(RequestFailed, match='model.dtype is "float32" there and "auto" at the engine') as refused:
+    with pytest.raises(RequestFailed, match='model.dtype is "float32" on the node and "auto" on the engine') as refused:
         await NodeClient(config).attach()
     assert refused.value.reason == "CONFIGURATIONS_DIFFER"
 
