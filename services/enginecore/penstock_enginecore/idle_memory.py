@@ -27,8 +27,8 @@ class Loop(Protocol):
 class IdleMemory:
     """Returns freed memory to the operating system. ``look`` must be called periodically.
 
-    Memory is returned if the engine was idle in two consecutive checks, and if it has run a step or dropped frontends'
-    tensors since memory was last returned.
+    Memory is returned if the engine was idle in two consecutive checks. Since memory was last returned, the engine must
+    also have run a step or dropped tensors of frontends.
     """
 
     def __init__(

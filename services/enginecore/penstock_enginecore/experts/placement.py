@@ -65,8 +65,8 @@ def fewest_slots(num_experts: int, size: int) -> int:
 
 
 def check_slots(num_experts: int, size: int, slots: int) -> None:
-    """Raise ConfigError, with the limit, if ``size`` ranks with ``slots`` slots each have too few slots for all
-    experts, or if a rank would need the same expert twice.
+    """Check that all experts fit into ``size`` ranks with ``slots`` slots each. Raise ConfigError, with the limit, if
+    there are too few slots, or if a rank would need the same expert twice.
     """
     if size > num_experts:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Choice of the number of drafts with the best throughput, from the acceptance of each request's drafts and the cost of
-a step by its number of tokens.
+"""Choice of the number of drafts with the best throughput. It depends on the acceptance of each request's drafts, and
+on the cost of a step by its number of tokens.
 """
 
 import time
