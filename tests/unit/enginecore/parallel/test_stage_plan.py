@@ -52,7 +52,9 @@ def test_more_stages_than_layers_are_refused() -> None:
 
 
 def test_numbers_that_do_not_sum_up_are_refused() -> None:
-    with pytest.raises(ModelLoadError, match=r"executor.stage_layers has a sum of 7, but Model has 6 layers; change .* by 1"):
+    with pytest.raises(
+        ModelLoadError, match=r"executor.stage_layers has a sum of 7, but Model has 6 layers; change .* by 1"
+    ):
         deal_layers("Model", [1] * 6, behind=0, num_stages=2, stage_layers=(3, 4))
 
 

@@ -57,7 +57,9 @@ def test_a_requested_length_that_fits_exactly_is_served():
 
 
 def test_a_requested_length_that_does_not_fit_says_what_to_change_and_that_helps():
-    with pytest.raises(ConfigError, match=r"max_model_len is 1000, but the KV cache has space for 160 tokens.*to 160") as e:
+    with pytest.raises(
+        ConfigError, match=r"max_model_len is 1000, but the KV cache has space for 160 tokens.*to 160"
+    ) as e:
         size(11 * BLOCK_BYTES, requested=1000)
     advised = parse_bytes(str(e.value).rsplit(" ", 1)[-1])
     assert size(0, requested=1000, kv_cache_memory=advised).max_model_len == 1000
