@@ -205,7 +205,7 @@ async def test_classifying_with_an_embedding_model_is_refused(embedding: Fronten
         (
             {"inputs": texts("x"), "pooling_params": pooling_pb2.PoolingParams(use_activation=True)},
             "pooling_params.use_activation",
-            "pooling_params.use_activation is True; it has no meaning for this call",
+            "pooling_params.use_activation is True, but it has no meaning for this call; leave it unset",
         ),
         (
             {"inputs": texts("x"), "pooling_params": pooling_pb2.PoolingParams(task=2)},

@@ -1,1 +1,1 @@
-"""The public APIs, one package per protocol, and rules that all protocols share."""
+"""Public APIs, one package per protocol, and modules that all protocols use."""

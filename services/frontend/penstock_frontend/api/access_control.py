@@ -19,17 +19,19 @@ from penstock_frontend.call_types import current_principal
 _HEALTH = "/grpc.health."
 _VLLM = "/vllm.grpc.engine.VllmEngine/"
 OPERATORS_METHODS = frozenset(
-    # These methods reach beyond the caller's own requests. SubscribeKvEvents reveals the prompts of others.
+    # These methods affect or reveal the requests of other callers. SubscribeKvEvents reveals the prompts of all
+    # callers.
     _VLLM + name
     for name in ("Abort", "FlushCache", "StartProfile", "StopProfile", "SubscribeKvEvents")
 )
-"""Methods of the public server that require the scope admin."""
+"""Methods of the public server that require the scope ``admin``."""
 
 
 def grpc_check(
     authenticator: Authenticator, *, scope: call_types.Scope, operators: Collection[str] = ()
 ) -> Callable[[str, Mapping[str, str]], None]:
-    """Return a check for CallerGuard: methods require ``scope``, and ``operators`` methods the scope admin.
+    """Return a check for CallerGuard. Methods in ``operators`` require the scope ``admin``; other methods require
+    ``scope``.
 
     The health service requires no credentials.
     """
@@ -43,8 +45,9 @@ def grpc_check(
 
 
 class HttpAuthentication:
-    """ASGI middleware that requires credentials, except for ``open_paths``. ``operators_paths`` require the scope
-    admin.
+    """ASGI middleware that requires credentials for all paths except ``open_paths``.
+
+    Paths in ``operators_paths`` require the scope ``admin``.
     """
 
     def __init__(
@@ -80,11 +83,12 @@ class HttpAuthentication:
 # Calls from web pages of other origins.
 
 PROBES = frozenset(("/health", "/ping"))
-"""Paths that report only whether the server is up. Probes call them by any address, such as that of a pod."""
+"""Paths that report only whether the server is up. Probes call these paths by any address, such as a pod's IP address.
+"""
 
 
 class WebCallers:
-    """ASGI middleware that refuses calls by the rules before their bodies are read."""
+    """ASGI middleware that refuses calls according to ``rules``, before it reads their bodies."""
 
     def __init__(self, app: ASGIApp, rules: CallerRules) -> None:
         self._app = app

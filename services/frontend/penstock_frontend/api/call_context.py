@@ -21,7 +21,8 @@ def context_of_call(
 ) -> RequestContext:
     """Return the context of a call's requests. A value in the message's ``hints`` overrides the call's ``metadata``.
 
-    ``deadline`` is the call's, in seconds since the Unix epoch. Raises InvalidArgument with the name of the key.
+    ``deadline`` is the call's deadline in seconds since the Unix epoch. Raises InvalidArgument with the name of the
+    wrong metadata key.
     """
     return RequestContext(
         data_parallel_rank=hints.data_parallel_rank
@@ -37,19 +38,17 @@ def context_of_call(
 
 
 def tenant_of_call(metadata: Mapping[str, str]) -> str:
-    """Return the tenant of a call whose message has not been read: the caller's, or the one that its ``metadata``
-    names.
-    """
+    """Return the tenant of a call before its message is read: the caller's tenant, or the tenant named in ``metadata``."""
     return tenant_of_caller(metadata.get("x-penstock-tenant", ""))
 
 
 def tenant_of_message(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> str:
-    """Return the tenant of a message with such ``hints``, or of its call if the hints name none."""
+    """Return the tenant in a message's ``hints``. If the hints name no tenant, return the tenant of the call."""
     return tenant_of_caller(hints.tenant) if hints.tenant else tenant_of_call(metadata)
 
 
 def deadline_after(time_left: float | None) -> float | None:
-    """Return the deadline of a call with ``time_left`` seconds, in seconds since the Unix epoch; None: no deadline."""
+    """Return the deadline ``time_left`` seconds from now, in seconds since the Unix epoch. None means no deadline."""
     return None if time_left is None else time.time() + time_left
 
 

@@ -12,12 +12,12 @@ class IgnoredField(NamedTuple):
 
     Attributes:
         protocol: The routes or RPCs that have the field.
-        place: Path of its object in the body, such as ``messages[].content[]``; empty for the body itself.
-        name: The field.
+        place: Path of the object with the field, such as ``messages[].content[]``; empty for the body itself.
+        name: Name of the field.
         example: A value that clients send.
-        why: Reason why it has no effect.
+        why: Reason why the field has no effect.
         structs: The structs of the objects that may have the field; empty in gRPC.
-        repeated: Whether the answer repeats the value; it has no other effect.
+        repeated: Whether the answer repeats the value. The value has no other effect.
     """
 
     protocol: str
@@ -30,7 +30,7 @@ class IgnoredField(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The field's path: place and name."""
+        """Path of the field: ``place`` and ``name``."""
         return f"{self.place}.{self.name}" if self.place else self.name
 
 
@@ -58,13 +58,13 @@ _OF_RUNS: tuple[tuple[str, object], ...] = (
     ("pending_safety_checks", [{"id": "x"}]),
     ("acknowledged_safety_checks", [{"id": "x"}]),
 )
-"""Fields of calls and results in conversations, meant for the party that runs the tools: name, example."""
+"""Fields of tool calls and results that only the program that runs the tools needs: name, example."""
 _CHAT, _RESPONSE, _MESSAGES = ("ChatCompletionRequest",), ("ResponseBody",), ("MessagesBody", "ConversationBody")
 _PARTS = ("PartBody",)
 
 
 def _of_openai(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
-    """Return fields for OpenAI's own service, which all its generating routes have."""
+    """Return the fields that control OpenAI's own service. All its generating routes have these fields."""
     return (
         IgnoredField(protocol, "", "safety_identifier", "u1", _LABEL, structs),
         IgnoredField(protocol, "", "prompt_cache_key", "k", _CACHED, structs),
@@ -106,11 +106,11 @@ _HINTS: tuple[tuple[str, object, str], ...] = (
     ("api_key", "x", _CLIENT),
     ("api_base", "x", _CLIENT),
 )
-"""Fields of other servers and of clients that change no output: name, example, why."""
+"""Fields of other servers and of clients that change no output: name, example, reason."""
 
 
 def _hints(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
-    """Return fields of other servers and of clients that every generating route may get."""
+    """Return the fields of other servers and of clients that clients may send to every generating route."""
     return tuple(IgnoredField(protocol, "", name, example, why, structs) for name, example, why in _HINTS)
 
 

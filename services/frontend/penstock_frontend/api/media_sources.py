@@ -13,20 +13,20 @@ from penstock_frontend.call_types import ChatMessage, ContentPart, Frame, Frames
 from penstock_frontend.processing.media.data_urls import DataUrlError, decode_base64, is_data_url
 
 _JPEG_FRAMES = "data:video/jpeg;base64,"
-"""Prefix of a video given as frames, as in vLLM. The frames follow, separated by commas."""
+"""Prefix of a URL with the frames of a video, as in vLLM. After the prefix come the frames, separated by commas."""
 _FRAMES_HEAD = re.compile(r"[ \t\r\n\f]*" + _JPEG_FRAMES, re.IGNORECASE)
 _COMMA = re.compile(",|%2[Cc]")
 _BARE = "data:;base64,"
 MAX_FRAMES = 4096
-"""Maximum number of frames that are parsed. The configured limit applies later."""
+"""Maximum number of frames that the parser accepts. The configured limit applies later."""
 DEFAULT_FPS = 1.0
 """Default frame rate of a video, in frames per second, as in vLLM."""
 
 
 def source_of_url(modality: Modality, url: str, *, field: str, fps: float = DEFAULT_FPS) -> Source:
-    """Return the source for a URL. ``fps``: frame rate of a video given as frames. Nothing is fetched here.
+    """Return the source for a URL, without downloading it. ``fps``: frame rate of a video whose frames are in the URL.
 
-    Raises InvalidArgument if the URL is empty, Unimplemented for a video that is not given as frames.
+    Raises InvalidArgument if the URL is empty, Unimplemented for a URL of a video file.
     """
     if not url:
         raise InvalidArgument(f"{field} is empty", field=field)
@@ -34,20 +34,20 @@ def source_of_url(modality: Modality, url: str, *, field: str, fps: float = DEFA
         return Url(url)
     if (head := _FRAMES_HEAD.match(url)) is None:
         raise Unimplemented(
-            f"{field} does not begin with {_JPEG_FRAMES}; video files are not read: give the frames as JPEG files "
-            "in base64, separated by commas",
+            f"{field} does not begin with {_JPEG_FRAMES}; this server reads no video files: send the frames as JPEG "
+            "files in base64, separated by commas",
             field=field,
         )
     return Frames(_frames(url, head.end(), field, fps))
 
 
 def source_of_base64(text: str) -> Source:
-    """Return the source for a file in base64. A ``data:`` URL is accepted as well."""
+    """Return the source for a file in base64. A ``data:`` URL is also accepted."""
     return Url(text) if is_data_url(text) else Url(_BARE + text, unwritten=len(_BARE))
 
 
 def check_fps(fps: float, field: str) -> float:
-    """Check and return a frame rate. Raises InvalidArgument unless it is above 0 and at most 1000."""
+    """Return ``fps``. Raises InvalidArgument if ``fps`` is not above 0 and at most 1000."""
     if not (math.isfinite(fps) and 0.0 < fps <= 1000.0):
         raise InvalidArgument(f"{field} is {fps}; it must be above 0 and at most 1000", field=field)
     return fps
@@ -69,11 +69,11 @@ def _frames(url: str, start: int, field: str, fps: float) -> list[Frame]:
     return frames
 
 
-# Field names of media in errors, for messages whose position becomes known after parsing.
+# Field names of media in errors. The position of a message in the conversation is known only after parsing.
 
 
 def placed(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with media fields relative to the conversation instead of their message."""
+    """Return the messages with the field paths of media relative to the conversation, not to the message."""
     return [_placed(message, f"messages[{index}].") for index, message in enumerate(messages)]
 
 

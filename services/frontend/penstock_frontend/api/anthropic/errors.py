@@ -27,14 +27,14 @@ _OVERLOADED = 529
 
 
 class MessagesErrorDetails(msgspec.Struct, frozen=True):
-    """Details of an error. The message begins with the faulty field, if there is one."""
+    """Details of an error. If a field of the request is wrong, the message begins with the name of that field."""
 
     type: str
     message: str
 
 
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of every answer that is not 200, and of the event that ends a failed stream."""
+    """Body of every answer whose status is not 200, and of the event that ends a failed stream."""
 
     type: str = "error"
     error: MessagesErrorDetails
@@ -42,15 +42,15 @@ class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Return True if a call uses Anthropic's protocol, by its path or the header ``anthropic-version``."""
+    """Return True if the path or the header ``anthropic-version`` shows that a call uses Anthropic's protocol."""
     return f"{PREFIX}/" in f"{scope['path']}/" or any(name == _VERSION for name, _ in scope["headers"])
 
 
 def answer(error: Exception, request_id: str = "") -> openai.ErrorAnswer:
     """Return the answer for an error.
 
-    Errors other than RequestFailed and HttpError are incidents: they are logged, and the client gets status 500 without
-    their text.
+    Errors other than RequestFailed and HttpError are incidents: the frontend logs the error, and the client gets status
+    500 without the text of the error.
     """
     told = openai.answer(error, request_id)
     details = msgspec.json.decode(told.body, type=openai.ErrorBody).error

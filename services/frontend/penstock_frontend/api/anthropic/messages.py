@@ -104,9 +104,9 @@ class Messages:
         return TokenCount(len(token_ids))
 
     def _sampling(self, body: MessagesBody) -> dict[str, Any]:
-        # Deltas even for a complete answer, so that it has the same blocks as a stream.
+        # Request deltas even for a complete answer, so that the answer has the same blocks as a stream.
         values = {**sampling_fields.values(body, format_constraint(body)), "output_kind": OutputKind.DELTA}
-        # Clients send the budget to any model. Without reasoning blocks there is nothing to limit.
+        # Clients send a budget even to models that do not reason. Such models have no reasoning to limit.
         if self._chat.reasons and body.thinking is not None and body.thinking.budget_tokens is not None:
             if self._llm.inputs.reasoning is not None:
                 values["thinking_token_budget"] = body.thinking.budget_tokens
@@ -155,7 +155,7 @@ def _request(
 
 
 def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping[str, str]:
-    """Return the map from our field names to the client's."""
+    """Return the map from our field names to the client's field names."""
     thinking = {} if body.thinking is None else {"sampling_params.thinking_token_budget": "thinking.budget_tokens"}
     return {
         **{f"messages[{index}]": place for index, place in enumerate(turns.places)},

@@ -15,8 +15,9 @@ _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A model or LoRA adapter. ``created_at`` is the start time of this server. ``max_input_tokens`` is null without
-    engines.
+    """A model or LoRA adapter.
+
+    ``created_at`` is the start time of this server. ``max_input_tokens`` is null while no engine is connected.
     """
 
     type: str = "model"
@@ -37,8 +38,8 @@ class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicModels:
-    """Handlers of ``/v1/models`` in Anthropic's format. ``models`` is the handler of OpenAI's format, which knows the
-    models.
+    """Handlers of ``/v1/models`` in Anthropic's format. They read the models from ``models``, the handler of OpenAI's
+    format.
     """
 
     def __init__(self, llm: AsyncLLM, models: Models) -> None:

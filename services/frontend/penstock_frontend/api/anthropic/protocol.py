@@ -25,8 +25,8 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """Reasoning of the model. If the client wants it omitted, ``signature`` contains it; otherwise ``signature`` is
-    empty.
+    """Reasoning of the model. If the client asks to omit reasoning, ``signature`` contains the reasoning; otherwise
+    ``signature`` is empty.
     """
 
     thinking: str
@@ -45,7 +45,7 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. ``input_tokens`` are computed input tokens, ``cache_read_input_tokens`` cached ones."""
+    """Token counts. ``input_tokens`` counts computed input tokens, ``cache_read_input_tokens`` cached input tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -54,7 +54,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. ``stop_sequence`` is the stop sequence that ended it."""
+    """The answer. ``stop_sequence`` is the stop sequence that ended the answer, or null."""
 
     id: str
     type: str = "message"
@@ -73,7 +73,7 @@ class TokenCount(msgspec.Struct, frozen=True):
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all events. Some have no further fields."""
+    """Base class of all events. Some events have no other fields."""
 
     type: str
 
@@ -104,7 +104,7 @@ class ThinkingDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class SignatureDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="signature_delta"):
-    """The signature of reasoning."""
+    """The signature of a reasoning block."""
 
     signature: str
 
@@ -142,8 +142,8 @@ class MessageDelta(StreamEvent, frozen=True, kw_only=True):
     usage: Usage
 
 
-# If a client wants reasoning omitted, the block's signature carries it, and the client returns it with the history. The
-# text is encoded, not encrypted. Clients treat signatures as opaque and return them unchanged.
+# If a client asks to omit reasoning, the block's signature contains the reasoning. Clients return signatures unchanged
+# with the history, so the model can read its earlier reasoning. The text is encoded, not encrypted.
 
 _PREFIX = "penstock.thinking."
 
@@ -154,7 +154,7 @@ def sealed(thinking: str) -> str:
 
 
 def opened(signature: str) -> str:
-    """Return the reasoning in a signature; empty if another server made the signature."""
+    """Return the reasoning in a signature, or an empty text if another server created the signature."""
     if not signature.startswith(_PREFIX):
         return ""
     try:
@@ -177,7 +177,7 @@ class MessageWriter:
     """Converts outputs into events, and finally into one message."""
 
     def __init__(self, message_id: str, model: str, *, parallel_calls: bool, thinking: bool = True) -> None:
-        """``thinking``: True to show reasoning; otherwise only the signature contains it."""
+        """Create the writer. ``thinking``: True to show reasoning; False to put the reasoning into the signature only."""
         self._blocks = Blocks(parallel_calls=parallel_calls)
         self._thinking = thinking
         self._end = EndDelta(stop_reason=None, stop_sequence=None)
@@ -187,7 +187,9 @@ class MessageWriter:
         self._usage = _NOTHING
 
     def begin(self, input_tokens: int) -> StreamEvent:
-        """Return the first event, with the number of prompt tokens. The number of cached ones follows at the end."""
+        """Return the first event, with the number of prompt tokens. The last event has the number of cached prompt
+        tokens.
+        """
         usage = msgspec.structs.replace(_NOTHING, input_tokens=input_tokens)
         return MessageStart(type="message_start", message=msgspec.structs.replace(self._begun, usage=usage))
 
@@ -274,7 +276,7 @@ def _empty(block: Block) -> ContentBlock:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """Return a call's arguments as an object; an empty one if the model wrote none, or incomplete ones."""
+    """Return a call's arguments as an object. The object is empty if the arguments are missing or incomplete."""
     try:
         found = msgspec.json.decode(arguments or "{}")
     except msgspec.DecodeError:
@@ -289,8 +291,10 @@ _THINKING = ("enabled", "adaptive", "disabled")
 
 
 class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Source of an image or document. Images: ``base64`` with media type and data, or ``url``. Documents: ``text``, or
-    ``content`` blocks.
+    """Source of an image or document.
+
+    The source of an image is ``base64`` (media type and data) or ``url``. The source of a document is ``text`` or
+    ``content`` (blocks).
     """
 
     type: str
@@ -301,7 +305,7 @@ class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A block of a message's content. ``signature`` contains the reasoning of a block that omits it."""
+    """A block of a message's content. If a block omits its reasoning, ``signature`` contains the reasoning."""
 
     type: str
     text: str = ""
@@ -327,8 +331,8 @@ class TurnBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClientToolBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the client runs. ``type`` is null or ``custom``. Tools of other types, which Anthropic runs or
-    defines, are left out.
+    """A tool that the client runs. ``type`` is null or ``custom``. Tools of other types are left out, because Anthropic
+    runs or defines them.
     """
 
     name: str = ""
@@ -338,7 +342,7 @@ class ClientToolBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Tool choice: ``auto``, ``any``, ``none``, or ``tool`` with its name."""
+    """Tool choice: ``auto``, ``any``, ``none``, or ``tool`` with the name of a tool."""
 
     type: str
     name: str = ""
@@ -346,8 +350,10 @@ class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning settings: on or off, if the model's template supports it, and the token budget. ``display``:
-    ``omitted`` hides the reasoning in its signature.
+    """Reasoning settings: ``type`` turns reasoning on or off, if the model's template supports that, and
+    ``budget_tokens`` limits it.
+
+    If ``display`` is ``omitted``, only the signature contains the reasoning.
     """
 
     type: str
@@ -370,7 +376,7 @@ class OutputConfigBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConversationBody(SamplingFields, kw_only=True):
-    """Fields of both bodies. The sampling fields follow vLLM and do not affect token counts."""
+    """Fields of both bodies. The sampling fields have vLLM's names, and have no effect when only tokens are counted."""
 
     messages: list[TurnBody]
     system: str | list[BlockBody] | None = None
@@ -389,7 +395,7 @@ class MessagesBody(ConversationBody, kw_only=True):
 
 
 def check(body: ConversationBody) -> None:
-    """Check the body without the domain types. Raises InvalidArgument and Unimplemented."""
+    """Check the fields that the domain types do not check. Raises InvalidArgument and Unimplemented."""
     refuse_fields(
         body,
         "prompt_logprobs",
@@ -425,7 +431,10 @@ def check(body: ConversationBody) -> None:
 
 
 def blocks_of(content: Any, path: str) -> str | list[BlockBody] | None:
-    """Return the content of a tool result as blocks. Tools that Anthropic runs use other forms. Raises InvalidArgument."""
+    """Return the content of a tool result as blocks. Results of tools that Anthropic runs have other forms.
+
+    Raises InvalidArgument.
+    """
     try:
         return msgspec.convert(content, str | list[BlockBody] | None)
     except msgspec.ValidationError as e:

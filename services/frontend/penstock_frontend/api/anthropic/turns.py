@@ -24,10 +24,10 @@ from penstock_frontend.call_types import ChatMessage, ContentPart, MediaPart, To
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
 
-# Blocks without a form in chat templates become text that the model sees.
+# Chat templates cannot express some block types. These blocks become text in the prompt.
 
 TEXTS = ("text", "document", "search_result", "tool_reference")
-"""Types of blocks that are text or become text."""
+"""Types of blocks that are text or that become text."""
 _SECRETS = ("encrypted_content", "encrypted_index", "encrypted_stdout")
 
 
@@ -46,7 +46,7 @@ def text_of(block: BlockBody, place: str) -> str:
 
 
 def result_text(block: BlockBody, place: str) -> str:
-    """Return the result of a tool that Anthropic ran as text, without encrypted parts."""
+    """Return, as text, the result of a tool that Anthropic ran. Encrypted parts are left out."""
     if isinstance(block.content, str):
         return block.content
     found = _readable(block.content)
@@ -96,7 +96,8 @@ _TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
-    """Return the image of a source at ``place`` in the turn at ``path``. Its field is relative to the turn.
+    """Return the image of a source at ``place`` in the turn at ``path``. The image's field path is relative to the
+    turn.
 
     Raises InvalidArgument, and Unimplemented for files.
     """
@@ -124,11 +125,11 @@ def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
 
 
 _BILLING = "x-anthropic-billing-header"
-"""Prefix of a system text block from Anthropic's own clients, which differs in every call."""
+"""Prefix of a system text block that Anthropic's own clients send. The text of the block differs in every call."""
 
 
 class Turns(NamedTuple):
-    """The domain messages, and the path of each in the body."""
+    """The domain messages, and the path of each message in the body."""
 
     messages: list[ChatMessage]
     places: list[str]
@@ -137,9 +138,9 @@ class Turns(NamedTuple):
 def turns_of(body: ConversationBody) -> Turns:
     """Convert the conversation to domain messages.
 
-    All system texts form the first message, because templates expect it there. The turns follow. Tool results become
-    separate messages before the other content of their turn. Fields of images are relative to their turns. Raises
-    InvalidArgument and Unimplemented.
+    All system texts form the first message, because templates expect the system message there. The turns come after
+    it. Tool results become separate messages before the other content of their turn. Field paths of images are relative
+    to their turns. Raises InvalidArgument and Unimplemented.
     """
     system, messages, places = _system(body.system, "system"), [], []
     for index, turn in enumerate(body.messages):
@@ -165,7 +166,7 @@ def turns_of(body: ConversationBody) -> Turns:
 
 
 def continues(body: ConversationBody) -> bool:
-    """Return True if the answer must continue the last message, which is the assistant's."""
+    """Return True if the last message is from the assistant, so that the answer must continue this message."""
     return bool(body.messages) and body.messages[-1].role == "assistant"
 
 
@@ -191,7 +192,7 @@ def format_constraint(body: ConversationBody) -> Constraint | None:
 
 
 def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
-    """Return the assistant's messages. A new one starts after each result of a tool that Anthropic ran."""
+    """Return the assistant's messages. A new message starts after each result of a tool that Anthropic ran."""
     if isinstance(turn.content, str):
         return [ChatMessage(role="assistant", content=turn.content)]
     found: list[ChatMessage] = []
@@ -271,7 +272,7 @@ def _question(turn: TurnBody, path: str) -> list[ChatMessage]:
 
 
 def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
-    """Return the system texts without those about billing, which would make every prompt begin differently."""
+    """Return the system texts. Billing texts are left out, because they would make every prompt begin differently."""
     if content is None or isinstance(content, str):
         return [content] if content else []
     for index, block in enumerate(content):
@@ -281,7 +282,7 @@ def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
 
 
 def _result(content: str | Sequence[BlockBody] | None, path: str, place: str) -> str | list[ContentPart]:
-    """Return the result of a tool. ``place``: its place in the turn at ``path``."""
+    """Return the result of a tool. ``place``: path of the result in the turn at ``path``."""
     if content is None or isinstance(content, str):
         return content or ""
     return _joined([_part(block, path, f"{place}[{index}]") for index, block in enumerate(content)])
@@ -298,7 +299,7 @@ def _part(block: BlockBody, path: str, place: str) -> ContentPart:
 
 
 def _joined(parts: list[ContentPart]) -> str | list[ContentPart]:
-    """Return one text if all parts are texts."""
+    """Return the parts joined to one text if all parts are texts, else the parts."""
     return parts if any(part.media for part in parts) else "\n".join(part.text for part in parts)
 
 

@@ -45,7 +45,8 @@ _PAUSE_MODES: dict[int, str] = {
 }
 _MAX_SLEEP_LEVEL = 2
 _MAX_DEPTH = MAX_ARGUMENT_DEPTH - 1
-"""Maximum nesting depth of the arguments of a worker method, which are an argument themselves."""
+"""Maximum nesting depth of a worker method's arguments. One level less, because they are nested in a call's arguments.
+"""
 _MAX_DRAIN_TIMEOUT = 86_400.0
 _DRAIN_INTERVAL = 0.1
 """Seconds between two checks of a draining engine."""
@@ -57,10 +58,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class AdminServicer(service_pb2_grpc.AdminServiceServicer):
-    """Controls engines through their sessions. Methods that are not served yet are refused by name.
+    """Controls engines through their sessions. Methods that are not served yet fail with UNIMPLEMENTED.
 
-    A call goes to every connected engine at once. If an engine fails, the call fails with that engine's error after all
-    have answered. The other engines have then carried out the call.
+    The servicer sends a call to all connected engines in parallel. If an engine fails, the call fails with that
+    engine's error after all engines have answered. The other engines have then carried out the call.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         lost: LostEngines,
         tenants: TenantRefusals,
     ) -> None:
-        """``coordinator``: None if the engines come from the configuration."""
+        """Create the servicer. ``coordinator``: None if the configuration lists the engines."""
         self._lost = lost
         self._tenants = tenants
         self._engines = engines
@@ -161,7 +162,9 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.StopProfileResponse(paths=[path for of_engine in paths.values() for path in of_engine])
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainResponse]:
-        """Drain an engine. Yields its remaining requests whenever their number changes, until it has none or is gone."""
+        """Drain an engine. Yields the number of remaining requests after each change, until it is 0 or the engine is
+        gone.
+        """
         known = {status.engine_id: status for status in self._engines.view.cluster()}
         if request.engine_id not in known:
             raise NotFound(
@@ -196,10 +199,10 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         *,
         gives: bool,
     ) -> tuple[int, int]:
-        """Tell an engine to drain; may be repeated. Return its number of requests, and the bytes of KV blocks that it
-        keeps for others.
+        """Tell an engine to drain; may be repeated.
 
-        The bytes are requested only if it ``gives`` blocks. Both are 0 if the engine is gone.
+        Returns the engine's number of requests, and the size in bytes of the KV blocks that it keeps for other engines.
+        The size is requested only if ``gives`` is true. Both numbers are 0 if the engine is gone.
         """
         requests = await self._ask_of("drain", [timeout], engine)
         info = await self._ask_of("engine_info", [], engine) if gives else None
@@ -207,7 +210,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return int(requests or 0), int(kept.get("leased_bytes", 0)) if kept else 0
 
     async def _ask_of(self, method: str, arguments: list[Any], engine: str) -> Any:
-        """Return the answer of one engine; None if it is gone. Raises the engine's error."""
+        """Return the answer of one engine, or None if the engine is gone. Raises the engine's error."""
         result = (await self._engines.call_utility(method, arguments, engine=engine)).get(engine)
         if isinstance(result, RequestFailed):
             if result.reason == "ENGINE_GONE":
@@ -241,7 +244,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.UnloadLoraResponse(lora=lora_info(await self._adapters.unload(request.name)))
 
     async def ListLoras(self, request: pb.ListLorasRequest, context: Context) -> pb.ListLorasResponse:
-        """Return the adapters that requests can name."""
+        """Return the adapters that requests can use."""
         adapters = await self._adapters.list()
         return pb.ListLorasResponse(names=[each.adapter.name for each in adapters], loras=map(lora_info, adapters))
 
@@ -259,7 +262,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         )
 
     async def _reset(self, method: str, *arguments: object) -> int:
-        """Call a method that returns whether it did something. Return the number of engines that did."""
+        """Call a method that returns True if it has reset something. Return the number of engines that returned True."""
         return sum(result is True for result in (await self._ask(method, *arguments)).values())
 
     async def _ask(self, method: str, *arguments: object) -> dict[str, Any]:
@@ -267,7 +270,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
 
 def _caller(context: Context) -> str:
-    """Return the caller's name for logs: of its key or token, or in its certificate; empty without authentication."""
+    """Return the caller's name for logs: the name of its key, token or certificate; empty without authentication."""
     principal = current_principal.get()
     return ", ".join(peer_names(context)) if principal is None else principal.name
 
@@ -280,7 +283,7 @@ def _pause_mode(mode: int) -> str:
 
 
 def _arguments(packed: bytes) -> Sequence[object]:
-    """Return the arguments of a CollectiveRpc; none if ``packed`` is empty. Raises InvalidArgument."""
+    """Return the arguments of a CollectiveRpc, an empty list if ``packed`` is empty. Raises InvalidArgument."""
     if not packed:
         return []
     try:

@@ -36,7 +36,7 @@ Out = TypeVar("Out")
 # GenerateSession: many requests on one stream.
 
 _MAX_QUEUED = 16
-"""Maximum number of messages that wait to be written. Later outputs are merged in the requests' collectors."""
+"""Maximum number of messages in the write queue. When the queue is full, collectors merge new outputs of requests."""
 
 
 class _Running(NamedTuple):
@@ -47,11 +47,13 @@ class _Running(NamedTuple):
 
 
 class GenerateSession:
-    """One client's stream: one task reads it, each request has a task, and ``responses`` yields the answers.
+    """One client's stream: one task reads the stream, one task serves each request, and ``responses`` yields the
+    answers.
 
-    A request's task puts one output at a time and waits for room. So a slow client costs memory proportional to the
-    outputs of its requests, and delays no other client. An aborted request ends with a last output, whose finish reason
-    is ABORT. The stream ends when its client has half-closed it and the last request has ended.
+    A request's task adds one output at a time to the queue, and waits while the queue is full. So a slow client uses
+    memory proportional to the outputs of its requests, and delays no other client. An aborted request ends with a last
+    output with the finish reason ABORT. The stream ends when the client has half-closed it and the last request has
+    ended.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class GenerateSession:
         limits: Reread[LimitsConfig],
         max_response_bytes: int,
     ) -> None:
-        """``time_left`` returns the seconds until the call's deadline, which applies to each request.
+        """Create a session. ``time_left`` returns the seconds until the call's deadline, which applies to each request.
 
         A request whose response exceeds ``max_response_bytes`` fails; the session continues.
         """
@@ -90,7 +92,7 @@ class GenerateSession:
             self.close()
 
     def close(self) -> None:
-        """End everything that the call has started. Idempotent."""
+        """End all requests and tasks of the call. Idempotent."""
         if self._main is not None:
             self._main.cancel()
         for running in self._running.values():
@@ -107,7 +109,7 @@ class GenerateSession:
                         message = await anext(incoming)
                     except StopAsyncIteration:
                         break
-                    except RequestFailed as e:  # an unreadable message, so its request is unknown
+                    except RequestFailed as e:  # the message cannot be read, so its request is unknown
                         await self._fail("", e)
                         continue
                     await self._answer(message, tasks)
@@ -127,7 +129,7 @@ class GenerateSession:
             await self._fail(request_id, incident(e, request=request_id, doing="reading a message of a session"))
 
     async def _take(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
-        """Process one message. Raises RequestFailed if the request that it starts is refused."""
+        """Process one message. Raises RequestFailed if the message starts a request and the request is refused."""
         kind = message.WhichOneof("message")
         if kind == "abort_request_id":
             await self._abort(message.abort_request_id)
@@ -163,7 +165,7 @@ class GenerateSession:
         running = self._running.get(request_id)
         if running is None or self._llm.abort(running.live):
             return
-        # It has not been sent to an engine, so this is its only output.
+        # The request has not been sent to an engine, so this is its only output.
         running.task.cancel()
         self._end(running.live)
         last = pb.GenerateResponse(request_id=request_id, finish_reason=finish_pb2.FINISH_REASON_ABORT)
@@ -171,7 +173,7 @@ class GenerateSession:
         await self._out.put(pb.GenerateSessionResponse(output=last))
 
     async def _run(self, request: GenerateRequest, live: LiveRequest) -> None:
-        """Serve one request to its end. A failure does not affect other requests."""
+        """Serve one request until its end. A failure does not affect other requests."""
         try:
             async for output in self._llm.generate(request, live):
                 if live.released:
@@ -263,7 +265,8 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     ) -> AsyncIterator[tuple[Out, str]]:
         """Yield the outputs of one request with its id, after sending the warnings."""
         live = self._llm.accept(request.context.external_request_id, demand_of(request))
-        # A call may end at any point, even while a message waits for a slow client. Only the done callback always runs.
+        # A call may end at any await, for example while a slow client reads a message. Only the done callback always
+        # runs.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         begun = False
         async for output in run(request, live):
@@ -288,7 +291,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         return messages.classify_response(result, request_id, per_token=per_token, labels=self._labels)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Return the scores of pairs: from a cross-encoder, otherwise cosines of embeddings."""
+        """Return the scores of pairs: scores of a cross-encoder, or cosine similarities of embeddings."""
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
         converted = messages.score_request(request, **_call(context))
         return messages.score_response(await self._scoring.run(converted))
@@ -325,7 +328,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         return pb.GetModelResponse(model=self._named(request.name) or self._describe())
 
     def _named(self, name: str) -> pb.Model | None:
-        """Return the model under one of its names; None for an alias whose adapter does not exist."""
+        """Return the model or adapter with this name, or None for an alias whose adapter does not exist."""
         adapters = self._llm.adapters.adapters
         adapter = adapters.get(name)
         if adapter is None and adapters.aliases.get(name, name) != self._model.name:
@@ -335,7 +338,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         return model
 
     def _adapter(self, named: NamedAdapter) -> pb.Model:
-        """Return a LoRA adapter as a model that requests can name."""
+        """Return the message that describes a LoRA adapter as a model."""
         model = self._describe()
         model.name, model.root, model.revision, model.parent = named.name, named.adapter.path, "", model.name
         return model
@@ -356,7 +359,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
 
 def _caller(context: Context) -> str:
-    """Return the caller's name for logs, without the port, which changes with every connection."""
+    """Return the caller's name for logs. The port is left out, because it changes with every connection."""
     host, _, _ = peer_address(context.peer()).rpartition(":")
     return caller_named(host.strip("[]") or "local")
 

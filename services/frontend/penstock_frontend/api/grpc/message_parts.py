@@ -1,4 +1,4 @@
-"""Message parts of ``penstock.inference.v1`` that several calls share: context, media, predictions, and token counts."""
+"""Conversion of message parts that several calls of ``penstock.inference.v1`` use: context, media, predictions, usage."""
 
 import json
 import math
@@ -34,7 +34,7 @@ from penstock_frontend.processing.prompts.sampling_params import check_count
 
 
 def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -> None:
-    """Fill in the end of a sequence in its last message."""
+    """Set the fields about the end of a sequence in its last message."""
     message.finish_reason = finish_pb2.FinishReason.ValueType(finish.reason)
     if isinstance(finish.stop_reason, str):
         message.stop_reason.text = finish.stop_reason
@@ -44,7 +44,7 @@ def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -
 
 
 def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | None:
-    """Return the predicted output, or None. Raises InvalidArgument for an empty prediction."""
+    """Return the predicted output, or None if there is none. Raises InvalidArgument for an empty prediction."""
     if not message.HasField("prediction"):
         return None
     match message.prediction.WhichOneof("content"):
@@ -57,7 +57,7 @@ def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | 
 
 
 def object_of(text: str, field: str) -> dict[str, Any] | None:
-    """Return the JSON object in a field; None if the field is empty. Raises InvalidArgument."""
+    """Return the JSON object in a field, or None if the field is empty. Raises InvalidArgument."""
     if not text:
         return None
     try:
@@ -76,7 +76,7 @@ MAX_TENSORS = 64
 
 
 def media_part(message: media_pb2.Media, path: str) -> MediaPart:
-    """Return the media part of a message at ``path`` in the request. Nothing is fetched or decoded here.
+    """Return the media part of a message at ``path`` in the request. Downloads and decodes nothing.
 
     Raises InvalidArgument if a field is missing or wrong, Unimplemented for video files and tensors that are not
     inline.
@@ -106,7 +106,7 @@ def mixed_prompt(message: pb.MixedPrompt, path: str, limits: LimitsConfig) -> Mi
 
 
 def _prompt_part(message: pb.PromptPart, path: str) -> tuple[Part, str]:
-    """Return the part and the path of its field."""
+    """Return the part and the path of the part's field."""
     match message.WhichOneof("part"):
         case "text":
             return message.text, f"{path}.text"
@@ -124,7 +124,9 @@ def _source(message: media_pb2.Media, kind: str, modality: Modality, field: str)
     match kind:
         case "data":
             if modality == "video":
-                raise Unimplemented(f"{field} is a video file, which is not read: give its frames", field=field)
+                raise Unimplemented(
+                    f"{field} is a video file, but this server reads no video files; set frames instead", field=field
+                )
             if not message.data:
                 raise InvalidArgument(f"{field} is empty", field=field)
             return EncodedFile(message.data)
@@ -133,7 +135,7 @@ def _source(message: media_pb2.Media, kind: str, modality: Modality, field: str)
         case "frames":
             if modality != "video":
                 raise InvalidArgument(
-                    f"{field} is set; frames belong to a video, and modality is {quoted(modality)}", field=field
+                    f"{field} is set, but modality is {quoted(modality)}; only a video has frames", field=field
                 )
             return Frames(_frames(message.frames.frames, f"{field}.frames"))
         case "embeds":
@@ -173,7 +175,7 @@ def _tensors(message: media_pb2.MediaFeatures, path: str) -> dict[str, TensorDat
         raise InvalidArgument(f"{path} has {len(message.tensors)} entries; the limit is {MAX_TENSORS}", field=path)
     if EMBEDS in message.tensors:
         raise InvalidArgument(
-            f"{path}[{EMBEDS!r}] is set; embeddings have a field of their own: embeds", field=f"{path}[{EMBEDS!r}]"
+            f"{path}[{EMBEDS!r}] is set; send embeddings in the field embeds instead", field=f"{path}[{EMBEDS!r}]"
         )
     return {
         name: tensor_from_proto(tensor, path=f"{path}[{name[:64]!r}]")
@@ -185,8 +187,9 @@ Message: TypeAlias = pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest | pb.
 
 
 def context_of(message: Message, metadata: Mapping[str, str], time_left: float | None) -> RequestContext:
-    """Return the context from a message and its call. ``time_left``: seconds until the call's deadline. Raises
-    InvalidArgument.
+    """Return the request context of a message and its call. Raises InvalidArgument.
+
+    ``time_left``: seconds until the call's deadline.
     """
     return msgspec.structs.replace(
         context_of_call(metadata, deadline=deadline_after(time_left), hints=message.routing),

@@ -183,14 +183,14 @@ def embed_request(
 def classify_request(
     message: pb.ClassifyRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> PoolingRequest:
-    """Return the domain request for classes. For ``time_left`` and errors see ``embed_request``."""
+    """Return the domain request for a classification. ``time_left`` and errors are as in ``embed_request``."""
     params = _params(message.pooling_params, _CLASSIFY_TASKS, meaningless=("dimensions", "normalize"))
     inputs, fields = _inputs(message.inputs, limits)
     return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
 
 
 def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> ScoreRequest:
-    """Return the domain request. For ``time_left`` and errors see ``embed_request``."""
+    """Return the domain request for scores. ``time_left`` and errors are as in ``embed_request``."""
     query, query_field = _plain(message.query, "query")
     documents = [_plain(each, f"documents[{index}]") for index, each in enumerate(message.documents)]
     return ScoreRequest(
@@ -235,11 +235,11 @@ def score_response(result: ScoreResult) -> pb.ScoreResponse:
 def _params(
     message: pooling_pb2.PoolingParams, tasks: tuple[PoolingTask, PoolingTask], *, meaningless: tuple[str, ...]
 ) -> PoolingParams:
-    """Return the parameters. The default task is the first of ``tasks``."""
+    """Return the pooling parameters. If the message sets no task, the first of ``tasks`` is used."""
     for field, value in message.ListFields():
         if field.name in meaningless:
             raise InvalidArgument(
-                f"pooling_params.{field.name} is {value}; it has no meaning for this call",
+                f"pooling_params.{field.name} is {value}, but it has no meaning for this call; leave it unset",
                 field=f"pooling_params.{field.name}",
             )
     given = pooling_pb2.PoolingParams()
@@ -279,6 +279,9 @@ def _plain(message: pb.PoolingInput, path: str, choices: str = "text or token_id
         case "token_ids":
             return message.token_ids.ids, f"{path}.token_ids.ids"
         case "mixed":
-            raise Unimplemented(f"{path}.mixed is not served; only texts can be scored", field=f"{path}.mixed")
+            raise Unimplemented(
+                f"{path}.mixed is set, but only text and token ids can be scored; set text or token_ids instead",
+                field=f"{path}.mixed",
+            )
         case _:
             raise InvalidArgument(f"{path} is not set: give {choices}", field=path)

@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 
 def refuses_unserved(service: ServiceDescriptor) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator: methods of ``service`` that the class does not define end as UNIMPLEMENTED, with the
-    method's name.
+    """Return a class decorator that adds the methods of ``service`` that the class does not define.
+
+    The added methods fail with UNIMPLEMENTED and name the method.
     """
 
     def decorate(servicer: type[T]) -> type[T]:
@@ -46,8 +47,8 @@ def _refusing(method: MethodDescriptor) -> Callable[..., Any]:
 async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dict[str, Any]:
     """Call a method on all engines. Return the results by engine id, in the order of the ids.
 
-    Raises the first error, with its engine's name, after all have answered. Raises Unavailable if no engine is
-    connected.
+    Waits until all engines have answered. Then raises the first error, if any, with the name of its engine. Raises
+    Unavailable if no engine is connected.
     """
     results = await engines.call_utility(method, arguments)
     if not results:
@@ -59,8 +60,9 @@ async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dic
 
 
 def media_limits(llm: AsyncLLM, limits: LimitsConfig) -> list[MediaLimits]:
-    """Return the limits of each modality that model, frontend and engines support, by the lowest limit. Empty without
-    engines.
+    """Return the limits of each modality that the model, the frontend and all engines support.
+
+    If limits differ, the lowest applies. The list is empty while no engine is connected.
     """
     engines, media = llm.engines.view.limits, llm.inputs.media
     if engines is None or media is None:

@@ -1,3 +1,1 @@
-"""HTTP listener: connections, parsing with limits, request bodies, endpoints, streams, OpenAPI document, telemetry, and
-the web page.
-"""
+"""HTTP listener: connections, parsing with limits, request bodies, endpoints, streams, telemetry, and web page."""

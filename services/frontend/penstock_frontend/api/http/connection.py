@@ -26,11 +26,11 @@ from penstock_frontend.config import HttpConfig
 
 
 class AnsweredConnection(Protocol):
-    """The connection that an answer is sent on."""
+    """Connection of the answered request, as ``Answer`` uses it."""
 
     @property
     def is_old(self) -> bool:
-        """True if the connection closes after its next answer."""
+        """True if the connection must close after its next answer."""
         ...
 
     def leaves_rest(self, cycle: RequestResponseCycle) -> bool:
@@ -45,9 +45,9 @@ class AnsweredConnection(Protocol):
 class Answer:
     """Sends an answer with uvicorn's cycle, and adds support for early closing and for HTTP/1.0.
 
-    The answer has ``Connection: close`` if its connection is old, or if the rest of the request's body will not be
-    read. If the client uses HTTP/1.0 and the answer has no length, closing the connection ends the answer, because such
-    clients do not know chunks.
+    The answer has ``Connection: close`` if its connection is old, or if the server will not read the rest of the
+    request's body. HTTP/1.0 clients do not support chunks. For them, an answer without a length ends when the server
+    closes the connection.
     """
 
     def __init__(self, cycle: RequestResponseCycle, connection: AnsweredConnection) -> None:
@@ -57,7 +57,7 @@ class Answer:
         self._ends_by_closing = False
 
     def of(self, app: ASGIApp) -> ASGIApp:
-        """Return the application so that it sends through this answer."""
+        """Return an application that runs ``app`` and sends its messages through this answer."""
 
         async def answered(scope: Scope, receive: Receive, _: Send) -> None:
             if scope["http_version"] == "1.1":
@@ -123,8 +123,8 @@ class Answer:
 def malformed(error: httptools.HttpParserError, cause: BaseException | None) -> HttpError:
     """Return the refusal of bytes that are not an HTTP request.
 
-    ``cause`` is the exception of a parser event, if one failed. It is raised again if it says nothing about the
-    request.
+    ``cause`` is the exception of a failed parser event, or None. If ``cause`` is not about the request, it is raised
+    again.
     """
     if isinstance(cause, (UnicodeDecodeError, AttributeError, httptools.HttpParserInvalidURLError)):
         # The target is not ASCII, has no path, or is not a URL.
@@ -135,7 +135,7 @@ def malformed(error: httptools.HttpParserError, cause: BaseException | None) -> 
 
 
 def refusal(error: HttpError) -> bytes:
-    """Return the complete answer, head and body. It closes its connection."""
+    """Return the complete answer, head and body. The answer has ``Connection: close``."""
     body = answer(error).body
     head = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
@@ -145,26 +145,30 @@ def refusal(error: HttpError) -> bytes:
 
 
 _JITTER = 0.1
-"""Fraction of ``max_age`` by which connection lifetimes vary, so that clients do not reconnect all at once."""
+"""Fraction of ``max_age`` by which connection lifetimes vary, so that clients do not all reconnect at the same time."""
 _WORTH_READING = 64 * 1024
-"""Maximum bytes of a body that are read after the answer to keep the connection usable."""
+"""Maximum number of body bytes that are read after the answer, so that the connection can be used again."""
 _LINGER = 2.0
-"""Seconds during which a client can read the answer if its body is not read to the end."""
+"""Seconds for a client to read the answer before the connection closes, if the server has not read the whole body."""
 
 
 class HttpConnection(RequestParsing):
     """uvicorn's connection, with limits on the work before a handler runs.
 
-    - Bytes are parsed in slices. ``turns`` divides the event loop's time between connections. Reading pauses while bytes
-      wait, while a handler has enough of its body, and while a pipelined request waits.
-    - A request's head has limits, and so does the framing around its body (``RequestSize``).
-    - A head must be complete within ``header_timeout`` seconds from its first byte. The rest of a body whose request has been
-      answered must be complete within the same time from the answer. Otherwise, while no request is active, the connection is
-      idle, even if it is new. uvicorn closes it after ``timeout_keep_alive``. The deadline of a body is enforced by its reader.
-    - The connection closes with an answer with ``Connection: close``: the first one after ``max_age`` seconds (infinite: never),
-      or after ``end_with_next_answer``. An idle connection stays open, because the client may just be sending a request.
-    - If a request is answered before its body has arrived, the rest is not parsed. It is discarded for a short while, so that
-      the client reads the answer. Then the connection is closed.
+    - Bytes are parsed in slices. ``turns`` divides the event loop's time between connections. Reading pauses while
+      received bytes are not parsed yet, while a handler has enough of its body, and while a pipelined request waits.
+    - A request's head has size limits, and so does the framing around its body (``RequestSize``).
+    - A head must be complete within ``header_timeout`` seconds from its first byte. If a request was answered before
+    its
+      body was complete, the body must be complete within ``header_timeout`` seconds from the answer. At other times
+      without an active request, the connection is idle, even if it is new. uvicorn closes an idle connection after
+      ``timeout_keep_alive``. The reader of a body enforces the deadline of the body.
+    - The connection closes after an answer with ``Connection: close``. That is the first answer after ``max_age``
+    seconds
+      (infinite: never), or after ``end_with_next_answer``. An idle connection stays open until then, because the client
+      may be sending a request at this moment.
+    - If a request is answered before its body has arrived, the server does not parse the rest of the body. The server
+      discards the rest for a short time, so that the client can read the answer, and then closes the connection.
     """
 
     header_timeout = 10.0
@@ -179,10 +183,10 @@ class HttpConnection(RequestParsing):
         self._reads = True
         self._num_unanswered = 0
         self._answering: RequestResponseCycle | None = None
-        """The request whose handler runs. Pipelined requests wait for it."""
+        """The request whose handler runs. Pipelined requests wait until this request is answered."""
         self._discards = False
         self._refusal: HttpError | None = None
-        """Reason why parsing has stopped. The client gets it after the answers in progress are complete."""
+        """Error that stopped parsing. The client gets this error after the answers in progress are complete."""
         self._deadline: asyncio.TimerHandle | None = None
         self._ends_at = math.inf
 
@@ -206,8 +210,8 @@ class HttpConnection(RequestParsing):
         self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the loss of the connection. uvicorn informs only the newest request's handler, so inform the others
-        here.
+        """Handle the loss of the connection. uvicorn informs only the handler of the newest request, so this method
+        informs the other handlers.
         """
         for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None:
@@ -222,7 +226,7 @@ class HttpConnection(RequestParsing):
     # Parsing
 
     def parse_slice(self) -> bool:
-        """Parse one slice of the received bytes. Return True if there is more to parse."""
+        """Parse one slice of the received bytes. Return True if more received bytes can be parsed."""
         self._waits_for_turn = False
         if self._can_parse:
             self._parse()
@@ -233,7 +237,7 @@ class HttpConnection(RequestParsing):
         return False
 
     def reading_changed(self) -> None:
-        """Resume or pause reading after a handler has asked for more of its body, or has enough of it."""
+        """Resume or pause reading after a handler has asked for more of its body, or has enough of its body."""
         self._go_on()
 
     @property
@@ -339,7 +343,7 @@ class HttpConnection(RequestParsing):
         super()._start_asgi_task(cycle, Answer(cycle, self).of(app))  # type: ignore[arg-type]
 
     def _refuse(self, error: HttpError) -> None:
-        """Stop parsing and send an error to the client, unless the answer to the faulty request has already started."""
+        """Stop parsing, and send an error to the client if the answer to the faulty request has not started yet."""
         cycle: RequestResponseCycle | None = self.cycle
         self._refusal = error
         if cycle is not None and not self.in_head and self._num_unanswered == 1:
@@ -359,7 +363,7 @@ class HttpConnection(RequestParsing):
     # Timeouts
 
     def _watch(self) -> None:
-        """Start or stop the timeout, depending on the connection's state."""
+        """Start or stop the timeout for heads and remaining bodies, depending on the connection's state."""
         if self._discards:
             return
         if self.transport.is_closing() or self._num_unanswered or self._unparsed:
@@ -391,8 +395,9 @@ class HttpConnection(RequestParsing):
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, except that the connection decides whether it reads, because bytes may also wait to be
-    parsed.
+    """uvicorn's flow control, except that the connection decides whether to read.
+
+    Reading must also pause while received bytes are not parsed yet, which uvicorn does not know.
     """
 
     def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
@@ -404,7 +409,7 @@ class _Flow(FlowControl):
         self.read_paused = True
 
     def resume_reading(self) -> None:
-        """Record that the handler wants more of its body."""
+        """Record that the handler needs more of its body."""
         if self.read_paused:
             self.read_paused = False
             self._connection.reading_changed()

@@ -25,7 +25,7 @@ from penstock_frontend.config import FairnessConfig, HttpConfig
 
 REQUEST_ID = "x-request-id"
 _SHORT_REQUEST_ID = "request-id"
-"""Header that Anthropic's clients read."""
+"""Header from which Anthropic's clients read the request id."""
 TIMEOUT = "x-request-timeout"
 PLAIN_TEXT = "text/plain; charset=utf-8"
 _MAX_TIMEOUT = 86_400.0
@@ -33,7 +33,7 @@ _MAX_TIMEOUT = 86_400.0
 
 
 def id_headers(headers: Headers) -> dict[str, str]:
-    """Return the headers of an answer with the call's id: the client's, or a random one."""
+    """Return the headers of an answer with the call's id. If the client sent no id, the id is random."""
     request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
     return {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
 
@@ -42,8 +42,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a call other than its body.
 
     Attributes:
-        request_id: the client's id, or a random one.
-        given_id: the client's id from the header; empty: none.
+        request_id: the client's id, or a random id.
+        given_id: the client's id from the header; empty if the client sent no id.
         context: the context for the call's requests, from the headers.
         path: the path parameters.
         query: the query parameters.
@@ -56,7 +56,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     query: Mapping[str, str]
 
     def name(self, prefix: str, body_id: str | None = None) -> str:
-        """Return the id of an answer: a prefix for its kind, and the id from the header, the body, or a random one."""
+        """Return the id of an answer: ``prefix`` for its kind, and the id from the header or the body, or a random id."""
         return f"{prefix}-{self.given_id or body_id or self.request_id}"
 
 
@@ -68,16 +68,16 @@ class PlainText(msgspec.Struct, frozen=True):
 
 Answer: TypeAlias = msgspec.Struct | EventStream
 Handler: TypeAlias = Callable[[Call, Body], Awaitable[Answer]]
-"""Function that decodes the body, closes it once the call is admitted, and returns the answer."""
+"""Function that decodes the body, closes the body once the call is admitted, and returns the answer."""
 ErrorShape: TypeAlias = Callable[[Exception, str], errors.ErrorAnswer]
-"""Function that formats an error in a protocol. Gets the error and the call's id."""
+"""Function that formats an error for a protocol. Its arguments are the error and the call's id."""
 
 
 class Gate:
-    """Limits the HTTP calls in progress, counted once their bodies have been read. The limits are those of the
-    HttpConfig.
+    """Limits the number of HTTP calls in progress. A call counts from the time when its body has been read.
 
-    At the limit, calls of tenants above their fair share are refused; see ``TenantRoom``.
+    ``HttpConfig`` has the limits. When a limit is reached, calls of tenants above their fair share are refused; see
+    ``TenantRoom``.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Gate:
         fairness: Reread[FairnessConfig],
         on_refused: Callable[[ResourceExhausted, str, str], None],
     ) -> None:
-        """``on_refused``: called with the error, the tenant and the id of each call that is refused at a limit."""
+        """Create the gate. ``on_refused`` is called with error, tenant and id of each call that is refused at a limit."""
         self.on_refused = on_refused
         self._max_requests = config.max_requests
         self._fairness = fairness
@@ -95,7 +95,7 @@ class Gate:
 
     @contextlib.contextmanager
     def open(self, tenant: str) -> Iterator[None]:
-        """Count a call of a tenant while it is served. Raises ResourceExhausted at the limit."""
+        """Count a call of a tenant while the call is served. Raises ResourceExhausted at the limit."""
         weight = self._fairness.now.weight_of(tenant)
         if not self._room.takes_count(tenant, weight, 1, self._max_requests):
             raise ResourceExhausted(
@@ -114,8 +114,8 @@ class Gate:
 class Endpoint:
     """An ASGI application around a handler.
 
-    The handler runs in its own task, which is cancelled as soon as the client disconnects. That aborts its work on the
-    engines.
+    The handler runs in its own task. When the client disconnects, the task is cancelled, which aborts the call's
+    requests on the engines.
     """
 
     def __init__(self, gate: Gate, bodies: Bodies, handler: Handler, shape: ErrorShape = errors.answer) -> None:
@@ -170,7 +170,7 @@ async def send_error(
 
 
 async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run the work, or cancel it when the client disconnects."""
+    """Run ``work``. Cancel ``work`` when the client disconnects."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_until_gone(receive))
     try:
@@ -199,7 +199,7 @@ def _call(headers: Headers, request_id: str, scope: Scope) -> Call:
 
 
 def _announced(headers: Headers) -> int | None:
-    """Return the length of the body that the client announces, or None. The listener has checked that it is a number."""
+    """Return the announced length of the body, or None. The listener has checked that the header is a number."""
     length = headers.get("content-length")
     return None if length is None else int(length)
 
@@ -214,7 +214,7 @@ def _deadline(text: str | None) -> float | None:
         seconds = -1.0
     if not 0.0 < seconds <= _MAX_TIMEOUT:
         raise InvalidArgument(
-            f"header {TIMEOUT} is {quoted(text)}; it must be seconds, above 0 and at most {_MAX_TIMEOUT:g}",
+            f"header {TIMEOUT} is {quoted(text)}; it must be a number of seconds above 0 and at most {_MAX_TIMEOUT:g}",
             field=TIMEOUT,
         )
     return time.time() + seconds

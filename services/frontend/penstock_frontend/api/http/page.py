@@ -13,7 +13,7 @@ from penstock_frontend.interfaces import EngineView
 
 _HEADERS = {
     "Cache-Control": "no-cache",
-    # The page is one file with its script and style. It loads nothing else, and must not be framed.
+    # The page is one file with its script and style. The page loads no other file, and other pages must not frame it.
     "Content-Security-Policy": (
         "default-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
@@ -23,8 +23,8 @@ _HEADERS = {
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one engine. ``kv_cache_usage`` is a fraction from 0 to 1. ``id`` is empty until the engine has been
-    reached.
+    """State of one engine. ``kv_cache_usage`` is a fraction from 0 to 1. ``id`` is empty until the frontend has reached
+    the engine.
     """
 
     id: str
@@ -42,10 +42,10 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: the model's name.
         capabilities: capabilities of the engines.
-        chat: the model has a chat template.
-        tools: conversations may have tools.
-        media: modalities that the model takes in addition to text.
-        serving: a request would be accepted now.
+        chat: whether the model has a chat template.
+        tools: whether conversations may have tools.
+        media: modalities that the model accepts in addition to text.
+        serving: whether the frontend accepts requests now.
         max_model_len: maximum tokens; 0 while no engine is connected.
         coordinator: ``connected``, ``disconnected``, or ``none`` without a coordinator.
         engines: the engines.
@@ -63,7 +63,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page:
-    """Serves the page and the state that it shows."""
+    """Serves the page and ``/cluster``, the state that the page shows."""
 
     def __init__(
         self,

@@ -21,8 +21,8 @@ from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.calls.admission import InFlight
 from penstock_frontend.config import HttpConfig
 
-# Decompression for ``Content-Encoding`` gzip, deflate, br and zstd. It yields pieces of limited size. So a small body
-# that decompresses to a large one is refused early, and other calls are served in between.
+# Decompression for ``Content-Encoding`` gzip, deflate, br and zstd. A decompressor yields pieces of limited size. So a
+# small body that decompresses to a large body is refused early, and the event loop serves other calls between pieces.
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -30,17 +30,17 @@ else:
     from backports import zstd
 
 PIECE = 256 * 1024
-"""Approximate number of bytes decompressed at once; brotli yields up to four times as many."""
+"""Approximate number of bytes in a decompressed piece. A piece of brotli has up to four times as many bytes."""
 _WINDOW_LOG = 23
 """Window size limit for zstd: 8 MiB, the maximum that HTTP allows (RFC 9659)."""
 
 
 class Decompressor(Protocol):
-    """Decompresses a body that arrives in parts."""
+    """Decompressor of a body that arrives in parts."""
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        """Yield the content of one more part in pieces of about ``PIECE`` bytes. Raises HttpError 400 for a damaged
-        body.
+        """Yield the content of one more part, in pieces of about ``PIECE`` bytes. Raises HttpError 400 if the body is
+        damaged.
         """
 
     def finish(self) -> None:
@@ -48,7 +48,7 @@ class Decompressor(Protocol):
 
 
 def decompressor_of(encoding: str) -> Decompressor | None:
-    """Return the decompressor for a ``Content-Encoding``, None for an uncompressed body.
+    """Return the decompressor for a ``Content-Encoding``, or None for an uncompressed body.
 
     Raises HttpError 415 for an unknown encoding or several encodings.
     """
@@ -68,18 +68,18 @@ def decompressor_of(encoding: str) -> Decompressor | None:
 class _Codec(Protocol):
     @property
     def ended(self) -> bool:
-        """True if the end of the body has been reached."""
+        """True if the decompressor has read the end of the body."""
 
     @property
     def surplus(self) -> bool:
-        """True if there was more data after the end."""
+        """True if data came after the end of the body."""
 
     def feed(self, part: bytes) -> Iterator[bytes]:
         """Yield the content of a non-empty part in pieces."""
 
 
 class _Checked:
-    """Decompresses with a codec, and reports its errors as HttpError."""
+    """Decompressor that uses a codec and reports the codec's errors as HttpError."""
 
     def __init__(self, name: str, codec: _Codec) -> None:
         self._name = name
@@ -110,14 +110,14 @@ class _Checked:
 class _Zlib:
     """Decompresses zlib formats. ``window`` is zlib's ``wbits``.
 
-    If ``window`` is None, the format is deflate, with zlib's header as HTTP requires, or without it as some clients
-    send.
+    If ``window`` is None, the format is deflate. HTTP requires zlib's header, but some clients leave the header out;
+    both forms are accepted.
     """
 
     def __init__(self, window: int | None) -> None:
         self._window = window
         self._first: bytes | None = b""
-        """Bytes received before the header was known; None after it."""
+        """Bytes received before the header was complete; None after that."""
         self._stream = zlib.decompressobj()
 
     @property
@@ -146,7 +146,7 @@ class _Zlib:
 
 class _Brotli:
     surplus = False
-    """brotli itself refuses data after the end."""
+    """False, because the brotli codec itself refuses data after the end."""
 
     def __init__(self) -> None:
         self._stream = brotli.Decompressor()
@@ -199,13 +199,14 @@ _MAKERS: dict[str, Callable[[], _Codec]] = {
 }
 
 
-# Size check of a JSON text before it is decoded. The decoder holds the interpreter's lock until it is done, in any
-# thread. Only a limit on its work bounds the time in which no other request is served.
+# Size check of a JSON text before it is decoded. In any thread, the decoder keeps the interpreter's lock until it has
+# decoded the whole text, and no other request is served in that time. The limits on the text bound that time.
 
 _PIECE = 256 * 1024
-"""Bytes checked per turn of the event loop."""
+"""Number of bytes checked per turn of the event loop."""
 MAX_NESTING = 512
-"""Maximum nesting of lists and objects. It leaves enough of the interpreter's stack for code that walks the value."""
+"""Maximum nesting of lists and objects. Recursive code over the decoded value then stays within Python's stack limit.
+"""
 _STEP = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(byte), 0) for byte in range(256)]
 _NO_BRACKETS = bytes(byte for byte in range(256) if not _STEP[byte])
 
@@ -213,7 +214,7 @@ _NO_BRACKETS = bytes(byte for byte in range(256) if not _STEP[byte])
 async def check_json_size(text: bytes, *, max_values: int, max_objects: int) -> None:
     """Check the number of values, of objects, and the nesting depth of a JSON text. Raises InvalidArgument at a limit.
 
-    For text that is not valid JSON the counts have no meaning.
+    If the text is not valid JSON, the counts have no meaning.
     """
     if not _may_exceed(text, max_values, max_objects):
         return
@@ -234,10 +235,10 @@ async def check_json_size(text: bytes, *, max_values: int, max_objects: int) -> 
 
 
 class JsonSize:
-    """Counts the values and objects of a text that arrives in pieces, by its commas and brackets outside strings.
+    """Counts the values and objects of a JSON text that arrives in pieces: its commas and brackets outside strings.
 
-    A value that is alone in its object or list is not counted separately. ``nesting`` is the maximum depth of lists and
-    objects.
+    If an object or list has only one value, this value is not counted separately. ``nesting`` is the maximum depth of
+    lists and objects.
     """
 
     def __init__(self) -> None:
@@ -266,7 +267,7 @@ class JsonSize:
 
 
 def _may_exceed(text: bytes, max_values: int, max_objects: int) -> bool:
-    """Return True if the limits would be exceeded even if no comma or bracket were in a string."""
+    """Return True if the limits are exceeded when all commas and brackets count, even those in strings."""
     if len(text) <= min(max_values, max_objects, MAX_NESTING):
         return False
     objects, lists = text.count(b"{"), text.count(b"[")
@@ -274,27 +275,29 @@ def _may_exceed(text: bytes, max_values: int, max_objects: int) -> bool:
 
 
 _LARGE = 1024 * 1024
-"""Size of a body, in bytes, from which on it is converted in a thread."""
+"""Minimum size in bytes of a body that is converted in a thread."""
 
 T = TypeVar("T")
 
 
 class ClientGone(Exception):  # noqa: N818 - not an error
-    """The client hung up before its body was complete."""
+    """Raised if the client disconnects before its body is complete."""
 
 
 class Bodies:
-    """All bodies in memory, and those being read. The limits are those of the HttpConfig.
+    """Registry of all bodies in memory. ``HttpConfig`` has the limits.
 
-    If there are too many bytes, the largest body being read is dropped; if there are too many bodies, the oldest. So
-    stalled clients cannot block others.
+    If the bodies have too many bytes, the largest body that is being read is dropped. If too many bodies are being
+    read, the oldest of them is dropped. So stalled clients cannot block other clients.
     """
 
     def __init__(
         self, config: HttpConfig, registry: CollectorRegistry | None = None, warnings: WarningLog | None = None
     ) -> None:
-        """``registry``: for the count of unknown fields; None: no count. ``warnings``: shared by all protocols; None: a
-        separate log.
+        """Create the registry of bodies.
+
+        ``registry``: metrics registry for the count of unknown fields; None: they are not counted. ``warnings``:
+        warning log that all protocols share; None: a separate log.
         """
         self.config = config
         self.warnings = warnings or WarningLog(registry)
@@ -303,7 +306,7 @@ class Bodies:
         self._reading: dict[Body, None] = {}  # oldest first
 
     def open(self, client: str) -> "Body":
-        """Return the body of one more call, for a ``with`` block. ``client``: the caller's name from ``client_of``."""
+        """Return the body of a new call, for a ``with`` block. ``client``: the caller's name from ``client_of``."""
         return Body(self, client)
 
     def begin(self, body: "Body") -> None:
@@ -315,11 +318,11 @@ class Bodies:
         self._reading[body] = None
 
     def end(self, body: "Body") -> None:
-        """Record that a body is not being read any more. Idempotent."""
+        """Record that reading of a body has ended. Idempotent."""
         self._reading.pop(body, None)
 
     def make_room(self) -> None:
-        """Drop bodies being read until the total is within the limit, or none is being read."""
+        """Drop bodies that are being read, until the total size is within the limit or no such body remains."""
         limit = self.config.max_body_bytes_in_flight
         while (total := self.in_flight.length) > limit and self._reading:
             largest = max(self._reading, key=lambda body: body.size)
@@ -328,10 +331,10 @@ class Bodies:
 
 
 class Body:
-    """Body of one call. Use it as ``with bodies.open(client) as body``: ``read``, ``decode``, and ``close`` it once the
-    call is admitted.
+    """Body of one call, used as ``with bodies.open(client) as body``.
 
-    Until then its bytes count towards the limit, including its decoded form. Leaving the block closes it.
+    Call ``read`` and ``decode``, and call ``close`` once the call is admitted. The bytes of the body, including its
+    decoded form, count towards the limit until ``close``. Leaving the ``with`` block also closes the body.
     """
 
     def __init__(self, bodies: Bodies, client: str) -> None:
@@ -372,7 +375,7 @@ class Body:
             encoding: value of ``Content-Encoding``.
 
         Raises:
-            HttpError: 408 too slow, 413 too large, 415 unknown compression, 400 damaged.
+            HttpError: 408 if the body is too slow, 413 too large, 415 of unknown compression, 400 damaged.
             ResourceExhausted: the body was dropped at a memory limit.
             ClientGone: the client disconnected.
         """
@@ -388,7 +391,7 @@ class Body:
                 raise self._refusal from None
             raise HttpError(
                 408,
-                f"the body was not complete after {seconds:g} s, {self.size} bytes had arrived; http.body_timeout "
+                f"the body was not complete after {seconds:g} s: only {self.size} bytes had arrived; http.body_timeout "
                 f"is {seconds:g}",
                 "body_timeout",
             ) from None
@@ -408,13 +411,15 @@ class Body:
         return body
 
     async def converted(self, convert: Callable[[], T]) -> T:
-        """Return the result of ``convert`` on the decoded body. A large body is converted in a thread, because it may
-        contain videos.
+        """Return the result of ``convert``, which converts the decoded body. A large body is converted in a thread,
+        because it may contain videos.
         """
         return await asyncio.to_thread(convert) if self.size > _LARGE else convert()
 
     def give_way(self, message: str, excess: int) -> None:
-        """Stop reading with ResourceExhausted and ``message``. ``excess``: number of bytes over the limit."""
+        """Stop reading, so that ``read`` raises ResourceExhausted with ``message``. ``excess``: number of bytes over
+        the limit.
+        """
         self._refusal = ResourceExhausted(message, retry_after=self._bodies.in_flight.retry_after(1, excess))
         self._forget()
         self._bodies.end(self)

@@ -14,7 +14,7 @@ from penstock_frontend.api.openai.errors import HttpError
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """Limits of one request: ``max_header_bytes`` for its head, ``max_headers`` for its headers and trailers."""
+    """Limits of one request: ``max_header_bytes`` limits its head, ``max_headers`` the number of headers and trailers."""
 
     max_header_bytes: int
     max_headers: int
@@ -23,8 +23,9 @@ class RequestLimits(msgspec.Struct, frozen=True):
 class RequestSize:
     """Counts the bytes of one request, and refuses a request that consists mostly of framing.
 
-    The parser reports a header or a piece of a body only when it is complete. So all bytes are counted as they arrive,
-    and those of the body are subtracted. The difference is the head, chunk size lines, chunk extensions and trailers.
+    The parser reports a header or a piece of a body only when the header or piece is complete. So this class counts all
+    bytes on arrival, and subtracts the bytes of the body. The difference is the size of the head, chunk size lines,
+    chunk extensions and trailers.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
@@ -39,7 +40,7 @@ class RequestSize:
         self._head_is_complete = False
 
     def add_header(self) -> None:
-        """Count a header or trailer. Raises HttpError 431 if there are too many."""
+        """Count a header or trailer. Raises HttpError 431 if the request has too many."""
         self._headers += 1
         if self._headers > self._limits.max_headers:
             limit = self._limits.max_headers
@@ -52,7 +53,9 @@ class RequestSize:
         self._head_is_complete = True
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes passed to the parser. Raises HttpError 431 for the head, 400 for the framing of the body."""
+        """Count bytes passed to the parser. Raises HttpError 431 if the head is too large, 400 if the framing is too
+        large.
+        """
         self._received += num_bytes
         limit = self._limits.max_header_bytes
         around = self._received - self.body
@@ -67,8 +70,8 @@ class RequestSize:
         if around > limit + self.body:
             raise HttpError(
                 400,
-                f"{around} bytes around a body of {self.body} bytes; send larger chunks: chunk sizes, chunk extensions, "
-                f"headers and trailers may have http.max_header_bytes, {limit}, and as much as the body",
+                f"the request has {around} bytes around a body of {self.body} bytes; chunk sizes, chunk extensions, headers "
+                f"and trailers may have http.max_header_bytes, {limit}, plus the size of the body: send larger chunks",
                 "chunks_too_small",
             )
 
@@ -76,7 +79,7 @@ class RequestSize:
 # Fair sharing of parsing between connections in each turn of the event loop.
 
 SLICE = 4096
-"""Bytes that a connection's parser gets at once."""
+"""Maximum number of bytes in one slice, i.e. in one call of a connection's parser."""
 BYTES_PER_TURN = 256 * 1024
 """Maximum bytes that all connections together parse in one turn of the event loop. This takes less than 1 ms."""
 EVENTS_PER_TURN = 4096
@@ -84,16 +87,16 @@ EVENTS_PER_TURN = 4096
 about 1 ms.
 """
 REQUEST_EVENTS = 64
-"""Number of events that the head of a request counts as, because it starts a task."""
+"""Number of parser events for which the head of a request counts. It counts more because it starts a task."""
 _DISCARD_INTERVAL = 0.001
-"""Seconds between two reads of connections whose input is discarded. A read has at most 256 KiB."""
+"""Seconds between two reads from connections whose input is discarded. One read returns at most 256 KiB."""
 
 
 class Parsing(Protocol):
     """A connection with unparsed bytes."""
 
     def parse_slice(self) -> bool:
-        """Parse up to ``SLICE`` bytes. Return True if the connection can continue at once."""
+        """Parse up to ``SLICE`` bytes. Return True if the connection can parse another slice now."""
         ...
 
 
@@ -101,12 +104,12 @@ class Discarding(Protocol):
     """A connection whose input is read and discarded."""
 
     def discard_more(self) -> None:
-        """Read once more."""
+        """Read and discard input once."""
         ...
 
 
 class ParsingTurns:
-    """Limits the parsing of all connections of a listener in one turn of the event loop, and lets them take turns.
+    """Scheduler that limits parsing per turn of the event loop, and lets the listener's connections parse in turn.
 
     A client decides how many events its bytes produce. Without a limit, a few connections with bodies in one-byte
     chunks would block the loop, and no other request would be served.
@@ -120,7 +123,7 @@ class ParsingTurns:
 
     @property
     def has_room(self) -> bool:
-        """True if a connection may parse now instead of calling ``wait``."""
+        """True if a connection may parse now, without calling ``wait``."""
         return not self._waiting and self._is_below_limits
 
     def spend(self, num_bytes: int, events: int) -> None:
@@ -155,8 +158,8 @@ class ParsingTurns:
 
 
 class DiscardingTurns:
-    """Lets connections whose input is discarded read one after the other, so that their cost does not depend on their
-    number.
+    """Scheduler for connections whose input is discarded. They read one after the other, so that the cost does not
+    depend on their number.
     """
 
     def __init__(self) -> None:
@@ -164,7 +167,7 @@ class DiscardingTurns:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, connection: Discarding) -> None:
-        """Let ``connection`` call ``discard_more`` in its turn."""
+        """Add ``connection``, whose ``discard_more`` is called when its turn comes."""
         self._waiting.append(connection)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DISCARD_INTERVAL, self._turn)
@@ -178,8 +181,8 @@ class DiscardingTurns:
 
 
 class RequestParsing(HttpToolsProtocol):
-    """The parsing part of uvicorn's connection, with limits on heads and framing, and with checks usually left to a
-    proxy.
+    """Parsing half of uvicorn's connection, with limits on heads and framing, and with checks that usually a proxy
+    does.
 
     Attributes of the current request: ``in_head``, ``in_body``, ``length`` (announced bytes of the body), and ``size``.
     """
@@ -196,7 +199,7 @@ class RequestParsing(HttpToolsProtocol):
         self._repeats_head = False
 
     def feed(self, piece: memoryview) -> None:
-        """Parse some bytes. ``num_events`` is then the number of resulting events. Raises HttpParserError and
+        """Parse a piece, and set ``num_events`` to the number of resulting events. Raises HttpParserError and
         HttpError.
         """
         self.num_events = 1
@@ -214,8 +217,8 @@ class RequestParsing(HttpToolsProtocol):
     def _decline_upgrade(self) -> None:
         """Continue with the body of a request that offers a protocol upgrade, as Java's client does.
 
-        The parser treats the body as data of the other protocol. So it gets another head, with the body's length and
-        without an upgrade.
+        The parser would treat the body as data of the other protocol. So this method passes the parser another head,
+        with the body's length and without an upgrade.
         """
         framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
         self._repeats_head = True
@@ -233,7 +236,7 @@ class RequestParsing(HttpToolsProtocol):
         self.in_head, self.length, self._hosts = True, None, 0
 
     def on_url(self, url: bytes) -> None:
-        """Handle the request's target, or a part of it."""
+        """Handle the request's target, or a part of the target."""
         if not self._repeats_head:
             super().on_url(url)
 
@@ -273,7 +276,7 @@ class RequestParsing(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Handle the end of the request."""
-        if self.parser.should_upgrade():  # its body comes after the upgrade has been declined
+        if self.parser.should_upgrade():  # the parser reports the body after the upgrade has been declined
             return
         self.in_body = False
         super().on_message_complete()

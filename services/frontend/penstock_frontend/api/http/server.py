@@ -27,11 +27,11 @@ from penstock_frontend.api.http.connection import HttpConnection, connection_cla
 from penstock_frontend.config import HttpConfig
 
 _KEEP_ALIVE = 75
-"""Seconds until an idle connection is closed. Longer than the timeouts of clients and load balancers, so that they
-close first.
+"""Seconds until an idle connection is closed. This timeout is longer than those of clients and load balancers, so that
+the client side closes first.
 """
 _CLOSE_GRACE = 2
-"""Seconds for clients to read the last answers when the server stops."""
+"""Seconds that clients have to read their last answers when the server stops."""
 
 
 def make_app(
@@ -47,8 +47,9 @@ def make_app(
 
     Args:
         registry: the metrics for ``/metrics``.
-        not_ready: returns the reason for not being ready. ``/health`` and ``/ping`` answer 503 with it, and 200 if it is empty.
-        routes: further routes, which are also described in ``/openapi.json``.
+        not_ready: returns the reason why the server is not ready. ``/health`` and ``/ping`` answer with status 503 and
+            the reason, or with 200 if the reason is empty.
+        routes: further routes. ``/openapi.json`` also describes these routes.
         exception_handlers: Starlette's exception handlers.
         allowed_origins: origins of web pages that may call (CORS).
         middleware: middleware inside the CORS middleware.
@@ -82,15 +83,16 @@ def make_app(
 
 
 class _WithoutSlash:
-    """Middleware that ignores slashes at the end of a path, because clients may lose the body or the method in a
-    redirect.
+    """Middleware that ignores slashes at the end of a path.
+
+    A redirect to the right path would not work, because clients may drop the body or the method in a redirect.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the call on."""
+        """Remove the slashes and call the application."""
         path = scope.get("path", "")
         if len(path) > 1 and path.endswith("/"):
             scope = {**scope, "path": path.rstrip("/") or "/"}
@@ -101,7 +103,7 @@ class HttpServer:
     """A uvicorn server in the running event loop. Port -1: no server."""
 
     def __init__(self, config: HttpConfig, app: ASGIApp, certificates: Certificates | None = None) -> None:
-        """``certificates``: learns when this listener's certificates expire."""
+        """Create the server. ``certificates`` records when this listener's certificates expire."""
         self._config = config
         self._certificates = certificates
         self._connection = connection_class(config)
@@ -118,7 +120,7 @@ class HttpServer:
             )
         )
         self.task: asyncio.Task[None] | None = None
-        """Task that serves; it ends only when it is stopped. None while nothing is served."""
+        """Task that serves connections; it ends only when it is stopped. None if the server is not running."""
         self.port = -1
 
     async def start(self) -> int:
@@ -139,8 +141,8 @@ class HttpServer:
         return self.port
 
     def drain(self) -> None:
-        """Close each connection with its next answer from now on. Idle ones stay open, because a request may be on its
-        way.
+        """Close each connection after its next answer. Idle connections stay open, because their clients may be sending
+        a request at this moment.
         """
         self._connection.max_age = 0.0
         for connection in self._open():
@@ -148,7 +150,7 @@ class HttpServer:
 
     @property
     def num_left(self) -> int:
-        """Number of connections with a request in progress. If connections have a maximum age, idle ones count as well."""
+        """Number of connections with a request in progress. If a maximum age is set, idle connections also count."""
         idle_ones = bool(self._config.max_connection_age)
         return sum(idle_ones or connection.busy for connection in self._open())
 
@@ -177,7 +179,7 @@ def _listen(config: HttpConfig) -> socket.socket:
     except OSError as e:
         raise ConfigError(f"http.host is {config.host!r}: {e}") from None
     try:
-        # Without reuse_port no port is shared: two servers on one port would get each other's clients.
+        # Share the port only if reuse_port is set. Two servers on one port would receive each other's clients.
         option = socket.SO_REUSEPORT if config.reuse_port else socket.SO_REUSEADDR
         listener.setsockopt(socket.SOL_SOCKET, option, 1)
         take_both_families(listener)
@@ -216,7 +218,7 @@ class HttpTelemetry:
             await self._app(scope, receive, send)
             return
         host, port = scope.get("client") or ("", 0)
-        # Every request has its own task, so the old value need not be restored.
+        # Every request has its own task, so there is no need to restore the old value.
         current_caller.set(Caller(scope["path"], with_port(host, port) if host else ""))
         span = self._begin(scope)
         status = 500
@@ -260,6 +262,6 @@ class HttpTelemetry:
 
 
 def _handler(scope: Scope) -> str:
-    """Return the route's path with parameter names. Unknown paths share one label, ``none``."""
+    """Return the route's path with parameter names. For all unknown paths, return the label ``none``."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else "none"

@@ -1,4 +1,4 @@
-"""Sending of HTTP answers, whole or as server-sent events."""
+"""Sending of HTTP answers, either complete or as server-sent events."""
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -25,15 +25,15 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 
 PIECES = "penstock.pieces"
-"""Name of the ASGI extension with a request's ``Pieces``, if it has them."""
+"""Name of the ASGI extension that contains a request's ``Pieces``, if the server supports them."""
 
 
 class Pieces:
     """Writes pieces of a streamed body directly to the connection.
 
-    Passing through the application and uvicorn would cost more than all other work for a piece of a few bytes. The
-    answer's head must be sent before, without a content length. Its end is sent through uvicorn as usual; uvicorn need
-    not see the pieces in between.
+    For a piece of a few bytes, sending it through the application and uvicorn would cost more than all other work. The
+    caller sends the answer's head before, without a content length. The caller sends the end of the answer through
+    uvicorn as usual. uvicorn does not need the pieces between head and end.
     """
 
     __slots__ = ("_cycle",)
@@ -42,8 +42,8 @@ class Pieces:
         self._cycle = cycle
 
     async def write(self, data: bytes) -> None:
-        """Write one piece, which must not be empty, when the connection accepts it. Pieces are dropped if the client
-        has gone.
+        """Write one piece when the connection accepts data. The piece must not be empty. If the client has
+        disconnected, the piece is dropped.
         """
         cycle = self._cycle
         if cycle.flow.write_paused and not cycle.disconnected:
@@ -63,7 +63,8 @@ class StreamForm(msgspec.Struct, frozen=True):
 
     Attributes:
         event: returns the event of a chunk.
-        failure: returns the event for an error after the status was sent; gets the request id.
+        failure: returns the event for an error that occurs after the status was sent, given the error and the request
+            id.
         end: last event of the stream.
     """
 
@@ -73,15 +74,15 @@ class StreamForm(msgspec.Struct, frozen=True):
 
 
 class EventStream:
-    """An answer that is streamed as chunks. It starts with its first chunk, so that earlier errors become an HTTP
-    status.
+    """An answer that is streamed as chunks.
 
-    An event is written when the client's connection accepts it. Until then no further chunk is requested, and new
-    output gathers in the request's collector. So a slow client gets fewer, larger chunks.
+    The answer starts only when the first chunk is available, so that errors before it become an HTTP status. The stream
+    writes an event when the client's connection accepts data. Until then the stream requests no further chunk, and the
+    request's collector merges new output. So a slow client gets fewer and larger chunks.
     """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[msgspec.Struct, None], form: StreamForm) -> None:
-        """``first`` is the event of the first chunk."""
+        """Create the stream. ``first`` is the event of the first chunk."""
         self._first = first
         self._rest = rest
         self._form = form
@@ -90,19 +91,20 @@ class EventStream:
     async def started(
         cls, chunks: AsyncGenerator[msgspec.Struct, None], form: StreamForm | None = None
     ) -> "EventStream":
-        """Wait for the first of ``chunks``. ``form`` defaults to that of completions. Raises the error of the first
-        chunk.
+        """Wait for the first of ``chunks``, and return the stream. The default ``form`` is that of completions.
+
+        Raises the error that occurs before the first chunk.
         """
         form = form or CHUNKS
         try:
             return cls(form.event(await anext(chunks)), chunks, form)
         except BaseException:
-            await chunks.aclose()  # ends the request that produces the chunks
+            await chunks.aclose()  # this ends the request that produces the chunks
             raise
 
     async def write(self, scope: Scope, send: Send, headers: Mapping[str, str]) -> None:
-        """Send all chunks, then the form's end, even after an error. In any case the request that produces the chunks
-        ends.
+        """Send all chunks, then the last event of the form, even after an error. The request that produces the chunks
+        always ends.
         """
         event = self._form.event
         pieces: Pieces | None = scope.get("extensions", {}).get(PIECES)
@@ -121,7 +123,7 @@ class EventStream:
 
 
 def _event(chunk: msgspec.Struct) -> bytes:
-    """Return the event of a chunk. JSON has no raw line breaks, so it is one line."""
+    """Return the event of a chunk. The event is one line, because JSON has no raw line breaks."""
     return b"data: %b\n\n" % _ENCODER.encode(chunk)
 
 
@@ -130,7 +132,7 @@ def _failure(error: Exception, request_id: str) -> bytes:
 
 
 def named(chunk: msgspec.Struct) -> bytes:
-    """Return an event that is named by the ``type`` of its chunk."""
+    """Return the event of a chunk. The event's name is the ``type`` of the chunk."""
     kind: str = chunk.type  # type: ignore[attr-defined]
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _ENCODER.encode(chunk))
 

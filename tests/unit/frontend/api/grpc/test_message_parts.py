@@ -64,7 +64,11 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"modality": "image"}, "source", "is not set: give data, url, frames, features or embeds"),
     ({"modality": "image", "data": b""}, "data", "is empty"),
     ({"modality": "image", "url": ""}, "url", "is empty"),
-    ({"modality": "video", "data": b"\0\0\0 ftyp"}, "data", "is a video file, which is not read: give its frames"),
+    (
+        {"modality": "video", "data": b"\0\0\0 ftyp"},
+        "data",
+        "is a video file, but this server reads no video files; set frames instead",
+    ),
     ({"modality": "video", "url": "https://a/b.mp4"}, "url", "video files are not read"),
     ({"modality": "video", "url": "data:video/mp4;base64,AA=="}, "url", "video files are not read"),
     ({"modality": "video", "url": "data:video/jpeg;base64,A"}, "url", "frame 0 has 1 characters of base64"),
