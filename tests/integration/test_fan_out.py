@@ -68,7 +68,7 @@ async def test_a_call_of_too_many_sequences_is_refused_before_anything_is_made(e
         response = await api.http.post("/v1/completions", json={"prompt": ["a", "b", "c"], "n": 4})
         assert response.status_code == 400
         error = response.json()["error"]
-        message = "n is 4: with 3 prompts these are 12 sequences; limits.max_sequences_per_call is 10"
+        message = "n is 4: with 3 prompts the call has 12 sequences; limits.max_sequences_per_call is 10"
         assert (error["param"], error["message"]) == ("n", message)
         assert not engine.requests
         fine = await api.http.post("/v1/completions", json={"prompt": ["a", "b"], "n": 5, "max_tokens": 1})

@@ -130,7 +130,7 @@ async def test_a_body_that_is_too_slow_is_told_so(engine: FakeEngine, model: Pat
         await client.send("12345")
         answer = await client.answer()
     assert (answer.status, answer.error["type"], answer.error["code"]) == (408, "timeout_error", "body_timeout")
-    message = "the body was not complete after 0.2 s, 5 bytes had arrived; http.body_timeout is 0.2"
+    message = "the body was not complete after 0.2 s: only 5 bytes had arrived; http.body_timeout is 0.2"
     assert answer.error["message"] == message
 
 

@@ -279,7 +279,7 @@ async def test_a_gateways_references_stand_at_their_anchors(served: Served) -> N
     error = await failure(
         client.generate(tokenized={"input_ids": ids}, media_refs={"items": [{"modality": 2, "url": "x"}]})
     )
-    assert error.message == "media_refs has audio; this model takes text, image"
+    assert error.message == "media_refs has media of modality audio; this model accepts text, image"
 
 
 async def test_a_video_or_a_sound_is_none_of_this_models(served: Served) -> None:

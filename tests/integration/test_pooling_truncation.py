@@ -121,15 +121,15 @@ async def test_texts_are_cut_behind_the_tokens_around_them(model: Path) -> None:
         ({"truncation_side": "up"}, "truncation_side is 'up'; known: right, left"),
         (
             {"truncate": False, "truncate_prompt_tokens": 5},
-            "truncate_prompt_tokens is 5 and truncate is false; they ask for different truncation, so set one",
+            "truncate_prompt_tokens is 5 and truncate is false, which are different truncations; set only one of the fields",
         ),
         (
             {"truncate": "END", "truncation_side": "left"},
-            "truncation_side is 'left' and truncate is 'END'; they ask for different truncation, so set one",
+            "truncation_side is 'left' and truncate is 'END', which are different truncations; set only one of the fields",
         ),
         ({"prompt_name": "query"}, "prompt_name is not served; use that text in the input itself"),
         ({"input_type": "search_query"}, "input_type is not served; use that text in the input itself"),
-        ({"embedding_types": ["int8"]}, 'embedding_types is ["int8"]; only ["float"] or ["base64"] is served'),
+        ({"embedding_types": ["int8"]}, 'embedding_types is ["int8"]; it must be ["float"] or ["base64"]'),
         ({"embedding_types": ["float", "base64"]}, "embedding_types is "),
         (
             {"embedding_types": ["float"], "encoding_format": "base64"},

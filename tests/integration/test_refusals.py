@@ -88,7 +88,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     # values as the client writes them
     (RESPONSES, {"background": True}, "background", "background is true; only false is served"),
-    (CHAT, {"modalities": ["text", "audio"]}, "modalities", 'modalities is ["text","audio"]; only ["text"] is served'),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities", 'modalities is ["text","audio"]; it must be ["text"]'),
     (
         "/v1/embeddings",
         {"normalize": True, "use_activation": False},
@@ -120,7 +120,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         COMPLETIONS,
         {"structured_outputs": {"regex": "a", "json_whitespace": "compact"}},
         "structured_outputs.json_whitespace",
-        "structured_outputs.json_whitespace is set together with structured_outputs.regex, which writes no JSON; use it with ",
+        "structured_outputs.json_whitespace is set, but structured_outputs.regex does not produce JSON; set it only with ",
     ),
     (
         "/v1/score",

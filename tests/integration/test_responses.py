@@ -216,7 +216,7 @@ async def test_a_response_goes_on_with_an_earlier_one(api: OpenAIServer, engine:
     turns = ["user\nWho are you?", "assistant\nI am Ada.", "user\nAgain?"]
     assert prompt == "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + "<|im_start|>assistant\n"
     assert last.startswith(prompt + "Ada.<|im_end|>\n")
-    with pytest.raises(openai.NotFoundError, match="no such response is stored here") as caught:
+    with pytest.raises(openai.NotFoundError, match="no such response is stored") as caught:
         await create(api, "x", previous_response_id=third.id)
     assert caught.value.param == "previous_response_id"
 

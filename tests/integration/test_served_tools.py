@@ -142,7 +142,7 @@ async def test_a_request_whose_tools_are_all_left_out_is_answered(served: Served
 async def test_a_choice_of_a_tool_that_is_left_out_is_refused(served: Served, route: str, choice: Any) -> None:
     message = await served.refused(route, tools=LEFT_OUT[route][:1], tool_choice=choice)
     assert message.startswith("tool_choice")
-    assert f"tools[0], of type '{LEFT_OUT[route][0]['type']}'" in message or "tools[0] is of type" in message
+    assert f"tools[0], whose type is '{LEFT_OUT[route][0]['type']}'" in message or "tools[0] is of type" in message
 
 
 async def test_a_custom_tool_of_a_chat_is_called_with_a_text(served: Served) -> None:
@@ -387,7 +387,7 @@ TURNS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"content": "b", "audio": {"id": "a"}, "tool_calls": [CALL]},
         "b",
-        "history_left_out: messages[1].audio is an answer as sound, which this server does not keep",
+        "history_left_out: messages[1].audio is an audio answer; this server does not store audio answers",
     ),
     (
         {"content": "b"},

@@ -1,4 +1,4 @@
-"""Tools of a request: selection and names of the tools that the model sees, and inputs of custom tools in answers."""
+"""Tools of a request: selection and names of the tools in the prompt, and inputs of custom tools in answers."""
 
 import json
 import re
@@ -16,20 +16,20 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta
 from penstock_frontend.processing.parsers.call_scanner import whole
 
 INPUT = "input"
-"""Name of the only argument of the function that represents a custom tool; its value is a text."""
+"""Name of the only argument of a function that represents a custom tool. The argument's value is a text."""
 _SEPARATOR = "__"
 
 
 class ServedTool(NamedTuple):
-    """A tool that the model sees.
+    """A tool that the prompt describes to the model.
 
     Attributes:
-        tool: The function that the model sees.
+        tool: The function in the prompt.
         field: Path of the object in the request that has the tool's name, such as ``tools[1].function``.
         name: The client's name of the tool.
-        namespace: The client's name of the tool's group; empty: none.
-        custom: Whether the call's input is a text instead of arguments.
-        syntax: Syntax of the grammar that the input must match; empty: any text.
+        namespace: The client's name of the tool's namespace; empty if the tool is in no namespace.
+        custom: Whether the tool is a custom tool, whose input is a text instead of arguments.
+        syntax: Syntax of the grammar that the input must match; empty if any text is allowed.
         schema: The client's name of the arguments' schema.
     """
 
@@ -47,9 +47,9 @@ class ToolChoice(NamedTuple):
 
     Attributes:
         mode: ``auto``, ``none`` or ``required``.
-        named: Tool that must be called, by the name that the model sees; empty: none.
-        allowed: Tools that may be called, by the same names; None: all.
-        hosted: Type of a tool that must be called, if the choice gives a type instead of a name; empty: none.
+        named: Name, in the prompt, of the tool that must be called; empty if the choice names no tool.
+        allowed: Names, in the prompt, of the tools that may be called; None if all may be called.
+        hosted: Type of the tool that must be called, if the choice has a type instead of a name; else empty.
         field: Field name in errors about the choice.
     """
 
@@ -61,7 +61,7 @@ class ToolChoice(NamedTuple):
 
 
 class ChosenTools(NamedTuple):
-    """The tools that apply to a conversation. ``names``: map from our field names to the client's, for errors."""
+    """The tools that the model may call. ``names``: map from our field names to the client's, for errors."""
 
     tools: Sequence[Tool]
     mode: str
@@ -70,7 +70,7 @@ class ChosenTools(NamedTuple):
 
 
 class ServedTools:
-    """Collects the tools of one request. Tools that this server does not run are left out with a warning."""
+    """Tools of one request. A tool that only another server can run is left out with a warning."""
 
     def __init__(self) -> None:
         self._served: list[ServedTool] = []
@@ -87,8 +87,8 @@ class ServedTools:
         namespace: str = "",
         schema: str = "parameters",
     ) -> None:
-        """Add a function. ``schema``: the client's name of ``parameters``. Raises InvalidArgument if the schema is not
-        for an object.
+        """Add a function. ``schema``: the client's name of ``parameters``. Raises InvalidArgument if the schema does
+        not describe an object.
         """
         kind = (parameters or {}).get("type")
         if kind is not None and kind != "object":
@@ -119,7 +119,7 @@ class ServedTools:
         self._add(ServedTool(tool, field, name, namespace, custom=True, syntax=syntax))
 
     def leave_out(self, kind: str, field: str, name: str = "") -> None:
-        """Leave out a tool that this server does not run, and warn about it. ``kind``: its type."""
+        """Leave out a tool that this server does not run, and warn the client. ``kind``: type of the tool."""
         self._left_out.append((kind, field, name))
         warn(
             WarningKind.TOOL_LEFT_OUT,
@@ -132,15 +132,17 @@ class ServedTools:
 
     @property
     def has_custom(self) -> bool:
-        """True if there are custom tools."""
+        """True if the request has custom tools."""
         return any(served.custom for served in self._served)
 
     def called(self, name: str) -> ServedTool | None:
-        """Return the tool that the model calls by this name, or None."""
+        """Return the tool with this name in the prompt, or None."""
         return self._by_name.get(name)
 
     def chosen(self, choice: ToolChoice) -> ChosenTools:
-        """Apply the choice. Raises InvalidArgument if it requires a tool that was left out or does not exist."""
+        """Apply the tool choice. Raises InvalidArgument if the choice requires a tool that was left out or does not
+        exist.
+        """
         self._check(choice)
         served = [
             each
@@ -170,14 +172,14 @@ class ServedTools:
         for kind, field, name in self._left_out:
             if choice.hosted == kind or (choice.named and choice.named == name):
                 raise InvalidArgument(
-                    f"{choice.field} requires a call of {field}, of type {quoted(kind)}, which this server does not run; "
-                    "choose another tool, or 'auto'",
+                    f"{choice.field} requires a call of {field}, whose type is {quoted(kind)}; this server does not run "
+                    "such tools: choose another tool, or 'auto'",
                     field=choice.field,
                 )
         if choice.hosted:
             raise InvalidArgument(
-                f"{choice.field} requires a call of a tool of type {quoted(choice.hosted)}, which this server does not run; "
-                "choose another tool, or 'auto'",
+                f"{choice.field} requires a call of a tool of type {quoted(choice.hosted)}; this server does not run such "
+                "tools: choose another tool, or 'auto'",
                 field=choice.field,
             )
         left = [each for each in self._served if choice.allowed is None or each.tool.name in choice.allowed]
@@ -192,7 +194,7 @@ class ServedTools:
 
 
 def flat_name(name: str, namespace: str | None = "") -> str:
-    """Return the name of a namespaced tool as the model sees it, because models do not know tool groups."""
+    """Return the name of a tool in the prompt. The namespace becomes a prefix, because models do not know namespaces."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
@@ -218,17 +220,18 @@ def _warn_of_grammar(served: ServedTool, *, forced: bool) -> None:
         )
 
 
-# Inputs of custom tools are texts. The model writes them as an argument of the function that represents the tool.
+# The input of a custom tool is a text. The model writes it as the argument of the function that represents the tool.
 
 _BEGIN = re.compile(rf'\s*{{\s*"{INPUT}"\s*:\s*"')
 _CHARACTER = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])|[^\\]", re.DOTALL)
 _HIGH = re.compile(r"\\u[dD][89abAB]")
-"""First half of a surrogate pair, whose second half may come with the next piece."""
+"""First half of a surrogate pair. The second half may be in the next piece."""
 
 
 class InputReader:
-    """Extracts the text ``input`` from a call's arguments while they are generated. Other arguments are passed on as
-    text.
+    """Incremental reader of the text ``input`` in a call's arguments, while the model generates them.
+
+    If the arguments do not begin with that text, all arguments become the input.
     """
 
     def __init__(self) -> None:
@@ -249,7 +252,7 @@ class InputReader:
         return self._text()
 
     def finish(self) -> str:
-        """Return the rest of the text at the end of the call, or all arguments if they do not begin with the text."""
+        """Return the rest of the text at the end of the call, or all arguments if they do not begin with ``input``."""
         if self._begun:
             return "" if self._ended else self._text(ended=True)
         try:
@@ -272,12 +275,12 @@ class InputReader:
         written, self._raw = self._raw[:upto], self._raw[upto:]
         try:
             return whole(json.loads(f'"{written}"', strict=False))
-        except ValueError:  # an escape sequence that JSON does not have
+        except ValueError:  # not an escape sequence of JSON
             return whole(written)
 
 
 class CustomInputs:
-    """Converts the tool calls of one sequence: the arguments of custom tools become their inputs."""
+    """Converter for the tool calls of one sequence: it replaces the arguments of custom tools by inputs."""
 
     def __init__(self, tools: ServedTools) -> None:
         self._tools = tools
@@ -286,7 +289,7 @@ class CustomInputs:
         self._last: ToolCallDelta | None = None
 
     def read(self, output: ChatOutput) -> ChatOutput:
-        """Return the output with the inputs of custom tools instead of their arguments."""
+        """Return the output, in which calls of custom tools have an input instead of arguments."""
         if not self._has_custom:
             return output
         calls: list[ToolCallDelta] = []
@@ -305,7 +308,7 @@ class CustomInputs:
         return msgspec.structs.replace(output, tool_calls=calls)
 
     def _finish(self, calls: list[ToolCallDelta]) -> None:
-        """Add the rest of the last call's input to its piece, or as a new piece."""
+        """Add the rest of the last call's input to the last piece of the call, or as a new piece."""
         last, self._last = self._last, None
         if last is None or (reader := self._readers.pop(last.index, None)) is None:
             return
@@ -318,5 +321,5 @@ class CustomInputs:
 
 
 def input_arguments(text: str) -> str:
-    """Return the arguments of a custom tool's call with that input, in the form that the model writes."""
+    """Return the arguments of a custom tool's call whose input is ``text``, in the form that the model writes."""
     return json.dumps({INPUT: text}, ensure_ascii=False)

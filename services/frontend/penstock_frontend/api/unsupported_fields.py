@@ -1,7 +1,8 @@
-"""List of request fields that are known but not supported. docs/reference/request-fields.md shows the same list as a table.
+"""List of request fields that are known but not supported. docs/reference/request-fields.md shows the same list as a
+table.
 
-Every field here would change the output or the answer, so a request that sets one is refused. Fields without effect are
-in ``ignored_fields.py``.
+Every field in this list would change the output or the answer, so a request that sets such a field is refused. Fields
+without effect are in ``ignored_fields.py``.
 """
 
 from collections.abc import Mapping
@@ -33,20 +34,20 @@ ROUTES: Mapping[str, str] = {
     "ClassificationBody": "/classify",
     "RerankBody": "/rerank",
 }
-"""Public names of the objects that the structs represent."""
+"""Map from structs to the public names of the objects that they represent."""
 
 
 class UnsupportedField(NamedTuple):
-    """A field, or several with the same effect.
+    """A field, or several fields with the same effect.
 
     Attributes:
-        names: The field's names.
-        effect: The effect that it would have, as a noun.
-        instead: An alternative for clients; empty: none.
-        structs: The structs of the objects that clients send it in. A struct that has the field itself supports it.
+        names: Names of the fields.
+        effect: Effect that the field would have, as a noun.
+        instead: Alternative for clients; empty if there is no alternative.
+        structs: Structs of the objects in which clients send the field. A struct that declares the field supports it.
         neutral: Values without effect, in addition to null, false, 0 and empty values.
-        strict: Whether false, 0 and empty values have an effect as well.
-        wraps: Whether the field is an object of other fields. It has no effect if these are all ignored.
+        strict: Whether false, 0 and empty values also have an effect.
+        wraps: Whether the field is an object that contains other fields. It has no effect if all of them are ignored.
     """
 
     names: tuple[str, ...]
@@ -58,7 +59,7 @@ class UnsupportedField(NamedTuple):
     wraps: bool = False
 
     def asks(self, value: object, struct: str) -> bool:
-        """Return True if a value of the field would have an effect, in an object of this struct."""
+        """Return True if ``value`` would have an effect as the field's value in an object of ``struct``."""
         if value is None or any(_same(value, each) for each in self.neutral):
             return False
         if self.wraps and isinstance(value, dict) and value.keys() <= ignored_in(struct):
@@ -66,7 +67,7 @@ class UnsupportedField(NamedTuple):
         return self.strict or bool(value)
 
     def refusal(self, path: str) -> Unimplemented:
-        """Return the error for a request that has the field. ``path``: its path in the body."""
+        """Return the error for a request that has the field. ``path``: path of the field in the body."""
         remedy = f"use {self.instead}" if self.instead else "leave it out"
         return Unimplemented(f"{path} is not served; {remedy}", field=path)
 

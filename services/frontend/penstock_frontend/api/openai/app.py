@@ -42,8 +42,9 @@ def routes(
     gate: Gate,
     bodies: Bodies,
 ) -> Sequence[Route]:
-    """Return all routes. ``labels``: names of the model's classes, in order. ``gate`` and ``bodies`` are shared by the
-    listener's calls.
+    """Return all routes.
+
+    ``labels``: names of the model's classes, in order. All calls of the listener share ``gate`` and ``bodies``.
     """
     scoring = ScoringCalls(llm)
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
@@ -91,7 +92,7 @@ def routes(
 
 
 class _ByProtocol:
-    """Serves a path that exists in OpenAI's and Anthropic's protocols, in the client's protocol."""
+    """Application for a path that exists in OpenAI's and in Anthropic's protocol. It answers in the client's protocol."""
 
     def __init__(self, openai: Endpoint, anthropic_: Endpoint) -> None:
         self._openai = openai
@@ -119,8 +120,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _hint(path: str, routes: Sequence[BaseRoute]) -> str:
-    """Return a hint for a path that is a part of a known one, or contains one, because clients append paths to their
-    base_url.
+    """Return a hint with the known path that contains ``path`` or that ``path`` contains; empty if there is none.
+
+    Such paths are common errors, because clients append a path to their base_url.
     """
     known = [route.path for route in routes if isinstance(route, Route) and route.path.startswith("/v1/")]
     known = [each for each in known if "{" not in each]

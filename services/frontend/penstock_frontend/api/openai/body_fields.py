@@ -13,8 +13,7 @@ _INT32_MAX = 2**31 - 1
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Return the struct of a body, whose nesting depth must already have been checked. Unknown fields are left to
-    ``FieldPolicy``.
+    """Return the struct of a body. The caller has checked the nesting depth. ``FieldPolicy`` handles unknown fields.
 
     Raises InvalidArgument with the name of the faulty field.
     """
@@ -26,12 +25,12 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
-    """Return the error. For a missing field, add the body's most similar field name as a hint."""
+    """Return the error. If a field is missing, the error also names the most similar field of the body as a hint."""
     if error.reason != "MISSING_FIELD" or "." in error.field:
         return error
     try:
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    # the error is after the missing field, where the decoder had not arrived yet
+    # the text has a syntax error after the object with the missing field, so its names cannot be read
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         return undecodable(e)
     word = nearest(error.field, given).removeprefix("; did you mean ").removesuffix("?")
@@ -42,9 +41,10 @@ def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
 
 
 def refuse_fields(body: msgspec.Struct, *names: str) -> None:
-    """Check that the named fields are not used. Raises Unimplemented for the first one with an effect.
+    """Check that the named fields have no effect. Raises Unimplemented for the first field that has one.
 
-    These are fields that the bodies of several routes share, but this route refuses; see ``unsupported_fields.py``.
+    The bodies of several routes share these fields, but this route does not support them; see
+    ``unsupported_fields.py``.
     """
     struct = type(body).__name__
     unsupported = unsupported_in(struct)
@@ -54,9 +54,9 @@ def refuse_fields(body: msgspec.Struct, *names: str) -> None:
 
 
 def check_range(name: str, value: float | None, low: float, high: float) -> None:
-    """Check that ``value`` is None or from ``low`` to ``high``. Raises InvalidArgument.
+    """Check that ``value`` is None or in the range from ``low`` to ``high``. Raises InvalidArgument.
 
-    If the upper limit is only that of a 32-bit field, messages about too small values leave it out.
+    If the upper limit is only the maximum of a 32-bit field, errors about too small values do not mention it.
     """
     if value is not None and not low <= value <= high:
         limit = f"at least {low}" if high == _INT32_MAX and low >= -1 and value < low else f"from {low} to {high}"
@@ -64,12 +64,12 @@ def check_range(name: str, value: float | None, low: float, high: float) -> None
 
 
 def shown(value: object) -> str:
-    """Return a body's value for messages: texts in quotes, everything else as JSON, shortened to an excerpt."""
+    """Return an excerpt of a body's value for error messages: a text in quotes, another value as JSON."""
     return quoted(value) if isinstance(value, str) else excerpt(msgspec.json.encode(value).decode())
 
 
 def text_of(raw: msgspec.Raw, field: str) -> str | None:
-    """Return a JSON value as text; for a JSON string, its content. None for null and unset values."""
+    """Return a JSON value as text, the content of a JSON string, or None for null and unset values."""
     text = bytes(raw)
     if text in (b"", b"null"):
         return None

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: conversations in, choices out, complete or streamed."""
+"""``/v1/chat/completions``: continues conversations. The answer is complete or streamed."""
 
 import functools
 import time
@@ -49,14 +49,14 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta
 
 
 class FunctionPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function's name, which arrives in one piece, and its arguments as JSON text."""
+    """A function's name and arguments. A stream sends the name in one piece, and the arguments as pieces of JSON text."""
 
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CustomPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A custom tool's name, which arrives in one piece, and its input text."""
+    """A custom tool's name and input. A stream sends the name in one piece, and the input as pieces of text."""
 
     input: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
@@ -73,7 +73,9 @@ class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's message. Reasoning has two names, because clients read one or the other. vLLM's is present even
+    """The assistant's message.
+
+    Reasoning has two field names, because some clients read one name and some the other. vLLM's field is present even
     if it is null.
     """
 
@@ -96,7 +98,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer. ``stop_reason`` (the stop string or token id) and ``token_ids`` are vLLM's."""
+    """One answer. ``stop_reason`` (the stop string or token id) and ``token_ids`` are fields of vLLM."""
 
     index: int
     message: Message
@@ -118,7 +120,7 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a call's choices. ``top_logprobs``: None: no log-probabilities; -1: all available."""
+    """Content of a call's choices. ``top_logprobs`` is None for no log-probabilities, and -1 for all available ones."""
 
     top_logprobs: int | None
     bytes_of: BytesOf
@@ -161,7 +163,7 @@ class ChatChoiceWriter:
         )
 
     def piece(self, output: ChatOutput) -> ChunkChoice | None:
-        """Return the choice for a piece of output; None if there is nothing to send."""
+        """Return the choice for a piece of output, or None if the piece has nothing to send."""
         output = self._inputs.read(output)
         calls = self._calls(output)
         self.num_tokens += len(output.token_ids)
@@ -188,7 +190,7 @@ class ChatChoiceWriter:
         )
 
     def _calls(self, output: ChatOutput) -> Sequence[ToolCallDelta]:
-        """Return the tool calls to show: only the first one if parallel calls are off."""
+        """Return the tool calls to send. If parallel calls are off, return only the first call."""
         parallel = self._style.parallel_tool_calls
         calls = [call for call in output.tool_calls if parallel or call.index == 0]
         self._has_calls = self._has_calls or bool(calls)
@@ -242,7 +244,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. ``prompt_logprobs`` and ``prompt_token_ids`` are vLLM's."""
+    """The answer. ``prompt_logprobs`` and ``prompt_token_ids`` are fields of vLLM."""
 
     id: str
     object: str = "chat.completion"
@@ -301,7 +303,7 @@ class ChatCompletions:
     async def _prompt_token_ids(
         self, body: ChatCompletionRequest, request: ChatRequest, names: Mapping[str, str]
     ) -> list[int]:
-        """Return the prompt's token ids if the answer needs them, else an empty list."""
+        """Return the prompt's token ids if the answer includes them, else an empty list."""
         if not body.return_token_ids and not (body.stream_options and body.stream_options.continuous_usage_stats):
             return []
         try:
@@ -416,10 +418,12 @@ def _check(body: ChatCompletionRequest) -> None:
     sampling_fields.check(body)
     refuse_fields(body, "add_special_tokens")
     if body.modalities is not None and body.modalities != ["text"]:
-        raise Unimplemented(f'modalities is {shown(body.modalities)}; only ["text"] is served', field="modalities")
+        raise Unimplemented(f'modalities is {shown(body.modalities)}; it must be ["text"]', field="modalities")
     check_range("top_logprobs", body.top_logprobs, -1, _INT32_MAX)
     if body.top_logprobs and not body.logprobs:
-        raise InvalidArgument("top_logprobs is set; it needs logprobs", field="top_logprobs")
+        raise InvalidArgument(
+            "top_logprobs is set, but logprobs is not true; set logprobs to true", field="top_logprobs"
+        )
 
 
 def _request(body: ChatCompletionRequest, call: Call, chosen: ChosenTools) -> ChatRequest:

@@ -14,8 +14,8 @@ BytesOf = Callable[[int], bytes]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
-    """A token in chat completions. If it is only a part of a character, ``token`` is U+FFFD, and ``bytes`` has its
-    actual bytes.
+    """A token in chat completions. If the token is only a part of a character, ``token`` is U+FFFD, and ``bytes`` has
+    the bytes of the token.
     """
 
     token: str
@@ -24,7 +24,7 @@ class TokenLogprob(msgspec.Struct, frozen=True):
 
 
 class ContentLogprob(msgspec.Struct, frozen=True):
-    """The token at one position, and the most likely tokens there."""
+    """The chosen token at one position, and the most likely tokens at this position."""
 
     token: str
     logprob: float
@@ -40,10 +40,10 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    r"""Log-probabilities of a completion's choice. The first token of an echoed prompt has none.
+    r"""Log-probabilities of a completion's choice. The first token of an echoed prompt has no log-probability.
 
-    Parts of characters are written as bytes, as in OpenAI's API: ``bytes:\xf0\x9f``. ``text_offset`` is the position of
-    each token's text in the text of the choice, in characters.
+    A token that is a part of a character is written as bytes, as in OpenAI's API: ``bytes:\xf0\x9f``. ``text_offset``
+    is the position of each token's text in the text of the choice, in characters.
     """
 
     tokens: list[str] = []
@@ -68,27 +68,29 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Log-probabilities of each prompt token and of the most likely tokens there, by token id. The first position has none.
+"""Log-probabilities per prompt position: of the prompt token and of the most likely tokens, by token id.
+
+The first position has no log-probabilities.
 """
 
 
 class TextOffsets:
     """Computes the positions, in characters, at which the texts of consecutive tokens begin.
 
-    A token begins at its first character, even if it has only a part of it. An incomplete character becomes U+FFFD, and
-    the next token begins after that.
+    A token begins at its first character, even if the token has only a part of that character. An incomplete character
+    becomes U+FFFD, and the next token begins after it.
     """
 
     def __init__(self, detokenizer: IncrementalDetokenizer, text_of: Callable[[int], str], bytes_of: BytesOf) -> None:
         self._detokenizer = detokenizer
         self._length = 0
-        self._pending: list[int] = []  # tokens that wait for the rest of their character
-        self._num_told = 0  # number of pending tokens already reported
+        self._pending: list[int] = []  # tokens whose last character is not complete yet
+        self._num_told = 0  # number of pending tokens whose offset was returned
         self._text_of = text_of
         self._bytes_of = bytes_of
 
     def name_of(self, token_id: int, text: str | None = None) -> str:
-        """Return the name of a token in completions: its text, or its bytes if it is a part of a character.
+        """Return the name of a token in completions: its text, or its bytes if the token is a part of a character.
 
         ``text``: the token's text, if the caller has it.
         """
@@ -99,8 +101,8 @@ class TextOffsets:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def of(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the offsets of the next tokens. Tokens of an incomplete character at the end are treated as if it
-        stayed incomplete.
+        """Return the offsets of the next tokens. If the last character is incomplete, its tokens get the offsets that
+        they would have if it stayed incomplete.
         """
         offsets: list[int] = []
         for token_id in token_ids:
@@ -113,7 +115,7 @@ class TextOffsets:
         return offsets
 
     def _settle(self, count: int, text: str) -> list[int]:
-        """Return the unreported offsets of the first pending tokens, which have become ``text``."""
+        """Return the offsets not yet returned of the first ``count`` pending tokens, whose text is ``text``."""
         settled, self._pending = self._pending[:count], self._pending[count:]
         offsets = self._begins(settled, text)[self._num_told :]
         self._num_told = max(self._num_told - count, 0)
@@ -124,7 +126,7 @@ class TextOffsets:
         begins = [self._length] if token_ids else []
         for index in range(1, len(token_ids)):
             front, rest = self._detokenizer.decode(token_ids[:index]), self._detokenizer.decode(token_ids[index:])
-            # Text that is decoded separately may lack its leading space.
+            # The tokenizer may drop the leading space of a text that is decoded separately.
             if text.startswith(front) and text[len(front) :].lstrip(" ") == rest.lstrip(" "):
                 begin = len(front)
             else:
@@ -134,7 +136,7 @@ class TextOffsets:
 
 
 def _num_common(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two texts."""
     pairs = zip(one, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -147,7 +149,7 @@ def entries(logprobs: Logprobs, position: int) -> Iterator[tuple[int, str, float
 
 
 def add_completion_logprobs(into: CompletionLogprobs, logprobs: Logprobs, offsets: TextOffsets) -> None:
-    """Append all positions to those of a completion's choice."""
+    """Append all positions of ``logprobs`` to ``into``."""
     chosen = [logprobs.token_ids[begin] for begin in logprobs.offsets[: len(logprobs)]]
     for position, offset in enumerate(offsets.of(chosen)):
         found = [(offsets.name_of(i, text), value) for i, text, value, _ in entries(logprobs, position)]

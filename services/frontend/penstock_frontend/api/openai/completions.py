@@ -1,4 +1,4 @@
-"""``/v1/completions``: prompts in, choices out, complete or streamed."""
+"""``/v1/completions``: continues prompts. The answer is complete or streamed."""
 
 import asyncio
 import functools
@@ -49,7 +49,7 @@ from penstock_frontend.processing.prompts.infill import infill_prompt
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence, or a piece of it. ``stop_reason`` (the stop string or token id) and the fields after it are vLLM's."""
+    """One sequence, or a piece of it. ``stop_reason`` (stop string or token id) and the later fields are those of vLLM."""
 
     index: int
     text: str
@@ -62,7 +62,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a call's choices. ``only_prompt``: the output, which is then one token, is not shown at all."""
+    """Content of a call's choices. If ``only_prompt`` is set, the output has one token, and the choices do not show it."""
 
     echo: bool
     only_prompt: bool
@@ -70,14 +70,14 @@ class ChoiceStyle(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool
 
     def counted(self, usage: Usage) -> Usage:
-        """Return the usage of a finished sequence. An output that is not shown does not count."""
+        """Return the usage of a finished sequence. An output that the choices do not show does not count."""
         if not self.only_prompt:
             return usage
         return msgspec.structs.replace(usage, completion_tokens=0, accepted_draft_tokens=0, rejected_draft_tokens=0)
 
 
 class ChoiceWriter:
-    """Writes the choice of one sequence. ``offsets`` is set if log-probabilities are requested."""
+    """Writer of the choice of one sequence. ``offsets`` is set if log-probabilities are requested."""
 
     def __init__(self, index: int, prompt: Prompt, style: ChoiceStyle, offsets: TextOffsets | None) -> None:
         self._index = index
@@ -106,7 +106,7 @@ class ChoiceWriter:
         )
 
     def usage_so_far(self) -> UsageInfo:
-        """Return the tokens of the prompt and those written so far."""
+        """Return the number of prompt tokens and of output tokens written so far."""
         return usage_info(len(self._prompt.token_ids or ()), self._num_tokens)
 
     def _logprobs(self, output: RequestOutput, of_prompt: Logprobs | None, *, first: bool) -> CompletionLogprobs | None:
@@ -132,7 +132,7 @@ class ChoiceWriter:
 DEFAULT_MAX_TOKENS = 16
 _INT32_MAX = 2**31 - 1
 _POSITIONS_PER_TURN = 256
-"""Choices and log-probability positions written per turn of the event loop."""
+"""Number of choices and log-probability positions that are written per turn of the event loop."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -146,12 +146,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences per prompt, of which ``n`` are shown."""
+        """Number of sequences to generate per prompt. The answer shows ``n`` of them."""
         return self.best_of or self.n or 1
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, and each chunk of a streamed answer. Choice p * n + i is sequence i of prompt p."""
+    """A complete answer, or a chunk of a streamed answer. Choice p * n + i is sequence i of prompt p."""
 
     id: str
     object: str = "text_completion"
@@ -193,8 +193,8 @@ class Completions:
         call = sampling_fields.with_kv(call, body, self._llm.gateway, num_sequences=body.num_sequences, of=of)
         if call.context.kv.lease and prompts > 1:
             raise InvalidArgument(
-                f"kv_transfer_params.do_remote_decode is true and prompt has {prompts} prompts; only one can be "
-                "handed over: it must have 1",
+                f"kv_transfer_params.do_remote_decode is true, but prompt has {prompts} prompts; send only one prompt "
+                "per call",
                 field="prompt",
             )
         return call
@@ -204,7 +204,7 @@ class Completions:
         if prompts > 1 and prompts * n > limit:
             name = "n" if body.best_of is None else "best_of"
             raise InvalidArgument(
-                f"{name} is {n}: with {prompts} prompts these are {prompts * n} sequences; "
+                f"{name} is {n}: with {prompts} prompts the call has {prompts * n} sequences; "
                 f"limits.max_sequences_per_call is {limit}",
                 field=name,
             )
@@ -233,8 +233,9 @@ class _Making:
         self._prediction = predicted_text(body.prediction)
 
     async def sources(self, given: Sequence[Given]) -> list[Source[RequestOutput]]:
-        """Return one request per prompt. Raises RequestFailed; if there is no room for all of them, before any is
-        tokenized.
+        """Return one request per prompt. Raises RequestFailed.
+
+        If a limit does not allow all requests, the error is raised before any prompt is tokenized.
         """
         tenant = self._context.tenant
         self._llm.check_room(
@@ -315,7 +316,7 @@ class _Making:
         return each.prompt * (self._body.n or 1) + each.output.index
 
     def _chosen(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-        """Return the sequences of a prompt in the order of its choices."""
+        """Return the sequences of a prompt that become choices, in the order of the choices."""
         if self._body.num_sequences > (self._body.n or 1):
             return ranked(sorted(outputs, key=lambda output: output.index))
         return sorted(outputs, key=lambda output: output.index)
@@ -332,7 +333,9 @@ class _Making:
         return self._writers[index]
 
     def _offsets(self, prompt: Prompt) -> TextOffsets:
-        """Return the text offsets of an output. Without echo, the prompt is only context for the output's first token."""
+        """Return the object that computes an output's text offsets. Without echo, the prompt is only context for
+        decoding.
+        """
         context = () if self._body.echo else prompt.token_ids or ()
         skip = self._body.skip_special_tokens is not False
         tokenizer = self._llm.tokenizer
@@ -358,7 +361,9 @@ def _check(body: CompletionRequest) -> None:
     if body.max_tokens == 0 and not body.echo:
         raise InvalidArgument("max_tokens is 0; it must be at least 1 unless echo is set", field="max_tokens")
     if body.echo and body.stream and body.logprobs is not None and (body.n or 1) > 1:
-        raise Unimplemented("echo with logprobs and n above 1 is not served as a stream", field="stream")
+        raise Unimplemented(
+            "echo with logprobs and n above 1 is not supported in a stream; set stream to false", field="stream"
+        )
 
 
 def _check_best_of(body: CompletionRequest) -> None:
@@ -368,8 +373,8 @@ def _check_best_of(body: CompletionRequest) -> None:
     check_range("best_of", body.best_of, 1, _INT32_MAX)
     if body.stream and body.num_sequences > n:
         raise InvalidArgument(
-            f"best_of is {body.best_of}, n is {n}; a stream cannot choose, so set both to the same value, or "
-            "stream to false",
+            f"best_of is {body.best_of} and n is {n}, but a stream cannot select the best outputs; set both to the same "
+            "value, or set stream to false",
             field="best_of",
         )
 
@@ -377,7 +382,9 @@ def _check_best_of(body: CompletionRequest) -> None:
 def _infilled(llm: AsyncLLM, prompt: Given, suffix: str) -> str:
     """Return the prompt for a fill-in-the-middle model. Raises InvalidArgument and Unimplemented."""
     if not isinstance(prompt, str):
-        raise InvalidArgument("suffix is set; prompt must then be text, not token ids", field="prompt")
+        raise InvalidArgument(
+            "suffix is set, but prompt is token ids; with suffix, prompt must be text", field="prompt"
+        )
     return infill_prompt(llm.tokenizer, prompt, suffix)
 
 
@@ -387,7 +394,7 @@ def _names(body: CompletionRequest) -> Mapping[str, str]:
 
 
 def _values(body: CompletionRequest) -> dict[str, Any]:
-    """Return the sampling parameters. An echoed prompt gets the same log-probabilities as the output."""
+    """Return the sampling parameters. If the prompt is echoed, it gets as many log-probabilities as the output."""
     values = {"n": 1, "max_tokens": DEFAULT_MAX_TOKENS, **sampling_fields.values(body)}
     values["max_tokens"] = max(values["max_tokens"], 1)
     values["n"] = body.num_sequences

@@ -10,8 +10,10 @@ _INT32 = 2**31
 
 
 class ContextFields(msgspec.Struct, kw_only=True):
-    """Context fields of all bodies with inputs. ``priority`` and ``request_id`` are vLLM's. ``lora`` is our own; it
-    names a LoRA adapter, which ``model`` may name as well.
+    """Context fields of all bodies with inputs.
+
+    ``priority`` and ``request_id`` are fields of vLLM. ``lora`` is a field of Penstock that names a LoRA adapter;
+    ``model`` may name the adapter instead.
     """
 
     model: str | None = None
@@ -27,10 +29,9 @@ class GenerationContextFields(ContextFields, kw_only=True):
 
 
 def context_of(call: Call, prefix: str, body: ContextFields) -> RequestContext:
-    """Return the context from the body, with the call's headers as defaults. ``prefix``: prefix of the request id and
-    answer id.
+    """Return the context from the body. For fields that the body does not set, the call's headers are used.
 
-    Raises InvalidArgument.
+    ``prefix``: prefix of the request id and the answer id. Raises InvalidArgument.
     """
     check_range("priority", body.priority, -_INT32, _INT32 - 1)
     return msgspec.structs.replace(

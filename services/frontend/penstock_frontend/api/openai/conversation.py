@@ -18,7 +18,7 @@ from penstock_frontend.processing.chat.histories import arguments_text, warn_of_
 T = TypeVar("T")
 
 MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
-"""Modes of a tool choice in the names of clients. ``any`` is Mistral's and Anthropic's name of ``required``."""
+"""Map from the clients' names of tool choice modes to ours. ``any`` is Mistral's and Anthropic's ``required``."""
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +45,9 @@ class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call. If a call is required, its schema is enforced regardless of ``strict``."""
+    """A function that the model may call. If a call is required, the function's schema is enforced even without
+    ``strict``.
+    """
 
     name: str = ""
     description: str | None = None
@@ -98,14 +100,14 @@ class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllowedToolsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools that may be called, and whether one must be: ``auto`` or ``required``."""
+    """The tools that the model may call. ``mode`` is ``auto``, or ``required`` if the model must call one of them."""
 
     mode: str = "auto"
     tools: list[AllowedToolBody] = []
 
 
 class ToolChoiceObject(AllowedToolBody, frozen=True, kw_only=True):
-    """The tool that must be called, the tools that may be called, or a mode as an object."""
+    """Tool choice as an object: the tool that must be called, the tools that may be called, or a mode."""
 
     allowed_tools: AllowedToolsBody | None = None
 
@@ -217,10 +219,10 @@ _URLS: Mapping[str, tuple[str, Modality]] = {
     "audio_url": ("audio_url", "audio"),
     "video_url": ("video_url", "video"),
 }
-"""Types of parts with a URL, each with the name of its field and its modality."""
+"""Types of parts with a URL. The values are the name of the part's field and the modality."""
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 _OTHER_NAMES = {"wave": "wav", "vnd.wave": "wav", "mpeg": "mp3", "mpga": "mp3", "oga": "ogg"}
-"""Other names of these formats, in lower case and without ``audio/`` and ``x-``."""
+"""Map from other names of audio formats to OpenAI's names. Keys are in lower case, without ``audio/`` and ``x-``."""
 _DETAILS = ("auto", "low", "high", "original")
 _REFUSED = {
     "image_embeds": "; gRPC's Media.embeds takes embeddings",
@@ -233,7 +235,7 @@ _REFUSED = {
 
 
 class UrlBody(msgspec.Struct, frozen=True, kw_only=True):
-    """URL of a media item. ``detail`` is OpenAI's; it has no effect, because the model's processor chooses the size."""
+    """URL of a media item. OpenAI's ``detail`` has no effect, because the model's processor chooses the size."""
 
     url: str
     detail: str | None = None
@@ -247,7 +249,7 @@ class InputAudioBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Media fields of a part. A part of each type has one of them."""
+    """Media fields of a part. A media part has one of these fields, depending on its type."""
 
     image_url: UrlBody | str | None = None
     input_audio: InputAudioBody | None = None
@@ -259,7 +261,7 @@ class MediaFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class VideoIoBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options for videos. ``fps``: frame rate of a video given as frames."""
+    """Options for videos. ``fps``: frame rate of a video that is sent as frames."""
 
     fps: float = DEFAULT_FPS
 
@@ -276,7 +278,7 @@ class MediaIoBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of a body for all its media: additional processor arguments, and the frame rate of videos."""
+    """Options for all media of a body: additional arguments for the processor, and the frame rate of videos."""
 
     processor_kwargs: dict[str, Any] = {}
     fps: float = DEFAULT_FPS
@@ -292,14 +294,14 @@ MEDIA_TYPES = ("image_url", "input_audio", "audio_url", "video_url")
 
 
 def is_media(kind: str) -> bool:
-    """Return True if parts of this type are media, including types that are refused by name."""
+    """Return True if parts of this type are media. That includes media types that the server does not support."""
     return kind in _URLS or kind == "input_audio" or kind in _REFUSED
 
 
 def media_of(kind: str, body: MediaFields, path: str, options: MediaOptions) -> MediaPart:
-    """Return the media part for a part at ``path``, whose type must be ``is_media``.
+    """Return the media part for a part at ``path``. ``is_media`` must be true for the part's type.
 
-    Raises InvalidArgument if a field is missing or wrong, Unimplemented if it is not supported.
+    Raises InvalidArgument if a field is missing or wrong, Unimplemented if a field or type is not supported.
     """
     if kind in _REFUSED:
         raise Unimplemented(f"{path}.type is {quoted(kind)}, which is not served{_REFUSED[kind]}", field=f"{path}.type")
@@ -359,7 +361,7 @@ def _check_detail(detail: str | None, field: str) -> None:
 
 _NO_OPTIONS = MediaOptions()
 CONVERSATION = {"prompt is": "the conversation with its template and tools is"}
-"""Name in errors for a prompt made by a chat template."""
+"""Map for ``renamed``: in errors, a prompt from a chat template is called a conversation."""
 
 
 class PartBody(MediaFields, frozen=True, kw_only=True):
@@ -373,8 +375,8 @@ class PartBody(MediaFields, frozen=True, kw_only=True):
 class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
     """A message of the conversation.
 
-    Reasoning of an assistant has two names. ``function_call`` and the role ``function`` are OpenAI's older form of a
-    tool call and its result.
+    The assistant's reasoning has two field names. ``function_call`` is OpenAI's older form of a tool call, and a
+    message with the role ``function`` is OpenAI's older form of a tool result.
     """
 
     role: str
@@ -397,7 +399,11 @@ def messages_of(bodies: Sequence[MessageBody], options: MediaOptions = _NO_OPTIO
 
 def _message(body: MessageBody, path: str, options: MediaOptions) -> ChatMessage:
     if body.audio is not None:
-        warn(WarningKind.HISTORY_LEFT_OUT, f"{path}.audio", "is an answer as sound, which this server does not keep")
+        warn(
+            WarningKind.HISTORY_LEFT_OUT,
+            f"{path}.audio",
+            "is an audio answer; this server does not store audio answers",
+        )
     calls = [call_of(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(body.tool_calls or ())]
     if body.function_call is not None:
         calls.append(function_call("", body.function_call, f"{path}.function_call"))
@@ -426,18 +432,19 @@ def _part(body: PartBody, path: str, options: MediaOptions) -> ContentPart:
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Values of OpenAI's and Anthropic's protocols."""
+"""Values of the reasoning effort in OpenAI's and Anthropic's protocols."""
 
 
 def effort_kwargs(effort: str | None, field: str) -> dict[str, Any]:
-    """Return the template variables for an effort. ``none`` turns reasoning off if the template supports that. Raises
-    InvalidArgument.
+    """Return the template variables for a reasoning effort. Raises InvalidArgument.
+
+    ``none`` turns reasoning off if the template supports that.
     """
     if effort is None:
         return {}
     if effort not in EFFORTS:
         raise InvalidArgument(
-            f"{field} is {quoted(effort)}; known: {', '.join(EFFORTS)}. Other values go into "
+            f"{field} is {quoted(effort)}; known: {', '.join(EFFORTS)}. Send other values in "
             "chat_template_kwargs.reasoning_effort",
             field=field,
         )

@@ -14,7 +14,7 @@ _STATUS = {
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
     "PERMISSION_DENIED": 403,
-    "UNIMPLEMENTED": 400,  # not 501, because clients would retry
+    "UNIMPLEMENTED": 400,  # not 501, because clients would retry the request
     "NOT_FOUND": 404,
     "ALREADY_EXISTS": 400,
     "FAILED_PRECONDITION": 400,
@@ -24,7 +24,7 @@ _STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 _REASON_STATUS = {"MEDIA_TOO_LARGE": 413}
-"""Statuses of certain reasons."""
+"""HTTP statuses for error reasons that do not use the status of their gRPC code."""
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -51,13 +51,13 @@ _CODES = {
     "CREDENTIALS_MISSING": "invalid_api_key",
     "CREDENTIALS_WRONG": "invalid_api_key",
 }
-"""OpenAI's codes for certain reasons. Other reasons are written in lower case."""
+"""OpenAI's codes for some error reasons. For other reasons, the code is the reason in lower case."""
 _PLACE = re.compile(r" - at `(?:(?P<key>key)` in `)?\$(?P<path>[^`]*)`$")
 
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _PROCESSOR_KWARGS = re.compile(r"(?<![\w.])processor_kwargs\b")
-"""gRPC's name of ``mm_processor_kwargs``."""
+"""Name of ``mm_processor_kwargs`` in the gRPC API."""
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
@@ -70,13 +70,13 @@ class ErrorDetails(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Body of every answer that is not 200, and the event that ends a failed stream."""
+    """Body of every answer whose status is not 200, and of the event that ends a failed stream."""
 
     error: ErrorDetails
 
 
 class HttpError(Exception):
-    """An error with an HTTP status that no gRPC code corresponds to."""
+    """An error whose HTTP status has no corresponding gRPC code."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -98,8 +98,8 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
     """Return the answer for an error.
 
-    Errors other than RequestFailed and HttpError are incidents: they are logged, and the client gets status 500 without
-    their text.
+    Errors other than RequestFailed and HttpError are incidents: the frontend logs the error, and the client gets status
+    500 without the text of the error.
     """
     if isinstance(error, HttpError):
         return _answer(error.status, error.message, None, error.code)
@@ -113,9 +113,10 @@ def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
 
 
 def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
-    """Return the same error with the client's field names. ``names`` maps the start of our field paths to the client's.
+    """Return the error with the client's field names. ``names`` maps prefixes of our field paths to the client's
+    prefixes.
 
-    A key with a space is the start of a message instead.
+    A key of ``names`` with a space is a prefix of an error message, not of a field path.
     """
     message, field = error.message, error.field
     for ours, theirs in names.items():
@@ -140,12 +141,12 @@ def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
 def undecodable(
     error: msgspec.DecodeError | UnicodeDecodeError, path: str = "", kind: type | None = None
 ) -> InvalidArgument:
-    """Return the error for a JSON text that is not valid, or in which a field has the wrong type.
+    """Return the error for a JSON text that is not valid, or that has a field of the wrong type.
 
     Args:
         error: the decoder's error.
         path: path of the text in the body.
-        kind: struct of the body, whose fields list their allowed words.
+        kind: struct of the body. The types of its fields define the allowed words.
     """
     if not isinstance(error, msgspec.ValidationError):
         return InvalidArgument(f"the body is not valid JSON: {error}", reason="INVALID_JSON")
@@ -167,7 +168,7 @@ def undecodable(
 
 
 def _words(kind: type | None, name: str) -> Sequence[str]:
-    """Return the words that a field of a struct allows; none if it allows any, or is not in the struct itself."""
+    """Return the allowed words of a field, or an empty list if the field allows any text or is not in the struct."""
     fields = msgspec.structs.fields(kind) if kind is not None and issubclass(kind, msgspec.Struct) else ()
     types = [member for field in fields if field.name == name for member in (field.type, *typing.get_args(field.type))]
     return [str(word) for of in types if typing.get_origin(of) is typing.Literal for word in typing.get_args(of)]

@@ -1,4 +1,4 @@
-"""Prompts of one HTTP call, and its generation requests, one per prompt."""
+"""Prompts of one HTTP call, and the generation requests of the call, one per prompt."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -30,10 +30,10 @@ class Source(NamedTuple, Generic[O]):
     """A request to accept.
 
     Attributes:
-        request_id: its id.
-        demand: the resources that it takes up.
-        outputs: returns its outputs once it is accepted.
-        names: map of field names for its errors, see ``renamed``.
+        request_id: id of the request.
+        demand: resources that the request needs.
+        outputs: returns the outputs of the request; called once the request is accepted.
+        names: map of field names for the request's errors, see ``renamed``.
     """
 
     request_id: str
@@ -52,8 +52,8 @@ class PromptOutput(NamedTuple, Generic[O]):
 class Generation(Generic[O]):
     """The requests of one call, used as ``with Generation(llm, sources, body) as generation``.
 
-    All requests are accepted at the start of the block, and released at its end in any case. The call's body is closed
-    once they are accepted.
+    All requests are accepted at the start of the ``with`` block, and always released at its end. The call's body is
+    closed once the requests are accepted.
     """
 
     def __init__(self, llm: AsyncLLM, sources: Sequence[Source[O]], body: Body) -> None:
@@ -63,7 +63,7 @@ class Generation(Generic[O]):
         self._lives: list[LiveRequest] = []
 
     def __enter__(self) -> "Generation[O]":
-        """Accept all requests. Raises RequestFailed if one is refused; then none is accepted."""
+        """Accept all requests. If one request is refused, none is accepted, and RequestFailed is raised."""
         try:
             for source in self._sources:
                 self._lives.append(self._llm.accept(source.request_id, source.demand))
@@ -80,23 +80,23 @@ class Generation(Generic[O]):
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens of the requests sent to engines. That includes all requests with an output."""
+        """Number of prompt tokens of all requests that were sent to engines. Every request with an output was sent."""
         return sum(len(live.prompt_token_ids) for live in self._lives)
 
     def cancel(self) -> None:
-        """Abort the requests, which keep the output they have so far.
+        """Abort the requests. The output that they have so far is kept.
 
-        Requests that have started end with finish reason ABORT, others with Cancelled.
+        Requests that have started end with the finish reason ABORT. Other requests end with the error Cancelled.
         """
         for live in self._lives:
             live.abort()
             self._llm.abort(live)
 
     def outputs(self) -> AsyncGenerator[PromptOutput[O], None]:
-        """Yield the outputs of all requests. Raises the RequestFailed of the first that fails, with the client's field
-        names.
+        """Yield the outputs of all requests.
 
-        At most one output of each request waits here for the client. Further output gathers in its collector.
+        Raises the RequestFailed of the first request that fails, with the client's field names. At most one output of
+        each request waits here for the client. The request's collector merges further output.
         """
         return self._of(0) if len(self._sources) == 1 else self._of_all()
 
@@ -143,9 +143,9 @@ class Generation(Generic[O]):
 # The prompts of a completion call.
 
 AS_MANY_AS_FIT = -1
-"""Value of ``truncate_prompt_tokens`` for as many tokens as leave room for the output."""
+"""Value of ``truncate_prompt_tokens`` that keeps as many prompt tokens as possible while the output still fits."""
 Given = str | list[int]
-"""Text, or token ids that are used unchanged."""
+"""Text, or token ids that the frontend uses unchanged."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,8 +153,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         given: text or token ids.
-        token_ids: its token ids if the answer needs them, else None.
-        echo: its text, for answers that begin with it.
+        token_ids: token ids of the prompt if the answer needs them, else None.
+        echo: text of the prompt, for answers that begin with the prompt.
         names: map of field names for errors, see ``renamed``.
     """
 
@@ -165,14 +165,16 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split(prompt: str | Sequence[str | int | list[int]], limit: int) -> list[Given]:
-    """Return the prompts in a body's ``prompt``. Raises InvalidArgument if there are none, more than ``limit``, or ids
-    among texts.
+    """Return the prompts in a body's ``prompt``.
+
+    Raises InvalidArgument if there is no prompt, if there are more than ``limit`` prompts, or if texts and token ids
+    are mixed.
     """
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
         raise InvalidArgument("prompt is empty: there is no prompt", field="prompt")
-    if set(map(type, prompt)) == {int}:  # fast check, because there may be a million ids
+    if set(map(type, prompt)) == {int}:  # fast check, because a prompt may have a million token ids
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > limit:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; limits.max_prompts is {limit}", field="prompt")
@@ -197,8 +199,8 @@ async def prepare(
     skip_special_tokens: bool,
     names: Mapping[str, str],
 ) -> Prompt:
-    """Return a prompt, tokenized and truncated to its last ``keep`` tokens if that is needed here. Raises
-    RequestFailed.
+    """Return a prompt. If the answer or the truncation needs token ids, the prompt is tokenized here, and truncated to
+    its last ``keep`` tokens. Raises RequestFailed.
     """
     names = {"text": field, "token_ids.ids": field, "token_ids": field, "prompt": field, **names}
     if not given:

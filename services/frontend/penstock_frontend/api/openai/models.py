@@ -17,8 +17,10 @@ from penstock_frontend.dispatch.adapters import NamedAdapter
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or a LoRA adapter of the model in ``parent``. ``max_model_len`` (tokens, null without engines) and
-    ``root`` (its path) are vLLM's.
+    """A model, or a LoRA adapter of the model in ``parent``.
+
+    ``max_model_len`` and ``root`` are fields of vLLM. ``max_model_len`` is a number of tokens, and null while no engine
+    is connected. ``root`` is the path of the model or adapter.
     """
 
     id: str
@@ -52,7 +54,7 @@ class Models:
         return [self._model.name, *(named.adapter.name for named in self._llm.adapters.adapters.all())]
 
     async def list(self, call: Call, given: Body) -> Answer:
-        """Return the model, its LoRA adapters, and aliases of these."""
+        """Return the model, its LoRA adapters, and all their aliases."""
         adapters = self._llm.adapters.adapters.all()
         aliases = (self._named(name) for name in self._llm.adapters.adapters.aliases)
         return ModelList(data=[self._describe(), *map(self._adapter, adapters), *filter(None, aliases)])
@@ -66,7 +68,7 @@ class Models:
         return self._named(name) or self._describe()
 
     def _named(self, name: str) -> Model | None:
-        """Return a model under one of its names; None for an alias whose adapter does not exist."""
+        """Return the model or adapter with this name, or None for an alias whose adapter does not exist."""
         adapters = self._llm.adapters.adapters
         adapter = adapters.get(name)
         if adapter is None and adapters.aliases.get(name, name) != self._model.name:
@@ -97,10 +99,10 @@ _NAMES = {"name": "lora_name", "path": "lora_path"}
 
 
 class LoadLoraAdapterRequest(msgspec.Struct, kw_only=True):
-    """Body of a load.
+    """Body of a call that loads a LoRA adapter.
 
-    ``lora_path`` is a directory on the engines' machines. ``load_inplace`` replaces an adapter that has other content.
-    ``pinned``, our own field, keeps the adapter in the engines' memory.
+    ``lora_path`` is a directory on the engines' machines. ``load_inplace`` replaces an adapter with the same name and
+    other content. ``pinned``, a field of Penstock, keeps the adapter in the engines' memory.
     """
 
     lora_name: str
@@ -110,7 +112,7 @@ class LoadLoraAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadLoraAdapterRequest(msgspec.Struct, kw_only=True):
-    """Body of an unload. ``lora_int_id`` is vLLM's and is ignored."""
+    """Body of a call that unloads a LoRA adapter. ``lora_int_id`` is a field of vLLM and is ignored."""
 
     lora_name: str
     lora_int_id: int | None = None
@@ -135,7 +137,7 @@ class LoraAdapters:
         return PlainText(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, call: Call, given: Body) -> Answer:
-        """Remove a name. Raises RequestFailed."""
+        """Remove the name of an adapter. Raises RequestFailed."""
         body = await given.decode(UnloadLoraAdapterRequest)
         given.close()
         try:

@@ -1,4 +1,4 @@
-"""Field ``response_format``, in the forms of OpenAI, llama.cpp, Together, Fireworks and TGI."""
+"""Parser of the field ``response_format``, in the forms of OpenAI, llama.cpp, Together, Fireworks and TGI."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _KNOWN = "text, json_object, json_schema, structural_tag, json, regex, grammar"
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """A schema in OpenAI's form. It is always enforced, regardless of ``strict``."""
+    """A schema in OpenAI's form. The schema is always enforced, even if ``strict`` is false."""
 
     schema: msgspec.Raw
     name: str = ""
@@ -29,8 +29,9 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Format of the output: ``text``, ``json_object``, ``json_schema``, ``regex``, ``grammar``, or ``structural_tag``
     in xgrammar's form.
 
-    ``schema`` and ``value`` can hold a schema, as in llama.cpp, Together and TGI. ``pattern`` and ``value`` can hold a
-    regular expression, ``grammar`` and ``value`` a grammar. ``name``, ``description`` and ``strict`` have no effect.
+    ``schema`` or ``value`` can be a schema, as in llama.cpp, Together and TGI. ``pattern`` or ``value`` can be a
+    regular expression. ``grammar`` or ``value`` can be a grammar. ``name``, ``description`` and ``strict`` have no
+    effect.
     """
 
     type: str
@@ -49,10 +50,10 @@ class Constraint(msgspec.Struct, frozen=True):
     """An output constraint of a body.
 
     Attributes:
-        field: Path of its value in the body.
+        field: Path of the constraint's value in the body.
         head: The field of the body that contains the value.
-        kind: The corresponding field of StructuredOutput.
-        value: The value of that field.
+        kind: Field of StructuredOutput for this kind of constraint.
+        value: Value of that field.
     """
 
     field: str
@@ -67,10 +68,10 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 def read_format(raw: msgspec.Raw, head: str = "response_format") -> Constraint | None:
-    """Return the constraint of a format; None for ``text`` and null. ``head``: the field that has the format.
+    """Return the constraint of a format, or None for ``text`` and null. ``head``: the field that contains the format.
 
     Raises:
-        InvalidArgument: The format has an unknown type or field, or lacks its value.
+        InvalidArgument: The format has an unknown type or field, or its value is missing.
     """
     text = bytes(raw)
     if text in (b"", b"null"):
@@ -111,7 +112,7 @@ def _read(given: ResponseFormat, head: str) -> Constraint | None:
 
 
 def _values(given: ResponseFormat, head: str) -> dict[str, str]:
-    """Return the values that are set, by their paths."""
+    """Return the values of the format that are set, by their paths in the body."""
     found = {
         f"{head}.schema": text_of(given.schema, f"{head}.schema"),
         f"{head}.value": text_of(given.value, f"{head}.value"),
@@ -128,15 +129,15 @@ def _values(given: ResponseFormat, head: str) -> dict[str, str]:
 
 
 def _wrapped(value: msgspec.Raw) -> msgspec.Raw | None:
-    """Return the schema in a value of TGI's form ``{"name": ..., "schema": ...}``, else None."""
+    """Return the schema if ``value`` has TGI's form ``{"name": ..., "schema": ...}``, else None."""
     try:
         return msgspec.json.decode(value, type=JsonSchemaFormat).schema
-    except (msgspec.DecodeError, UnicodeDecodeError):  # the value is a schema itself, or empty
+    except (msgspec.DecodeError, UnicodeDecodeError):  # the value itself is a schema, or the value is empty
         return None
 
 
 def _one(given: ResponseFormat, values: dict[str, str], head: str, *names: str, required: bool = True) -> str | None:
-    """Return the path of the only value that is set. ``names``: fields that the type allows, the usual one first."""
+    """Return the path of the only value that is set. ``names``: fields that the type allows, the usual field first."""
     fields = [f"{head}.{name}" for name in names]
     _check_fields(given, values, head, fields)
     if len(values) > 1:
@@ -145,17 +146,17 @@ def _one(given: ResponseFormat, values: dict[str, str], head: str, *names: str, 
     if values:
         return next(iter(values))
     if required:
-        # In OpenAI's form the outer object is missing.
+        # In OpenAI's form the missing field is the outer object.
         field = fields[0].removesuffix(".schema") if names[0] == "json_schema.schema" else fields[0]
         raise InvalidArgument(f"{field} is not set", field=field)
     return None
 
 
 def _check_fields(given: ResponseFormat, values: dict[str, str], head: str, fields: Sequence[str]) -> None:
-    """Check that the type allows all values. Raises InvalidArgument."""
+    """Check that the format's type allows all values that are set. Raises InvalidArgument."""
     for field in values:
         if field not in fields:
             raise InvalidArgument(
-                f"{field} is set, but {head}.type {quoted(given.type)} does not have it; change the type, or remove it",
+                f"{field} is set, but {head}.type {quoted(given.type)} has no such field; change the type, or remove the field",
                 field=field,
             )

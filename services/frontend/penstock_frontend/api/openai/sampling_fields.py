@@ -24,7 +24,7 @@ from penstock_frontend.call_types import Finish
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.dispatch.kv_gateway import KvGateway, answer_of
 
-# Other servers' names of sampling parameters with the same meaning.
+# Names that other servers use for the same sampling parameters.
 
 _INT32_MAX = 2**31 - 1
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -33,9 +33,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "stop": ("stop_sequences",),
     "seed": ("random_seed",),
 }
-"""Map from our names to the other names."""
+"""Map from our names of parameters to the names that other servers use."""
 _UNLIMITED: Mapping[str, tuple[int, ...]] = {"n_predict": (-1,), "num_predict": (-1, -2)}
-"""Values of llama.cpp and Ollama that mean no limit."""
+"""Values with which llama.cpp and Ollama express that there is no limit."""
 _OTHER_RANGES: Mapping[str, tuple[int, int]] = {
     **dict.fromkeys(_NAMES["max_tokens"], (1, _INT32_MAX)),
     "min_new_tokens": (0, _INT32_MAX),
@@ -62,7 +62,7 @@ class OtherNames(GenerationContextFields, kw_only=True):
 
 
 def unify(body: OtherNames) -> None:
-    """Copy values given under other names to the fields with our names. ``max_completion_tokens`` overrides
+    """Copy the values of alternative names to the fields with our names. ``max_completion_tokens`` overrides
     ``max_tokens``.
 
     Raises:
@@ -83,7 +83,7 @@ def unify(body: OtherNames) -> None:
 
 
 def other_names(body: OtherNames) -> Mapping[str, str]:
-    """Return a map from our parameter names, as errors use them, to the other names in the body."""
+    """Return a map from our parameter names to the names that the body uses. Errors use this map."""
     return {
         f"sampling_params.{ours}": name
         for ours, others in _NAMES.items()
@@ -117,10 +117,10 @@ _WITHOUT_JSON = ("regex", "choice", "grammar")
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A constraint in vLLM's form. At most one constraint field is set.
+    """A constraint in vLLM's form. At most one constraint field may be set.
 
-    The fields about whitespace in JSON may be set in addition: our own ``json_whitespace``, and vLLM's
-    ``disable_any_whitespace``, which is the same as ``compact``.
+    In addition, one field about whitespace in JSON may be set: Penstock's ``json_whitespace``, or vLLM's
+    ``disable_any_whitespace``, which means the same as ``compact``.
     """
 
     json: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -137,8 +137,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 class ConstraintFields(OtherNames, kw_only=True):
     """Body fields that constrain the output. At most one may be set.
 
-    ``response_format`` is OpenAI's, ``structured_outputs`` vLLM's, ``guided_*`` its older form, ``json_schema`` and
-    ``grammar`` are llama.cpp's, ``format`` is Ollama's, ``regex`` and ``ebnf`` are SGLang's.
+    ``response_format`` is OpenAI's field, ``structured_outputs`` is vLLM's, and ``guided_*`` is vLLM's older form.
+    ``json_schema`` and ``grammar`` are llama.cpp's, ``format`` is Ollama's, ``regex`` and ``ebnf`` are SGLang's.
     """
 
     response_format: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
@@ -155,10 +155,10 @@ class ConstraintFields(OtherNames, kw_only=True):
 
 
 def constraint_of(body: ConstraintFields, own: Constraint | None = None) -> StructuredOutput | None:
-    """Return the constraint of the body, or None. ``own``: the constraint in the form of the body's own protocol.
+    """Return the constraint of the body, or None. ``own``: constraint from the field of the body's own protocol.
 
     Raises:
-        InvalidArgument: A constraint is not valid, or there are two.
+        InvalidArgument: A constraint is not valid, or the body has two constraints.
     """
     found = _all(body, own)
     if len(found) > 1:
@@ -174,16 +174,17 @@ def constraint_of(body: ConstraintFields, own: Constraint | None = None) -> Stru
     if blanks is not JsonWhitespace.DUMPS and kind in _WITHOUT_JSON:
         field = f"structured_outputs.{'disable_any_whitespace' if given.json_whitespace is None else 'json_whitespace'}"
         raise InvalidArgument(
-            f"{field} is set together with {found[0].field}, which writes no JSON; use it with json, json_object "
-            "or structural_tag",
+            f"{field} is set, but {found[0].field} does not produce JSON; set it only with json, json_object or "
+            "structural_tag",
             field=field,
         )
     return msgspec.structs.replace(found[0].output, json_whitespace=blanks)
 
 
 def constraint_names(body: ConstraintFields, own: Constraint | None = None) -> Mapping[str, str]:
-    """Return a map from our names of the constraint and its parts to the client's, for errors. Raises as
-    ``constraint_of``.
+    """Return a map from our names of the constraint and its parts to the client's names, for errors.
+
+    Raises the errors of ``constraint_of``.
     """
     found = _all(body, own)
     if not found:
@@ -197,7 +198,9 @@ def _all(body: ConstraintFields, own: Constraint | None) -> Sequence[Constraint]
 
 
 def _of_llama_cpp(body: ConstraintFields) -> list[Constraint | None]:
-    """Return the constraints in the form of llama.cpp and Ollama. A grammar that is an object is a format, as in TGI."""
+    """Return the constraints from the fields of llama.cpp and Ollama. If ``grammar`` is an object, it is a format of
+    TGI.
+    """
     grammar, format_ = bytes(body.grammar), bytes(body.format)
     found: list[Constraint | None] = []
     if grammar.startswith(b"{"):
@@ -276,26 +279,26 @@ def _blanks(given: StructuredOutputs) -> JsonWhitespace:
 # The predicted output, in OpenAI's form.
 
 NAMES: Mapping[str, str] = {"prediction.text": "prediction.content"}
-"""Map from our names of its fields to the client's."""
+"""Map from our field names of the prediction to the client's field names."""
 
 
 class PredictionPart(msgspec.Struct, frozen=True):
-    """A part of a predicted output; it must be text."""
+    """A part of a predicted output. The part must be text."""
 
     type: str
     text: str = ""
 
 
 class PredictionBody(msgspec.Struct, frozen=True):
-    """``{"type": "content", "content": text}``. Parts are concatenated."""
+    """Predicted output ``{"type": "content", "content": text}``. If the content is a list of parts, they are joined."""
 
     type: str
     content: str | list[PredictionPart]
 
 
 def predicted_text(prediction: PredictionBody | None) -> str | None:
-    """Return the predicted text, or None. Raises InvalidArgument for another type, Unimplemented for a part that is not
-    text.
+    """Return the predicted text, or None. Raises InvalidArgument for an unknown type, Unimplemented for a part that is
+    not text.
     """
     if prediction is None:
         return None
@@ -328,20 +331,21 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_speculative_tokens": (0, _INT32 - 1),
     "thinking_token_budget": (-1, _INT32 - 1),
 }
-"""Ranges that the engine's protocol can carry. The limits of the parameters themselves are narrower."""
+"""Ranges of values that the protobuf fields can contain. The limits of the parameters themselves are narrower."""
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Token counts in a stream: in an additional last chunk, or in every chunk."""
+    """Options for token counts in a stream: in an additional last chunk, or in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class RepetitionFields(msgspec.Struct, frozen=True):
-    """Ends an output in which a pattern of ``min_pattern_size`` to ``max_pattern_size`` tokens occurs ``min_count``
-    times in a row.
+    """Condition that ends an output: a pattern occurs ``min_count`` times in a row.
+
+    The length of the pattern is from ``min_pattern_size`` to ``max_pattern_size`` tokens.
     """
 
     max_pattern_size: Annotated[int, msgspec.Meta(ge=0, le=_INT32)]
@@ -352,8 +356,8 @@ class RepetitionFields(msgspec.Struct, frozen=True):
 class SamplingFields(ConstraintFields, kw_only=True):
     """Sampling fields that generation bodies share, from OpenAI and vLLM. Null means unset.
 
-    ``truncate_prompt_tokens`` keeps the last tokens of the prompt; -1 keeps as many as leave room for the output.
-    ``num_speculative_tokens`` is our own, and so is ``prediction`` in completions.
+    ``truncate_prompt_tokens`` is the number of last prompt tokens to keep; -1 keeps as many as possible while the
+    output still fits. ``num_speculative_tokens`` is a field of Penstock, and so is ``prediction`` in completions.
     """
 
     temperature: float | None = None
@@ -401,7 +405,7 @@ _PLAIN = tuple(
 
 
 def check(body: SamplingFields) -> None:
-    """Check the common fields without the domain types, and unify parameters under other names.
+    """Check the common fields that the domain types do not check, and copy values of alternative names to our names.
 
     Raises InvalidArgument and Unimplemented.
     """
@@ -410,26 +414,27 @@ def check(body: SamplingFields) -> None:
         check_range(name, getattr(body, name), low, high)
     if body.truncation_side not in (None, "left"):
         raise Unimplemented(
-            f"truncation_side is {shown(body.truncation_side)}; only 'left' is served", field="truncation_side"
+            f"truncation_side is {shown(body.truncation_side)}; it must be 'left'", field="truncation_side"
         )
     if body.stream_options is not None and not body.stream:
         warn(WarningKind.HINT_IGNORED, "stream_options", "has no effect without stream")
     if body.stream and body.prompt_logprobs is not None:
-        raise InvalidArgument("prompt_logprobs is set; it is not available in a stream", field="prompt_logprobs")
+        raise InvalidArgument(
+            "prompt_logprobs is set, but a stream does not support it; set stream to false", field="prompt_logprobs"
+        )
 
 
 def with_kv(call: Call, body: SamplingFields, gateway: KvGateway, *, num_sequences: int, of: str = "n") -> Call:
-    """Return the call with the body's KV transfer parameters in its context. ``of``: name of the field with the number
-    of sequences.
+    """Return the call with the body's KV transfer parameters in its context. Raises Unimplemented and InvalidArgument.
 
-    Raises Unimplemented and InvalidArgument.
+    ``of``: name of the field that sets the number of sequences.
     """
     kv = gateway.read(body.kv_transfer_params, n=num_sequences, field="kv_transfer_params", of=of)
     return msgspec.structs.replace(call, context=msgspec.structs.replace(call.context, kv=kv))
 
 
 def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any]:
-    """Return the answer's field with KV transfer parameters, if exactly one of its sequences has some."""
+    """Return the answer's KV transfer parameters. They are empty if not exactly one sequence has such parameters."""
     answers = [said for finish in finishes if finish is not None and (said := answer_of(finish)) is not None]
     return {"kv_transfer_params": answers[0]} if len(answers) == 1 else {}
 
@@ -458,5 +463,5 @@ def values(body: SamplingFields, own: Constraint | None = None) -> dict[str, Any
 
 
 def names(body: SamplingFields, own: Constraint | None = None) -> Mapping[str, str]:
-    """Return a map from our field names to the client's, for errors raised behind this API. ``own``: see ``values``."""
+    """Return a map from our field names to the client's, for errors raised after conversion. ``own``: see ``values``."""
     return {**NAMES, **other_names(body), **constraint_names(body, own)}

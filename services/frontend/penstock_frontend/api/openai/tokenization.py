@@ -26,7 +26,7 @@ from penstock_frontend.processing.prompts.tokenizer import Encoded
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of ``/tokenize``: a ``prompt``, or the ``messages`` of a conversation with further chat fields."""
+    """Body of ``/tokenize``: a ``prompt``, or the ``messages`` of a conversation with other chat fields."""
 
     prompt: str | None = None
     messages: list[MessageBody] | None = None
@@ -43,7 +43,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``/tokenize``. ``max_model_len`` is null without engines."""
+    """Answer of ``/tokenize``. ``max_model_len`` is null while no engine is connected."""
 
     count: int
     max_model_len: int | None
@@ -99,7 +99,7 @@ class Tokenization:
         return Text(text)
 
     async def _encoded(self, request: GenerateRequest, *, with_tokens: bool) -> Encoded:
-        """Return the token ids; if ``with_tokens``, also the vocabulary's text of each id."""
+        """Return the token ids. If ``with_tokens`` is set, also return the vocabulary's text of each id."""
         if isinstance(request.prompt, str):
             add = request.add_special_tokens
             try:
@@ -107,12 +107,14 @@ class Tokenization:
             except RequestFailed as e:
                 raise renamed(e, {"text": "prompt"}) from e
         if with_tokens:
-            raise Unimplemented("return_token_strs is not served for prompts with media", field="return_token_strs")
+            raise Unimplemented(
+                "return_token_strs is not supported for prompts with media; leave it out", field="return_token_strs"
+            )
         return Encoded(await self._llm.prompt_ids(request))
 
     async def _request(self, body: TokenizeRequest) -> GenerateRequest:
-        """Return the prompt. For a rendered conversation no special tokens are added, because the chat template writes
-        them.
+        """Return the request with the prompt. No special tokens are added to a conversation, because the chat template
+        writes them.
         """
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("exactly one of prompt and messages must be set", field="prompt")

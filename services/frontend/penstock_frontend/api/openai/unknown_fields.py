@@ -23,11 +23,11 @@ from penstock_frontend.call_warnings import LoggedOnce
 _MOST = 32
 """Maximum number of unknown fields reported per body."""
 _MOST_NESTED = 2
-"""Maximum nesting of objects of the same struct checked in one pass, such as blocks in tool results in blocks."""
+"""Maximum nesting, in one pass, of objects of the same struct, such as blocks in a tool result in a block."""
 _OPEN = frozenset({"DocumentBody"})
-"""Structs whose objects are a client's own data. Their other fields are listed as ignored."""
+"""Structs whose objects are a client's own data. ``ignored_fields.py`` lists all other fields of these objects."""
 _RAW = {"response_format": ResponseFormat}
-"""Structs of fields that bodies keep as text."""
+"""Structs of fields that the body's struct keeps as JSON text."""
 _TYPES = {
     "ToolBody": frozenset({b"", b"function", b"custom"}),
     "FunctionTool": frozenset({b"function", b"custom", b"namespace"}),
@@ -46,20 +46,21 @@ _TYPES = {
         )
     ),
 }
-"""Types of objects whose fields are known, by struct. Tools of other types are left out, whatever fields they have."""
+"""Types of objects whose fields are checked, by struct. Tools of other types are left out, so any field is allowed."""
 _NESTED = {"BlockBody": "content"}
-"""Fields that may contain a list of their own struct, although they are declared as any value."""
+"""Fields, by struct, that may contain a list of objects of the same struct, although their declared type is any value.
+"""
 _NULL = b"null"
 
 
 class UnknownField(NamedTuple):
-    """A field that is not read.
+    """A field that the server does not know.
 
     Attributes:
-        path: Its path in the body, such as ``messages[2].nmae``.
+        path: Path of the field in the body, such as ``messages[2].nmae``.
         shape: The path without indexes, such as ``messages[].nmae``.
-        name: Its last part.
-        known: The names of the fields that its object may have.
+        name: Last part of the path.
+        known: Names of the fields that the object with this field may have.
     """
 
     path: str
@@ -79,24 +80,24 @@ class _Plan(NamedTuple):
 
 
 def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
-    """Return the unknown fields of a body that was decoded as ``kind``, the first of each shape.
+    """Return the unknown fields of a body that was decoded as ``kind``: for each shape, its first field.
 
     Null fields and fields listed as ignored are left out.
 
     Raises:
         Unimplemented: a field is known but not supported.
-        InvalidArgument: a name or value is not valid text, in a part that the decoder skipped.
+        InvalidArgument: a name or value that the decoder skipped is not valid text.
     """
     try:
         _checker(kind).decode(body)
     except (msgspec.ValidationError, UnicodeDecodeError):
-        pass  # there is an unknown or invalid name; find it below
+        pass  # the body has an unknown or invalid name; the code below finds it
     else:
         return []
     found: dict[str, UnknownField] = {}
     try:
         for field in _walk(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind, "", ""):
-            if len(found) < _MOST:  # continue, because a later field may have to be refused
+            if len(found) < _MOST:  # continue even at the maximum, because a later field may have to be refused
                 found.setdefault(field.shape, field)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise undecodable(e) from None
@@ -127,7 +128,7 @@ def _unknown_in(given: Mapping[str, msgspec.Raw], plan: _Plan, path: str, shape:
         if (field := plan.unsupported.get(name)) is not None:
             if field.asks(msgspec.json.decode(raw), plan.struct):
                 raise field.refusal(f"{path}{name}")
-        elif not plan.closed:  # a closed struct refuses the field itself
+        elif not plan.closed:  # the decoder of a closed struct has already refused the field
             yield UnknownField(f"{path}{name}", f"{shape}{name}", name, plan.known)
 
 
@@ -136,17 +137,17 @@ def _begins(raw: msgspec.Raw, with_: bytes) -> bool:
 
 
 def _objects_of(raw: msgspec.Raw) -> Iterator[tuple[int, Mapping[str, msgspec.Raw]]]:
-    """Yield the objects of a list, with their indexes."""
+    """Yield the objects of a list and their indexes. Other values in the list are skipped."""
     try:
         yield from enumerate(msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]]))
-    except msgspec.ValidationError:  # the list also has texts or numbers
+    except msgspec.ValidationError:  # the list also contains texts or numbers
         for index, value in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
             if _begins(value, b"{"):
                 yield index, msgspec.json.decode(value, type=dict[str, msgspec.Raw])
 
 
 def _is_structural_tag(value: Mapping[str, msgspec.Raw]) -> bool:
-    """Return True if xgrammar reads the object, which then has xgrammar's fields."""
+    """Return True if the object is a structural tag. Then it has the fields that xgrammar defines."""
     return bytes(value.get("type", msgspec.Raw())) == b'"structural_tag"'
 
 
@@ -179,14 +180,15 @@ def _plan(kind: type[msgspec.Struct]) -> _Plan:
 def _checker(kind: type) -> msgspec.json.Decoder[Any]:
     """Return a decoder that refuses every body with unknown fields, and passes most others.
 
-    It skips values, so it is several times as fast as looking at every object.
+    The decoder skips values, so it is several times as fast as a check of every object.
     """
     return msgspec.json.Decoder(_strict(kind, ()))
 
 
 def _strict(kind: type, around: tuple[type, ...]) -> type[msgspec.Struct]:
-    """Return a struct with exactly the names that an object of ``kind`` may have. ``around``: the structs that contain
-    the object.
+    """Return a struct that has exactly the field names that an object of ``kind`` may have.
+
+    ``around``: structs that contain the object.
     """
     plan, within = _plan(kind), (*around, kind)
     types: dict[str, Any] = dict.fromkeys(sorted(plan.silent), msgspec.Raw)
@@ -200,8 +202,8 @@ def _strict(kind: type, around: tuple[type, ...]) -> type[msgspec.Struct]:
 
 
 def _one_of(of: type | None, within: tuple[type, ...]) -> Any:
-    """Return the type of a value that is not a list. Objects are refused if their names are unknown, or if they nest
-    too deeply.
+    """Return the type for a value that is not a list. The type refuses objects with unknown names, and objects that are
+    nested too deeply.
     """
     plain = str | int | float | bool | None
     return plain if of is None or within.count(of) == _MOST_NESTED else plain | _strict(of, within)
@@ -214,7 +216,7 @@ def _members(of: Any) -> Collection[Any]:
 
 
 def _is_struct(of: Any) -> bool:
-    # A struct that forbids unknown fields refuses them itself.
+    # A struct that forbids unknown fields needs no check here.
     return (
         isinstance(of, type)
         and issubclass(of, msgspec.Struct)
@@ -224,21 +226,21 @@ def _is_struct(of: Any) -> bool:
 
 
 _LARGE = 64 * 1024
-"""Size of a body, in bytes, from which on it is checked in a thread."""
+"""Size of a body in bytes above which the body is checked in a thread."""
 _MAX_LABELS = 50
-"""Maximum number of fields with their own label. Further ones are counted together."""
+"""Maximum number of fields with a label of their own in the metric. All further fields share one label."""
 _LABEL = re.compile(r"[a-z][a-z0-9_]{0,39}(?:(?:\[\])?\.[a-z][a-z0-9_]{0,39}){0,3}")
-"""Pattern of names that may become labels: only what looks like an API field."""
+"""Pattern of names that may become labels: names that look like names of API fields."""
 _OTHER = "other"
 _MAX_NAME = 64
 
 
 class FieldPolicy:
-    """Checks the fields of every HTTP body. Must be used on the event loop's thread.
+    """Checker of the fields of every HTTP body. Use it only in the event loop's thread.
 
     Args:
-        refuse: Whether a body with an unknown field is refused; otherwise the field is ignored.
-        registry: Registry for the count of unknown fields; None: they are not counted.
+        refuse: Whether a body with an unknown field is refused. If False, unknown fields are ignored.
+        registry: Metrics registry for the count of unknown fields; None: unknown fields are not counted.
     """
 
     def __init__(self, *, refuse: bool, registry: CollectorRegistry | None = None) -> None:
@@ -255,7 +257,7 @@ class FieldPolicy:
         """Check a body that was decoded as ``kind``. ``client``: the caller's name from ``client_of``. Raises
         InvalidArgument.
         """
-        # In a thread the event loop can serve other requests while a large body is checked.
+        # Check a large body in a thread, so that the event loop can serve other requests.
         large = len(body) > _LARGE
         found = await asyncio.to_thread(find_unknown, body, kind) if large else find_unknown(body, kind)
         if not found:
@@ -282,7 +284,7 @@ class FieldPolicy:
 
 
 def client_of(scope: Scope) -> str:
-    """Return the caller's name for logs: its tenant or the name of its credentials, otherwise its address."""
+    """Return the caller's name for logs: its tenant, the name of its credentials, or its address."""
     address = scope.get("client")
     return caller_named(str(address[0]) if address else "local")
 

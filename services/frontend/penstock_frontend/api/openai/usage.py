@@ -9,7 +9,7 @@ from penstock_frontend.call_types import Usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Parts of the prompt tokens: cached tokens, and tokens at media positions, if there are media."""
+    """Numbers of cached prompt tokens and of prompt tokens at media positions, if the prompt has media."""
 
     cached_tokens: int
     audio_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -18,11 +18,11 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Parts of the completion tokens.
+    """Numbers of reasoning tokens and of accepted and rejected draft tokens.
 
-    Drafts of any kind count as predictions, including the client's prediction. Accepted drafts are tokens of the
-    completion. Rejected drafts are not, and cost nothing. ``reasoning_tokens`` is set for chats with models that
-    reason.
+    The prediction fields count all drafts, not only those from the client's prediction. Accepted draft tokens are
+    completion tokens. Rejected draft tokens are not, and are not charged. ``reasoning_tokens`` is set for chats with
+    models that reason.
     """
 
     accepted_prediction_tokens: int
@@ -31,7 +31,9 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class UsageInfo(msgspec.Struct, frozen=True):
-    """Token counts of a call. ``completion_tokens_details`` is set only if there were drafts, or if the model reasons."""
+    """Token counts of a call. ``completion_tokens_details`` is set only if tokens were drafted, or if the model
+    reasons.
+    """
 
     prompt_tokens: int
     total_tokens: int
@@ -41,20 +43,22 @@ class UsageInfo(msgspec.Struct, frozen=True):
 
 
 class UsageCount:
-    """Adds up the sequences of a call. A prompt counts once, regardless of its number of sequences."""
+    """Sum of the token counts of a call's sequences. A prompt counts once, regardless of its number of sequences."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, Usage] = {}
         self._sequences: dict[tuple[int, int], Usage] = {}
 
     def finished(self, prompt: int, index: int, usage: Usage) -> None:
-        """Count a finished sequence ``index`` of a prompt."""
+        """Count the finished sequence ``index`` of the prompt with number ``prompt``."""
         if index == 0 or prompt not in self._prompts:
-            self._prompts[prompt] = usage  # later sequences find the whole prompt cached by the first
+            self._prompts[prompt] = (
+                usage  # use sequence 0: for later sequences, all tokens of the prompt are cached by the first
+            )
         self._sequences[prompt, index] = usage
 
     def total(self) -> UsageInfo:
-        """Return the totals of all sequences so far."""
+        """Return the sums over all sequences counted so far."""
         prompts: Collection[Usage] = self._prompts.values()
         sequences = self._sequences.values()
         reasoning = [count for usage in sequences if (count := usage.reasoning_tokens) is not None]

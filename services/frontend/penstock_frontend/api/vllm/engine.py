@@ -1,4 +1,4 @@
-"""``vllm.grpc.engine.VllmEngine``: the protocol of gateways and load generators that tokenize themselves."""
+"""``vllm.grpc.engine.VllmEngine``: vLLM's protocol for gateways and load generators, which tokenize prompts themselves."""
 
 import asyncio
 import importlib.metadata
@@ -35,7 +35,7 @@ _HASH_BYTES = 8
 
 
 def kv_event_batch(batch: KvEventBatch, first_id: int) -> common_pb2.KvEventBatch:
-    """Return the message for a batch of events, which are numbered from ``first_id``."""
+    """Return the message for a batch of events. The events are numbered from ``first_id``."""
     return common_pb2.KvEventBatch(
         sequence_number=batch.sequence,
         timestamp=batch.timestamp,
@@ -75,19 +75,19 @@ def _stored(event: BlockStored) -> common_pb2.KvBlocksStored:
 
 
 def _folded(block_hash: bytes) -> int:
-    """Return the last eight bytes of a digest as a signed integer, which identifies a block in this protocol."""
+    """Return the last eight bytes of a digest as a signed integer. In this protocol, this integer identifies a block."""
     return int.from_bytes(block_hash[-_HASH_BYTES:], "big", signed=True)
 
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME: str = _SERVICE.full_name
 LASTING = (f"/{SERVICE_NAME}/SubscribeKvEvents",)
-"""Methods whose calls last until one side ends them."""
+"""Methods whose calls last until the client or the server ends them."""
 _VERSION = importlib.metadata.version("penstock-frontend")
 _CHUNK_BYTES = 64 * 1024
 _KV_ROLES = {EngineRole.BOTH: "kv_both", EngineRole.PREFILL: "kv_producer", EngineRole.DECODE: "kv_consumer"}
 _FLUSH_RETRY = 0.1
-"""Seconds between two attempts to clear caches that are in use."""
+"""Seconds between two attempts to clear prefix caches while requests are running."""
 _PROFILE_OPTIONS = (
     "output_dir",
     "start_step",
@@ -104,8 +104,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class VllmEngineServicer:
-    """Converts calls into requests of AsyncLLM. For its gateway the frontend is one worker, regardless of its number of
-    engines.
+    """Converts calls into requests of AsyncLLM. A gateway treats the frontend as one worker, even if the frontend has
+    many engines.
 
     The server's interceptor converts errors into statuses.
     """
@@ -137,12 +137,13 @@ class VllmEngineServicer:
         said, n = request.kv_transfer_params_json, converted.sampling["n"]
         kv = self._llm.gateway.read_json(said, n=n, field="kv_transfer_params_json")
         converted = msgspec.structs.replace(converted, context=msgspec.structs.replace(converted.context, kv=kv))
-        # the maximum length of a prompt that leaves room for one output token
+        # -1 means the maximum length of a prompt that leaves space for one output token
         if converted.sampling["truncate_prompt_tokens"] == -1:
             room = await self._llm.prompt_room(1, converted.context)
             converted.sampling["truncate_prompt_tokens"] = room
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted), abortable=True)
-        # A call may end at any point, even while a message waits for a slow client. Only the done callback always runs.
+        # A call may end at any await, for example while a slow client reads a message. Only the done callback always
+        # runs.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         writer = messages.GenerateResponses(converted, live, stream=request.stream)
         async for output in self._llm.generate(converted, live):
@@ -150,12 +151,14 @@ class VllmEngineServicer:
                 yield response
 
     def _anchor(self, modality: Modality) -> int:
-        """Return the token that the model's chat template writes for a media item. Raises InvalidArgument."""
+        """Return the id of the token that the chat template writes for a media item. Raises InvalidArgument."""
         media = self._llm.inputs.media
         family = media.preparer.family if media is not None else None
         if family is None or modality not in family.modalities:
             taken = ", ".join(["text", *sorted(family.modalities if family is not None else ())])
-            raise InvalidArgument(f"media_refs has {modality}; this model takes {taken}", field="media_refs")
+            raise InvalidArgument(
+                f"media_refs has media of modality {modality}; this model accepts {taken}", field="media_refs"
+            )
         return self._llm.tokenizer.token_id(family.placeholder(modality)) or 0
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
@@ -165,8 +168,9 @@ class VllmEngineServicer:
         return messages.embed_response(result)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Abort requests of this protocol and the caller's tenant. Unknown ids are ignored, because the requests may
-        have just ended.
+        """Abort requests of the caller's tenant that were started with this protocol.
+
+        Unknown ids are ignored, because the requests may have just ended.
         """
         self._llm.abort_ids(request.request_ids, messages.tenant_of(context))
         return pb.AbortResponse()
@@ -176,7 +180,7 @@ class VllmEngineServicer:
         return pb.HealthCheckResponse(healthy=self._readiness.ready, message=self._readiness.why or "serving")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
-        """Return the properties of the model. Waits for an engine, because its limits are part of the answer."""
+        """Return the properties of the model. Waits for an engine, because the answer includes limits of the engine."""
         deadline = deadline_after(context.time_remaining())
         limits = await self._llm.engines.wait_until_usable(deadline, tenant=messages.tenant_of(context))
         defaults = self._card.sampling_defaults
@@ -198,8 +202,8 @@ class VllmEngineServicer:
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        """Return the properties of this frontend and its engines. docs/guides/gateways.md explains each field, and why some
-        are not set.
+        """Return the properties of this frontend and its engines. docs/guides/gateways.md explains each field, and why
+        some are not set.
         """
         infos = list((await ask_all(self._llm.engines, "engine_info")).values())
         dtypes = {info.get("dtype", "") for info in infos}
@@ -222,8 +226,8 @@ class VllmEngineServicer:
         )
 
     def _media_info(self, media: Sequence[MediaLimits], dtype: str) -> dict[str, Any]:
-        """Return the fields about media. Tensors are accepted as processors make them, because engines normalize
-        pixels.
+        """Return the fields about media. Gateways send tensors as the model's processor produces them; engines
+        normalize pixels.
         """
         schemes = ["data", "http", "https"] if self._media.allowed_domains else ["data"]
         return {
@@ -289,23 +293,23 @@ class VllmEngineServicer:
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Stream the content of the engines' prefix caches, then its changes. Every engine is a rank with its own
-        sequence numbers.
+        """Stream the content of the engines' prefix caches, and then all changes. In the stream, every engine is a rank
+        with its own sequence numbers.
         """
         if request.start_sequence_number:
             raise OutOfRange(
-                f"start_sequence_number is {request.start_sequence_number}; past events are not stored: subscribe "
-                "from 0, which begins with the current state",
+                f"start_sequence_number is {request.start_sequence_number}, but past events are not stored; set it to 0 "
+                "to start with the current state",
                 field="start_sequence_number",
             )
         engines = self._llm.engines
         if not engines.usable:
-            raise Unavailable("no engine takes requests", retry_after=1.0)
+            raise Unavailable("no engine accepts requests", retry_after=1.0)
         if "kv_events" not in engines.view.capabilities:
             raise Unimplemented("the engines do not publish KV cache events; set cache.enable_kv_events to true")
         subscription = self._kv_events.subscribe()
         context.add_done_callback(lambda _: subscription.close())  # type: ignore[arg-type]  # its stub is no Protocol
-        await context.send_initial_metadata(())  # subscribers wait for it, and the first event may take long
+        await context.send_initial_metadata(())  # subscribers wait for the metadata, and the first event may take long
         num_events = 0
         async for batch in subscription:
             yield kv_event_batch(batch, num_events + 1)
@@ -314,7 +318,9 @@ class VllmEngineServicer:
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Clear the prefix caches. Engines with running requests refuse; retry for up to ``timeout_s`` seconds."""
+        """Clear the prefix caches. If engines refuse because requests are running, retry for up to ``timeout_s``
+        seconds.
+        """
         if not 0.0 <= request.timeout_s < math.inf:
             raise InvalidArgument(
                 f"timeout_s is {request.timeout_s}; it must be finite and not negative", field="timeout_s"
@@ -326,14 +332,16 @@ class VllmEngineServicer:
             if not refused:
                 return common_pb2.FlushCacheResponse(success=True, message="the prefix caches are empty")
             if time.monotonic() >= give_up:
-                message = f"requests are running on {', '.join(refused)}, so its prefix cache was not cleared"
+                message = (
+                    f"the prefix cache was not cleared on {', '.join(refused)}, because requests are running there"
+                )
                 return common_pb2.FlushCacheResponse(success=False, message=message)
             await asyncio.sleep(_FLUSH_RETRY)
 
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        """Start the engines' profilers. Their options come from the configuration."""
+        """Start the engines' profilers. The configuration sets the profilers' options."""
         refuse_set(request, _PROFILE_OPTIONS)
         await ask_all(self._llm.engines, "start_profile")
         return common_pb2.ProfileResponse(success=True, message="profiling")

@@ -1,4 +1,4 @@
-"""Media of ``vllm.grpc.engine``: conversion of token ids with preprocessed tensors or references to mixed prompts."""
+"""Media of ``vllm.grpc.engine``: conversion of token ids with tensors or media references to mixed prompts."""
 
 import itertools
 import sys
@@ -16,10 +16,11 @@ from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.call_types import Features, MediaPart, MixedPrompt, Part
 
 MAX_ITEMS = 1024
-"""Maximum number of items per batch. The configured limit applies later."""
+"""Maximum number of media items per batch. The configured limit applies later."""
 Anchor = Callable[[Modality], int]
-"""Function that returns the token that stands for a media item before expansion. Raises InvalidArgument if the model
-does not take the modality.
+"""Function that returns the token that represents a media item before expansion.
+
+The function raises InvalidArgument if the model does not support the modality.
 """
 _MODALITIES: Mapping[int, Modality] = {
     common_pb2.MODALITY_UNSPECIFIED: "image",
@@ -32,14 +33,14 @@ _MAIN_TENSOR: Mapping[Modality, str] = {
     "audio": "input_features",
     "video": "pixel_values_videos",
 }
-"""Names in transformers' processors for the tensor sent as ``pixel_values``."""
+"""Names that transformers' processors use for the tensor that this protocol calls ``pixel_values``, by modality."""
 _DTYPES: Mapping[str, TensorDtype] = {name: name for name in DTYPE_BYTES}
 _WIDENED = "uint32"
-"""Data type of sizes in this protocol; it is converted to int64, as transformers' processors use."""
+"""Data type of sizes in this protocol. It is converted to int64, the type that transformers' processors use."""
 
 
 class _Placed(NamedTuple):
-    """An item, and the range of token ids that it replaces."""
+    """A media item, and the range of token ids that it replaces."""
 
     start: int
     stop: int
@@ -48,13 +49,12 @@ class _Placed(NamedTuple):
 
 
 def with_tensors(token_ids: Sequence[int], batches: Sequence[tuple[pb.MultimodalInputs, str]]) -> MixedPrompt:
-    """Return the prompt with preprocessed items at their placeholders. ``batches`` has each batch with its path.
+    """Return the prompt with preprocessed items at their placeholders. ``batches``: pairs of a batch and its path.
 
-    The placeholders' token ids are ignored, because an item's tokens follow from its tensors. Hashes from clients are
-    ignored as well.
+    The token ids at placeholders are ignored, because an item's tensors determine its tokens. Hashes from clients are
+    also ignored.
 
-    Raises InvalidArgument for tensors or placeholders that do not fit, Unimplemented for tensors that are not in the
-    message.
+    Raises InvalidArgument if tensors and placeholders do not match, Unimplemented for tensors outside the message.
     """
     placed = [item for message, path in batches for item in _items(message, path, len(token_ids))]
     placed.sort(key=lambda item: item.start)
@@ -76,7 +76,8 @@ def with_references(token_ids: Sequence[int], refs: pb.MediaRefs, anchor: Anchor
         start = next((i for i in range(begin, len(token_ids)) if token_ids[i] == token_id), None)
         if start is None:
             raise InvalidArgument(
-                f"{path}: tokenized.input_ids has no token {token_id} for it after position {begin}", field=path
+                f"{path} has no placeholder: tokenized.input_ids has no token {token_id} at or after position {begin}",
+                field=path,
             )
         field = f"{path}.url"
         part = MediaPart(modality=modality, source=source_of_url(modality, item.url, field=field), field=field)
@@ -115,8 +116,8 @@ def _items(message: pb.MultimodalInputs, path: str, num_ids: int) -> list[_Place
         field = f"{path}.mm_placeholders[{index}]"
         if not place.length or place.offset + place.length > num_ids:
             raise InvalidArgument(
-                f"{field} is {place.length} tokens at offset {place.offset}; it must have at least 1 token, "
-                f"within the {num_ids} of tokenized.input_ids",
+                f"{field} has {place.length} tokens at offset {place.offset}; it must have at least 1 token and end within "
+                f"the {num_ids} tokens of tokenized.input_ids",
                 field=field,
             )
         fields.append(field)
@@ -147,7 +148,7 @@ def _split(message: pb.MultimodalInputs, modality: Modality, path: str, count: i
     sizes = set(message.flat_keys.values())
     for name, data in given.items():
         if name in sizes and name not in message.flat_keys:
-            continue  # specific to this protocol: it says how another tensor is split
+            continue  # a tensor of this protocol only: it has the sizes by which another tensor is split
         field = f"{path}.{name[:64]}"
         kept = _MAIN_TENSOR[modality] if name == "pixel_values" else name
         if name in message.flat_keys:
@@ -167,20 +168,26 @@ def _sizes(given: Mapping[str, TensorData], name: str, field: str, count: int) -
     """Return the number of rows of each item in the tensor ``field``."""
     of = given.get(name)
     if of is None or of.dtype not in ("int64", "int32"):
-        raise InvalidArgument(f"{field} is split by {quoted(name)}, which is not a tensor of integers", field=field)
+        raise InvalidArgument(
+            f"{field} is split by the sizes in {quoted(name)}, which is not a tensor of integers", field=field
+        )
     numbers = array("q" if of.dtype == "int64" else "i", bytes(of.data))
     if sys.byteorder == "big":
         numbers.byteswap()
     if len(numbers) != count:
-        raise InvalidArgument(f"{field} is split by {len(numbers)} sizes; there are {count} placeholders", field=field)
+        raise InvalidArgument(
+            f"{field} is split by {len(numbers)} sizes, but there are {count} placeholders; send one size per placeholder",
+            field=field,
+        )
     return list(numbers)
 
 
 def _cut(tensor: TensorData, rows: Sequence[int], field: str) -> list[TensorData]:
-    """Split a tensor into pieces with these numbers of rows."""
+    """Split a tensor into pieces. ``rows``: number of rows of each piece."""
     if not tensor.shape or min(rows) < 0 or sum(rows) != tensor.shape[0]:
         raise InvalidArgument(
-            f"{field} has the shape {list(tensor.shape)}; its items have {sum(rows)} rows in total", field=field
+            f"{field} has shape {list(tensor.shape)}; its first dimension must be {sum(rows)}, the sum of the sizes",
+            field=field,
         )
     width = prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype]
     pieces, start = [], 0

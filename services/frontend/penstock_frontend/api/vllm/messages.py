@@ -29,8 +29,9 @@ from penstock_frontend.dispatch.kv_gateway import answer_of
 def context_of(
     message: pb.GenerateRequest | pb.EmbedRequest, metadata: Mapping[str, str], time_left: float | None
 ) -> RequestContext:
-    """Return the context from a message and its call. ``time_left``: seconds until the call's deadline. Raises
-    InvalidArgument.
+    """Return the request context of a message and its call. Raises InvalidArgument.
+
+    ``time_left``: seconds until the call's deadline.
     """
     context = msgspec.structs.replace(
         context_of_call(metadata, deadline=deadline_after(time_left)), external_request_id=message.request_id
@@ -43,7 +44,7 @@ def context_of(
 def _rank(rank: int) -> int:
     if rank < 0:
         raise InvalidArgument(
-            f"data_parallel_rank is {rank}; it must not be negative: leave it unset for any engine",
+            f"data_parallel_rank is {rank}; it must be at least 0, or unset for any engine",
             field="data_parallel_rank",
         )
     return rank
@@ -57,7 +58,7 @@ _SAME_NAMES = [
     for field in pb.SamplingParams.DESCRIPTOR.fields
     if field.name in SamplingParams.__struct_fields__ and not field.is_repeated
 ]
-"""Fields of the protocol that have the same name in SamplingParams. Lists are excluded, because their form differs."""
+"""Fields of the protocol with the same name in SamplingParams. Lists are excluded, because their types differ."""
 
 
 def generate_request(
@@ -95,7 +96,7 @@ def _prompt(message: pb.GenerateRequest, kind: str, anchor: Anchor) -> str | Seq
         return prompt
     field = "media_refs" if references else batches[0][1]
     if kind == "text":
-        raise InvalidArgument(f"{field} is set together with text; it requires tokenized", field=field)
+        raise InvalidArgument(f"{field} is set, but the input is text; send tokenized input instead", field=field)
     if references and batches:
         raise InvalidArgument(f"media_refs and {batches[0][1]} are both set; set only one", field="media_refs")
     if references:
@@ -104,7 +105,7 @@ def _prompt(message: pb.GenerateRequest, kind: str, anchor: Anchor) -> str | Seq
 
 
 def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
-    """Return the domain request for an embedding. For ``time_left`` and errors see ``generate_request``."""
+    """Return the domain request for an embedding. ``time_left`` and errors are as in ``generate_request``."""
     if not message.HasField("tokenized"):
         raise InvalidArgument("tokenized is not set", field="tokenized")
     return PoolingRequest(
@@ -116,7 +117,7 @@ def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time
 
 
 def call_details(context: Any) -> dict[str, Any]:
-    """Return the call's metadata and remaining time, as arguments for the functions above."""
+    """Return the call's metadata and remaining time, as keyword arguments for ``generate_request``."""
     return {"metadata": _metadata(context), "time_left": context.time_remaining()}
 
 
@@ -132,9 +133,9 @@ def _metadata(context: Any) -> dict[str, str]:
 def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
     """Return all parameters, by the names of ``SamplingParams``. The gateway applies the model's own defaults.
 
-    In this protocol, 0 means unset for most fields: ``n``, ``top_p`` and ``repetition_penalty`` are 1 then. Only token
-    ids are sent. Text is produced only to find stop strings. The tokens include the one that completes a stop string:
-    gateways cut the text themselves, and a token may be only partly in the stop string. Raises InvalidArgument.
+    In this protocol, 0 means unset for most fields. Unset ``n``, ``top_p`` and ``repetition_penalty`` are 1. The answer
+    has only token ids; text is produced only to find stop strings. The token that completes a stop string is included,
+    because gateways cut the text themselves and the token may begin before the stop string. Raises InvalidArgument.
     """
     stop = tuple(message.stop)
     unset = {field.name for field in _SAME_NAMES if field.has_presence and not message.HasField(field.name)}
@@ -153,7 +154,7 @@ def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
         "detokenize": bool(stop),
         "output_kind": OutputKind.DELTA if stream else OutputKind.FINAL,
     }
-    if "seed" in unset:  # a random one is picked
+    if "seed" in unset:  # the frontend picks a random seed
         del values["seed"]
     return values
 
@@ -162,7 +163,7 @@ def _logit_bias(message: pb.SamplingParams) -> dict[int, float]:
     for token_id in message.logit_bias:
         if token_id < 0:
             raise InvalidArgument(
-                f"{_PATH}.logit_bias is given for token id {token_id}; ids are not negative",
+                f"{_PATH}.logit_bias has token id {token_id}; token ids must be at least 0",
                 field=f"{_PATH}.logit_bias",
             )
     return dict(message.logit_bias)
@@ -193,9 +194,9 @@ def embed_response(result: PoolingResult) -> pb.EmbedResponse:
 class GenerateResponses:
     """Makes the messages for the outputs of one call.
 
-    When streaming, each output becomes a chunk with the new tokens. After a sequence's last chunk follows its
-    ``complete``, which repeats the tokens of that chunk and has the total counts. Without streaming there are only
-    ``complete`` messages, with everything. The prompt's log-probabilities come with the first message of sequence 0.
+    When streaming, each output becomes a chunk with the new tokens. After the last chunk of a sequence comes its
+    ``complete`` message, which repeats the tokens of that chunk and has the total counts. Without streaming, the answer
+    has only ``complete`` messages, with all tokens. The first message of sequence 0 has the prompt's log-probabilities.
     """
 
     def __init__(self, request: GenerateRequest, live: LiveRequest, *, stream: bool) -> None:
@@ -257,7 +258,7 @@ def _output_logprobs(logprobs: Logprobs | None, top: int | None) -> pb.OutputLog
 def _input_logprobs(
     logprobs: Logprobs | None, prompt_token_ids: Sequence[int], top: int | None
 ) -> pb.InputLogProbs | None:
-    """Return one position per prompt token; the first has no log-probability."""
+    """Return one position per prompt token. The first position has no log-probability."""
     if logprobs is None:
         return None
     values = [pb.InputTokenLogProb(value=logprobs.logprobs[start]) for start in logprobs.offsets[:-1]]
@@ -269,7 +270,7 @@ def _input_logprobs(
 
 
 def _top_logprobs(logprobs: Logprobs) -> list[pb.TopLogProbs]:
-    """Return the most likely tokens of each position: its entries without the first one, which is the chosen token."""
+    """Return the most likely tokens of each position. The first entry of a position, the chosen token, is left out."""
     return [
         pb.TopLogProbs(values=logprobs.logprobs[start + 1 : stop], token_ids=logprobs.token_ids[start + 1 : stop])
         for start, stop in zip(logprobs.offsets, logprobs.offsets[1:], strict=False)

@@ -69,10 +69,10 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "data",
         "is a video file, but this server reads no video files; set frames instead",
     ),
-    ({"modality": "video", "url": "https://a/b.mp4"}, "url", "video files are not read"),
-    ({"modality": "video", "url": "data:video/mp4;base64,AA=="}, "url", "video files are not read"),
+    ({"modality": "video", "url": "https://a/b.mp4"}, "url", "this server reads no video files"),
+    ({"modality": "video", "url": "data:video/mp4;base64,AA=="}, "url", "this server reads no video files"),
     ({"modality": "video", "url": "data:video/jpeg;base64,A"}, "url", "frame 0 has 1 characters of base64"),
-    ({"modality": "image", "frames": frames(0)}, "frames", "frames belong to a video, and modality is 'image'"),
+    ({"modality": "image", "frames": frames(0)}, "frames", "is set, but modality is 'image'; only a video has frames"),
     ({"modality": "video", "frames": frames()}, "frames.frames", "is empty; at least one frame is required"),
     ({"modality": "video", "frames": frames(0, data=b"")}, "frames.frames[0].data", "is empty"),
     ({"modality": "video", "frames": frames(-0.5)}, "frames.frames[0].timestamp", "is -0.5; it must be finite"),
@@ -93,7 +93,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"modality": "image", "features": {"tensors": {"embeds": tensor(1)}}},
         "features.tensors['embeds']",
-        "embeddings have a field of their own: embeds",
+        "send embeddings in the field embeds instead",
     ),
     (
         {"modality": "image", "features": {"tensors": {"a": tensor(2, inline=b"1")}}},

@@ -113,11 +113,11 @@ def test_references_stand_at_their_anchors() -> None:
 
 GOOD = {"pixel_values": tensor(2, 3), "batched_keys": ["pixel_values"], "mm_placeholders": PLACES}
 BROKEN: list[tuple[dict[str, Any], str, str]] = [
-    ({"text": "a", "mm_inputs": GOOD}, "mm_inputs", "is set together with text; it requires tokenized"),
+    ({"text": "a", "mm_inputs": GOOD}, "mm_inputs", "is set, but the input is text; send tokenized input instead"),
     (
         {"text": "a", "media_refs": {"items": [{"url": "x"}]}},
         "media_refs",
-        "is set together with text; it requires tokenized",
+        "is set, but the input is text; send tokenized input instead",
     ),
     (
         {"mm_inputs": GOOD, "media_refs": {"items": [{"url": "x"}]}},
@@ -135,7 +135,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mm_inputs": {**GOOD, "batched_keys": [], "mm_placeholders": [{"offset": 7, "length": 2}]}},
         "mm_inputs.mm_placeholders[0]",
-        "is 2 tokens at offset 7; it must have at least 1 token, within the 8",
+        "has 2 tokens at offset 7; it must have at least 1 token and end within the 8",
     ),
     (
         {"mm_inputs": {**GOOD, "mm_placeholders": [PLACES[0], {"offset": 3, "length": 1}]}},
@@ -155,17 +155,17 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mm_inputs": {**GOOD, "pixel_values": tensor(3, 1)}},
         "mm_inputs.pixel_values",
-        "has the shape [3, 1]; its items have 2 rows in total",
+        "has shape [3, 1]; its first dimension must be 2, the sum of the sizes",
     ),
     (
         {"mm_inputs": {**GOOD, "pixel_values": tensor()}},
         "mm_inputs.pixel_values",
-        "has the shape []; its items have 2 rows in total",
+        "has shape []; its first dimension must be 2, the sum of the sizes",
     ),
     (
         {"mm_inputs": {**GOOD, "flat_keys": {"pixel_values": "n"}}},
         "mm_inputs.pixel_values",
-        "is split by 'n', which is not a tensor of integers",
+        "is split by the sizes in 'n', which is not a tensor of integers",
     ),
     (
         {
@@ -176,7 +176,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
             }
         },
         "mm_inputs.pixel_values",
-        "is split by 1 sizes; there are 2 placeholders",
+        "is split by 1 sizes, but there are 2 placeholders; send one size per placeholder",
     ),
     (
         {
@@ -187,7 +187,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
             }
         },
         "mm_inputs.pixel_values",
-        "its items have 2 rows in total",
+        "its first dimension must be 2, the sum of the sizes",
     ),
     (
         {"mm_inputs": {**GOOD, "pixel_values": {"shape": [2], "dtype": "uint8", "shm": {"name": "/x"}}}},
@@ -217,7 +217,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"media_refs": {"items": [{"modality": 9, "url": "x"}]}}, "media_refs.items[0].modality", "is 9"),
     ({"media_refs": {"items": [{"modality": 1}]}}, "media_refs.items[0].url", "is empty"),
     ({"media_refs": {"items": [{"modality": 2, "url": "x"}]}}, "media_refs.items[0]", "has no token 8 for it"),
-    ({"media_refs": {"items": [{"url": "x"}] * 6}}, "media_refs.items[5]", "has no token 9 for it after position 7"),
+    ({"media_refs": {"items": [{"url": "x"}] * 6}}, "media_refs.items[5]", "has no token 9 at or after position 7"),
     ({"media_refs": {"items": [{"url": "x"}] * 1025}}, "media_refs.items", "has 1025 entries; the limit is 1024"),
     (
         {"media_refs": {"items": [{"modality": 1, "url": "x"}] * 2 + [{"modality": 3, "url": "file:///etc/passwd"}]}},

@@ -36,9 +36,9 @@ _ENCODINGS = ("float", "base64")
 class EmbeddingRequest(TruncationFields, kw_only=True):
     """Body of ``/v1/embeddings``. ``input``: a text, texts, token ids, or lists of them.
 
-    Most other fields are vLLM's. ``messages`` is a conversation that is used as the only input. ``normalize``, also
-    called ``use_activation``, defaults to the model's setting. ``embedding_types`` is Cohere's list with one encoding,
-    ``float`` or ``base64``.
+    Most other fields are those of vLLM. ``messages`` is a conversation that is the only input. ``normalize``, also
+    called ``use_activation``, defaults to the model's setting. ``embedding_types``, a field of Cohere, is a list with
+    one encoding, ``float`` or ``base64``.
     """
 
     input: Input | None = None
@@ -110,7 +110,7 @@ class Embeddings:
         request = await self._with_inputs(request, body, given)
         result, request_id = await pooled(self._llm, request, given)
         usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
-        # The encoder copies a Raw unchanged.
+        # The JSON encoder copies a msgspec.Raw unchanged.
         data = cast(
             Sequence[Embedding],
             await written(
@@ -146,20 +146,21 @@ class Embeddings:
             request,
             inputs=[rendered.prompt],
             fields=["messages"],
-            add_special_tokens=bool(body.add_special_tokens),  # the template writes them
+            add_special_tokens=bool(body.add_special_tokens),  # the template writes the special tokens
         )
 
 
 def _encoding_of(body: EmbeddingRequest) -> str | None:
-    """Return the encoding of the embeddings. Raises InvalidArgument for two different ones, Unimplemented for several
-    at once.
+    """Return the encoding of the embeddings.
+
+    Raises InvalidArgument if two fields set different encodings, Unimplemented if one field lists several encodings.
     """
     types = body.embedding_types
     if not types:
         return body.encoding_format
     if len(types) > 1 or types[0] not in _ENCODINGS:
         raise Unimplemented(
-            f'embedding_types is {shown(types)}; only ["float"] or ["base64"] is served', field="embedding_types"
+            f'embedding_types is {shown(types)}; it must be ["float"] or ["base64"]', field="embedding_types"
         )
     if body.encoding_format not in (None, types[0]):
         raise InvalidArgument(

@@ -30,7 +30,7 @@ _SIDES: Mapping[str, Mapping[str, Truncation]] = {
     "truncation_direction": {"right": "end", "left": "start"},
     "truncate": {"end": "end", "start": "start"},
 }
-"""Fields that name a side, with their words in lower case, and the end that is truncated."""
+"""Fields that select the end to truncate. The values map the words of a field, in lower case, to that end."""
 
 _NO_CUT = ("NONE", "none", "None")
 
@@ -38,9 +38,10 @@ _NO_CUT = ("NONE", "none", "None")
 class TruncationFields(ContextFields, kw_only=True):
     """Truncation fields.
 
-    ``truncate_prompt_tokens`` (vLLM): maximum tokens of an input; -1: the model's maximum. ``truncation_side`` (vLLM)
-    and ``truncation_direction`` (TEI): the side that is cut off, ``right`` by default. ``truncate``: true or false
-    (TEI), or ``END``, ``START`` or ``NONE`` (Cohere, NIM). ``truncation``: true or false (Voyage).
+    ``truncate_prompt_tokens`` (vLLM): maximum number of tokens of an input; -1 means the model's maximum.
+    ``truncation_side`` (vLLM) and ``truncation_direction`` (TEI): the side that is cut off; the default is ``right``.
+    ``truncate``: true or false (TEI), or ``END``, ``START`` or ``NONE`` (Cohere, NIM). ``truncation``: true or false
+    (Voyage).
     """
 
     truncate_prompt_tokens: int | None = None
@@ -51,7 +52,7 @@ class TruncationFields(ContextFields, kw_only=True):
 
 
 def truncation_of(body: TruncationFields) -> Truncation | None:
-    """Return the end at which longer inputs are truncated, as in ``PoolingRequest.truncation``.
+    """Return the end at which inputs that are too long are truncated, as in ``PoolingRequest.truncation``.
 
     Raises:
         InvalidArgument: A field is out of range, or two fields contradict each other.
@@ -80,14 +81,14 @@ def _side(name: str, value: bool | str | None) -> Truncation | None:
 
 
 def _agreed(body: TruncationFields, given: Mapping[str, Any]) -> Any:
-    """Return the only value that fields have, or None. Raises InvalidArgument for different values."""
+    """Return the value of the fields that are set, or None. Raises InvalidArgument if their values differ."""
     values = {name: value for name, value in given.items() if value is not None}
     for name, value in values.items():
         first = next(iter(values))
         if value != values[first]:
             raise InvalidArgument(
-                f"{first} is {shown(getattr(body, first))} and {name} is {shown(getattr(body, name))}; they ask "
-                "for different truncation, so set one",
+                f"{first} is {shown(getattr(body, first))} and {name} is {shown(getattr(body, name))}, which are "
+                "different truncations; set only one of the fields",
                 field=name,
             )
     return next(iter(values.values()), None)
@@ -98,7 +99,9 @@ Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
 
 
 class PoolingFields(TruncationFields, kw_only=True):
-    """Common fields of bodies in vLLM's protocol. ``use_activation``: false returns the model's raw scores."""
+    """Common fields of bodies in vLLM's protocol. If ``use_activation`` is false, the answer has the model's raw
+    scores.
+    """
 
     use_activation: bool | None = None
 
@@ -112,8 +115,9 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | None:
-    """Return whether embeddings are normalized; None: the model's setting. Both names come from vLLM. Raises
-    InvalidArgument.
+    """Return whether embeddings are normalized, or None for the model's setting. Raises InvalidArgument.
+
+    vLLM has both names.
     """
     if None not in (normalize, use_activation) and normalize != use_activation:
         raise InvalidArgument(
@@ -125,7 +129,7 @@ def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | 
 
 
 def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], Sequence[str]]:
-    """Return the inputs of a body and their names; none for an empty list. Raises InvalidArgument."""
+    """Return the inputs of a body and their names, both empty for an empty list. Raises InvalidArgument."""
     try:
         inputs = split(given, _MANY) if given else []
     except InvalidArgument as e:
@@ -135,13 +139,13 @@ def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], S
 
 
 def usage_of(prompt_tokens: int) -> PoolingUsage:
-    """Return the counts as they are sent."""
+    """Return the token counts in the form of the answer."""
     return PoolingUsage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
 
 
 async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[PoolingResult, str]:
     """Return the result of ``request``, and its id. Raises RequestFailed with the body's field names."""
-    given.close()  # the call below admits the request first
+    given.close()  # the next call admits the request before it does any other work
     try:
         return await llm.run_pooling(request)
     except RequestFailed as e:
@@ -151,14 +155,15 @@ async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[P
 async def written(
     outputs: Sequence[EngineCoreOutput], pace: Pace, numbers: Callable[[Vectors], Any], made: Callable[[int, Any], Any]
 ) -> list[msgspec.Raw]:
-    """Encode the entry of every output as JSON, over several turns of the event loop, because encoding many numbers is
-    slow.
+    """Encode the entry of every output as JSON.
+
+    Encoding many numbers is slow, so the work is divided over several turns of the event loop.
 
     Args:
         outputs: the outputs.
         pace: limits the work per turn.
         numbers: converts the numbers of an output.
-        made: makes the entry from an index and the converted numbers.
+        made: returns the entry, given the index of the output and the converted numbers.
     """
     found = []
     for index, output in enumerate(outputs):

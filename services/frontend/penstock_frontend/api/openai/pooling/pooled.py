@@ -34,15 +34,16 @@ from penstock_frontend.processing.prompts.pooling import check_pools
 
 _INT32_MAX = 2**31 - 1
 _UNASKED = (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY, PoolingTask.EMBED, PoolingTask.CLASSIFY)
-"""Default tasks, in order of preference. The first one that the model supports is used."""
+"""Default tasks, in order of preference. Without a task in the body, the first task that the model supports is used."""
 _VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _OF_VECTORS = ("dimensions", "normalize")
 
 
 class PoolingBody(PoolingFields, kw_only=True):
-    """Body of ``/pooling``. The default ``task`` is one embedding per token, if the model supports it.
+    """Body of ``/pooling``. The default ``task`` is one embedding per token, if the model supports that task.
 
-    ``dimensions`` and ``normalize`` apply to embeddings. For these ``use_activation`` is another name of ``normalize``.
+    ``dimensions`` and ``normalize`` apply to embeddings. For embeddings, ``use_activation`` means the same as
+    ``normalize``.
     """
 
     input: Input
@@ -100,7 +101,7 @@ class Pooling:
             truncation=truncation,
         )
         result, request_id = await pooled(self._llm, request, given)
-        # The encoder copies a Raw unchanged.
+        # The JSON encoder copies a msgspec.Raw unchanged.
         numbers = in_base64 if body.encoding_format == "base64" else _numbers
         data = cast(
             Sequence[Pooled],
@@ -128,7 +129,7 @@ class Pooling:
         for name in _OF_VECTORS:
             if (value := getattr(body, name)) is not None:
                 raise InvalidArgument(
-                    f"{name} is {shown(value)}; it has no meaning for {task.name.lower()}, so leave it out", field=name
+                    f"{name} is {shown(value)}, but it has no meaning for {task.name.lower()}; leave it out", field=name
                 )
         return PoolingParams(task=task, use_activation=body.use_activation is not False)
 
@@ -151,8 +152,10 @@ class ClassificationBody(PoolingFields, kw_only=True):
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
-    """Classes of an input: ``probs`` in the order of the model's labels, and the ``label`` of the most likely class,
-    null if it has none.
+    """Classes of an input.
+
+    ``probs`` has the probabilities in the order of the model's labels. ``label`` is the label of the most likely class,
+    or null if the model has no labels.
     """
 
     index: int

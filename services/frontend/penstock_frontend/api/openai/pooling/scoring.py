@@ -26,12 +26,14 @@ from penstock_frontend.calls.scoring import ScoringCalls
 # ``/v1/score`` and ``/score``, as in vLLM.
 
 _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
-"""Possible names of the two sides."""
+"""Possible field names of the first and the second side of the pairs."""
 
 
 class ScoreBody(PoolingFields, kw_only=True):
-    """Body of ``/score``, with one of these pairs: ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1``
-    and ``text_2``, ``data_1`` and ``data_2``. The first side is one input, or as many as the second side has.
+    """Body of ``/score``.
+
+    One of these pairs of fields must be set: ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1`` and
+    ``text_2``, ``data_1`` and ``data_2``. The first field has one input, or as many inputs as the second field.
     """
 
     queries: Input | None = None
@@ -83,7 +85,8 @@ class Scores:
         if len(queries) not in (1, len(documents)):
             first, second = sides.names
             raise InvalidArgument(
-                f"{first} has {len(queries)} entries, {second} has {len(documents)}; {first} must have 1 or as many",
+                f"{first} has {len(queries)} entries, but {second} has {len(documents)}; {first} must have 1 entry or the "
+                "same number",
                 field=first,
             )
         request = ScoreRequest(
@@ -114,8 +117,9 @@ class _Sides(NamedTuple):
 
 
 def _sides(body: ScoreBody) -> _Sides:
-    """Return the two sides and their names in the body. Raises InvalidArgument unless exactly one pair of ``_NAMES`` is
-    set.
+    """Return the two sides and their field names in the body.
+
+    Raises InvalidArgument if no pair of ``_NAMES`` is set, or if several fields of different pairs are set.
     """
     given = [name for name in dict.fromkeys(sum(_NAMES, ())) if getattr(body, name) is not None]
     for names in _NAMES:
@@ -138,7 +142,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class DocumentBody(msgspec.Struct, frozen=True):
-    """A document as an object. Its other fields are ignored."""
+    """A document as an object with ``text``. Other fields of the object are ignored."""
 
     text: str
 
@@ -146,8 +150,8 @@ class DocumentBody(msgspec.Struct, frozen=True):
 class RerankBody(PoolingFields, kw_only=True):
     """Body of ``/rerank``.
 
-    ``documents`` are texts, or objects with ``text``. ``top_n``: null or 0 for all documents. ``return_documents``:
-    false leaves their texts out of the answer.
+    ``documents`` are texts, or objects with ``text``. If ``top_n`` is null or 0, the answer has all documents. If
+    ``return_documents`` is false, the answer does not have the texts of the documents.
     """
 
     query: str | DocumentBody
@@ -171,7 +175,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, by descending score. Documents with equal scores keep their order."""
+    """The answer, sorted by descending score. Documents with equal scores are in the order of the body."""
 
     id: str
     model: str

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: conversations in, responses out, which later calls can continue."""
+"""``POST /v1/responses``: continues conversations. Later calls can continue the responses."""
 
 import functools
 import time
@@ -90,7 +90,7 @@ class ResponseCreation:
         self._llm.check_room([demand])
         label = request.context.external_request_id
         source = Source(label, demand, functools.partial(self._chat.run, request), names)
-        # Clients may use an id for several calls, but response ids must be unique.
+        # Clients may use one id for several calls, but response ids must be unique.
         response_id = f"resp_{uuid.uuid4().hex if call.given_id else call.request_id}"
         making = _Making(self._begun(body, response_id, model, keep=keep), self._llm, body, tenant, messages, tools)
         generation = Generation(self._llm, [source], given)
@@ -165,7 +165,7 @@ class _Making:
         return self._writer.response
 
     async def events(self, generation: Generation[ChatOutput], store: ResponseStore) -> AsyncGenerator[Event, None]:
-        """Yield the response's events. An error before the first output is raised; a later error becomes the last
+        """Yield the response's events. An error before the first output is raised. A later error becomes the last
         event.
         """
         begun = False
@@ -207,7 +207,7 @@ def _turns(body: ResponseBody) -> input_items.Turns:
 
 
 def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], chosen: ChosenTools) -> ChatRequest:
-    # Deltas even for a complete answer, so that it has the same items as a stream.
+    # Request deltas even for a complete answer, so that the answer has the same items as a stream.
     own = input_items.format_constraint(body.text.format if body.text is not None else None)
     values = {**sampling_fields.values(body, own), "output_kind": OutputKind.DELTA}
     if body.with_logprobs:

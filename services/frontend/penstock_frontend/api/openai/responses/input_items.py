@@ -34,7 +34,7 @@ from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.answers import Block, BlockKind
 from penstock_frontend.processing.chat.histories import arguments_text
 
-# Tool calls and results in the input, or text about them that the model sees.
+# Conversion of tool calls and results in the input to domain types or to text in the prompt.
 
 CALLS = (
     "function_call",
@@ -45,7 +45,7 @@ CALLS = (
     "computer_call",
     "tool_search_call",
 )
-"""Calls that the client answers with a separate item."""
+"""Types of tool calls whose result is a separate item, which the client sends."""
 OUTPUTS = (
     "function_call_output",
     "custom_tool_call_output",
@@ -65,9 +65,9 @@ TEXTS = (
     "mcp_approval_request",
     "mcp_approval_response",
 )
-"""Calls that OpenAI has already answered: call and result are one item."""
+"""Types of tool calls that OpenAI has run. The call and its result are one item."""
 SECRETS = ("compaction", "compaction_summary", "context_compaction")
-"""Items that only their author can read."""
+"""Types of encrypted items, which only the server that created them can read."""
 _SHOWN = (
     "name",
     "server_label",
@@ -121,20 +121,22 @@ def output_of(item: InputItem, path: str) -> str | list[InputPart]:
 
 
 def text_of(item: InputItem, path: str) -> str:
-    """Return an item of a tool that OpenAI runs as text, and warn about it."""
+    """Return, as text, the item of a tool that OpenAI runs. Warn the client about the conversion."""
     shown = {name: value for name in _SHOWN if (value := getattr(item, name)) is not None}
     if not isinstance(item.output, msgspec.UnsetType) and bytes(item.output) != b"null":
         shown["output"] = msgspec.json.decode(bytes(item.output))
     warn(WarningKind.HISTORY_AS_TEXT, path, f"is of type '{item.type}', which the model sees as text")
     if item.result is not None:
         warn(
-            WarningKind.HISTORY_LEFT_OUT, f"{path}.result", "is an image of an assistant's, which templates cannot show"
+            WarningKind.HISTORY_LEFT_OUT,
+            f"{path}.result",
+            "is an image in an assistant message, which chat templates do not support",
         )
     return f"[{item.type} {_text(shown)}]"
 
 
 def warn_of_secret(item: InputItem, path: str) -> None:
-    """Warn about an item that the model cannot see."""
+    """Warn the client about an item that is not in the prompt."""
     text = f"is of type '{item.type}' and is left out: only its author can read it"
     warn(WarningKind.HISTORY_LEFT_OUT, path, text)
 
@@ -151,16 +153,16 @@ _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 
 
 class Turns(NamedTuple):
-    """The domain's messages, and the path of the item that each begins with."""
+    """The domain messages, and for each message the path of its first item."""
 
     messages: list[ChatMessage]
     places: list[str]
 
 
 def turns_of(given: str | Sequence[InputItem], options: MediaOptions) -> Turns:
-    """Convert the input to messages. Consecutive reasoning, text and calls of an assistant become one message.
+    """Convert the input to messages. Consecutive items of the assistant (reasoning, text, calls) become one message.
 
-    Fields of media are relative to their items. Raises InvalidArgument and Unimplemented.
+    Field paths of media are relative to their items. Raises InvalidArgument and Unimplemented.
     """
     if isinstance(given, str):
         return Turns([ChatMessage(role="user", content=given)], ["input"])
@@ -173,7 +175,7 @@ def turns_of(given: str | Sequence[InputItem], options: MediaOptions) -> Turns:
 
 
 def answered(blocks: Iterable[Block], tools: ServedTools) -> list[ChatMessage]:
-    """Return the output of an assistant as messages. ``tools``: the tools that it had."""
+    """Return the output of the assistant as messages. ``tools``: tools of the request that produced the output."""
     turns = _Turns()
     for block in blocks:
         if block.kind is BlockKind.REASONING:
@@ -212,12 +214,12 @@ def format_constraint(format_: FormatBody | None) -> Constraint | None:
 
 
 def names(body: ResponseBody, places: Sequence[str], before: int, chosen: ChosenTools) -> Mapping[str, str]:
-    """Return a map from our field names to the client's, for errors.
+    """Return a map from our field names to the client's field names, for errors.
 
     Args:
         body: the body.
         places: paths of the input's messages.
-        before: number of messages before them.
+        before: number of messages before the input's messages.
         chosen: the tools.
     """
     own = format_constraint(body.text.format if body.text is not None else None)
@@ -234,14 +236,15 @@ def names(body: ResponseBody, places: Sequence[str], before: int, chosen: Chosen
 
 
 class _Turns:
-    """Messages under construction. The assistant's last message takes further content in the order in which templates
-    write it.
+    """Messages under construction.
+
+    New content of the assistant is added to its last message if chat templates write it after the existing content.
     """
 
     def __init__(self) -> None:
         self._done: list[ChatMessage] = []
         self._open: ChatMessage | None = None
-        self._noted = False  # True if the open message has only notes so far
+        self._noted = False  # True if the last message has only notes so far
 
     def all(self) -> list[ChatMessage]:
         self._close()
@@ -336,14 +339,14 @@ def _add(turns: _Turns, item: InputItem, path: str, options: MediaOptions) -> No
 def _content(
     content: str | Sequence[InputPart] | None, path: str, name: str, options: MediaOptions
 ) -> str | list[ContentPart]:
-    """Return text, or parts of text and media. Raises Unimplemented for other parts, and the errors of ``media_of``."""
+    """Return text, or parts of text and media. Raises Unimplemented for other parts, and errors of ``media_of``."""
     if content is None or isinstance(content, str):
         return content or ""
     return [_part(part, path, f"{name}[{index}]", options) for index, part in enumerate(content)]
 
 
 def _part(part: InputPart, path: str, place: str, options: MediaOptions) -> ContentPart:
-    """Convert a part. ``place``: its path in its item."""
+    """Convert a part. ``place``: path of the part in its item."""
     if is_media(part.type):
         media = media_of(part.type, part, f"{path}.{place}", options)
         relative = msgspec.structs.replace(media, field=media.field.removeprefix(f"{path}."))
@@ -361,12 +364,13 @@ def _missing(field: str) -> InvalidArgument:
 # Tools and tool choice.
 
 SERVED = ("function", "custom", "namespace")
-"""Types of tools that the model sees."""
+"""Types of tools that are in the prompt. Other types are left out."""
 
 
 def tools_of(bodies: Sequence[FunctionTool] | None) -> ServedTools:
-    """Return the tools of a body. Tools in a namespace are functions with the namespace as name prefix. Raises
-    InvalidArgument.
+    """Return the tools of a body. Raises InvalidArgument.
+
+    A tool in a namespace becomes a function whose name has the namespace as prefix.
     """
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):
@@ -411,7 +415,7 @@ def _add_tool(tools: ServedTools, body: FunctionTool, path: str, namespace: str)
 
 
 def _grammar(body: FunctionTool, path: str) -> tuple[str, str]:
-    """Return syntax and definition of a custom tool's grammar; empty texts without a grammar."""
+    """Return syntax and definition of a custom tool's grammar. Both are empty if the tool has no grammar."""
     if isinstance(body.format, msgspec.UnsetType) or body.format is None or body.format.type == "text":
         return "", ""
     if body.format.type != "grammar":

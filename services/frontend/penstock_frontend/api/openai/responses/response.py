@@ -26,11 +26,11 @@ _HOSTED = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""Values of ``include`` for items that this server never returns."""
+"""Values of ``include`` about items that this server never returns."""
 
 
 class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of an item: text under one of its names, or media."""
+    """A part of an item: text, which has several field names, or media."""
 
     type: str
     text: str = ""
@@ -40,7 +40,7 @@ class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An input item: a message, a tool call, a tool result, or reasoning. Output items are accepted as well.
 
-    Items of tools that OpenAI runs have fields of any form, which become text.
+    Items of tools that OpenAI runs have additional fields of any form. These fields become text.
     """
 
     type: str | None = None
@@ -72,7 +72,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Format of a custom tool's input: ``text``, or ``grammar`` with its ``syntax``, ``lark`` or ``regex``."""
+    """Format of a custom tool's input: ``text``, or ``grammar`` with the ``syntax`` ``lark`` or ``regex``."""
 
     type: str
     syntax: str = ""
@@ -82,7 +82,7 @@ class ToolFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
     """A function that the model may call, a custom tool, or a namespace of tools. Tools of other types are left out.
 
-    If a call is required, its schema is enforced regardless of ``strict``.
+    If a call is required, the function's schema is enforced even if ``strict`` is false.
     """
 
     type: str
@@ -103,8 +103,10 @@ class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class ToolChoiceBody(AllowedToolBody, frozen=True, kw_only=True, omit_defaults=True):
-    """The tool that must be called. With the type ``allowed_tools``, the tools that may be called, and whether one must
-    be.
+    """Tool choice as an object: the tool that must be called.
+
+    With the type ``allowed_tools``, the object has the tools that may be called, and ``mode`` says whether one of them
+    must be called.
     """
 
     mode: str | None = None
@@ -112,7 +114,7 @@ class ToolChoiceBody(AllowedToolBody, frozen=True, kw_only=True, omit_defaults=T
 
 
 class FormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Format of the text: ``text``, ``json_object``, or ``json_schema``, which is always enforced."""
+    """Format of the text: ``text``, ``json_object``, or ``json_schema``. A schema is always enforced."""
 
     type: str
     name: str = ""
@@ -129,14 +131,14 @@ class TextBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ReasoningBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning effort, a variable of the chat template. ``none`` turns reasoning off if the template supports that."""
+    """Reasoning effort, passed to the chat template. ``none`` turns reasoning off if the template supports that."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class ResponseBody(SamplingFields, kw_only=True):
-    """Body of ``/v1/responses``. ``input``: a text, or items. The sampling fields follow vLLM."""
+    """Body of ``/v1/responses``. ``input``: a text, or items. The sampling fields have vLLM's names."""
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -166,7 +168,7 @@ class ResponseBody(SamplingFields, kw_only=True):
 
 
 def check(body: ResponseBody) -> None:
-    """Check the body without the domain types. Raises InvalidArgument and Unimplemented."""
+    """Check the fields that the domain types do not check. Raises InvalidArgument and Unimplemented."""
     refuse_fields(body, "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "add_special_tokens")
     sampling_fields.check(body)
     if body.truncation == "auto":
@@ -190,7 +192,7 @@ def check(body: ResponseBody) -> None:
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """Text of a message. ``logprobs`` is set if requested."""
+    """Text of a message. ``logprobs`` is set if the request asks for log-probabilities."""
 
     text: str
     annotations: Sequence[str] = ()
@@ -252,14 +254,14 @@ IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED, CANCELLED = "in_progress", "complete
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """Cached part of the input tokens."""
+    """Number of cached input tokens."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """Reasoning part of the output tokens."""
+    """Number of reasoning tokens in the output."""
 
     reasoning_tokens: int
 
@@ -318,7 +320,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    """Not part of OpenAI's API."""
+    """KV transfer parameters of the output. OpenAI's API does not have this field."""
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,13 +26,15 @@ class Running(NamedTuple):
 
 
 class _Output(msgspec.Struct, frozen=True):
-    """The output of a stored response, as items of a later input."""
+    """The output of a stored response, as items that a later input can contain."""
 
     output: list[InputItem]
 
 
 class Kept(NamedTuple):
-    """A stored response: the response, its input and the whole conversation as JSON, and the ids of its output items."""
+    """A stored response: the response, its input and the complete conversation as JSON, and the ids of its output
+    items.
+    """
 
     response: bytes
     items: bytes
@@ -46,17 +48,17 @@ class Kept(NamedTuple):
 
 
 class ResponseStore:
-    """Stores responses by tenant and id. A tenant sees only its own responses.
+    """In-memory store of responses, by tenant and id. A tenant can access only its own responses.
 
-    If there are too many responses or bytes, the oldest response of the tenant with the most bytes is dropped first. So
-    a tenant cannot displace the responses of smaller tenants.
+    If the store has too many responses or bytes, it drops the oldest response of the tenant with the most bytes. So a
+    tenant cannot displace the responses of tenants that use less memory.
     """
 
     def __init__(self, config: ResponsesConfig) -> None:
         self._config = config
         self._kept: dict[str, OrderedDict[str, Kept]] = {}
         self._holders: dict[str, dict[str, str]] = {}
-        """Id of the response that has an output item, by tenant and item id."""
+        """Map from tenant and item id to the id of the response whose output has the item."""
         self._sizes: dict[str, int] = {}
         self._running: dict[tuple[str, str], Running] = {}
 
@@ -66,19 +68,19 @@ class ResponseStore:
         return self._config.max_stored > 0
 
     def begin(self, tenant: str, running: Running) -> None:
-        """Add a response in progress that will be stored."""
+        """Add a response in progress, which will be stored when it ends."""
         self._running[tenant, running.response.id] = running
 
     def end(self, tenant: str, response_id: str) -> bool:
-        """Remove a response in progress. Return False if it was not there, for instance because it was deleted.
-        Idempotent.
+        """Remove a response in progress. Return False if the store does not have it, for example because a client
+        deleted it. Idempotent.
         """
         return self._running.pop((tenant, response_id), None) is not None
 
     def keep(
         self, tenant: str, response: Response, items: Sequence[InputItem], messages: Sequence[ChatMessage]
     ) -> None:
-        """Store a response that has ended, unless it alone exceeds the limit."""
+        """Store a response that has ended. A response that alone exceeds the size limit is not stored."""
         item_ids = [item.id for item in response.output]
         kept = Kept(_ENCODER.encode(response), _ENCODER.encode(items), _ENCODER.encode(messages), item_ids)
         if kept.size > self._config.max_stored_bytes:
@@ -100,13 +102,13 @@ class ResponseStore:
         of_tenant = self._kept.get(tenant)
         if of_tenant is None or (found := of_tenant.get(response_id)) is None:
             raise NotFound(
-                f"{field} is {quoted(response_id)}; no such response is stored here; it may have been dropped",
+                f"{field} is {quoted(response_id)}, but no such response is stored; it may have been dropped",
                 field=field,
             )
         return found
 
     def messages(self, tenant: str, response_id: str) -> list[ChatMessage]:
-        """Return the conversation up to the end of a response. Raises as ``get`` does."""
+        """Return the conversation up to the end of a response. Raises the errors of ``get``."""
         kept = self.get(tenant, response_id, field="previous_response_id")
         return msgspec.json.decode(kept.messages, type=list[ChatMessage])
 
@@ -120,18 +122,18 @@ class ResponseStore:
         self._check_enabled(field)
         if (found := self._holders.get(tenant, {}).get(item_id)) is None:
             raise NotFound(
-                f"{field} is {quoted(item_id)}; no stored response has such an item; it may have been dropped. "
+                f"{field} is {quoted(item_id)}, but no stored response has this item; it may have been dropped. "
                 "Send the item itself",
                 field=field,
             )
         return found
 
     def output(self, tenant: str, response_id: str) -> list[InputItem]:
-        """Return the output of a response, as items of a later input. Raises as ``get`` does."""
+        """Return the output of a response, as items that a later input can contain. Raises the errors of ``get``."""
         return msgspec.json.decode(self.get(tenant, response_id).response, type=_Output).output
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Delete a response. One in progress is cancelled. Raises as ``get`` does."""
+        """Delete a response. A response in progress is cancelled. Raises the errors of ``get``."""
         if (running := self._running.pop((tenant, response_id), None)) is not None:
             running.cancel()
             return
@@ -165,11 +167,11 @@ _REFERENCE = "item_reference"
 
 
 def resolved(given: str | list[InputItem], store: ResponseStore, tenant: str) -> str | list[InputItem]:
-    """Return the input with references replaced by the stored items.
+    """Return the input. Each reference to a stored item is replaced by that item.
 
     Raises:
-        NotFound: A reference names no item of a stored response of the tenant.
-        InvalidArgument: There are references, but the server stores no responses.
+        NotFound: None of the tenant's stored responses has the item that a reference names.
+        InvalidArgument: The input has references, but the server stores no responses.
     """
     if isinstance(given, str) or not any(item.type == _REFERENCE for item in given):
         return given
@@ -211,7 +213,7 @@ class StoredResponses:
         tenant, response_id = _whose(call)
         if (running := self._store.running(tenant, response_id)) is not None:
             return running.response
-        # The encoder copies a Raw unchanged.
+        # The JSON encoder copies a msgspec.Raw unchanged.
         return cast(Response, msgspec.Raw(self._store.get(tenant, response_id).response))
 
     async def delete(self, call: Call, given: Body) -> Answer:
@@ -221,8 +223,8 @@ class StoredResponses:
         return DeletedResponse(id=response_id)
 
     async def cancel(self, call: Call, given: Body) -> Answer:
-        """Cancel a response in progress, and return what it has so far. Raises NotFound, and InvalidArgument if it has
-        ended.
+        """Cancel a response in progress, and return it with its output so far. Raises NotFound, and InvalidArgument if
+        the response has ended.
         """
         tenant, response_id = _whose(call)
         if (running := self._store.running(tenant, response_id)) is not None:
@@ -230,7 +232,7 @@ class StoredResponses:
             return msgspec.structs.replace(running.response, status=response.CANCELLED)
         ended = msgspec.json.decode(self._store.get(tenant, response_id).response, type=_Ended)
         raise InvalidArgument(
-            f"response_id is {quoted(response_id)}, which has ended ({ended.status}); only a response in progress "
+            f"response {quoted(response_id)} has already ended with status {ended.status}; only a response in progress "
             "can be cancelled",
             field="response_id",
         )
@@ -259,7 +261,9 @@ def _page(items: list[dict[str, Any]], call: Call) -> ItemList:
     if after:
         place = next((index for index, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise InvalidArgument(f"after is {quoted(after)}; the response's input has no such item", field="after")
+            raise InvalidArgument(
+                f"after is {quoted(after)}, but the response's input has no item with this id", field="after"
+            )
         items = items[place + 1 :]
     page = items[:size]
     return ItemList(

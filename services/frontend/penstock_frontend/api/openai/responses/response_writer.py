@@ -40,8 +40,9 @@ E = TypeVar("E", bound=response.Event)
 
 
 class ResponseWriter:
-    """Converts outputs into events, and tracks the current state of the response. ``reasoning``: whether reasoning is
-    shown. ``top_logprobs``: None without log-probabilities.
+    """Converter of outputs into events, which also tracks the current state of the response.
+
+    ``reasoning``: whether the response shows reasoning. ``top_logprobs``: None for no log-probabilities.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ResponseWriter:
         yield self._event(response.ResponseEvent, "response.in_progress", response=self.response)
 
     def take(self, output: ChatOutput) -> Iterator[response.Event]:
-        """Yield the events of a piece of output. After the last one, ``response`` is in its final state."""
+        """Yield the events of a piece of output. After the last piece, ``response`` has its final state."""
         output = self._inputs.read(output)
         logprobs = self._logprobs_of(output)
         for piece in self.blocks.push(output):
@@ -84,13 +85,15 @@ class ResponseWriter:
             self._finish(output.finish)
 
     def last(self) -> response.Event:
-        """Return the event of the response's end."""
+        """Return the last event, which reports the end of the response."""
         status = self.response.status
-        kind = "incomplete" if status == response.CANCELLED else status  # there is no event for a cancelled response
+        kind = (
+            "incomplete" if status == response.CANCELLED else status
+        )  # the protocol has no event for a cancelled response
         return self._event(response.ResponseEvent, f"response.{kind}", response=self.response)
 
     def fail(self, error: Exception) -> None:
-        """End the response with an error. It keeps its output so far."""
+        """End the response with an error. The response keeps its output so far."""
         if isinstance(error, Cancelled):
             self._end(response.CANCELLED)
             return
@@ -215,8 +218,9 @@ class ResponseWriter:
         return block.kind is BlockKind.CALL and (tool := self._tools.called(block.name)) is not None and tool.custom
 
     def _logprobs_of(self, output: ChatOutput) -> list[ContentLogprob]:
-        """Return the log-probabilities for the piece's text, including earlier tokens without text; none for reasoning
-        and calls.
+        """Return the log-probabilities for the text of a piece, including those of earlier tokens without text.
+
+        Reasoning and tool calls have no log-probabilities.
         """
         if self._top_logprobs is None:
             return []
@@ -234,7 +238,7 @@ class ResponseWriter:
 
 
 def _of_text(logprobs: Sequence[ContentLogprob], text: str) -> Sequence[ContentLogprob]:
-    """Return the log-probabilities of the last tokens, as many as the text has. Tokens before them may belong to a tag."""
+    """Return the log-probabilities of the last tokens that form ``text``. Earlier tokens may belong to a tag."""
     size, begin = len(text.encode()), len(logprobs)
     while begin and size > 0:
         begin -= 1
@@ -244,5 +248,5 @@ def _of_text(logprobs: Sequence[ContentLogprob], text: str) -> Sequence[ContentL
 
 
 def _status(block: Block, blocks: Sequence[Block], *, complete: bool) -> str:
-    """Return the status of a block. In an incomplete response only the last block is incomplete."""
+    """Return the status of a block. In an incomplete response, only the last block is incomplete."""
     return response.COMPLETED if complete or block is not blocks[-1] else response.INCOMPLETE
