@@ -109,10 +109,10 @@ async def test_a_service_takes_another_log_level_and_goes_on(component: str, tmp
     async with system(tmp_path, component) as followed:
         pid = followed.service.pid
         followed.change(log=LOG | {"level": "info"})
-        [line] = await followed.until("config: these settings hold from now on")
+        [line] = await followed.until("config: applied changed settings")
         assert line["settings"] == ["log.level"]
         followed.change(log=LOG | {"level": "info"}, server={"max_concurrent_streams": 7})
-        [line] = await followed.until("config: settings have changed that need a restart")
+        [line] = await followed.until("config: changed settings need a restart")
         assert (line["level"], line["settings"]) == ("warning", ["server.max_concurrent_streams"])
         followed.change(log=LOG | {"level": "loud"})
         [line] = await followed.until("config: the change is not used, what was read before stays")
@@ -145,7 +145,7 @@ async def test_a_frontend_takes_other_limits_and_weights_while_it_serves(tmp_pat
             fairness={"weights": {"gold": 2.0}},
             log=LOG | {"level": "info", "requests": True},
         )
-        [line] = await frontend.until("config: these settings hold from now on")
+        [line] = await frontend.until("config: applied changed settings")
         assert line["settings"] == [
             "limits.max_tenant_requests",
             "limits.max_n",
@@ -154,6 +154,6 @@ async def test_a_frontend_takes_other_limits_and_weights_while_it_serves(tmp_pat
         ]
         assert "limits.max_tenant_requests is 1" in await sequences(stub, 2)
         frontend.change(limits={"max_n": 2})
-        await frontend.until("config: these settings hold from now on", 2)
+        await frontend.until("config: applied changed settings", 2)
         assert await sequences(stub, 2) == "OK"
         await frontend.until("request finished")

@@ -1,1 +1,1 @@
-"""Code that the services share: config, errors, logs, channels, servers, health, metrics, domain types. No torch."""
+"""Code that all services use: config, errors, logs, channels, servers, health, metrics, domain types. No torch."""

@@ -10,12 +10,12 @@ MAX_PORT = 65_535
 
 
 def with_port(host: str, port: int) -> str:
-    """Return ``host`` and ``port`` as one address. ``host`` may be a name or an IP address, with or without brackets."""
+    """Return the address of ``host`` and ``port``. ``host`` is a name, or an IP address with or without brackets."""
     return f"[{host}]:{port}" if _is_ipv6(host) else f"{host}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return the host of ``address``, without brackets, and the port. Raises ValueError with the required form."""
+    """Return the host of ``address``, without brackets, and the port. Raises ValueError that states the required form."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= MAX_PORT:
         raise ValueError(f"must be host:port, with a port from 1 to {MAX_PORT}")
@@ -29,7 +29,7 @@ def split(address: str) -> tuple[str, int]:
 def with_default_port(address: str, port: int) -> str:
     """Return ``address``, with ``port`` added if it is only a host. The host may be an IPv6 address without brackets.
 
-    Raises ValueError with the required form.
+    Raises ValueError that states the required form.
     """
     bare = address[1:-1] if address.startswith("[") and address.endswith("]") else address
     if _is_ipv6(bare):

@@ -1,4 +1,5 @@
-"""Content hashes of KV cache blocks. Engines use them for caching and frontends for routing, with equal results.
+"""Content hashes of KV cache blocks. Engines use the hashes for caching, frontends for routing; both compute equal
+hashes.
 
 A block's hash covers its parent's hash, its token IDs and its extra keys, so equal hashes mean equal prefixes. The hash
 is BLAKE2b with 128 bits. Every process computes equal hashes. The hash is strong enough that no client can craft a
@@ -19,19 +20,20 @@ from penstock_common.types.request import RequestContext
 DIGEST_SIZE = 16
 _PERSON = b"penstock-block-1"
 _NO_TEXT = b"\xff"
-"""Byte that UTF-8 never contains. It separates the salt from the adapter. Without the separator, a salt could equal
-another salt followed by an adapter.
+"""Separator between salt and adapter: a byte that UTF-8 never contains.
+
+Without the separator, one salt could equal the concatenation of another salt and an adapter.
 """
 
 
 _MEDIUM = b"\xfe"
-"""A byte that UTF-8 never contains, and that never precedes an adapter."""
+"""First byte of a media key. UTF-8 never contains this byte, and no adapter key begins with it."""
 _PAIR = struct.Struct("<qq").pack
 _END = attrgetter("end")
 
 
 class Hashed(Protocol):
-    """A sequence whose blocks are hashed: its tokens, and everything else that determines the content of its blocks."""
+    """A sequence whose blocks are hashed: its tokens, and all other data that determine the content of its blocks."""
 
     context: RequestContext
     all_token_ids: list[int]
@@ -39,11 +41,11 @@ class Hashed(Protocol):
     mm_features: list[MultiModalFeature]
     """Media items in order of position, without overlaps."""
     block_hashes: list[bytes]
-    """Hashes of the blocks hashed so far."""
+    """Hashes of the blocks that have been hashed so far."""
 
     @property
     def lora_digest(self) -> bytes:
-        """Digest of the applied LoRA adapter, or empty."""
+        """Digest of the applied LoRA adapter, or empty bytes without an adapter."""
 
 
 def _digest(data: bytes) -> bytes:
@@ -51,15 +53,17 @@ def _digest(data: bytes) -> bytes:
 
 
 def root_hash(block_size: int) -> bytes:
-    """Return the parent of every first block. It depends on the block size, so equal hashes mean equal block sizes."""
+    """Return the parent hash of all first blocks. It depends on the block size, so blocks of different sizes never
+    match.
+    """
     return _digest(struct.pack("<I", block_size))
 
 
 def extra_keys(sequence: Hashed, start: int, end: int) -> bytes:
     """Return the extra keys of the block with positions ``start`` to ``end``.
 
-    The extra keys of the first block are the cache salt and the LoRA adapter, which later blocks inherit through the
-    parent's hash. In addition, the extra keys cover vectors in place of tokens, and media.
+    The extra keys of the first block contain the cache salt and the LoRA adapter. Later blocks inherit both through the
+    parent's hash. The extra keys of every block also cover the block's prompt embeddings and media.
     """
     keys = b""
     if start == 0:
@@ -76,7 +80,9 @@ def extra_keys(sequence: Hashed, start: int, end: int) -> bytes:
 
 
 def media_between(features: Sequence[MultiModalFeature], start: int, end: int) -> Sequence[MultiModalFeature]:
-    """Return the ``features``, which are in order, that overlap the positions from ``start`` to ``end``."""
+    """Return the features that overlap the positions from ``start`` to ``end``. ``features`` must be in order of
+    position.
+    """
     first = last = bisect_right(features, start, key=_END)
     while last < len(features) and features[last].offset < end:
         last += 1
@@ -84,8 +90,9 @@ def media_between(features: Sequence[MultiModalFeature], start: int, end: int) -
 
 
 def _media_key(feature: MultiModalFeature, start: int, end: int) -> bytes:
-    """Return the key of a media item: its content at the positions from ``start`` to ``end``, and their place in the
-    item.
+    """Return the key of a media item for the block from ``start`` to ``end``.
+
+    The key covers the item's identifier and which part of the item is in the block.
     """
     runs = b"".join(
         _PAIR(run.start, run.count)
@@ -96,12 +103,13 @@ def _media_key(feature: MultiModalFeature, start: int, end: int) -> bytes:
 
 
 def _vectors_digest(embeds: PromptEmbeds, start: int, end: int) -> bytes:
-    """Return the digest of the vectors at the positions from ``start`` to ``end``. Requests with the same prompt share
-    the cached digest.
+    """Return the digest of the embeddings at the positions from ``start`` to ``end``.
+
+    The digest is cached, and the sequences of a request share the cache.
     """
     digest: bytes | None = embeds.memo.get((start, end))
     if digest is None:
-        # Blocks are hashed in order, so the previous block has recorded the first row of this one.
+        # Blocks are hashed in order, so the hash of the previous block has recorded the first row of this block.
         first: int | None = embeds.memo.get(("first row", start))
         if first is None:
             first = embeds.num_vectors(0, start)

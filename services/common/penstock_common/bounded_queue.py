@@ -1,4 +1,4 @@
-"""Bounded queues: fair shares for tenants, and estimates of the time until there is room."""
+"""Bounded queues: fair shares for tenants, and estimates of the time until the queue accepts requests again."""
 
 import math
 
@@ -6,12 +6,12 @@ import math
 
 
 def reserve_of(limit: int) -> int:
-    """Return the reserve beyond a limit for tenants below their fair share: a tenth of the limit, at least 1."""
+    """Return the size of the reserve for tenants below their fair share: a tenth of ``limit``, at least 1."""
     return max(limit // 10, 1)
 
 
 class _Use:
-    """Usage of one tenant."""
+    """Weight of one tenant, and number and size of its requests in the queue."""
 
     __slots__ = ("count", "size", "weight")
 
@@ -28,9 +28,9 @@ class TenantRoom:
     only within its fair share and within the reserve beyond the limit. The fair share is the limit times the tenant's
     weight, divided by the weights of all tenants in the queue.
 
-    A tenant can use only as much of the reserve as it leaves to others. So a second flood takes half of the reserve, a
-    third one a quarter, and a tenant with few requests can still enter. Requests that have entered are never removed.
-    Tenants without requests are forgotten.
+    A tenant can use at most half of the reserve that other tenants have not used. So a second tenant with very many
+    requests takes half of the reserve, a third such tenant takes a quarter, and a tenant with few requests can still
+    enter. Requests that have entered are never removed. Tenants without requests are forgotten.
     """
 
     __slots__ = ("_tenants", "_weights", "count", "size")
@@ -54,13 +54,14 @@ class TenantRoom:
 
     @property
     def named(self) -> bool:
-        """Whether any request names a tenant."""
+        """Whether any request in the queue names a tenant."""
         return len(self._tenants) > ("" in self._tenants)
 
     def full(self, limit: int) -> bool:
-        """Return whether the limit is reached, and also the reserve if any request names a tenant.
+        """Return whether the queue is full. If any request names a tenant, the reserve must also be used up.
 
-        Health checks use this, because one tenant's flood must not make the service unavailable to others.
+        Health checks use this method, because one tenant with many requests must not make the service unavailable to
+        others.
         """
         return self.count >= self.most(limit)
 
@@ -69,7 +70,7 @@ class TenantRoom:
         return limit + (reserve_of(limit) if limit and self.named else 0)
 
     def enter(self, tenant: str, weight: float, size: int = 0) -> None:
-        """Count one more request. ``weight`` is the tenant's weight from now on."""
+        """Count one more request. From now on, ``weight`` is the tenant's weight."""
         use = self._tenants.get(tenant)
         if use is None:
             use = self._tenants[tenant] = _Use()
@@ -81,7 +82,7 @@ class TenantRoom:
         self.size += size
 
     def leave(self, tenant: str, size: int = 0) -> None:
-        """Count one request less. ``size`` must be the same as for ``enter``."""
+        """Count one request less. ``size`` must equal the ``size`` in the request's call of ``enter``."""
         use = self._tenants[tenant]
         use.count -= 1
         use.size -= size
@@ -89,17 +90,17 @@ class TenantRoom:
         self.size -= size
         if not use.count:
             del self._tenants[tenant]
-            # Rounding errors of the sum must not accumulate.
+            # Reset the sum when the queue is empty, so that rounding errors do not accumulate.
             self._weights = self._weights - use.weight if self._tenants else 0.0
 
     def takes_count(self, tenant: str, weight: float, added: int, limit: int) -> bool:
-        """Return whether ``added`` more requests of a tenant may enter, with a limit of ``limit`` requests."""
+        """Return whether ``added`` more requests of a tenant may enter a queue with a limit of ``limit`` requests."""
         use = self._tenants.get(tenant)
         return self._takes(self.count, 0 if use is None else use.count, added, limit, self._share(use, weight))
 
     def takes_size(self, tenant: str, weight: float, added: int, limit: int) -> bool:
-        """Return whether requests of a tenant with size ``added`` may enter, with a limit of ``limit`` for the total
-        size.
+        """Return whether requests of a tenant with the total size ``added`` may enter a queue whose size limit is
+        ``limit``.
         """
         use = self._tenants.get(tenant)
         return self._takes(self.size, 0 if use is None else use.size, added, limit, self._share(use, weight))
@@ -112,25 +113,25 @@ class TenantRoom:
         if total + added <= limit:
             return True
         if (own or not total) and own + added > limit * share:
-            return False  # a tenant without requests is below its share, whatever it brings
+            return False  # a tenant without requests is below its share, whatever the size of its new requests
         return own + added <= limit + reserve_of(limit) - total
 
 
-# Speed at which work leaves a bounded queue, to estimate when there is room.
+# Speed at which work leaves a bounded queue. It serves to estimate when the queue accepts requests again.
 
 MIN_RETRY_AFTER = 0.1
 MAX_RETRY_AFTER = 60.0
-"""Bounds of the retry delay for clients, in seconds."""
+"""Lower and upper bound of the retry delay for clients, in seconds."""
 
 _MEMORY = 10.0
-"""Seconds of work after which the weight of an observation has dropped to 1/e."""
+"""Time in seconds after which the weight of an observation has dropped to 1/e. Only time with work counts."""
 
 
 class DrainRate:
-    """Requests and units (tokens, characters) that leave a queue per second, weighted towards recent ones.
+    """Number of requests and units (tokens or characters) that leave a queue per second. Recent departures count more.
 
-    Rates are averages with exponentially decreasing weights: the work that left, divided by the time in which the queue
-    was not empty. Idle time says nothing about the speed, so it neither counts nor ages observations. All times are
+    A rate is the work that has left the queue, divided by the time in which the queue was not empty. Weights decrease
+    exponentially. Idle time does not show the speed, so it does not count and does not reduce weights. All times are
     seconds of one monotonic clock.
     """
 
@@ -143,19 +144,19 @@ class DrainRate:
         self._units = 0.0
 
     def begin(self, now: float) -> None:
-        """Record that the empty queue got work."""
+        """Record that work has entered the empty queue."""
         self._last = now
 
     def left(self, now: float, units: float, requests: float = 1.0) -> None:
-        """Record that ``requests`` requests with ``units`` units have left."""
+        """Record that ``requests`` requests with ``units`` units have left the queue."""
         self._advance(now)
         self._requests += requests
         self._units += units
 
     def time_for(self, now: float, requests: float, units: float) -> float | None:
-        """Return the seconds until this much work has left, or None without observations.
+        """Return the estimated seconds until so many requests and units have left, or None without observations.
 
-        If no work leaves the queue any more, its estimated speed decreases every second.
+        While no work leaves the queue, the estimated speed decreases every second.
         """
         self._advance(now)
         if not self._requests:

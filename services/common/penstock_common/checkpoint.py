@@ -1,4 +1,4 @@
-"""Early checks of a checkpoint's files. Reads only headers and JSON: no weights, no torch, no network."""
+"""Early checks of a checkpoint's files. The checks read only headers and JSON: no weights, no torch, no network."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from penstock_common.errors import nearest
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _SHARD = re.compile(r".*-\d+-of-\d+\.(safetensors|bin)")
 QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
-"""Supported quantization methods, by ``quant_method``. Not every variant of each method is supported."""
+"""Values of ``quant_method`` of the supported quantization methods. Some variants of a method may be unsupported."""
 WITH_TOWERS = (
     "aya_vision",
     "gemma3",
@@ -40,30 +40,31 @@ _EXPERTS = (
     "moe_num_experts",
     "num_routed_experts",
 )
-"""Keys of config.json that give the number of experts."""
+"""Keys of config.json whose value is the number of experts."""
 _PARTS = ("vision_config", "audio_config", "text_config")
 """Keys of config.json that contain the parts of composite models."""
 
 
 def looks_like_a_path(model: str) -> bool:
-    """Return whether a name must be a directory. Other names may be model IDs on the Hugging Face Hub."""
+    """Return whether ``model`` can only be a directory. Other values may be model IDs on the Hugging Face Hub."""
     return model.startswith((".", "/", "~")) or model.count("/") > 1
 
 
 def no_directory(path: str) -> str:
-    """Return an error that there is no directory at ``path``, with the most similar name in the same directory."""
+    """Return the error for a missing directory ``path``. The error suggests the most similar name at that location."""
     folder = Path(path).expanduser()
     siblings = [each.name for each in folder.parent.iterdir()] if folder.parent.is_dir() else []
     return f"no such directory{nearest(folder.name, siblings)}"
 
 
 def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = True, weights: bool = True) -> str:
-    """Return why the model at ``path`` cannot be served, and the fix. Returns ``""`` if the files show no problem, or
-    if ``path`` may be a model ID on the hub.
+    """Return the reason why the model at ``path`` cannot be served, and the fix.
+
+    Returns ``""`` if the files show no problem, or if ``path`` may be a model ID on the hub.
 
     Args:
         path: Directory of the checkpoint, or a model ID.
-        trust_remote_code: Whether the checkpoint brings its own modeling code. If so, the architecture is not checked.
+        trust_remote_code: Whether the checkpoint's own modeling code is used. If so, the architecture is not checked.
         tokenizer: Whether the checkpoint must have a tokenizer.
         weights: Whether the checkpoint must have weights.
     """
@@ -73,7 +74,7 @@ def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = Tru
             wrong = f"{path!r} does not exist; give a checkpoint directory or a Hugging Face model id"
             return wrong if looks_like_a_path(path) else ""
         if not folder.is_dir():
-            return f"{path!r} is a file; give the directory that holds config.json and the weights"
+            return f"{path!r} is a file; give the directory that contains config.json and the weights"
         return (
             _configuration(path, folder, trust_remote_code)
             or (_weights(path, folder) if weights else "")
@@ -84,7 +85,7 @@ def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = Tru
 
 
 def has_experts(path: str) -> bool | None:
-    """Return whether the model at ``path`` is a mixture-of-experts model, or None if config.json does not tell."""
+    """Return whether the model at ``path`` is a mixture-of-experts model, or None if config.json does not show it."""
     try:
         config = input_files.read_json(Path(path).expanduser() / "config.json")
     except (OSError, ValueError):
@@ -98,9 +99,7 @@ def _configuration(path: str, folder: Path, trust_remote_code: bool) -> str:
         if (folder / "adapter_config.json").is_file():
             return f"{path!r} is a LoRA adapter, not a model: it has adapter_config.json and no config.json"
         if any(folder.glob("*.gguf")):
-            return (
-                f"{path!r} holds GGUF files, which are not served; give the Hugging Face checkpoint they were made from"
-            )
+            return f"{path!r} contains GGUF files, which are not supported; give the Hugging Face checkpoint they were made from"
         return f"{path!r} has no config.json; it is not a Hugging Face checkpoint directory"
     if _is_pointer(file):
         return _pointer(path, file)
@@ -109,7 +108,7 @@ def _configuration(path: str, folder: Path, trust_remote_code: bool) -> str:
     except ValueError as e:
         return f"{path!r}: the configuration cannot be read: config.json: {e}"
     if not isinstance(config, dict):
-        return f"{path!r}: the configuration cannot be read: config.json must hold an object"
+        return f"{path!r}: the configuration cannot be read: config.json must contain a JSON object"
     return "" if trust_remote_code else _architecture(path, config)
 
 
@@ -119,16 +118,16 @@ def _architecture(path: str, config: dict[str, Any]) -> str:
         method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
         if method not in QUANTIZATIONS:
             return (
-                f"{path!r}: its checkpoint is quantized{method and f' ({method})'}; of those that are, "
-                f"{', '.join(QUANTIZATIONS)} are served; give one of them, or the one in bfloat16, float16 or float32"
+                f"{path!r}: the quantization of this checkpoint is not supported{method and f' ({method})'}; supported: "
+                f"{', '.join(QUANTIZATIONS)}; give such a checkpoint, or one in bfloat16, float16 or float32"
             )
     if config.get("is_encoder_decoder"):
-        return f"{path!r}: {named} is not supported: it is an encoder-decoder model; give a decoder-only one"
+        return f"{path!r}: {named} is not supported: it is an encoder-decoder model; give a decoder-only model"
     parts = [part for part in _PARTS if isinstance(config.get(part), dict)]
     if parts and config.get("model_type") not in WITH_TOWERS:
         return (
-            f"{path!r}: {named} is not supported: it is a multimodal or composite model ({', '.join(parts)}); of those, "
-            f"{', '.join(WITH_TOWERS)} are served"
+            f"{path!r}: {named} is not supported: it is a multimodal or composite model ({', '.join(parts)}); supported "
+            f"types of such models: {', '.join(WITH_TOWERS)}"
         )
     return ""
 
@@ -136,12 +135,12 @@ def _architecture(path: str, config: dict[str, Any]) -> str:
 def _weights(path: str, folder: Path) -> str:
     files = sorted(file for pattern in WEIGHT_FILES for file in folder.glob(pattern))
     if missing := _missing_shards(folder):
-        return f"{path!r}: {len(missing)} weight files are missing, {missing[0]} among them; finish the download"
+        return f"{path!r}: {len(missing)} weight files are missing, for example {missing[0]}; finish the download"
     if not files:
         return f"{path!r} has no weights; expected *.safetensors or pytorch_model*.bin files"
     if index := _missing_index(folder, files):
         return (
-            f"{path!r}: {index} is missing, which says in which of its {len(files)} files ({files[0].name}, ...) each tensor is; "
+            f"{path!r}: {index} is missing; it must list the tensors in each of the {len(files)} files ({files[0].name}, ...); "
             "finish the download"
         )
     for file in files:
@@ -174,21 +173,22 @@ def _missing_shards(folder: Path) -> list[str]:
 
 
 def _cut_off(file: Path) -> str:
-    """Return an error if a safetensors file is shorter than its header says. The file is an 8-byte length, JSON, then
-    the tensors.
+    """Return an error if a safetensors file is shorter than its header says, else ''.
+
+    The file consists of an 8-byte length, a JSON header of that length, and the tensors.
     """
     with input_files.opened_input(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > size - 8:
-            return f"has {size} bytes and no whole header"
+            return f"has {size} bytes, so its header is incomplete"
         opened.seek(0)
         try:
             _, header = input_files.read_tensor_header(opened)
             end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
         except (ValueError, TypeError, KeyError, IndexError, AttributeError):
             return "has a header that cannot be read"
-    return f"has {size} bytes; its header speaks of {8 + length + end}" if 8 + length + end > size else ""
+    return f"has {size} bytes, but its header requires {8 + length + end}" if 8 + length + end > size else ""
 
 
 def _tokenizer(path: str, folder: Path) -> str:
@@ -198,7 +198,7 @@ def _tokenizer(path: str, folder: Path) -> str:
             return _pointer(path, file)
     if files:
         return ""
-    return f"{path!r} has no tokenizer; expected tokenizer.json, tokenizer.model or a vocabulary beside the weights"
+    return f"{path!r} has no tokenizer; expected tokenizer.json, tokenizer.model or a vocabulary in that directory"
 
 
 def _is_pointer(file: Path) -> bool:

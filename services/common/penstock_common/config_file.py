@@ -15,15 +15,15 @@ from penstock_common.security.reloaded_files import WatchedFiles
 T = TypeVar("T", bound=msgspec.Struct)
 
 LOOK_INTERVAL = 2.0
-"""Seconds between checks whether the file has changed."""
+"""Seconds between two checks whether the file has changed."""
 
 
 class ConfigFile(Generic[T]):
     """Current configuration of a service, updated when the config file changes.
 
-    Changes in the sections of ``config.reread`` are applied. For other changed settings, the log says once that they
-    need a restart. The environment and flags override the new file as they override the old file. An invalid file
-    changes nothing.
+    Changes in the sections of ``config.reread`` are applied. If other settings change, one log line says that these
+    settings need a restart. The environment and flags override the new file in the same way as the old file. An invalid
+    file has no effect.
     """
 
     def __init__(self, source: ConfigSource[T]) -> None:
@@ -35,7 +35,7 @@ class ConfigFile(Generic[T]):
 
     async def look(self, apply: Callable[[T], None]) -> None:
         """Check whether the file has changed. If so, call ``apply`` on the event loop with the new configuration."""
-        # Slow file systems and YAML parsing must not block the event loop.
+        # Use a thread, because slow file systems and YAML parsing would block the event loop.
         given = await asyncio.to_thread(self._files.current)
         if given == self._given:
             return
@@ -44,24 +44,24 @@ class ConfigFile(Generic[T]):
         if changed := differences(self.running, wanted):
             apply(wanted)
             self.running = wanted
-            get_logger().info("config: these settings hold from now on", settings=list(changed))
+            get_logger().info("config: applied changed settings", settings=list(changed))
         waiting = differences(self.running, given)
         if waiting and waiting != self._waiting:
-            get_logger().warning("config: settings have changed that need a restart", settings=list(waiting))
+            get_logger().warning("config: changed settings need a restart", settings=list(waiting))
         self._waiting = waiting
 
     async def follow(self, apply: Callable[[T], None]) -> None:
-        """Call ``look`` every few seconds until cancelled. Returns at once if there is no file."""
+        """Call ``look`` every few seconds until cancelled. Returns immediately if the service has no config file."""
         while self._watched:
             await asyncio.sleep(LOOK_INTERVAL)
             try:
                 await self.look(apply)
-            except Exception as e:  # Keep the current configuration.
-                incident(e, request="", doing="reading the config file anew")
+            except Exception as e:  # keep the current configuration and continue
+                incident(e, request="", doing="reading the config file again")
 
     @contextlib.asynccontextmanager
     async def followed(self, apply: Callable[[T], None]) -> AsyncIterator[None]:
-        """Run ``follow`` while the block runs."""
+        """Run ``follow`` in a task while the ``with`` block runs."""
         task = asyncio.create_task(self.follow(apply), name="config file")
         try:
             yield

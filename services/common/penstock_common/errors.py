@@ -1,4 +1,4 @@
-"""The error tree, and the one mapping from it to gRPC status codes.
+"""Hierarchy of errors, and the only mapping from errors to gRPC status codes.
 
 PenstockError
  ├─ ConfigError              a config file, flag or environment variable is wrong
@@ -9,9 +9,9 @@ PenstockError
      ├─ Unimplemented        a known field or method is not supported
      ├─ NotFound             no such model, request or method
      ├─ AlreadyExists        a name is in use
-     ├─ FailedPrecondition   not possible in the current state; a retry fails, too
+     ├─ FailedPrecondition   not possible in the current state; a retry also fails
      ├─ ResourceExhausted    a bounded queue is full; retry later
-     ├─ Unavailable          no engine, or the engine went away; retry
+     ├─ Unavailable          no engine is available, or the engine was lost; retry
      ├─ DeadlineExceeded     the request's deadline has passed
      ├─ Cancelled            the client or an operator ended the request
      ├─ OutOfRange           a stream cannot begin at the requested position
@@ -25,8 +25,9 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 WRONG_MODEL_KIND = "WRONG_MODEL_KIND"
-"""Error reason if a pooling model is asked to generate, or a generative model to pool. No later version will support
-either.
+"""Error reason if a request asks a pooling model to generate, or a generative model to pool.
+
+No later version will support such a request.
 """
 
 
@@ -98,7 +99,7 @@ class Unimplemented(RequestFailed):
 
 
 class NotFound(RequestFailed):
-    """The named thing does not exist here."""
+    """The model, request or method that the call names does not exist."""
 
     code = "NOT_FOUND"
     default_reason = "NOT_FOUND"
@@ -133,14 +134,14 @@ class Unavailable(RequestFailed):
 
 
 class DeadlineExceeded(RequestFailed):
-    """The deadline passed before the request was done."""
+    """The deadline passed before the request was complete."""
 
     code = "DEADLINE_EXCEEDED"
     default_reason = "DEADLINE_EXCEEDED"
 
 
 class Cancelled(RequestFailed):
-    """The request was ended by its client or an operator."""
+    """The client or an operator ended the request."""
 
     code = "CANCELLED"
     default_reason = "CANCELLED"
@@ -191,13 +192,14 @@ def request_failed(code: str, message: str, *, field: str = "", reason: str = ""
 
 
 _LONGEST_WORD = 256
-"""Maximum characters of a word that is compared with known names. The time for a comparison grows with the square of
-the length.
+"""Maximum number of characters of a word that is compared with known names.
+
+The time for a comparison grows with the square of the length.
 """
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"`` with the known word most similar to a misspelt word, or ``""``."""
+    """Return ``"; did you mean 'x'?"``, where x is the known word most similar to ``word``. Else return ``""``."""
     if len(word) > _LONGEST_WORD:
         return ""
     matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
@@ -205,16 +207,16 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 LONGEST_QUOTE = 100
-"""Maximum characters of a client's value in an error message."""
+"""Maximum number of characters of a client's value in an error message."""
 LONGEST_PATH = 512
-"""Maximum characters of a file path in an error message."""
+"""Maximum number of characters of a file path in an error message."""
 _URL = re.compile(r"\s*(data:|[a-z][a-z0-9+.-]{1,15}://)", re.IGNORECASE)
 
 
 def quoted(value: object, limit: int = LONGEST_QUOTE) -> str:
-    """Return a client's value for an error message: in quotes if it is a string, and cut after ``limit`` characters.
+    """Return a client's value for an error message, cut after ``limit`` characters. A string is in quotes.
 
-    For a URL, only the scheme is shown. Data URLs contain media, and other URLs may contain credentials.
+    Of a URL, only the scheme is shown, because data URLs contain media and other URLs may contain credentials.
     """
     if isinstance(value, str):
         if (url := _URL.match(value)) is not None:
@@ -224,5 +226,5 @@ def quoted(value: object, limit: int = LONGEST_QUOTE) -> str:
 
 
 def excerpt(text: str, limit: int = 3 * LONGEST_QUOTE) -> str:
-    """Return the first ``limit`` characters of a text that contains client input."""
+    """Return the first ``limit`` characters of a text that contains input of clients."""
     return text if len(text) <= limit else f"{text[:limit]}..."

@@ -1,4 +1,4 @@
-"""Reading of untrusted files, and private files that a service writes for itself."""
+"""Reading of untrusted files, and handling of private files that a service writes for itself."""
 
 import errno
 import json
@@ -98,7 +98,8 @@ def read_tensor_header(opened: BinaryIO) -> tuple[int, dict[str, Any]]:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The header is too large, is not a JSON object, or nests too deeply. Its length is checked before it is read.
+        ValueError: The header is too large, is not a JSON object, or nests too deeply. Its length is checked before it
+            is read.
     """
     length = int.from_bytes(opened.read(8), "little")
     if length > MAX_HEADER_BYTES:

@@ -47,7 +47,7 @@ def test_a_file_is_no_model(checkpoint: Path) -> None:
     ("file", "said"),
     [
         ("adapter_config.json", "is a LoRA adapter, not a model"),
-        ("model-q4.gguf", "holds GGUF files, which are not served"),
+        ("model-q4.gguf", "contains GGUF files, which are not supported"),
         ("notes.txt", "has no config.json"),
     ],
 )
@@ -67,8 +67,8 @@ def test_a_configuration_that_cannot_be_read(checkpoint: Path, text: str, said: 
     [
         (
             {"quantization_config": {"quant_method": "hqq"}},
-            "its checkpoint is quantized (hqq); of those that are, fp8, fbgemm_fp8, compressed-tensors, awq, gptq, mxfp4 "
-            "are served",
+            "the quantization of this checkpoint is not supported (hqq); supported: fp8, fbgemm_fp8, compressed-tensors, awq, "
+            "gptq, mxfp4; give such a checkpoint",
         ),
         ({"is_encoder_decoder": True}, "LlamaForCausalLM is not supported: it is an encoder-decoder model"),
         ({"vision_config": {}}, "it is a multimodal or composite model (vision_config)"),
@@ -98,7 +98,7 @@ def test_weights_must_be_there(checkpoint: Path) -> None:
 def test_all_files_of_an_index_must_be_there(checkpoint: Path) -> None:
     names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    assert "2 weight files are missing, model-00001-of-00002.safetensors among them" in problem(str(checkpoint))
+    assert "2 weight files are missing, for example model-00001-of-00002.safetensors" in problem(str(checkpoint))
 
 
 @pytest.mark.parametrize("size", [0, 4, 20, 100_000])

@@ -44,7 +44,7 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
         load(CoordinatorConfig, file=file, environ={})
 
 
-INSTEAD = "it was removed; set wedged_after of the engines, which alone decide and tell"
+INSTEAD = "it was removed; set wedged_after of the engines, which detect and report a wedged state themselves"
 
 
 @pytest.mark.parametrize(

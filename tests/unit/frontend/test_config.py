@@ -65,9 +65,7 @@ def test_a_wrong_value_is_named(overrides: dict[str, str], message: str) -> None
 @pytest.mark.parametrize("field", ["server.reuse_port", "http.reuse_port"])
 def test_a_port_is_shared_only_where_the_system_can(monkeypatch: pytest.MonkeyPatch, field: str) -> None:
     monkeypatch.delattr("socket.SO_REUSEPORT")
-    with pytest.raises(
-        ConfigError, match=f"{field} is true; it must be false, because this system has no SO_REUSEPORT"
-    ):
+    with pytest.raises(ConfigError, match=f"{field} is true, but this system has no SO_REUSEPORT; set it to false"):
         load_config(**{field: "true"})
 
 

@@ -1,4 +1,4 @@
-"""Host names under which clients may reach a listener, and origins of web pages that may call it from a browser."""
+"""Host names by which clients may call a listener, and origins of web pages that may call the listener in a browser."""
 
 import ipaddress
 import re
@@ -10,7 +10,7 @@ ANY_HOST = "*"
 _LABELS = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*"
 _NAME = re.compile(rf"(\*\.)?{_LABELS}")
 _LOOPBACK = ("localhost", "*.localhost", "127.0.0.0/8", "::1")
-"""Host names that browsers always resolve to the user's own machine, so no web site can redirect them."""
+"""Hosts that browsers always resolve to the user's own machine. No web site can let these names point elsewhere."""
 
 
 class AllowedHosts:
@@ -60,8 +60,9 @@ class AllowedHosts:
 
 
 def _is_numeric(entry: str) -> bool:
-    """Return whether the last label is a number. Such a host is not a name, and the caller has excluded valid IPv4
-    addresses.
+    """Return whether the last label of a host is a number. Such a host is not a name.
+
+    The caller has excluded valid IPv4 addresses.
     """
     return entry.rpartition(".")[2].isdigit()
 
@@ -103,11 +104,11 @@ class AllowedOrigins:
         self.any = ANY_ORIGIN in entries
         self._schemes = tuple(entry.removesuffix("*") for entry in entries if entry.endswith("://*"))
         self.exact = tuple(entry for entry in entries if not entry.endswith("://*"))
-        """Entries without the form ``SCHEME://*``."""
+        """Entries that do not have the form ``SCHEME://*``."""
 
     @property
     def pattern(self) -> str | None:
-        """Return a regular expression for the entries ``SCHEME://*``, or None if there are none."""
+        """Return a regular expression for the entries ``SCHEME://*``, or None if there are no such entries."""
         return rf"({'|'.join(map(re.escape, self._schemes))}).*" if self._schemes else None
 
     def __contains__(self, origin: str) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 from penstock_common.config.settings import Kind, kind_of, struct_in
 from penstock_common.errors import ConfigError
 
-ENGINES_DECIDE = "set wedged_after of the engines, which alone decide and tell"
+ENGINES_DECIDE = "set wedged_after of the engines, which detect and report a wedged state themselves"
 """Hint for the removed settings ``wedged_after`` of the coordinator and the frontend."""
 
 
@@ -23,7 +23,7 @@ def check_fields(section: str, config: msgspec.Struct) -> None:
 
 
 def check_flags(options: msgspec.Struct) -> None:
-    """Raise ConfigError if an option is outside its range or choices, or if a flag has no effect.
+    """Raise ConfigError if an option is outside its range or choices, or if a flag that is set has no effect.
 
     Messages name the flag, for example ``--max-model-len``. ``IDLE_WITH`` of the options lists the flags that disable
     other flags.
@@ -72,8 +72,9 @@ def check_range(key: str, value: float | None, *, low: float | None = None, high
 
 
 def model_name(path: str, served_model_name: str) -> str:
-    """Return the model name for clients: the served name, or the last part of the path. Engines and frontends must
-    agree on it.
+    """Return the model name for clients: the served name, or the last part of the path.
+
+    Engines and frontends must use the same name.
     """
     return served_model_name or path.rstrip("/").rsplit("/", 1)[-1]
 
@@ -81,4 +82,4 @@ def model_name(path: str, served_model_name: str) -> str:
 def check_reuse_port(field: str, wanted: bool) -> None:
     """Raise ConfigError if ``wanted`` is set but the operating system cannot share ports."""
     if wanted and not hasattr(socket, "SO_REUSEPORT"):
-        raise ConfigError(f"{field} is true; it must be false, because this system has no SO_REUSEPORT")
+        raise ConfigError(f"{field} is true, but this system has no SO_REUSEPORT; set it to false")

@@ -1,4 +1,4 @@
-"""Import of classes that settings name."""
+"""Import of classes by the names in settings."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 from penstock_common.errors import ConfigError, nearest
 
 _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
-"""Error texts of the dynamic loader when memory for a library is missing."""
+"""Error texts of the dynamic loader when the process has too little memory for a library."""
 
 
 def load_target(field: str, name: str, known: Mapping[str, str], *, others: Sequence[str] = ()) -> Any:
@@ -17,7 +17,7 @@ def load_target(field: str, name: str, known: Mapping[str, str], *, others: Sequ
         field: Name of the setting.
         name: Value of the setting: a key of ``known``, or ``package.module:Class``.
         known: Short names and their ``package.module:Class``.
-        others: Further valid values, for the error message.
+        others: Other valid values, for the error message.
     """
     target = name if ":" in name else known.get(name)
     if target is None:
@@ -29,7 +29,7 @@ def load_target(field: str, name: str, known: Mapping[str, str], *, others: Sequ
     except (ImportError, AttributeError, ValueError, MemoryError) as e:
         if isinstance(e, MemoryError) or any(words in str(e) for words in _NO_MEMORY):
             raise ConfigError(
-                f"not enough memory to load {field} {name!r}: {e!r}; give the process more than its limit "
-                "now allows (the container's memory limit, or ulimit -v)"
+                f"not enough memory to load {field} {name!r}: {e!r}; raise the memory limit of the process "
+                "(the container's memory limit, or ulimit -v)"
             ) from e
         raise ConfigError(f"{field} is {name!r}, which cannot be loaded: {e}") from e

@@ -36,7 +36,11 @@ def load(
     overrides: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> T:
-    """Build ``config_type`` from ``file``, the environment, then ``overrides`` (dotted keys). Raises ConfigError."""
+    """Build ``config_type`` from ``file``, the environment and ``overrides``, where later sources win. Raises
+    ConfigError.
+
+    The keys of ``overrides`` are dotted.
+    """
     values: dict[str, Any] = _read_yaml(Path(file)) if file else {}
     leaves, gone = {setting.key for setting in settings_of(config_type)}, removed(config_type)
     env = os.environ if environ is None else environ
@@ -55,8 +59,9 @@ def load(
 
 
 def build(config_type: type[T], values: dict[str, Any], *, strict: bool = True) -> T:
-    """Build ``config_type`` from nested ``values``. Raises ConfigError. If ``strict`` is false, numbers and booleans
-    may be text.
+    """Build ``config_type`` from nested ``values``. Raises ConfigError.
+
+    If ``strict`` is false, numbers and booleans may be given as text.
     """
     _refuse_unknown(config_type, values, "")
     _parse_sizes(config_type, values, "")
@@ -71,8 +76,9 @@ def build(config_type: type[T], values: dict[str, Any], *, strict: bool = True) 
 
 
 def hint(key: str, known: Iterable[str], gone: Mapping[str, str]) -> str:
-    """Return the hint after an unknown key: the text in ``gone`` if the setting was removed, else the nearest known
-    key.
+    """Return the hint that errors append to an unknown key.
+
+    The hint is the text in ``gone`` if the setting was removed, else the most similar known key.
     """
     return f": it was removed; {gone[key]}" if key in gone else nearest(key, known)
 
@@ -96,7 +102,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ConfigError(f"config file {path} must hold a mapping, not a {type(data).__name__}")
+        raise ConfigError(f"config file {path} must contain a mapping, not a {type(data).__name__}")
     return data
 
 
@@ -111,8 +117,8 @@ def _set(values: dict[str, Any], key: str, text: str) -> None:
 
 
 def _parse_text(text: str) -> Any:
-    """Convert the text of a flag or environment variable. Lists and null are parsed as YAML. msgspec converts other
-    values.
+    """Convert the text of a flag or environment variable. Lists and null are parsed as YAML. Other values stay text,
+    which msgspec converts.
     """
     stripped = text.strip()
     if stripped.startswith(("[", "{")) or stripped in ("null", "~"):
@@ -178,14 +184,14 @@ def _with_field_first(message: str, values: Mapping[str, Any]) -> str:
 
 
 class ConfigSource(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
-    """Source of a service's configuration, in addition to the environment: an optional file, and flags by dotted key."""
+    """Sources of a service's configuration in addition to the environment: an optional file, and flags by dotted key."""
 
     config_type: type[T]
     file: str
     flags: Mapping[str, str]
 
     def load(self) -> T:
-        """Read the configuration in its current state. Raises ConfigError."""
+        """Read the file and the environment now, and return the configuration. Raises ConfigError."""
         return load(self.config_type, file=self.file, overrides=self.flags)
 
 

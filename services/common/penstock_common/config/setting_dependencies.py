@@ -1,5 +1,6 @@
-"""Settings that have an effect only together with another setting. Each service has a table, which is checked when its
-settings are loaded.
+"""Settings that have an effect only together with another setting.
+
+Each service has a table of such settings. The table is checked when the service loads its settings.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,10 +13,10 @@ from penstock_common.errors import ConfigError
 
 
 class When(msgspec.Struct, frozen=True, kw_only=True):
-    """A condition on one setting, by its dotted key.
+    """A condition on the value of one setting.
 
     Args:
-        setting: Dotted key.
+        setting: Dotted key of the setting.
         values: Values that meet the condition. If empty, all values except ``off`` meet the condition.
         off: Values that do not meet the condition.
     """
@@ -25,7 +26,7 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
     off: tuple[Any, ...] = (None, "", 0, False)
 
     def holds(self, value: Any) -> bool:
-        """Return whether ``value`` of the setting meets the condition. Empty lists and mappings do not."""
+        """Return whether ``value`` of the setting meets the condition. Empty lists and mappings do not meet it."""
         if self.values:
             return value in self.values
         return value not in self.off and value != () and value != {}
@@ -43,13 +44,13 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ABOVE_ONE = (1,)
-"""``off`` values of a number of parts. One part means that nothing is split."""
+"""``off`` values of settings that are a number of parts. One part means that nothing is split."""
 A_PORT = (-1,)
-"""``off`` values of a port."""
+"""``off`` values of settings that are a port."""
 
 
 class Need(msgspec.Struct, frozen=True):
-    """Settings that have no effect unless at least one condition holds.
+    """Settings that have an effect only if at least one condition is met.
 
     Args:
         settings: Dotted keys. A key that ends in ``.`` stands for all settings of that section.
@@ -60,8 +61,8 @@ class Need(msgspec.Struct, frozen=True):
     any_of: tuple[When, ...]
 
     def names(self, key: str) -> bool:
-        """Return whether this need covers ``key``. A section's own switch is excluded, because the section's settings
-        need it.
+        """Return whether this need applies to ``key``. The setting that turns a section on is excluded, because the
+        other settings of the section need that setting.
         """
         if any(when.setting == key for when in self.any_of):
             return False
@@ -82,8 +83,9 @@ def on(setting: str) -> When:
 
 
 def needs_of(config_type: type[msgspec.Struct]) -> Mapping[str, tuple[Need, ...]]:
-    """Return the needs of each setting of a service, by key. They are the class variable ``NEEDS`` of the service's
-    struct.
+    """Return the needs of each setting of a service, by key.
+
+    The class variable ``NEEDS`` of the service's struct defines the needs.
     """
     table: Needs = getattr(config_type, "NEEDS", ())
     return {
@@ -94,7 +96,7 @@ def needs_of(config_type: type[msgspec.Struct]) -> Mapping[str, tuple[Need, ...]
 
 
 def check_needs(config: msgspec.Struct) -> None:
-    """Raise ConfigError for a setting that differs from its default but has no effect with the other settings."""
+    """Raise ConfigError if a setting differs from its default but has no effect, given the other settings."""
     config_type = type(config)
     values = {setting.key: _value(config, setting.key) for setting in settings_of(config_type)}
     for refusal in unmet_needs(config_type, values):
@@ -102,9 +104,7 @@ def check_needs(config: msgspec.Struct) -> None:
 
 
 def unmet_needs(config_type: type[msgspec.Struct], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error message for each unmet need of each setting in ``values``. ``values`` has all settings of a
-    service by key.
-    """
+    """Yield an error message for each unmet need. ``values`` has all settings of a service by key."""
     needs = needs_of(config_type)
     for setting in settings_of(config_type):
         value = values[setting.key]

@@ -25,8 +25,9 @@ for _power, _letter in enumerate("KMGT", start=1):
 
 
 def parse_bytes(text: str | int, *, key: str = "size") -> int:
-    """Return the number of bytes in ``text``. K, M, G, T and KiB, ... count in 1024s, KB, ... in 1000s. Raises
-    ConfigError naming ``key``.
+    """Return the number of bytes that ``text`` states. Raises ConfigError naming ``key``.
+
+    The units K, M, G, T and KiB, MiB, ... are powers of 1024. The units KB, MB, ... are powers of 1000.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS:
@@ -35,23 +36,23 @@ def parse_bytes(text: str | int, *, key: str = "size") -> int:
 
 
 def format_bytes(size: int) -> str:
-    """Return ``size`` in the notation of ``parse_bytes``, in the largest unit that gives a whole number."""
+    """Return ``size`` in the notation of ``parse_bytes``, in the largest unit of which it is an integer multiple."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size and size % _UNITS[unit.upper()] == 0:
             return f"{size // _UNITS[unit.upper()]}{unit}"
     return str(size)
 
 
-# Content of a setting's annotation: type, range and description. Ranges are defined only there.
+# Content of a setting's annotation: type, range and description. Only annotations define ranges.
 
 REREAD = msgspec.Meta(extra={"reread": True})
-"""Annotates a top-level section that is read again while the service runs (``config.reread``)."""
+"""Annotation of a top-level section that is read again while the service runs (``config.reread``)."""
 
 _OF_META = ("ge", "gt", "le", "lt", "min_length", "description")
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
-    """Allowed values and description of a setting.
+    """Allowed values of a setting, and its description.
 
     Type, range and choices apply to the value itself, to each entry of a list, or to each value of a mapping.
     """
@@ -79,9 +80,9 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return " and ".join(f"{words} {self._text(limit)}" for words, limit in limits if limit is not None)
 
     def refusal(self, key: str, value: Any) -> str:
-        """Return why ``value`` is outside the range or the choices, with ``key``, value and limit. Empty if it is not.
+        """Return the error if ``value`` is outside the range or the choices, else ''. It has ``key``, value and limit.
 
-        A value of a wrong type is not refused here. None means unset.
+        This method does not check the type. None means unset.
         """
         return next(filter(None, (self._refusal(where, entry) for where, entry in self._entries(key, value))), "")
 
@@ -108,7 +109,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
             number: float = msgspec.convert(value, self.type, strict=False)
         except msgspec.ValidationError:
             return True
-        return (  # NaN is in no range
+        return (  # NaN is outside every range
             (self.ge is None or number >= self.ge)
             and (self.gt is None or number > self.gt)
             and (self.le is None or number <= self.le)
@@ -129,14 +130,14 @@ def kind_of(annotation: Any) -> Kind:
 
 
 def struct_in(annotation: Any) -> type[msgspec.Struct] | None:
-    """Return the struct in ``annotation``, or None if it describes a value."""
+    """Return the struct in ``annotation``, or None if ``annotation`` describes a single value."""
     if typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
 
 
 def description_of(annotation: Any) -> str:
-    """Return the description in ``annotation`` itself, or ''."""
+    """Return the description that ``annotation`` itself contains, or ''."""
     metas = typing.get_args(annotation)[1:] if typing.get_origin(annotation) is Annotated else ()
     return next((m.description for m in reversed(metas) if isinstance(m, msgspec.Meta) and m.description), "")
 
@@ -177,8 +178,10 @@ _READ_ANEW = " A running service reloads these settings when the file changes."
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """Setting of a configuration. ``key`` is dotted: the names of its sections and its own name. ``default`` None means
-    unset.
+    """Setting of a configuration.
+
+    ``key`` consists of the names of the setting's sections and its own name, joined by dots. A ``default`` of None
+    means unset.
     """
 
     key: str
@@ -206,7 +209,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def default_text(self) -> str:
-        """The default in the notation of a file, or ``required``."""
+        """The default as written in a config file, or ``required``."""
         if self.required:
             return "required"
         if self.default is None:
@@ -240,10 +243,10 @@ def sections_of(config_type: type[msgspec.Struct]) -> Iterator[Section]:
 def with_defaults(
     config_type: type[msgspec.Struct], values: Mapping[str, Any], defaults: msgspec.Struct | None = None
 ) -> dict[str, Any]:
-    """Complete partly given sections in ``values`` with the defaults of the enclosing struct.
+    """Add the enclosing struct's defaults to sections that ``values`` has only in part.
 
-    For example, a frontend's ``admin`` is a ``ServerConfig`` on the loopback interface. It stays there if only its port
-    is given.
+    For example, a frontend's ``admin`` is a ``ServerConfig`` whose default host is the loopback interface. If
+    ``values`` has only the port of ``admin``, the host is still the loopback interface.
     """
     filled = dict(values)
     for field in msgspec.structs.fields(config_type):
@@ -257,8 +260,9 @@ def with_defaults(
 
 
 def removed(config_type: type[msgspec.Struct], prefix: str = "") -> dict[str, str]:
-    """Return removed settings by dotted key, with their replacements, from the class variables ``REMOVED`` of all
-    structs.
+    """Return the removed settings and their replacements, by dotted key.
+
+    The class variables ``REMOVED`` of all structs list the removed settings.
     """
     found = {prefix + key: instead for key, instead in removed_here(config_type).items()}
     for field in msgspec.structs.fields(config_type):
@@ -268,7 +272,7 @@ def removed(config_type: type[msgspec.Struct], prefix: str = "") -> dict[str, st
 
 
 def removed_here(config_type: type[msgspec.Struct]) -> Mapping[str, str]:
-    """Return the removed settings of one struct, without its sections."""
+    """Return the removed settings of one struct, without those of its sections."""
     found: Mapping[str, str] = getattr(config_type, "REMOVED", {})
     return found
 
@@ -305,14 +309,14 @@ def _summary(config_type: type[msgspec.Struct]) -> str:
 
 # Settings that are read again while a service runs, and the differences between two configurations.
 #
-# Only whole top-level sections can be read again, namely those annotated with ``REREAD`` (``kinds``).
+# Only top-level sections that are annotated with ``REREAD`` can be read again, always with all their settings.
 
 T = TypeVar("T")
 C = TypeVar("C", bound=msgspec.Struct)
 
 
 class Reread(Generic[T]):
-    """A section that may be replaced while the service runs. Users keep this object and read ``now`` at each use."""
+    """Holder of a section that may be replaced while the service runs. Users read ``now`` at each use."""
 
     __slots__ = ("now",)
 
@@ -326,7 +330,7 @@ def reread_sections(config_type: type[msgspec.Struct]) -> tuple[str, ...]:
 
 
 def with_reread(running: C, given: C) -> C:
-    """Return ``running`` with the sections that are read again taken from ``given``."""
+    """Return ``running``, but with the sections that can be read again from ``given``."""
     return msgspec.structs.replace(running, **{name: getattr(given, name) for name in reread_sections(type(running))})
 
 

@@ -131,7 +131,7 @@ def test_sizes_are_written_as_they_are_read(size: int) -> None:
         ),
         ("name: x\ninner: {size: 3 parsecs}", "inner.size: '3 parsecs' is not a size"),
         ("name: x\nserver: {port: 70000}", "server.port is 70000; it must be from 0 to 65535"),
-        ("- a", "must hold a mapping, not a list"),
+        ("- a", "must contain a mapping, not a list"),
         ("a: [", "is not valid YAML"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_model_that_generates_no_text(checkpoint: Path) -> None:
 
 def test_damaged_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"not weights")
-    with pytest.raises(ModelLoadError, match=r"model\.safetensors has 11 bytes and no whole header"):
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors has 11 bytes, so its header is incomplete"):
         load(checkpoint)
 
 

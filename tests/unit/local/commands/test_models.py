@@ -72,18 +72,18 @@ def test_without_a_cache_there_are_no_models(tmp_path: Path) -> None:
         ({**WHOLE, "tokenizer.json": None, "vocab.txt": b""}, ""),
         (
             {**WHOLE, "model.safetensors": WEIGHTS[:9]},
-            "model.safetensors has 9 bytes and no whole header; download it again",
+            "model.safetensors has 9 bytes, so its header is incomplete; download it again",
         ),
         (
             {**WHOLE, "config.json": b'{"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": true}'},
-            "T5ForConditionalGeneration is not supported: it is an encoder-decoder model; give a decoder-only one",
+            "T5ForConditionalGeneration is not supported: it is an encoder-decoder model; give a decoder-only model",
         ),
         (
             {
                 **WHOLE,
                 "model.safetensors.index.json": b'{"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}',
             },
-            "1 weight files are missing, 2.safetensors among them; finish the download",
+            "1 weight files are missing, for example 2.safetensors; finish the download",
         ),
         (
             {
@@ -92,8 +92,8 @@ def test_without_a_cache_there_are_no_models(tmp_path: Path) -> None:
                 "model-00001-of-00002.safetensors": WEIGHTS,
                 "model-00002-of-00002.safetensors": WEIGHTS,
             },
-            "model.safetensors.index.json is missing, which says in which of its 2 files (model-00001-of-00002.safetensors, ...) "
-            "each tensor is; finish the download",
+            "model.safetensors.index.json is missing; it must list the tensors in each of the 2 files "
+            "(model-00001-of-00002.safetensors, ...); finish the download",
         ),
     ],
 )
