@@ -9,10 +9,10 @@ from typing import Any, BinaryIO
 
 from penstock_common.nesting_depth import nests_deeper
 
-# Untrusted files, such as those of models and adapters. They are opened without blocking, and read and decoded within
-# limits.
+# Untrusted files, such as those of models and adapters. Opening such a file never blocks, and limits apply when it is
+# read and decoded.
 #
-# Links are followed, because Kubernetes volumes and the hub's cache use them.
+# Links are followed, because Kubernetes volumes and the cache of the Hugging Face Hub use links.
 
 MAX_SETTINGS_BYTES = 64 << 20
 """Size limit of a settings file, in bytes. Settings of published models have less than 1 MiB, and tokenizers less than
@@ -49,7 +49,7 @@ def open_input(path: Path | str, *, dir_fd: int | None = None) -> int:
 
 
 def opened_input(path: Path) -> BinaryIO:
-    """Return the file, opened for reading. Raises OSError as ``open_input``."""
+    """Return the file, opened for reading. Raises OSError in the same cases as ``open_input``."""
     return open(open_input(path), "rb")
 
 
@@ -57,7 +57,7 @@ def read_input(path: Path, limit: int = MAX_SETTINGS_BYTES) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: As ``open_input``.
+        OSError: In the same cases as ``open_input``.
         ValueError: The file has more than ``limit`` bytes.
     """
     with opened_input(path) as opened:
@@ -72,21 +72,21 @@ def read_json(path: Path, limit: int = MAX_SETTINGS_BYTES) -> Any:
     """Return the value in a JSON file.
 
     Raises:
-        OSError: As ``open_input``.
-        ValueError: The file is too large, is not JSON, or nests too deeply.
+        OSError: In the same cases as ``open_input``.
+        ValueError: The file is too large or not JSON, or its values are nested too deeply.
     """
     return decode_json(read_input(path, limit))
 
 
 def decode_json(text: bytes) -> Any:
-    """Return the value of ``text``. Raises ValueError if it is not JSON or nests too deeply."""
+    """Return the value of a JSON text. Raises ValueError if ``text`` is not JSON or its values are nested too deeply."""
     try:
         value = json.loads(text)
         deep = nests_deeper(value, MAX_DEPTH)
     except RecursionError:
         deep = True
     if deep:
-        raise ValueError(f"its JSON nests deeper than {MAX_DEPTH} levels")
+        raise ValueError(f"its JSON is nested more than {MAX_DEPTH} levels deep")
     return value
 
 
@@ -94,40 +94,39 @@ def read_tensor_header(opened: BinaryIO) -> tuple[int, dict[str, Any]]:
     """Return the length of a safetensors file's header, in bytes, and the header.
 
     Args:
-        opened: The file, at its start. Afterwards it is positioned at the first tensor.
+        opened: The file, positioned at its start. After the call, it is positioned at the first tensor.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The header is too large, is not a JSON object, or nests too deeply. Its length is checked before it
-            is read.
+        ValueError: The header is too large, is not a JSON object, or is nested too deeply. The length is checked first.
     """
     length = int.from_bytes(opened.read(8), "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
     header = decode_json(opened.read(length))
     if not isinstance(header, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     return length, header
 
 
-# Private files that a service writes for itself, which no other user can read or redirect.
+# Private files that a service writes for itself. No other user can read or redirect these files.
 
 MODE = 0o600
 
 
 def open_private(path: Path, *, new: bool = False) -> int:
-    """Return a descriptor that reads and writes ``path``, which is created if it is missing.
+    """Return a descriptor that reads and writes ``path``. The file is created if it is missing.
 
-    Other users may be able to write to the directory, so their links, pipes and files are refused. A file of this user
-    keeps its content, and its mode becomes 0600.
+    Other users may be able to write to the directory, so links, pipes and files of other users are refused. If the file
+    belongs to this user, it keeps its content, and its mode becomes 0600.
 
     Args:
-        path: The file. Links are followed in the names of its directories.
+        path: The file. Links are followed only in the names of its directories.
         new: Whether the file must not exist yet.
 
     Raises:
-        OSError: The file cannot be opened, is not a regular file, belongs to another user, or has several names.
-            The text says which.
+        OSError: The file cannot be opened, is not a regular file, belongs to another user, or has several names. The
+            text of the error states the case.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_EXCL if new else 0)
     try:
@@ -145,7 +144,7 @@ def open_private(path: Path, *, new: bool = False) -> int:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a new file. Raises FileExistsError if it exists, and OSError as ``open_private``."""
+    """Write a new file. Raises FileExistsError if the file exists, and OSError in the same cases as ``open_private``."""
     with open(open_private(path, new=True), "wb") as opened:
         opened.write(content)
 

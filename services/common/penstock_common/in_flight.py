@@ -1,4 +1,4 @@
-"""Limit on the bytes of large messages and answers that a service holds at a time."""
+"""Limit on the bytes of large messages and answers that a service has in memory at the same time."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from penstock_common.errors import ResourceExhausted
 
 SMALL = 64 * 1024
-"""Maximum size in bytes of messages that are not counted."""
+"""Size in bytes up to which messages are not counted."""
 
 
 class BytesInFlight:
-    """Counts the bytes of messages from their arrival until they are released. Belongs to one event loop.
+    """Counter of the bytes of messages from their arrival until their release. Use it in one event loop only.
 
     Args:
         limit: Returns the current limit in bytes.
         setting: Name of the limit's setting, for errors.
-        what: Plural of what is counted, such as "messages".
+        what: Plural noun for the counted objects, such as "messages".
     """
 
     def __init__(self, limit: Callable[[], int], setting: str, *, what: str = "messages") -> None:
@@ -25,8 +25,9 @@ class BytesInFlight:
         self.num_bytes = 0
 
     def refusal(self, size: int) -> ResourceExhausted | None:
-        """Return the error if ``size`` more bytes exceed the limit. A message of any size is accepted while no other is
-        held.
+        """Return the error if ``size`` more bytes exceed the limit, else None.
+
+        While no message is counted, a message of any size is accepted.
         """
         total = self.num_bytes + size
         if size <= SMALL or not self.num_bytes or total <= (limit := self._limit()):
@@ -38,15 +39,15 @@ class BytesInFlight:
         )
 
     def hold(self, message: Any, size: int) -> Any:
-        """Return the message, or a Held with the message if it is counted."""
+        """Return the message. If the message is counted, return a ``Held`` that contains it."""
         return message if size <= SMALL else Held(self, message, size)
 
 
 class Held:
-    """Counted message. The message counts against the limit while this object exists.
+    """Message whose bytes count towards the limit while this object exists.
 
-    For a gRPC call, this object replaces the message, because gRPC keeps the decoded message and its bytes until the
-    call ends.
+    In a gRPC call, this object replaces the message. gRPC keeps the object until the call ends, so the message and its
+    bytes can be freed earlier.
     """
 
     __slots__ = ("_size", "_where", "message")

@@ -1,5 +1,6 @@
-"""LoRA adapters by name: registrations, their merge, the messages about them, and the adapters that engines hold. Does
-no I/O.
+"""LoRA adapters by name: registrations, merging and exchange of registrations, and adapters in the memory of engines.
+
+This module does no I/O.
 """
 
 import sys
@@ -8,31 +9,31 @@ from typing import TypeAlias
 
 import msgspec
 
-# LoRA adapters that an engine holds, as it reports them to the cluster.
+# LoRA adapters in an engine's memory, as the engine reports them to the cluster.
 
 MAX_HELD = 512
-"""Maximum number of active adapters, and of held adapters, that an engine reports."""
+"""Maximum number of active adapters that an engine reports. The same limit applies to the adapters in memory."""
 _KEY_BYTES = 8
 
 
 class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
-    """Adapters by their ``short`` digests. At most MAX_HELD each; adapters that are not reported count as absent.
+    """Adapters in an engine's memory, by their ``short`` digests. Adapters that are not reported count as absent.
 
     Attributes:
-        active: Adapters that have a slot.
-        held: Adapters that are in host memory or loading, including the active ones.
+        active: Adapters that have a slot, at most MAX_HELD.
+        held: Adapters in host memory and adapters that are loading, including the active adapters, at most MAX_HELD.
     """
 
     version: int = 0
-    """Grows with every change. Of the reports of one incarnation, the highest version is the newest."""
+    """Number that grows with every change. Among the reports of one incarnation, the highest version is the newest."""
     active: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     max_loras: int = 0
     """Maximum number of active adapters."""
     requests_per_load: float = 0.0
-    """Requests with adapters that the engine completes in the time of one load. 0 if unknown."""
+    """Number of requests with adapters that the engine completes while it loads one adapter. 0 if unknown."""
     full: bool = False
-    """Whether loading another adapter evicts others."""
+    """Whether the memory is full, so that loading another adapter evicts adapters."""
 
 
 def short(digest: bytes) -> int:
@@ -43,37 +44,36 @@ def short(digest: bytes) -> int:
 # Registrations of adapter names at run time.
 
 _RECORD_BYTES = 512
-"""Maximum bytes of memory that a registration takes in a registry, in addition to its texts."""
+"""Upper bound of the memory in bytes that a registry needs for a registration, in addition to its texts."""
 
 Precedence: TypeAlias = "tuple[int, str, bool, str, bytes, bool]"
 
 
 class LoraAdapter(msgspec.Struct, frozen=True):
-    """An adapter as requests name it to engines."""
+    """A LoRA adapter, as requests to engines specify it."""
 
     name: str
-    """A label. The content identifies the adapter."""
+    """Name for display. The content, not the name, identifies the adapter."""
     path: str
     """Directory on the engines' machines."""
     digest: bytes = b""
-    """BLAKE2b-128 of its config and tensors, as an engine computed it. Empty until an engine has read it."""
+    """BLAKE2b-128 hash of the adapter's config and tensors, computed by an engine. Empty until an engine has read them.
+    """
 
 
 class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
-    """Registration of a name, with its version.
+    """One version of the registration of a name.
 
-    An unload is also a version, so a load that arrives late does not undo a newer unload.
+    Unloading a name also creates a version, so that a load that arrives late does not undo a newer unload.
     """
 
     name: str
     version: int
-    """Starts at 1: one more than the highest version of any name that its frontend had seen."""
+    """Version, from 1. The frontend uses the highest version that it has received for any name, plus one."""
     frontend_id: str
-    """Frontend that received the registration. Of two registrations with the same version, the one with the higher ID
-    wins.
-    """
+    """ID of the frontend that received the call. If two registrations have the same version, the higher ID wins."""
     unloaded: bool = False
-    """Whether the name was unloaded. If so, the following fields are ignored."""
+    """Whether the name was unloaded. If so, the next fields are ignored."""
     path: str = ""
     digest: bytes = b""
     pinned: bool = False
@@ -81,7 +81,7 @@ class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that a registry needs for this registration."""
+        """Memory in bytes that a registry needs for this registration."""
         return _RECORD_BYTES + sum(map(sys.getsizeof, (self.name, self.frontend_id, self.path, self.digest)))
 
     @property
@@ -94,31 +94,32 @@ class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
         """Sort key of a registration. The registration of a name with the highest precedence wins.
 
         A restarted frontend with the same ID may reuse a version. The other fields then decide, so that all processes
-        decide alike.
+        select the same registration.
         """
         return self.version, self.frontend_id, self.unloaded, self.path, self.digest, self.pinned
 
 
 class LoraRefusal(msgspec.Struct, frozen=True):
-    """A registration for which the coordinator has no room."""
+    """A registration that the coordinator refuses because a limit is reached."""
 
     name: str
     reason: str
-    """The limit that was reached: number, setting and value."""
+    """The limit that was reached: current number, setting, and value of the setting."""
 
 
-# Merge of registrations, for frontends and the coordinator. Does no I/O.
+# Merging of registrations in frontends and the coordinator.
 
 MAX_UNLOADED = 16_384
-"""Maximum number of remembered unloads. If more unloads than this arrive before a late load, the load may undo an older
-unload.
+"""Maximum number of remembered unloads.
+
+If more unloads arrive before a delayed load, the load may undo an unload that was forgotten.
 """
 
 
 class LoraRegistry:
-    """The winning registration of each name: of all merged registrations, the one with the highest precedence.
+    """Store of the winning registration of each name: the merged registration with the highest precedence.
 
-    So the result does not depend on the order of registrations or on repetitions.
+    The result depends neither on the order of the registrations nor on repetitions.
     """
 
     def __init__(
@@ -131,16 +132,17 @@ class LoraRegistry:
 
         Args:
             max_unloaded: Maximum number of remembered unloads.
-            admit: ``admit(new, old)`` returns whether there is room for a registration that replaces ``old``, or None.
+            admit: ``admit(new, old)`` returns whether the limits allow registration ``new`` in place of ``old`` (may be
+                None).
         """
         self._admit = admit
         self.num_bytes = 0
-        """Bytes of memory that the registrations take, including unloads."""
+        """Memory in bytes that all registrations use, including unloads."""
         self._max_unloaded = max_unloaded
         self._registrations: dict[str, LoraRegistration] = {}
-        """Most recently changed last."""
+        """Winning registrations by name. The most recently changed registration is the last."""
         self._places: dict[str, int] = {}
-        """Number of the last change of each name."""
+        """Number of the last change of each name. Changes are numbered from 1."""
         self._num_changes = 0
         self._num_unloaded = 0
         self._highest = 0
@@ -154,7 +156,7 @@ class LoraRegistry:
         return iter(list(self._registrations.values()))
 
     def changes_since(self, place: int) -> list[tuple[int, LoraRegistration]]:
-        """Return the changes after a place in order, each with its own place. 0 is the beginning."""
+        """Return the changes with a number above ``place``, in order, as pairs of number and registration."""
         changes: list[tuple[int, LoraRegistration]] = []
         for name, registration in reversed(self._registrations.items()):
             if self._places[name] <= place:
@@ -164,7 +166,7 @@ class LoraRegistry:
 
     @property
     def next_version(self) -> int:
-        """Version of the next registration made here: one more than all that were seen."""
+        """Version of the next registration that this process creates: the highest version so far, plus one."""
         return self._highest + 1
 
     def get(self, name: str) -> LoraRegistration | None:
@@ -173,23 +175,23 @@ class LoraRegistry:
         return None if registration is None or registration.unloaded else registration
 
     def loaded(self) -> list[LoraRegistration]:
-        """Return the registrations that are not unloads, by name."""
+        """Return the registrations that are not unloads, sorted by name."""
         return sorted((each for each in self if not each.unloaded), key=lambda each: each.name)
 
     def merge(self, registrations: Iterable[LoraRegistration]) -> list[LoraRegistration]:
-        """Merge registrations from here or elsewhere. Returns those that win now."""
+        """Merge registrations, and return the registrations that won."""
         changed = [each for each in registrations if self._take(each)]
         if self._num_unloaded > self._max_unloaded:
             self._forget_unloads(self._max_unloaded)
         return changed
 
     def is_news(self, registration: LoraRegistration, place: int) -> bool:
-        """Return whether a registration wins and arrived after a place."""
+        """Return whether a registration is the winning one of its name and its change number is above ``place``."""
         name = registration.name
         return self._registrations.get(name) == registration and self._places[name] > place
 
     def forget_unloads(self) -> None:
-        """Forget the older half of the unloads, to make room."""
+        """Forget the older half of the unloads, to free memory."""
         if self._num_unloaded:
             self._forget_unloads(self._num_unloaded // 2)
 
@@ -199,7 +201,7 @@ class LoraRegistry:
             return False
         if not self._admit(new, old):
             return False
-        if (old := self._registrations.pop(new.name, None)) is not None:  # it may have been forgotten to make room
+        if (old := self._registrations.pop(new.name, None)) is not None:  # forget_unloads may have removed it
             self._num_unloaded -= old.unloaded
             self.num_bytes -= old.num_bytes
         self._highest = max(self._highest, new.version)
@@ -219,31 +221,31 @@ class LoraRegistry:
 
 
 # Exchange of registrations between the two ends of a stream. Each end sends the registrations that the other end does
-# not know. Does no I/O.
+# not know.
 
 MAX_REGISTRATIONS = 256
 """Maximum number of registrations in one message."""
 
 
 class Gossip:
-    """State of one end of a stream. This end sends back nothing that it received, and sends nothing twice."""
+    """Exchange state of one end of a stream. It never sends a registration back to its sender or twice."""
 
     def __init__(self, registry: LoraRegistry) -> None:
         self._registry = registry
         self._known: dict[str, LoraRegistration] = {}
-        """Registrations that the other end has sent, by name, among changes that were not sent to it yet."""
+        """Registrations from the other end, by name, that are among the changes not sent yet."""
         self._place = 0
-        """Place of the last change that was sent, or need not be sent."""
+        """Number of the last change that was sent, or that the other end already knows."""
 
     def hear(self, registrations: Iterable[LoraRegistration]) -> list[LoraRegistration]:
-        """Merge registrations of the other end. Returns those that win now."""
+        """Merge registrations of the other end, and return the registrations that won."""
         heard = list(registrations)
         changed = self._registry.merge(heard)
         self._known.update((each.name, each) for each in heard if self._registry.is_news(each, self._place))
         return changed
 
     def tell(self) -> list[LoraRegistration]:
-        """Return the next registrations to send, at most MAX_REGISTRATIONS. Empty if the other end knows everything."""
+        """Return the next registrations to send, at most MAX_REGISTRATIONS. Empty if the other end knows all of them."""
         news: list[LoraRegistration] = []
         for place, each in self._registry.changes_since(self._place):
             if len(news) == MAX_REGISTRATIONS:

@@ -1,4 +1,4 @@
-"""Memory available to this process, and control of glibc's handling of freed memory."""
+"""Memory that is available to this process, and control over the memory that glibc keeps after ``free``."""
 
 import ctypes
 import os
@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Total and available bytes of ``place`` ("this machine" or "this container")."""
+    """Total and available memory, in bytes, of ``place`` ("this machine" or "this container")."""
 
     place: str
     total: int
@@ -21,7 +21,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> Memory | None:
-    """Return the machine's memory as the kernel estimates it, or the container's memory if less is available there.
+    """Return the machine's memory as the kernel estimates it, or the container's memory if less of it is available.
 
     The container's limit comes from control groups (version 2). Returns None if the kernel does not report memory. The
     page cache of a container counts as available, because the kernel reclaims it before it refuses memory.
@@ -43,7 +43,7 @@ def _container(cgroup: Path) -> Memory | None:
             return None
         used = int((cgroup / "memory.current").read_text())
     except OSError:
-        return None  # Without cgroup v2, there is no further limit.
+        return None  # without cgroup v2, only the machine's memory limits the process
     return Memory("this container", int(limit), max(int(limit) - used + _page_cache(cgroup), 0))
 
 
@@ -56,7 +56,7 @@ def _page_cache(cgroup: Path) -> int:
 
 
 def in_units(num_bytes: int) -> str:
-    """Return a number of bytes in readable form, for example ``372.5 GiB``."""
+    """Return a number of bytes as a readable text, for example ``372.5 GiB``."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 // 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -66,13 +66,13 @@ def check_fits(key: str, num_bytes: int, memory: Memory, *, count: int = 1) -> N
         return
     each = f" for each of {count} engines" if count > 1 else ""
     raise ConfigError(
-        f"{key} is {num_bytes} bytes ({in_units(num_bytes)}){each}; {memory.place} has {in_units(memory.available)} of "
-        f"{in_units(memory.total)} left"
+        f"{key} is {num_bytes} bytes ({in_units(num_bytes)}){each}; {memory.place} has only {in_units(memory.available)} of "
+        f"{in_units(memory.total)} available"
     )
 
 
 # Control of freed memory. By default, glibc keeps freed memory in up to eight heaps per core. A frontend that once
-# handled a few large messages would keep two or three times the memory that it needs.
+# handled a few large messages would keep two or three times as much memory as it needs.
 
 MIB = 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -81,17 +81,17 @@ _TRIM_THRESHOLD = 4 * MIB
 
 
 def use_few_arenas() -> None:
-    """Limit all threads to two heaps. Does nothing without glibc, or if the environment (``MALLOC_*``,
+    """Let all threads share two heaps. Does nothing without glibc, or if the environment (``MALLOC_*``,
     ``GLIBC_TUNABLES``) configures the allocator.
     """
     _set(_M_ARENA_MAX, _ARENAS)
 
 
 def give_back_large_blocks(at_least: int = MIB) -> None:
-    """Return blocks of ``at_least`` bytes to the system as soon as they are freed.
+    """Make glibc return blocks of at least ``at_least`` bytes to the system as soon as they are freed.
 
-    The cost is a page fault per 4 KiB of each block. By default, glibc keeps blocks of up to 32 MiB after the first
-    such block was freed. Does nothing if ``use_few_arenas`` does nothing.
+    The cost is one page fault per 4 KiB when such a block is used. By default, glibc keeps blocks of up to 32 MiB once
+    the first such block has been freed. Does nothing if ``use_few_arenas`` does nothing.
     """
     _set(_M_MMAP_THRESHOLD, at_least)
     _set(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD)
@@ -118,7 +118,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def free_bytes() -> int:
-    """Return the freed bytes that glibc keeps in its heaps, or 0 if the number is unknown."""
+    """Return the number of freed bytes that glibc keeps in its heaps, or 0 if the number is unknown."""
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return 0

@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication
 
 _READ_TIMEOUT = 10.0
-"""Seconds that a client may be silent, including its TLS handshake."""
+"""Maximum seconds without data from a client. The limit also applies to the TLS handshake."""
 MAX_CONNECTIONS = 32
-"""Maximum number of open connections. Each connection has a thread. Scrapes take milliseconds, so the oldest connection
-is closed to make room.
+"""Maximum number of open connections. Each connection has a thread.
+
+For a new connection above the limit, the oldest connection is closed. That is safe, because scrapes take milliseconds.
 """
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE = 0.1
-"""Seconds before the next accept if the system has no resources for another connection."""
+"""Seconds until the next accept if the system has no resources for another connection."""
 
 
 class MetricsServer:
@@ -42,8 +43,9 @@ class MetricsServer:
     def __init__(
         self, config: MetricsConfig, registry: CollectorRegistry, certificates: Certificates | None = None
     ) -> None:
-        """Bind the port. Raises ConfigError if the port is in use. ``certificates`` receives the expiry times of this
-        listener's certificates.
+        """Bind the port. Raises ConfigError if the port is in use.
+
+        ``certificates`` receives the expiry times of this listener's certificates.
         """
         self._server: _Server | None = None
         if config.port < 0:
@@ -59,7 +61,8 @@ class MetricsServer:
             self._server = make_server(config.host, config.port, app, server_class=_Server, handler_class=_Handler)
         except OSError as e:
             raise ConfigError(
-                f"metrics.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
+                f"cannot bind metrics.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for "
+                "none"
             ) from None
         self._server.tls = context
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -76,7 +79,7 @@ class MetricsServer:
 
 
 class _WithoutPages:
-    """WSGI wrapper that refuses calls that browsers make for pages of another origin. Scrapers send no such headers."""
+    """WSGI wrapper that refuses calls from web pages of other origins. Their headers differ from those of scrapers."""
 
     def __init__(self, app: "WSGIApplication", rules: CallerRules) -> None:
         self._app = app
@@ -108,8 +111,8 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """Server with one thread per connection. The thread also does the TLS handshake, so a slow client delays no other
-    client.
+    """Server with one thread per connection. The thread also performs the TLS handshake, so that a slow client does not
+    delay other clients.
     """
 
     daemon_threads = True
@@ -131,7 +134,9 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         try:
             return super().get_request()
         except OSError as e:
-            if e.errno in _NO_ROOM:  # The connection still waits, so the server would call this method again at once.
+            if (
+                e.errno in _NO_ROOM
+            ):  # the connection still waits, so the server would call this method again without a pause
                 time.sleep(_PAUSE)
             raise
 
@@ -153,7 +158,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error: the client disconnected, or its connection was closed to make room."""
+        """Ignore the error: the client disconnected, or its connection was closed in favor of a new connection."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 

@@ -1,4 +1,4 @@
-"""Nesting depth of values, determined without recursion."""
+"""Check of the nesting depth of values, without recursion."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ MAX_ARGUMENT_DEPTH = 64
 
 
 def nests_deeper(value: Any, limit: int) -> bool:
-    """Return whether a part of ``value`` is inside more than ``limit`` dicts and lists. Empty ones have no parts."""
+    """Return whether a value inside ``value`` is nested in more than ``limit`` dicts and lists."""
     level = [value]
     for _ in range(limit + 1):
         level = [part for whole in level if isinstance(whole, dict | list) for part in _parts(whole)]

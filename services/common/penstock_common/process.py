@@ -1,4 +1,4 @@
-"""Process utilities: names in ``ps`` and ``top``, usable CPU cores, and child processes that end with their service."""
+"""Process utilities: names in ``ps`` and ``top``, CPU cores, and child processes that end when their service ends."""
 
 import ctypes
 import math
@@ -24,7 +24,7 @@ def cpu_seconds(pid: int) -> float:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
-    fields = text.rpartition(")")[2].split()  # Skip the process name, which may contain spaces.
+    fields = text.rpartition(")")[2].split()  # skip the process name, because it may contain spaces
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -32,11 +32,11 @@ _CPU_MAX = Path("/sys/fs/cgroup/cpu.max")
 
 
 def usable_cores(cpu_max: Path = _CPU_MAX) -> int:
-    """Return the number of CPU cores that the process may use. A container's CPU limit applies, rounded up.
+    """Return the number of CPU cores that the process may use. In a container, its CPU limit applies, rounded up.
 
     Args:
-        cpu_max: File with the limit of control groups (version 2): ``"max 100000"``, or microseconds per period. Without
-            this file, there is no limit.
+        cpu_max: File with the limit of control groups (version 2): ``"max 100000"``, or microseconds per period.
+            Without this file, there is no limit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -46,7 +46,7 @@ def usable_cores(cpu_max: Path = _CPU_MAX) -> int:
     return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
-# Child processes of services. They end with their service.
+# Child processes of services. A child process ends when its service ends.
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,11 +54,12 @@ _PR_SET_PDEATHSIG = 1
 def start_python(
     module: str, arguments: Sequence[str], descriptors: Sequence[int], environ: Mapping[str, str] | None = None
 ) -> "subprocess.Popen[bytes]":
-    """Run ``module`` with this interpreter's packages. The calling thread must live longer than the process.
+    """Run ``module`` in a child process with this interpreter's packages. The process ends when the calling thread
+    ends.
 
     ``environ`` is the environment of the process, or None for the environment of this process.
     """
-    # multiprocessing.Process would import the main module again, which may be any user script.
+    # Not multiprocessing.Process: it would import the main module again, which may be any user script.
     return subprocess.Popen(  # noqa: S603 - no argument comes from a request
         [sys.executable, "-P", "-m", module, *arguments],
         pass_fds=list(descriptors),
@@ -68,10 +69,10 @@ def start_python(
 
 
 def run_script(file: Path, given: bytes, timeout: float) -> "subprocess.CompletedProcess[bytes]":
-    """Run a Python program that needs only the standard library, and return its exit code and standard output.
+    """Run a Python program that needs only the standard library. Return its exit code and standard output.
 
     The program starts several times faster than with ``start_python``, because Python ignores site-packages and its
-    environment variables. Ctrl-C does not reach the program. It does not end with this process, so it must limit its
+    environment variables. Ctrl-C does not reach the program. The program may outlive this process, so it must limit its
     own run time.
 
     Args:
@@ -101,7 +102,7 @@ def end_with_parent() -> None:
 
 
 def limit_memory(beyond: int) -> None:
-    """Limit this process to ``beyond`` bytes of memory more than it uses now, and forbid writing files and core dumps."""
+    """Allow this process only ``beyond`` bytes of memory more than it uses now. Forbid writing files and core dumps."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     if pages:
         limit_resource(resource.RLIMIT_AS, pages * resource.getpagesize() + beyond)
@@ -110,6 +111,6 @@ def limit_memory(beyond: int) -> None:
 
 
 def limit_resource(kind: int, soft: int) -> None:
-    """Set a resource limit of this process, at most to its hard limit. ``kind`` is one of ``resource.RLIMIT_*``."""
+    """Set a soft resource limit of this process, at most to the hard limit. ``kind`` is one of ``resource.RLIMIT_*``."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))

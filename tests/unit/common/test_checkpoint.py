@@ -123,7 +123,7 @@ def test_a_tokenizer_must_be_there_for_those_who_need_one(checkpoint: Path) -> N
 @pytest.mark.parametrize("text", ["[" * (1 << 20), '{"a":' * 80 + "1" + "}" * 80])
 def test_a_configuration_without_bottom_is_named(checkpoint: Path, text: str) -> None:
     (checkpoint / "config.json").write_text(text)
-    assert "config.json: its JSON nests deeper than 64 levels" in problem(str(checkpoint))
+    assert "config.json: its JSON is nested more than 64 levels deep" in problem(str(checkpoint))
     assert has_experts(str(checkpoint)) is None
 
 

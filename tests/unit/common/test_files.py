@@ -50,7 +50,7 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[" * (1 << 20), "[" * 65 + "0" + "]" * 65, '{"a":' * 500 + "0" + "}" * 500])
 def test_json_without_bottom_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "file").write_text(text)
-    with pytest.raises(ValueError, match="deeper than 64 levels"):
+    with pytest.raises(ValueError, match="nested more than 64 levels deep"):
         read_json(tmp_path / "file")
 
 
@@ -63,7 +63,7 @@ def test_a_header_is_no_larger_than_its_format_allows() -> None:
     with pytest.raises(ValueError, match="the limit is 100000000"):
         read_tensor_header(io.BytesIO((1 << 40).to_bytes(8, "little")))
     assert read_tensor_header(io.BytesIO((2).to_bytes(8, "little") + b"{}")) == (2, {})
-    with pytest.raises(ValueError, match="no JSON object"):
+    with pytest.raises(ValueError, match="not a JSON object"):
         read_tensor_header(io.BytesIO((2).to_bytes(8, "little") + b"[]"))
 
 

@@ -1,7 +1,7 @@
 """Structured logs: one line per event, as text for people or JSON for collectors.
 
-Values bound with ``structlog.contextvars`` are on every line of the task that bound them. Loggers of the standard
-library, in this project and in others, write to the same log; their ``extra`` values become fields.
+Every line of a task has the values that the task has bound with ``structlog.contextvars``. Loggers of the standard
+library, in this project and in other packages, write to the same log, and their ``extra`` values become fields.
 
 Text lines are safe to display: characters in client data that move the cursor, end a line or change the writing
 direction are escaped.
@@ -22,7 +22,7 @@ import structlog
 from penstock_common.config.sections import LogConfig
 from penstock_common.errors import Internal
 
-# Origin of a call, for the log.
+# Route and source address of a call, for the log.
 
 
 class Caller(NamedTuple):
@@ -67,7 +67,7 @@ def configure(config: LogConfig, *, service: str) -> None:
     ]
     renderer: list[structlog.typing.Processor]
     if is_json:
-        # A context variable would be missing on lines of other threads.
+        # Add the service here, because lines of other threads would not have a context variable.
         renderer = [add_service, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         renderer = [
@@ -81,14 +81,14 @@ def configure(config: LogConfig, *, service: str) -> None:
         processors=[*shared, *renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=False,  # a cached logger would not notice a changed level
+        cache_logger_on_first_use=False,  # a cached logger would keep the old level
     )
     structlog.contextvars.clear_contextvars()
     _configure_standard_library(config, level, shared, renderer)
 
 
 def configure_library() -> None:
-    """Log only warnings and errors to standard error, unless the program has configured structlog itself."""
+    """Log only warnings and errors, to standard error. Does nothing if the program has configured structlog itself."""
     if not structlog.is_configured():
         *shared, renderer = structlog.get_config()["processors"]
         structlog.configure(
@@ -104,7 +104,7 @@ def get_logger() -> structlog.typing.FilteringBoundLogger:
 
 
 class _Quoted:
-    """A text that is shown as its ``repr``, so that it contains only printable characters."""
+    """A text that a renderer shows as its ``repr``, which contains only printable characters."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -114,7 +114,7 @@ class _Quoted:
 
 
 def printable(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Escape unprintable characters in an event's texts. A structlog processor for use before a text renderer."""
+    """Escape unprintable characters in the texts of an event. Used as a structlog processor before a text renderer."""
     for key, value in event.items():
         if not isinstance(value, str) or value.isprintable():
             continue
@@ -134,7 +134,7 @@ def _write_traceback(out: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Penstock's own handler of the root logger."""
+    """Handler that Penstock adds to the root logger. The class distinguishes it from other handlers."""
 
 
 def _configure_standard_library(
@@ -163,13 +163,14 @@ def _configure_standard_library(
 
 
 class LimitedLog:
-    """Writes each event at most once per interval, and counts the suppressed ones. Not thread-safe."""
+    """Logger that writes each event at most once per interval, and counts suppressed events. Not thread-safe."""
 
     def __init__(
         self, logger: logging.Logger, interval_s: float = 10.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Write to ``logger``. ``interval_s`` is the minimum time between two lines of one event. ``clock`` returns
-        seconds.
+        """Create a log that writes to ``logger``.
+
+        ``interval_s`` is the minimum time in seconds between two lines of one event. ``clock`` returns seconds.
         """
         self._logger = logger
         self._interval_s = interval_s
@@ -188,11 +189,11 @@ class LimitedLog:
         self._logger.warning(event, extra={**fields, "left_out": left_out} if left_out else fields)
 
 
-# Unexpected failures. Each has an incident number, which the client gets and which operators can find in the log with
-# the stack trace.
+# Unexpected failures. Each has an incident number, which is in the client's error. Operators find the stack trace in
+# the log by this number.
 
 REASON = "INCIDENT"
-"""Error reason of a request that would fail in the same way on another engine. Such a request is not retried."""
+"""Error reason of a request that would also fail on another engine. Such a request is not retried."""
 STEP_FAILED = "STEP_FAILED"
 """Error reason of a request that was the only cause of its engine's failed step. The request may be retried on one
 other engine.

@@ -1,4 +1,4 @@
-"""Prometheus metrics: common metrics of all services, the load of engines, and cheap histograms."""
+"""Prometheus metrics: common metrics of all services, metrics about the load of engines, and fast histograms."""
 
 import asyncio
 import importlib.metadata
@@ -46,26 +46,26 @@ def service_registry(service: str) -> CollectorRegistry:
 
 
 def tell_connected(registry: CollectorRegistry, connected: Callable[[], bool]) -> None:
-    """Add a metric for the connection to the coordinator. ``connected`` may be called on another thread."""
+    """Add a metric for the connection to the coordinator. Any thread may call ``connected``."""
     gauge = Gauge("penstock:coordinator_connected", "1 while the coordinator is there", registry=registry)
     gauge.set_function(connected)
 
 
 def count_tasks(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
-    """Add a metric for the number of unfinished asyncio tasks of ``loop``, which may run on another thread."""
+    """Add a metric for the number of unfinished asyncio tasks of ``loop``. The loop may run on another thread."""
     tasks = Gauge("penstock:asyncio_tasks", "Asyncio tasks that have not ended", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
-# Prometheus histograms that are cheap enough for hundreds of observations per step of an engine.
+# Prometheus histograms that are fast enough for hundreds of observations per step of an engine.
 
 
 class BucketCounts(msgspec.Struct, frozen=True):
-    """Observations of one series at one time, as sent between processes.
+    """Snapshot of the observations of one series, as processes send it to each other.
 
     Attributes:
         bounds: See ``Buckets``.
-        counts: Observations per bucket, not accumulated.
+        counts: Number of observations in each bucket. Unlike in Prometheus, buckets do not include smaller buckets.
     """
 
     bounds: tuple[float, ...]
@@ -80,12 +80,12 @@ class BucketCounts(msgspec.Struct, frozen=True):
 
 
 class Buckets:
-    """Observations of one series. One thread observes; others may read."""
+    """Observations of one series. One thread adds observations; other threads may read them."""
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """Create buckets with these inclusive upper bounds, ascending. A last bucket for larger values is implied."""
+        """Create buckets with these inclusive upper bounds, ascending. One more bucket is added for larger values."""
         self._bounds = tuple(map(float, bounds))
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
@@ -105,7 +105,7 @@ class Buckets:
 
 
 class Histogram(Collector):
-    """A histogram with labels. ``labels`` returns the series of some label values, and creates it on first use."""
+    """Histogram with labels. ``labels`` returns the series of given label values, and creates it on first use."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Histogram(Collector):
         bounds: Sequence[float],
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """Create a histogram. ``bounds`` are the inclusive upper bounds of the buckets, ascending; a last bucket is
-        implied.
+        """Create a histogram. ``bounds`` are the inclusive upper bounds of the buckets, ascending. One more bucket is
+        added for larger values.
         """
         self._name, self._text, self._label_names = name, text, labels
         self._bounds = bounds
@@ -139,13 +139,13 @@ class Histogram(Collector):
         yield family
 
 
-# Tables of metrics: metrics that a process counts as events occur, and metrics that it reads at each scrape.
+# Tables of metrics: metrics that a process updates when events occur, and metrics that it reads at each scrape.
 
 LABELS = ("model_name", "engine")
 
 
 class Instrument(NamedTuple):
-    """A metric that is counted as events occur.
+    """A metric that is updated when events occur.
 
     Attributes:
         labels: Label names, in addition to those of the whole table.
@@ -165,7 +165,7 @@ class Instruments:
     Args:
         registry: Registry of the metrics.
         table: The metrics.
-        more: Names of labels of all metrics whose values are passed for each series.
+        more: Names of labels that all metrics have. Callers pass the values of these labels for each series.
         labels: Names and values of labels that all series have.
     """
 
@@ -179,7 +179,7 @@ class Instruments:
             bounds: dict[str, Any] = {"bounds": row.bounds} if row.bounds else {}
             self._families[row.name] = row.kind(row.name, row.text, names, registry=registry, **bounds)
             if not (more or row.labels):
-                self.series(row.name)  # shows as 0
+                self.series(row.name)  # creates the series, so that it has the value 0
 
     def series(self, name: str, *labels: str) -> Any:
         """Return the counter, gauge or buckets of a metric, with values for ``more`` and for the labels of its row."""
@@ -188,15 +188,16 @@ class Instruments:
 
 
 Value = float | BucketCounts | tuple[int, float]
-"""Value of a series. A tuple is the value of a summary: number of observations and their sum."""
+"""Value of a series. A tuple is the value of a summary: the number of observations and their sum."""
 
 
 class Reading(NamedTuple):
-    """A metric that is read from a source at each scrape. A metric that no source has is left out.
+    """A metric that is read from sources at each scrape. The metric is left out if no source has it.
 
     Attributes:
-        read: Attribute of the source with the value, or a function of the source that returns the value. A mapping has the values
-            of several series, by the values of ``labels``. None means that the source does not have the metric.
+        read: Name of the source's attribute with the value, or a function that returns the value for a source. A value
+            that is a mapping has several series, by the values of ``labels``. None means that the source does not have
+            the metric.
         labels: Label names, in addition to those of the whole table.
     """
 
@@ -210,8 +211,9 @@ class Reading(NamedTuple):
 def families(
     table: Iterable[Reading], sources: Iterable[tuple[Sequence[str], Any]], labels: Sequence[str] = LABELS
 ) -> Iterator[Metric]:
-    """Yield one family per row of ``table``, with the series of every source. A source has its values of ``labels`` and
-    an object to read.
+    """Yield one family per row of ``table``, with the series of every source.
+
+    A source is a pair: its values of ``labels``, and the object from which the metrics are read.
     """
     known = list(sources)
     for row in table:
@@ -236,7 +238,7 @@ def _add(family: Any, labels: Sequence[str], value: Value) -> None:
 
 
 class Readings(Collector):
-    """Reads families at each scrape, so that no value is stored twice."""
+    """Collector that reads families at each scrape, so that values are not stored a second time."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
@@ -248,7 +250,7 @@ class Readings(Collector):
 
 # The load of engines as Prometheus families, under the names that vLLM's dashboards and autoscalers read.
 #
-# Engines report their own load; a frontend may report that of the engines it knows.
+# An engine reports its own load. A frontend may report the load of all engines that it knows.
 
 _C, _G = CounterMetricFamily, GaugeMetricFamily
 _STATS = (
@@ -330,7 +332,7 @@ _PARTS = (
     ("kv_transfer", _KV),
     ("states", _STATES),
 )
-"""Statistics that only some engines have, and their metrics, which are left out if no engine has them."""
+"""Statistics that only some engines have, with their metrics. If no engine has them, the metrics are left out."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ _w3c = TraceContextTextMapPropagator()
 
 
 class OtelSpan:
-    """Span of OpenTelemetry as a ``tracing.Span``."""
+    """OpenTelemetry span that implements ``tracing.Span``."""
 
     def __init__(self, span: trace.Span) -> None:
         self._span = span
@@ -42,8 +42,9 @@ class OtelSpan:
         return self._span.is_recording()
 
     def end(self, attributes: Attributes, *, error: str = "") -> None:
-        """End the span, once, and pass it to the exporter's thread if it is sampled. ``error`` is the status text, or
-        empty.
+        """End the span. If the span is sampled, pass it to the exporter's thread. Later calls have no effect.
+
+        ``error`` is the status text, or empty.
         """
         if not self._span.is_recording():
             return
@@ -55,7 +56,7 @@ class OtelSpan:
 class OtelTracer:
     """Tracer that creates OpenTelemetry spans and exports them to a collector over OTLP. Implements ``tracing.Tracer``.
 
-    Further settings, such as headers and certificates for the collector, are OpenTelemetry's own environment variables
+    Other settings, such as headers and certificates for the collector, are OpenTelemetry's own environment variables
     (``OTEL_EXPORTER_OTLP_*``, ``OTEL_RESOURCE_ATTRIBUTES``).
     """
 
@@ -78,8 +79,9 @@ class OtelTracer:
     def start(
         self, name: str, parent: Headers, *, server: bool = False, attributes: Attributes | None = None
     ) -> OtelSpan:
-        """Start a span now, as a child of ``parent`` if that is valid. Sampling follows the parent, else the configured
-        ratio.
+        """Start a span now, as a child of ``parent`` if the parent is valid.
+
+        The parent decides whether the span is sampled. Without a valid parent, the configured ratio applies.
         """
         kind = trace.SpanKind.SERVER if server else trace.SpanKind.INTERNAL
         context = _w3c.extract(parent)
@@ -111,7 +113,7 @@ class OtelTracer:
         flushing.start()
         flushing.join(_FLUSH_TIMEOUT)
         if flushing.is_alive():
-            self._exporter.shutdown()  # Stop pending export attempts.
+            self._exporter.shutdown()  # cancel pending export attempts
 
 
 def _set_error(span: trace.Span, error: str) -> None:

@@ -1,6 +1,6 @@
 """Tracing interfaces of the services.
 
-The context of a span is passed on as the two headers of the W3C trace context, both between and inside processes.
+Between and inside processes, the context of a span is passed as the two headers of the W3C trace context.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import Protocol
 
 Headers = Mapping[str, str]
-"""Headers ``traceparent`` and ``tracestate``. Each may be missing."""
+"""Headers ``traceparent`` and ``tracestate``. Either header may be missing."""
 Attributes = Mapping[str, str | int | float | bool | Sequence[str]]
 
 HEADER_NAMES = ("traceparent", "tracestate")
@@ -18,7 +18,7 @@ current_call: ContextVar[Headers | None] = ContextVar("current_call", default=No
 
 
 class Span(Protocol):
-    """Operation in progress. Its ``headers`` are the parent of child spans."""
+    """Span of an operation in progress. Child spans use its ``headers`` as their parent."""
 
     @property
     def headers(self) -> Headers:
@@ -26,14 +26,14 @@ class Span(Protocol):
 
     @property
     def recording(self) -> bool:
-        """Whether the span is sampled. If not, callers need not collect attributes."""
+        """Whether the span is sampled. If False, callers need not collect attributes."""
 
     def end(self, attributes: Attributes, *, error: str = "") -> None:
         """End the span. ``error`` describes a failure, or is empty. Idempotent."""
 
 
 class Tracer(Protocol):
-    """Creates spans and exports them in batches from its own thread."""
+    """Interface of a tracer, which creates spans and exports them in batches from a separate thread."""
 
     def start(self, name: str, parent: Headers, *, server: bool = False, attributes: Attributes | None = None) -> Span:
         """Start a span now. Without a valid parent, the span begins a new trace if sampling selects it.
@@ -68,5 +68,5 @@ def is_sampled(headers: Headers) -> bool:
 
 
 def trace_headers(carrier: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers of the trace context, without other headers."""
+    """Return only the trace context headers of ``carrier``."""
     return {name: carrier[name] for name in HEADER_NAMES if name in carrier}

@@ -256,7 +256,7 @@ MEMORY = Memory("this machine", 24 * 2**30, 16 * 2**30)
         ),
         (
             {"kv_cache_memory": 10 * 2**30, "engines": 2},
-            r"\(10\.0 GiB\) for each of 2 engines; .* 16\.0 GiB of 24\.0 GiB left",
+            r"\(10\.0 GiB\) for each of 2 engines; .* only 16\.0 GiB of 24\.0 GiB available",
         ),
         (
             {"settings": {"engine": {"cache.kv_cache_memory": "400GB"}}},
