@@ -115,7 +115,7 @@ async def test_a_service_takes_another_log_level_and_goes_on(component: str, tmp
         [line] = await followed.until("config: changed settings need a restart")
         assert (line["level"], line["settings"]) == ("warning", ["server.max_concurrent_streams"])
         followed.change(log=LOG | {"level": "loud"})
-        [line] = await followed.until("config: the change is not used, what was read before stays")
+        [line] = await followed.until("config: cannot use the changed files; keeping the previous content")
         assert "log.level is 'loud'; known: debug, info, warning, error" in line["problem"]
         followed.change(log=LOG | {"level": "info"}, server={})
         await followed.until("config: reloaded", 2)

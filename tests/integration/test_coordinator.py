@@ -495,4 +495,4 @@ async def test_a_stream_without_a_first_message_ends(method, monkeypatch):
                 pass
             await call
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert "did not come within 0.05 s" in str(ended.value.details())
+        assert "did not arrive within 0.05 s" in str(ended.value.details())

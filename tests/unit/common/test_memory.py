@@ -51,7 +51,8 @@ def test_a_size_beyond_it_is_refused_with_the_numbers() -> None:
     with pytest.raises(ConfigError) as refused:
         check_fits("--kv-cache-memory", 10 * 2**30, memory, count=2)
     assert str(refused.value) == (
-        "--kv-cache-memory is 10737418240 bytes (10.0 GiB) for each of 2 engines; this machine has only 16.0 GiB of 24.0 GiB available"
+        "--kv-cache-memory is 10737418240 bytes (10.0 GiB) for each of 2 engines; this machine has only 16.0 GiB of "
+        "24.0 GiB available"
     )
 
 

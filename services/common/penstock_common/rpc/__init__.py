@@ -2,5 +2,5 @@
 
 import os
 
-# gRPC's C library logs bytes that peers send, at a level below ERROR, so set the level to ERROR.
+# At levels below ERROR, gRPC's C library logs bytes from peers. Log only errors.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,9 +1,9 @@
 """Conversion between messages and structs with fields of the same names.
 
-If a message does not set a field, the struct gets its default, or an empty value if it has no default. Enums have the
-same numbers on both sides, except those in ``NUMBERS``. Fields that only one side has are skipped, and callers pass
-fields that differ. For each pair of types, a conversion function is generated once. It is as fast as a hand-written
-one.
+If a message does not set a field, the struct gets the field's default, or an empty value if the field has no default.
+Enums have the same numbers on both sides, except those in ``NUMBERS``. Fields that only one side has are skipped.
+Callers pass fields whose values differ. For each pair of types, a conversion function is generated once. It is as fast
+as a hand-written function.
 """
 
 import enum
@@ -32,11 +32,11 @@ UNKNOWN: Mapping[type[enum.IntEnum], enum.IntEnum] = {
     FinishReason: FinishReason.ERROR,
     PauseMode: PauseMode.ABORT,
 }
-"""Member for unknown numbers. Unknown numbers of other enums are refused."""
+"""Member that replaces unknown numbers, by enum. Unknown numbers of other enums are refused."""
 NUMBERS: Mapping[type[enum.IntEnum], Mapping[enum.IntEnum, int]] = {
     PauseMode: {PauseMode.NONE: 0, PauseMode.ABORT: 1, PauseMode.WAIT: 2, PauseMode.KEEP: 3}
 }
-"""Message numbers of enums that have other numbers here. Pause modes are ordered here by strength."""
+"""Message numbers of enums whose domain type has other numbers. The domain type orders pause modes by strength."""
 
 
 def from_message(message: Message, kind: type[S], path: str = "", /, **special: Any) -> S:
@@ -45,8 +45,8 @@ def from_message(message: Message, kind: type[S], path: str = "", /, **special: 
     Args:
         message: The message, which is not changed.
         kind: The type of the struct.
-        path: The message's own path, for errors.
-        special: Values of the struct that replace those of the message.
+        path: Path of the message in its request, for errors.
+        special: Values for fields of the struct. They replace the message's values.
 
     Raises:
         InvalidArgument: An enum number is unknown and not covered by ``UNKNOWN``.
@@ -56,8 +56,9 @@ def from_message(message: Message, kind: type[S], path: str = "", /, **special: 
 
 
 def to_message(struct: msgspec.Struct, kind: type[M], /, **special: Any) -> M:
-    """Return the message of a struct. ``special`` contains fields that differ from the struct; None leaves a field
-    unset.
+    """Return the message of a struct.
+
+    ``special`` contains values for fields of the message. They replace the struct's values; None leaves a field unset.
     """
     message = kind(**special)
     _writer(type(struct), kind.DESCRIPTOR, tuple(special))(struct, message)
@@ -70,7 +71,9 @@ def fill(message: Message, struct: msgspec.Struct, /, *special: str) -> None:
 
 
 def member(kind: type[enum.IntEnum], number: int, path: str) -> Any:
-    """Return the member with a number. Raises InvalidArgument for unknown numbers, unless ``UNKNOWN`` covers the enum."""
+    """Return the enum member with a number. Raises InvalidArgument for an unknown number if the enum is not in
+    ``UNKNOWN``.
+    """
     try:
         return kind(number)
     except ValueError:
@@ -82,7 +85,7 @@ def member(kind: type[enum.IntEnum], number: int, path: str) -> Any:
 
 @cache
 def _reader(kind: type[msgspec.Struct], message: Descriptor, special: tuple[str, ...]) -> Callable[..., Any]:
-    """Return a function of a message, the path prefix of its fields, and special values of the struct."""
+    """Return a function that builds a struct from a message, the path prefix of its fields, and special values."""
     names: dict[str, Any] = {"kind": kind}
     arguments = [f"{name}=special[{name!r}]" for name in special]
     for field, descriptor in _shared(kind, message, special):
@@ -94,7 +97,7 @@ def _reader(kind: type[msgspec.Struct], message: Descriptor, special: tuple[str,
 
 @cache
 def _writer(kind: type[msgspec.Struct], message: Descriptor, special: tuple[str, ...]) -> Callable[..., None]:
-    """Return a function of a struct and its message, which writes all fields except the special ones."""
+    """Return a function that writes a struct into a message, except for the special fields."""
     names: dict[str, Any] = {}
     lines = ["pass"]
     for field, descriptor in _shared(kind, message, special):
@@ -120,7 +123,7 @@ def _writer(kind: type[msgspec.Struct], message: Descriptor, special: tuple[str,
 
 
 def _compiled(parameters: str, lines: Sequence[str], names: dict[str, Any]) -> Callable[..., Any]:
-    exec("\n    ".join([f"def convert({parameters}):", *lines]), names)  # noqa: S102 - made of names of fields alone
+    exec("\n    ".join([f"def convert({parameters}):", *lines]), names)  # noqa: S102 - the code contains only names of fields
     convert: Callable[..., Any] = names["convert"]
     return convert
 
@@ -150,7 +153,7 @@ def _nested(field: FieldInfo, descriptor: FieldDescriptor) -> tuple[type[msgspec
 
 
 def _default(field: FieldInfo, descriptor: FieldDescriptor, names: dict[str, Any]) -> str:
-    """Return an expression for the struct's default, or '' if the message already gives that value."""
+    """Return an expression for the struct's default, or '' if the message's value for an unset field equals it."""
     if field.required or field.type in UNKNOWN:
         return ""
     made = field.default_factory is not msgspec.NODEFAULT

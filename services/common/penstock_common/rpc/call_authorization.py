@@ -1,4 +1,4 @@
-"""Authorization of calls: interceptors that refuse calls, and the shared secret on internal ports."""
+"""Authorization of calls: interceptors that refuse calls, and checks of the shared secret on internal ports."""
 
 import asyncio
 import contextlib
@@ -26,10 +26,11 @@ _FIRST_MESSAGE_TIMEOUT = 1.0
 
 
 class CallerGuard(grpc.aio.ServerInterceptor):
-    """Calls ``check(method, metadata)``, which raises RequestFailed to refuse a call.
+    """Interceptor that calls ``check(method, metadata)`` for each call. ``check`` raises RequestFailed to refuse the
+    call.
 
-    The messages of a refused call are not read. ``check`` runs in the task of the call, so the handler sees the context
-    variables that it sets.
+    The messages of a refused call are not read. ``check`` runs in the task of the call, so the handler can read context
+    variables that ``check`` sets.
     """
 
     def __init__(self, check: Callable[[str, Mapping[str, str]], None]) -> None:
@@ -49,13 +50,14 @@ class CallerGuard(grpc.aio.ServerInterceptor):
 
 
 class PeerGuard(grpc.aio.ServerInterceptor):
-    """Authorizes a method's callers by the names in their certificates (SAN): DNS names and URIs. ``PeersConfig`` has
-    the names.
+    """Interceptor that authorizes callers by the names in their certificates (SAN): DNS names and URIs.
 
-    gRPC's own services are open to every peer whose certificate was issued by the listener's authority.
+    ``PeersConfig`` defines the allowed names. gRPC's own services are open to every peer whose certificate the
+    listener's authority has issued.
 
     Args:
-        allowed: Names of which a peer must have one, by method (``/package.Service/Method``). Other methods are closed to all.
+        allowed: Allowed names by method (``/package.Service/Method``). A peer needs one of the method's names. No peer
+            may call methods that are not listed.
     """
 
     def __init__(self, allowed: Mapping[str, Sequence[str]]) -> None:
@@ -64,7 +66,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler:
-        """Wrap the handler of a method that is not open to all peers, if there is one."""
+        """Wrap the handler so that it checks the peer, if the method exists and is not open to all peers."""
         handler: Any = await continuation(handler_call_details)
         method = str(handler_call_details.method)
         if handler is None or method.startswith(INFRASTRUCTURE):
@@ -96,7 +98,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
 
 
 def peer_names(context: Context) -> Sequence[str]:
-    """Return DNS names and URIs of the peer's certificate, empty without one."""
+    """Return the DNS names and URIs in the peer's certificate, or an empty sequence if the peer has no certificate."""
     found: Mapping[str, Iterable[bytes]] = context.auth_context() or {}
     return [name.decode("utf-8", "replace") for key in ("peer_dns", "peer_uri") for name in found.get(key, ())]
 
@@ -107,14 +109,15 @@ def _check_peer(context: Context, method: str, allowed: frozenset[str]) -> None:
         seen = ", ".join(names) or "no name"
         get_logger().warning("refused a peer", method=method, peer=context.peer(), names=seen, allowed=sorted(allowed))
         raise PermissionDenied(
-            f"the peer's certificate is for {seen}; {method} is for {', '.join(sorted(allowed)) or 'nobody'}",
+            f"the peer's certificate has the names {seen}; {method} requires one of {', '.join(sorted(allowed)) or 'none'}",
             reason="PEER_NOT_ALLOWED",
         )
 
 
 async def read_first(messages: AsyncIterator[object]) -> None:
-    """Wait until a stream's client has finished its first write. A Python client that is refused during a write would
-    report INTERNAL.
+    """Wait until a stream's client has finished its first write.
+
+    If the server refused a Python client during a write, the client would report INTERNAL.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT):
@@ -122,13 +125,13 @@ async def read_first(messages: AsyncIterator[object]) -> None:
 
 
 def _folded(name: str) -> str:
-    """Return a comparable name. DNS names are case-insensitive; URIs are not."""
+    """Return the name in a form that can be compared. DNS names are case-insensitive; URIs are case-sensitive."""
     return name if "://" in name else name.lower()
 
 
 def _refusal(error: RequestFailed) -> Handler:
-    """Return a handler that ends any call with this error. Its messages stay undecoded, so it works for methods of any
-    kind.
+    """Return a handler that ends any call with this error. The handler decodes no messages, so it works for all kinds
+    of methods.
     """
 
     async def refuse(_: Any, context: Context) -> NoReturn:
@@ -150,8 +153,9 @@ Metadata: TypeAlias = "tuple[tuple[str, str], ...]"
 
 
 class PortSecret:
-    """The secret of a deployment, for one internal port. ``purpose`` names the port. A port's token is worthless on
-    other ports.
+    """Tokens and proofs for one internal port, derived from the shared secret. ``purpose`` names the port.
+
+    Other ports do not accept the token of this port.
     """
 
     def __init__(self, secret: SharedSecret, purpose: str) -> None:
@@ -164,18 +168,19 @@ class PortSecret:
         return self._secret.accepts(self._purpose, token)
 
     def proof(self, nonce: str) -> str:
-        """Return the server's answer to a nonce, which requires the secret."""
+        """Return the server's answer to a nonce. Only a server that knows the secret can compute the answer."""
         return hmac.digest(self._key, nonce.encode(), hashlib.sha256).hex()
 
     def metadata(self) -> Metadata:
-        """Return the metadata of a client's call: the token, and a new nonce."""
+        """Return the metadata for a client's call: the token and a new nonce."""
         return ((TOKEN_KEY, self._secret.token(self._purpose)), (NONCE_KEY, secrets.token_hex(_NONCE_BYTES)))
 
     async def check_server(self, call: "grpc.aio.StreamStreamCall[Any, Any]", sent: Metadata) -> None:
-        """Wait until the server has answered the nonce. Send nothing on the call before this returns.
+        """Wait until the server has proved that it knows the secret. Send nothing on the call before this method
+        returns.
 
         Args:
-            call: The call, which was started with the metadata ``sent``.
+            call: The call. It was started with the metadata ``sent``.
             sent: The result of ``metadata``.
 
         Raises:
@@ -188,7 +193,7 @@ class PortSecret:
                 if hmac.compare_digest(answered.encode(), self.proof(dict(sent)[NONCE_KEY]).encode()):
                     return
                 if not answered and await call.code() is not grpc.StatusCode.OK:
-                    await call.read()  # raises the call's error
+                    await call.read()  # read() raises the call's error
         call.cancel()
         raise Unauthenticated(
             f"the server does not know the secret of {SECRET_SETTING}; give both sides the same secret",
@@ -197,10 +202,10 @@ class PortSecret:
 
 
 class SecretGuard(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token of the port before any other work, and proves that the server knows the secret.
+    """Interceptor that refuses calls without the port's token, and proves that the server knows the secret.
 
-    gRPC's own services are open. Without a secret, calls with a token are refused, because their clients wait for a
-    proof.
+    The check comes before any other work on the call. gRPC's own services are open. If no secret is configured, calls
+    with a token are refused, because their clients wait for a proof.
     """
 
     def __init__(self, secret: PortSecret | None) -> None:
@@ -218,11 +223,11 @@ class SecretGuard(grpc.aio.ServerInterceptor):
         if self._secret is None:
             if not token:
                 return await continuation(handler_call_details)
-            return _secret_refusal(
-                method, "the caller has the secret of {}, and this side has none", "SECRET_NOT_SET", token
-            )
+            return _secret_refusal(method, "the caller uses {}, but it is not set here", "SECRET_NOT_SET", token)
         if not self._secret.accepts(token):
-            return _secret_refusal(method, "{} is needed here", "SECRET_WRONG" if token else "SECRET_MISSING", token)
+            return _secret_refusal(
+                method, "the caller needs the right {}", "SECRET_WRONG" if token else "SECRET_MISSING", token
+            )
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.stream_stream is None:
             return handler  # type: ignore[no-any-return]
@@ -242,11 +247,11 @@ def _secret_refusal(method: str, why: str, reason: str, token: str) -> Handler:
             "refused a peer because of the shared secret", method=method, peer=context.peer(), reason=reason
         )
         if not token:  # clients with a token wait for the answer before they send anything
-            await read_first(requests)  # reads the bytes without decoding them
+            await read_first(requests)  # read the bytes without decoding them
         message = f"{method}: {why.format(SECRET_SETTING)}; give both sides the same secret"
         await abort(context, Unauthenticated(message, reason=reason))
 
-    # The messages stay undecoded, so this handler works for methods of any kind.
+    # The handler decodes no messages, so it works for all kinds of methods.
     return grpc.stream_unary_rpc_method_handler(refuse)
 
 

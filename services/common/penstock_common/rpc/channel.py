@@ -9,7 +9,7 @@ from penstock_common.rpc.credentials import NO_TLS, ClientCredentials
 
 
 class Keepalive(NamedTuple):
-    """Keepalive times in seconds: the silence after which a peer is pinged, and the time within which it must answer."""
+    """Keepalive times in seconds: time without data until a peer is pinged, and time in which the peer must answer."""
 
     interval: float
     timeout: float
@@ -20,7 +20,10 @@ class Keepalive(NamedTuple):
         return [
             ("grpc.keepalive_time_ms", int(self.interval * 1000)),
             ("grpc.keepalive_timeout_ms", timeout),
-            ("grpc.http2.ping_timeout_ms", timeout),  # The default is one minute, regardless of the timeout above.
+            (
+                "grpc.http2.ping_timeout_ms",
+                timeout,
+            ),  # without this option, gRPC waits one minute, regardless of the timeout above
             ("grpc.keepalive_permit_without_calls", 1),
         ]
 
@@ -44,7 +47,7 @@ def make_channel(
             *_KEEPALIVE.options(),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            # Despite its name, this option limits how long one connection attempt may take.
+            # Despite its name, this option is the timeout of one connection attempt.
             ("grpc.min_reconnect_backoff_ms", 5_000),
             ("grpc.max_reconnect_backoff_ms", 1_000),
             ("grpc.use_local_subchannel_pool", 1),

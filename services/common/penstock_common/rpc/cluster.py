@@ -13,7 +13,7 @@ from penstock_common.types.cluster import ClusterView, EngineStatus, ViewDelta
 
 
 def view_from_proto(message: pb.ClusterView) -> ClusterView:
-    """Return the cluster view. An engine in an unknown state becomes LOADING, so it receives no requests."""
+    """Return the cluster view. An engine in an unknown state becomes LOADING, so that it receives no requests."""
     return ClusterView(
         engines=tuple(map(engine_from_proto, message.engines)), groups=tuple(map(pool_group_from_proto, message.groups))
     )
@@ -29,7 +29,7 @@ def view_to_proto(view: ClusterView) -> pb.ClusterView:
 def groups_to_proto(view: ClusterView) -> pb.ClusterView:
     """Return a message with only the groups of a view."""
     message = pb.ClusterView(groups=map(pool_group_to_proto, view.groups))
-    if len(view.groups) == 1:  # Earlier versions read only this field.
+    if len(view.groups) == 1:  # earlier versions read only these fields
         only = view.groups[0].view
         message.group_epoch, message.current_wave, message.engines_running = only.group.epoch, only.wave, only.running
     return message
@@ -64,19 +64,19 @@ def engine_from_proto(message: control_pb2.EngineStatus) -> EngineStatus:
     return engine
 
 
-# LoRA registrations to ``penstock.coordinator.v1`` and back.
+# Conversion of LoRA registrations to ``penstock.coordinator.v1`` and back.
 
 MAX_NAME_LENGTH = 256
 MAX_PATH_LENGTH = 4096
 MAX_VERSION = 2**62
-"""Highest version that a frontend may send. Higher numbers stay free, so no frontend can use up the version numbers."""
+"""Highest version that a frontend may send. The limit ensures that no frontend can use up all version numbers."""
 _DIGEST_SIZE = 16
 
 
 def registrations_to_proto(
     registrations: Iterable[LoraRegistration], refused: Iterable[LoraRefusal] = ()
 ) -> pb.LoraRegistrations:
-    """Return the message for registrations and refusals. At most MAX_REGISTRATIONS of each kind fit."""
+    """Return the message for registrations and refusals, at most MAX_REGISTRATIONS of each kind."""
     return pb.LoraRegistrations(
         registrations=[to_message(each, pb.LoraRegistration) for each in registrations],
         refused=[to_message(each, pb.LoraRefusal) for each in refused],

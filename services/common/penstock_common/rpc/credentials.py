@@ -10,26 +10,26 @@ from penstock_common.security.tls import Certificates, TlsMaterial, watched_mate
 _ADVICE = {
     "certificate has expired": "the server's certificate has expired",
     "certificate is not yet valid": "the server's certificate is not valid yet",
-    "CERTIFICATE_VERIFY_FAILED": "tls.ca has not issued the server's certificate",
-    "Hostname Verification": "the server's certificate is for other names; see tls.server_name",
-    "WRONG_VERSION_NUMBER": "the server speaks no TLS; give it a certificate, or leave tls.ca empty",
+    "CERTIFICATE_VERIFY_FAILED": "no authority in tls.ca has issued the server's certificate",
+    "Hostname Verification": "the server's certificate does not contain the host's name; see tls.server_name",
+    "WRONG_VERSION_NUMBER": "the server does not use TLS; give the server a certificate, or leave tls.ca empty",
 }
 
 
 def server_credentials(
     config: TlsConfig, *, field: str, certificates: Certificates | None = None
 ) -> grpc.ServerCredentials:
-    """Return credentials that use the current files at each handshake. Open connections are unaffected. Raises
-    ConfigError.
+    """Return credentials that use the current files at each handshake. Raises ConfigError.
 
-    ``certificates`` receives the expiry times of these certificates.
+    New files do not affect open connections. ``certificates`` receives the expiry times of these certificates.
     """
     watched = watched_material(config, field=field, certificates=certificates)
     used = watched.current()
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
-        """Return a new configuration, or None if nothing changed. gRPC calls this function before each handshake, on
-        its own thread.
+        """Return a new configuration, or None if the files are unchanged.
+
+        gRPC calls this function before each handshake, on a thread of gRPC.
         """
         nonlocal used
         material = watched.current()
@@ -48,12 +48,12 @@ def server_credentials(
 
 
 class ClientCredentials:
-    """Credentials for the client channels of one hop. A channel uses the TLS files as they are when it is created, or
-    no TLS.
+    """Credentials for the client channels to one service. A channel uses the content of the TLS files at the time when
+    the channel is created. Without TLS settings, channels do not use TLS.
     """
 
     def __init__(self, config: ClientTlsConfig, *, field: str, certificates: Certificates | None = None) -> None:
-        """Read the files. Raises ConfigError. ``certificates`` receives the expiry times of this hop's certificates."""
+        """Read the files. Raises ConfigError. ``certificates`` receives the expiry times of these certificates."""
         self._watched = watched_material(config, field=field, certificates=certificates) if config.enabled else None
         self._server_name = config.server_name
 
@@ -77,12 +77,12 @@ NO_TLS = ClientCredentials(ClientTlsConfig(), field="tls")
 
 
 def is_of_tls(details: str) -> bool:
-    """Return whether the details of a failed call name TLS as the cause. If so, a server listens at the address."""
+    """Return whether TLS is the cause, according to the details of a failed call. Then a server listens at the address."""
     return any(sign in details for sign in _ADVICE)
 
 
 def advised(details: str) -> str:
-    """Return the details of a failed call. If TLS is the cause, an explanation is added."""
+    """Return the details of a failed call, with an explanation if TLS is the cause."""
     for sign, meaning in _ADVICE.items():
         if sign in details:
             return f"{details} ({meaning})"

@@ -23,14 +23,14 @@ from penstock_common.types.data_parallel import (
 Wave = TypeVar("Wave", StartWave, WaveComplete, StartDpWave)
 
 MAX_NUMBER = 2**62
-"""Maximum epoch, wave, step or pause number. No group reaches this number, and its successors still fit into the
+"""Maximum epoch, wave, step or pause number. No group reaches this number, and larger numbers still fit into the
 message.
 """
 _NOWHERE: Mapping[str, str] = {}
 
 
 def checked(field: str, number: int) -> int:
-    """Return a number of a group. Raises InvalidArgument if it exceeds ``MAX_NUMBER``."""
+    """Return ``number``. Raises InvalidArgument if it exceeds ``MAX_NUMBER``."""
     if number > MAX_NUMBER:
         raise InvalidArgument(f"{field} is {number}; it must be at most {MAX_NUMBER}", field=field)
     return number
@@ -39,8 +39,8 @@ def checked(field: str, number: int) -> int:
 def pauses_from_proto(message: pb.Pauses) -> Pauses:
     """Return the pause state.
 
-    A mode that this version does not know becomes the strongest mode. The mode is ignored if the group is not paused.
-    Raises InvalidArgument, as all readers of group numbers do.
+    An unknown mode becomes the strongest mode. The mode is ignored if the group is not paused. Like all functions that
+    read group numbers, this function raises InvalidArgument.
     """
     pauses = from_message(message, Pauses)
     checked("pauses.number", pauses.number)
@@ -59,7 +59,7 @@ def member_from_proto(message: pb.GroupMember) -> str:
 
 
 def group_to_proto(group: RankGroup, meetings: Mapping[str, str] = _NOWHERE) -> pb.RankGroup:
-    """Return the message for a group. ``meetings`` maps each rank to the address of its store."""
+    """Return the message for a group. ``meetings`` maps each rank to the address of its rendezvous store."""
     members = [member_to_proto(rank, meetings.get(rank, "")) for rank in group.members]
     return pb.RankGroup(epoch=group.epoch, members=members)
 
@@ -72,18 +72,18 @@ def group_from_proto(message: pb.RankGroup) -> RankGroup:
 
 
 def meetings_from_proto(message: pb.RankGroup) -> dict[str, str]:
-    """Return the address of each rank's store, by rank."""
+    """Return the address of each rank's rendezvous store, by rank."""
     return {member_from_proto(member): member.meeting_address for member in message.members}
 
 
 def wave_from_proto(message: pb.GroupWave, kind: type[Wave], rank: str) -> Wave:
-    """Return a wave message that ``rank`` sent or receives."""
+    """Return the wave event of a message that ``rank`` has sent or will receive."""
     wave = checked("wave", message.wave)
     return from_message(message, kind, engine=rank, wave=wave, pauses=pauses_from_proto(message.pauses))
 
 
 def report_to_proto(report: RankReport) -> pb.RankReport:
-    """Return the message for a report."""
+    """Return the message for a rank's report."""
     group, place = group_to_proto(report.group), report.place
     return to_message(report, pb.RankReport, group=group, wave=place.wave, step=place.step)
 
@@ -97,7 +97,7 @@ def report_from_proto(message: pb.RankReport, rank: str) -> RankReport:
 
 
 def pool_group_to_proto(group: PoolGroup) -> pb.GroupView:
-    """Return the message for a group of a view."""
+    """Return the message for a group in a view."""
     view, members = group.view, group.view.group.members
     routed = [members.index(rank) for rank in view.routed]
     message = to_message(view, pb.GroupView, group=group_to_proto(view.group), routed_ranks=routed)
@@ -106,7 +106,7 @@ def pool_group_to_proto(group: PoolGroup) -> pb.GroupView:
 
 
 def pool_group_from_proto(message: pb.GroupView) -> PoolGroup:
-    """Return a group of a view. Routed ranks that are not members of the group are dropped."""
+    """Return a group in a view. Routed ranks that are not members of the group are dropped."""
     group = group_from_proto(message.group)
     routed = tuple(group.members[rank] for rank in message.routed_ranks if rank < len(group.members))
     pauses = pauses_from_proto(message.pauses)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 async def first_message(messages: AsyncIterator[T], field: str) -> T | None:
-    """Return the first message of a stream, or None if the stream ends without one.
+    """Return the first message of a stream, or None if the stream ends without a message.
 
     Args:
         messages: Messages that the caller sends.
@@ -26,7 +26,9 @@ async def first_message(messages: AsyncIterator[T], field: str) -> T | None:
         async with asyncio.timeout(FIRST_MESSAGE_TIMEOUT):
             return await anext(aiter(messages), None)
     except TimeoutError:
-        raise DeadlineExceeded(f"{field} did not come within {FIRST_MESSAGE_TIMEOUT:g} s", field=field) from None
+        raise DeadlineExceeded(
+            f"the first message, {field}, did not arrive within {FIRST_MESSAGE_TIMEOUT:g} s", field=field
+        ) from None
 
 
 # Protocol revisions of frontend and engine. Both ends use the lower of their two revisions.

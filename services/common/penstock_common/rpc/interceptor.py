@@ -1,4 +1,4 @@
-"""Server interceptors: they map exceptions to gRPC statuses, refuse unreadable messages, and count and trace calls."""
+"""Server interceptors that map exceptions to gRPC statuses, refuse unreadable messages, and count and trace calls."""
 
 import contextlib
 import inspect
@@ -17,13 +17,16 @@ from penstock_common.observability.logging import Caller, current_caller, incide
 from penstock_common.observability.tracing import Headers, Span, Tracer, current_call, trace_headers
 from penstock_common.rpc.status import abort
 
-# Decompression of clients' messages with a size limit. gRPC would decompress any number of bytes before it checks its
-# limit.
+# Decompression of clients' messages with a size limit. gRPC itself would decompress the whole message before it checks
+# the size.
 
 MAX_DECOMPRESSED_BYTES = 4 * 1024 * 1024
 """Maximum bytes of a compressed message after decompression."""
 GZIP_ONLY = [
-    ("grpc.compression_enabled_algorithms_bitset", 0b101),  # identity and gzip; calls with others end as UNIMPLEMENTED
+    (
+        "grpc.compression_enabled_algorithms_bitset",
+        0b101,
+    ),  # identity and gzip; calls with other encodings end as UNIMPLEMENTED
     ("grpc.per_message_decompression", 0),
 ]
 """Options of a server whose deserializers call ``decompressed``."""
@@ -35,14 +38,14 @@ _WITH_GZIP_HEADER = 31
 
 
 def decompressed(data: bytes, limit: int = MAX_DECOMPRESSED_BYTES) -> bytes:
-    """Return a gzip message decompressed, and other messages unchanged.
+    """Return the decompressed message if ``data`` is gzip, else ``data``.
 
     Args:
         data: The message as received.
         limit: Maximum bytes of a compressed message after decompression.
 
     Raises:
-        ResourceExhausted: The message exceeds the limit. Not more than the limit is decompressed.
+        ResourceExhausted: The message exceeds the limit. Decompression stops at the limit.
         zlib.error: The message is corrupt.
     """
     if not data.startswith(_GZIP):
@@ -51,28 +54,27 @@ def decompressed(data: bytes, limit: int = MAX_DECOMPRESSED_BYTES) -> bytes:
     plain = decompressor.decompress(data, limit + 1)
     if len(plain) > limit:
         raise ResourceExhausted(
-            f"a compressed message has more than {limit} bytes when it is decompressed; send it without compression",
+            f"a compressed message has more than {limit} bytes after decompression; send the message without compression",
             reason="MESSAGE_TOO_LARGE",
         )
     if not decompressor.eof or decompressor.unused_data:
-        raise zlib.error("the compressed message is cut off, or something follows it")
+        raise zlib.error("the compressed message is incomplete, or other data follows it")
     return plain
 
 
-# Messages that cannot be accepted, reported as errors of their calls. gRPC itself would end the calls as UNKNOWN, with
-# a traceback.
+# Errors for calls whose messages cannot be accepted. gRPC itself would end such a call as UNKNOWN, and log a traceback.
 
 REASON = "UNREADABLE_MESSAGE"
 
 
 class Unreadable(NamedTuple):
-    """Placeholder for an unreadable message. ``why`` is the parser's error."""
+    """Placeholder for a message that the parser cannot read. ``why`` is the parser's error."""
 
     why: str
 
 
 class Refused(NamedTuple):
-    """Placeholder for a message that was not decoded."""
+    """Placeholder for a message that was refused before it was decoded. ``why`` is the error of the call."""
 
     why: ResourceExhausted
 
@@ -84,8 +86,8 @@ def reader(
 ) -> Callable[[bytes], Any] | None:
     """Return a deserializer that does not raise: it returns Unreadable or Refused instead.
 
-    ``in_flight`` counts large messages, which are returned as Held. ``max_decompressed_bytes`` limits compressed
-    messages.
+    ``in_flight`` counts large messages; such a message is returned as Held. ``max_decompressed_bytes`` is the limit for
+    compressed messages.
     """
     if deserialize is None:
         return None
@@ -118,8 +120,9 @@ def checked(message: Any) -> Any:
 
 
 class CheckedMessages:
-    """Messages of a stream, each counted until the next one is requested. An unacceptable message raises the errors of
-    ``checked``.
+    """Iterator over the messages of a stream. A message is counted until the next message is requested.
+
+    For an unacceptable message, the iterator raises the errors of ``checked``.
     """
 
     def __init__(self, messages: AsyncIterable[Any]) -> None:
@@ -134,7 +137,7 @@ class CheckedMessages:
         if self._iterator is None:  # gRPC logs an error if an iterator is created but never used
             self._iterator = aiter(self._messages)
         if isinstance(self._last, Held):
-            self._last.release()  # gRPC's own iterator would release it later
+            self._last.release()  # gRPC's own iterator would release the message later
         self._last = await anext(self._iterator)
         return checked(self._last)
 
@@ -142,11 +145,11 @@ class CheckedMessages:
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 CallEnd: TypeAlias = Callable[[str], None]
-"""Called with the name of the status code with which a call ended."""
+"""Function that is called when a call has ended, with the name of the call's status code."""
 
 
 class CallObserver(Protocol):
-    """Observes every call of the services, except gRPC's own."""
+    """Observer of every call, except calls of gRPC's own services."""
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
         """Observe the start of a call of ``method`` (``/package.Service/Method``), in the task that serves it.
@@ -157,7 +160,7 @@ class CallObserver(Protocol):
 
 
 class Unobserved:
-    """Observes no calls."""
+    """Observer that ignores all calls."""
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
         """Ignore the call and its end."""
@@ -166,11 +169,11 @@ class Unobserved:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Maps exceptions to statuses. RequestFailed becomes its status with details. Other errors are logged as incidents
-    and become INTERNAL, without their text.
+    """Interceptor that maps exceptions to statuses.
 
-    A message that cannot be read is the sender's fault: INVALID_ARGUMENT. This also applies to gRPC's own services
-    (health, reflection), whose calls are not observed.
+    RequestFailed becomes its status with details. Other errors are logged as incidents and become INTERNAL, without
+    their text. A message that cannot be read is an error of the sender and becomes INVALID_ARGUMENT. The mapping also
+    applies to gRPC's own services (health, reflection), but the observer does not get their calls.
     """
 
     def __init__(
@@ -185,7 +188,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         Args:
             observer: Observes calls, or None.
-            max_response_bytes: A call with a larger response ends as RESOURCE_EXHAUSTED. None if the servicer checks the size.
+            max_response_bytes: Size limit of responses. A larger response ends its call as RESOURCE_EXHAUSTED. None: no
+                check here.
             in_flight: Counts the messages of calls, or None.
             max_decompressed_bytes: Limit for compressed messages.
         """
@@ -214,7 +218,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             single = self._single(handler.stream_unary, method, "client_stream")
             return grpc.stream_unary_rpc_method_handler(single, *codecs)
         if handler.unary_stream:
-            # A servicer may also be a coroutine that writes to its context, as in gRPC's health service.
+            # A streaming method may also be a coroutine that writes to its context, as in gRPC's health service.
             wrap = self._single if inspect.iscoroutinefunction(handler.unary_stream) else self._stream
             stream = wrap(handler.unary_stream, method, "server_stream")
             return grpc.unary_stream_rpc_method_handler(stream, *codecs)
@@ -222,14 +226,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
     def _started(self, method: str, kind: str, request: Any, context: Context) -> CallEnd:
-        """Notify the observer, and return a function that notifies it of the end. Errors of the observer do not fail
-        the call.
+        """Notify the observer of the start, and return a function that notifies it of the end.
+
+        Errors of the observer do not fail the call.
         """
         observer = Unobserved() if method.startswith("/grpc.") else self._observer
         try:
             tell = observer.started(method, kind, request, context)
         except Exception as e:
-            incident(e, request=_id_of(request), doing=f"observing the begin of {method}")
+            incident(e, request=_id_of(request), doing=f"observing the start of {method}")
             return lambda _: None
 
         def ended(code: str) -> None:
@@ -264,8 +269,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     @contextlib.asynccontextmanager
     async def _observed(self, given: Any, method: str, kind: str, context: Context) -> AsyncIterator[Any]:
-        """Yield the servicer's request. A failure ends the call with its status, and the observer is notified of the
-        end.
+        """Yield the request for the servicer. If the servicer fails, end the call with the error's status. In all
+        cases, notify the observer of the end.
         """
         request = _message(given)
         ended, code = self._started(method, kind, request, context), ""
@@ -284,7 +289,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def check_response_size(response: Message, limit: int) -> None:
-    """Raise ResourceExhausted for a message that is too large to be sent."""
+    """Raise ResourceExhausted if ``response`` is larger than ``limit`` bytes."""
     if (size := response.ByteSize()) > limit:
         raise ResourceExhausted(
             f"the response has {size} bytes; server.max_message_bytes is {limit}", reason="MESSAGE_TOO_LARGE"
@@ -292,12 +297,12 @@ def check_response_size(response: Message, limit: int) -> None:
 
 
 def _message(given: Any) -> Any:
-    """Return the message without its counter. The counter lives as long as the call."""
+    """Return the message without its ``Held``. The message is counted until the call ends."""
     return given.message if isinstance(given, Held) else given
 
 
 def _readable(request: Any, kind: str) -> Any:
-    """Return the message, or the stream of messages. Raises the errors of ``checked``, now or later."""
+    """Return the message, or the stream of messages. Raises the errors of ``checked``, in a stream when it is read."""
     return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
 
 
@@ -316,13 +321,13 @@ def _failed(error: Exception, method: str, request: Any) -> RequestFailed:
 
 
 def _code_of(context: Context) -> str:
-    """Return the code that a servicer set itself."""
+    """Return the status code that the servicer has set on its context."""
     code: object = context.code()
     return code.name if isinstance(code, grpc.StatusCode) else "UNKNOWN"
 
 
 def _cut_short(context: Context) -> str:
-    """Return the code of a call whose handler was cancelled: the client left, or the deadline passed."""
+    """Return the code of a call whose handler was cancelled, because the client left or the deadline passed."""
     left: float | None = context.time_remaining()  # None without a deadline, contrary to the type stub
     return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
 
@@ -334,8 +339,9 @@ _SERVER_ERRORS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "
 
 
 class CallTelemetry:
-    """Counts calls under the names of gRPC's Prometheus interceptors, and creates a span for each call with a single
-    request.
+    """Observer that counts calls, and creates a span for each call with a single request.
+
+    The metrics have the names that gRPC's Prometheus interceptors use.
 
     The parent of a call's span is in the message's ``routing.trace_context``, or else in the metadata. A stream of
     requests has no span, because each request has its own context.
@@ -348,12 +354,13 @@ class CallTelemetry:
         self._tracer = tracer
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:
-        """Count a call that starts, and start its span if it has a single request. Returns a function to call with the
-        status code.
+        """Count a started call. If the call has a single request, start its span.
+
+        Returns a function that must be called with the status code when the call ends.
         """
         _, service, name = method.split("/", 2)
         self._started.labels(kind, service, name).inc()
-        # The task belongs to the call, so the old value need not be restored.
+        # The task belongs to the call, so there is no need to restore the old value.
         current_caller.set(Caller(method, peer_address(context.peer())))
         span = self._span(service, name, request, context) if kind in ("unary", "server_stream") else None
 

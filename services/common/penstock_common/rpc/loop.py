@@ -1,4 +1,4 @@
-"""Event loop of processes that use gRPC, and health checks of the loop and its tasks."""
+"""Event loop for processes that use gRPC, and health checks of the loop and its tasks."""
 
 import asyncio
 import functools
@@ -15,17 +15,17 @@ _MOST_BYTES = 64 * 1024
 
 
 class GrpcEventLoop(uvloop.Loop):
-    """uvloop's event loop, with one wakeup for many gRPC events instead of one for each.
+    """uvloop's event loop, with one wakeup for many gRPC events instead of one wakeup per event.
 
     A gRPC thread puts each event into a queue and then writes one byte to a socket. The reader that gRPC adds to the
-    loop takes one byte and empties the queue. So for a burst, all bytes except the first wake the loop for nothing.
-    This loop takes all bytes of a burst together. No event is lost, because it is queued before its byte is written,
-    and the queue is emptied after the bytes are taken.
+    loop reads one byte and empties the queue. So in a burst, all bytes except the first wake the loop unnecessarily.
+    This loop reads all bytes of a burst together. No event is lost: each event is queued before its byte is written,
+    and the queue is emptied after the bytes are read.
     """
 
     def add_reader(self, fd: Any, callback: Callable[..., Any], *args: Any) -> None:  # type: ignore[override]  # variadic there
-        """Call ``callback`` with ``args`` when ``fd`` is readable, as asyncio does. gRPC's own callback is called once
-        per burst.
+        """Call ``callback`` with ``args`` when ``fd`` is readable, as asyncio does. A callback of gRPC is called only
+        once per burst.
         """
         if isinstance(fd, socket.socket) and _is_of_grpc(callback):
             super().add_reader(fd, _take_burst, fd, callback, *args)
@@ -39,36 +39,36 @@ def _is_of_grpc(callback: Callable[..., Any]) -> bool:
 
 
 def _take_burst(events: socket.socket, callback: Callable[..., Any], *args: Any) -> None:
-    """Take all bytes but one, which the reader expects."""
+    """Read all bytes except one, and call ``callback``, which reads the last byte."""
     count = len(events.recv(_MOST_BYTES, socket.MSG_PEEK))
     if count > 1:
         events.recv(count - 1)
     callback(*args)
 
 
-# Health of a service on its event loop: a periodic beat, and tasks that must not end.
+# Health of a service and its event loop: a periodic timer (beat), and tasks that must not end.
 
 INTERVAL = 1.0
 """Seconds between two beats."""
 MAX_LATE = 5.0
-"""Maximum delay of a beat in seconds. Kubelets probe three times, ten seconds apart, before they restart a container.
-"""
+"""Maximum delay of a beat in seconds. A kubelet restarts a container after three failed probes, ten seconds apart."""
 
 Sleep = Callable[[float], Awaitable[None]]
 
 
 class Health(Protocol):
-    """Receiver of the status: an ``RpcServer``."""
+    """Interface to set the health status. ``RpcServer`` implements it."""
 
     async def set_serving(self, serving: bool, *names: str) -> None:
         """Set the status of health names."""
 
 
 class Liveness:
-    """Keeps the health name ``liveness`` consistent with the state of its event loop.
+    """Monitor that sets the status of the health name ``liveness`` according to the state of the event loop.
 
-    A blocked loop answers no probe. Two other problems are reported here. If a beat is more than ``MAX_LATE`` late, the
-    status is NOT_SERVING until a beat is on time. If an essential task has ended, it is NOT_SERVING permanently.
+    While the loop is blocked, it answers no probe. This class reports two other problems. If a beat is more than
+    ``MAX_LATE`` late, the status is NOT_SERVING until a beat is on time. If an essential task has ended, the status is
+    NOT_SERVING permanently.
 
     Args:
         essential: Returns the current essential tasks.
@@ -90,7 +90,7 @@ class Liveness:
         self._alive = True
 
     async def run(self) -> None:
-        """Beat until cancelled."""
+        """Run the periodic timer until cancelled."""
         while True:
             due = self._clock() + INTERVAL
             await self._sleep(INTERVAL)
@@ -104,8 +104,8 @@ class Liveness:
         self._alive = alive
         await self._health.set_serving(alive, LIVENESS)
         if alive:
-            get_logger().info("the event loop keeps up again")
+            get_logger().info("alive again: the event loop is no longer blocked")
         elif ended:
-            get_logger().error("not alive: tasks that must not end have ended", tasks=ended)
+            get_logger().error("not alive: essential tasks have ended", tasks=ended)
         else:
             get_logger().error("not alive: the event loop is blocked", seconds=round(late, 1))

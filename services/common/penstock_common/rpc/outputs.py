@@ -26,7 +26,7 @@ from penstock_common.types.outputs import UINT32, EngineCoreOutput, Logprobs, To
 from penstock_common.types.prompt_embeds import ELEMENT_BYTES, EmbedsDtype, PromptEmbeds
 from penstock_common.types.request import PoolingParams, Vectors
 
-# Token columns are converted with a few memory copies, independent of the number of outputs.
+# Conversion of token columns, with a few memory copies regardless of the number of outputs.
 
 _NUMBER_BYTES = 4
 
@@ -41,7 +41,7 @@ def fill_columns(message: pb.TokenColumns, columns: TokenColumns) -> None:
 
 
 def columns_from_proto(message: pb.TokenColumns) -> TokenColumns:
-    """Return the columns. Raises Internal if their lengths disagree, because the tokens cannot be assigned to requests."""
+    """Return the columns. Raises Internal if their lengths differ, because then no request can be found for a token."""
     columns = TokenColumns(
         request_numbers=_from_bytes(message.request_numbers, "request_numbers"),
         offsets=_from_bytes(message.offsets, "offsets"),
@@ -68,7 +68,7 @@ def _to_bytes(column: "array[int]") -> bytes:
 
 def _from_bytes(data: bytes, name: str) -> "array[int]":
     if len(data) % _NUMBER_BYTES:
-        raise Internal(f"token_columns.{name} has {len(data)} bytes; numbers have {_NUMBER_BYTES} each")
+        raise Internal(f"token_columns.{name} has {len(data)} bytes; it must be a multiple of {_NUMBER_BYTES} bytes")
     column = array(UINT32, data)
     if sys.byteorder == "big":
         column.byteswap()
@@ -77,7 +77,7 @@ def _from_bytes(data: bytes, name: str) -> "array[int]":
 
 def _check(name: str, column: "array[int]", length: int) -> None:
     if len(column) != length:
-        raise Internal(f"token_columns.{name} has {len(column)} numbers; the other columns ask for {length}")
+        raise Internal(f"token_columns.{name} has {len(column)} numbers; the other columns require {length}")
 
 
 _FLOAT32_BYTES = 4
@@ -85,12 +85,12 @@ _MEDIA = frozenset(KvMedium)
 
 
 def logprobs_from_proto(message: logprobs_pb2.Logprobs) -> Logprobs:
-    """Return the log-probabilities that an engine sent. Engines send no token texts."""
+    """Return the log-probabilities from an engine's message. Engines send no token texts."""
     return from_message(message, Logprobs, tokens=[])
 
 
 Place: TypeAlias = TensorRef | SegmentRef
-"""Location of a tensor's elements if they are not inline."""
+"""Location of a tensor's elements outside the message."""
 
 TakeTensor: TypeAlias = Callable[[tensor_pb2.ChunkReference, str], Buffer]
 """Function that returns the bytes of a tensor that arrived in chunks. The string names the tensor's field, for errors.
@@ -111,12 +111,12 @@ def payload(
 ) -> Buffer:
     """Return the elements of a tensor.
 
-    Elements may be inline, in chunks if ``take`` is given, or in shared memory if ``shared`` is given. Errors of
-    ``take`` and ``shared`` are passed on.
+    Elements may be inline, in chunks if ``take`` is given, or in shared memory if ``shared`` is given. Raises the
+    errors of ``take`` and ``shared``.
 
     Raises:
-        InvalidArgument: The number of elements differs from the tensor's shape.
-        Unimplemented: The elements are in any other place.
+        InvalidArgument: The number of elements does not match the tensor's shape.
+        Unimplemented: The elements are at a location that is not supported here.
     """
     size = element_bytes
     for length in message.shape:
@@ -129,10 +129,12 @@ def payload(
     elif which == "inline":
         data = message.inline
     else:
-        raise Unimplemented(f"{path}.{which or 'inline'} is not served yet; give inline", field=f"{path}.inline")
+        raise Unimplemented(
+            f"{path}.{which or 'inline'} is not supported here; send the elements inline", field=f"{path}.inline"
+        )
     if len(data) != size:
         raise InvalidArgument(
-            f"{path}.{which} has {len(data)} bytes; its shape and type ask for {size}", field=f"{path}.{which}"
+            f"{path}.{which} has {len(data)} bytes; its shape and type require {size}", field=f"{path}.{which}"
         )
     return data
 
@@ -145,8 +147,8 @@ def vectors_to_proto(vectors: Vectors, ref: TensorRef | None = None) -> tensor_p
 
 
 def vectors_from_proto(message: tensor_pb2.Tensor, take: TakeTensor | None = None) -> Vectors:
-    """Return the vectors of a float32 tensor. Raises InvalidArgument for another element type, and the errors of
-    ``payload``.
+    """Return the vectors of a float32 tensor. Raises the errors of ``payload``, and InvalidArgument for another element
+    type.
     """
     if message.dtype != tensor_pb2.DATA_TYPE_FLOAT32 or message.WhichOneof("payload") not in ("inline", "chunks"):
         raise InvalidArgument("pooling_output is not a float32 tensor, inline or in chunks", field="pooling_output")
@@ -168,14 +170,14 @@ def take_chunk(tensors: IncomingTensors, message: tensor_pb2.TensorChunk) -> Non
 
 
 def taker(tensors: IncomingTensors) -> TakeTensor:
-    """Return a function that takes the referenced tensor out of ``tensors``."""
+    """Return a function that removes the referenced tensor from ``tensors`` and returns its bytes."""
     return lambda reference, field: tensors.take(
         reference.transfer_id, reference.size, keep=reference.keep, field=field
     )
 
 
 def set_payload(message: tensor_pb2.Tensor, data: Buffer, place: Place | None) -> None:
-    """Set the location of a tensor's elements: ``place``, or inline if ``place`` is None."""
+    """Set the location of a tensor's elements to ``place``. If ``place`` is None, write ``data`` inline."""
     match place:
         case None:
             message.inline = bytes(data)
@@ -203,9 +205,8 @@ def prompt_embeds_from_proto(
     """Return the prompt embeddings from a tensor ``[vectors, hidden size]``, or from a tensor with a row for every
     position.
 
-    Raises InvalidArgument for another shape, type or size, and the errors of ``payload``.
-
-    ``is_token`` has one entry per position: whether the position is a token ID. Empty if no position is a token ID.
+    ``is_token`` has one entry per position: whether the position is a token ID. It is empty if no position is a token
+    ID. Raises the errors of ``payload``, and InvalidArgument for another shape, type or size.
     """
     dtype = _EMBEDS_DTYPES.get(message.dtype)
     if dtype is None:
@@ -225,8 +226,8 @@ def prompt_embeds_from_proto(
         return embeds
     if num_rows != embeds.num_tokens:
         raise InvalidArgument(
-            f"{path} has {num_rows} rows; prompt_is_token_ids has {embeds.num_tokens} entries, of which {num_vectors} are of "
-            "vectors",
+            f"{path} has {num_rows} rows, but prompt_is_token_ids has {embeds.num_tokens} entries, of which {num_vectors} "
+            "are false; send one row per false entry, or one row per entry",
             field="prompt_is_token_ids",
         )
     size = embeds.row_bytes
@@ -242,7 +243,7 @@ def prompt_embeds_to_proto(
     Args:
         embeds: The prompt embeddings.
         place: Location of the elements, or None if they are inline.
-        every_position: Whether the tensor has a row for every position. The rows of token IDs are zeros.
+        every_position: Whether the tensor has a row for every position. Rows at positions of token IDs are zeros.
     """
     num_rows = embeds.num_tokens if every_position else embeds.num_vectors(0, embeds.num_tokens)
     dtype = next(number for number, name in _EMBEDS_DTYPES.items() if name == embeds.dtype)
@@ -278,7 +279,7 @@ def pooling_params_to_proto(params: PoolingParams) -> pooling_pb2.PoolingParams:
 
 
 def fill_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
-    """Write the engine that keeps the request's KV blocks, and the data of a plugin's connector."""
+    """Write into the message which engine keeps the request's KV blocks, and the data of a plugin's connector."""
     if output.kv_source is not None:
         message.kv_source.CopyFrom(to_message(output.kv_source, kv_pb2.KvSource))
     message.kv_transfer_params = output.kv_params
@@ -293,8 +294,8 @@ def read_kv(message: pb.EngineCoreOutput, output: EngineCoreOutput) -> None:
 
 
 def kv_event_to_proto(event: KvCacheEvent) -> events_pb2.KvCacheEvent:
-    """Return the message for a cache event. The device medium is left unset, because earlier versions have only that
-    medium.
+    """Return the message for a cache event. For blocks on the device, the medium stays unset, because earlier versions
+    know only this medium.
     """
     if isinstance(event, AllBlocksCleared):
         return events_pb2.KvCacheEvent(all_blocks_cleared=events_pb2.AllBlocksCleared())
@@ -312,7 +313,7 @@ def kv_event_to_proto(event: KvCacheEvent) -> events_pb2.KvCacheEvent:
 
 
 def kv_event_from_proto(message: events_pb2.KvCacheEvent) -> KvCacheEvent | None:
-    """Return the cache event, or None if this version does not know its kind or medium."""
+    """Return the cache event, or None if its kind or medium is unknown to this version."""
     which = message.WhichOneof("event")
     if which == "all_blocks_cleared":
         return AllBlocksCleared()

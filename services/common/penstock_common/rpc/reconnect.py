@@ -1,4 +1,4 @@
-"""Reconnection of a stream with backoff while its server is unreachable."""
+"""Reconnection of a stream, with increasing delays while the server is unreachable."""
 
 import asyncio
 import random
@@ -13,10 +13,10 @@ from penstock_common.rpc.credentials import advised
 
 
 class Backoff:
-    """Delays in seconds that double from ``initial`` up to ``maximum``. Each delay is shortened by up to half at
-    random.
+    """Generator of delays in seconds, which double from ``initial`` up to ``maximum``.
 
-    The randomness keeps the clients of a restarted server from reconnecting all at once.
+    Each delay is shortened at random by up to half, so that the clients of a restarted server do not all reconnect at
+    the same time.
     """
 
     def __init__(self, *, initial: float, maximum: float, rng: random.Random | None = None) -> None:
@@ -39,8 +39,8 @@ class Backoff:
 async def refuses(address: str, *, within: float) -> bool:
     """Return whether the host of ``address`` refuses connections to the port.
 
-    Returns False if the host is unknown or unreachable, or does not answer for ``within`` seconds. Such failures may be
-    network failures, so they do not show that no server listens.
+    Returns False if the host is unknown or unreachable, or does not answer for ``within`` seconds. The cause may then
+    be the network, so a server may still listen on the port.
     """
     return await asyncio.to_thread(_refuses, address, within)
 
@@ -49,7 +49,7 @@ def _refuses(address: str, within: float) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=within, all_errors=True).close()
-    except ExceptionGroup as e:  # One exception for each address of the host.
+    except ExceptionGroup as e:  # the group has one exception for each address of the host
         return all(isinstance(error, ConnectionRefusedError) for error in e.exceptions)
     except (OSError, ValueError):
         return False
@@ -60,11 +60,11 @@ INITIAL_DELAY = 0.05
 
 
 class Reconnector:
-    """Runs ``session`` repeatedly until ``close``. Exceptions of a session are logged and never raised.
+    """Runner that calls ``session`` repeatedly until ``close``. Exceptions of a session are logged and never raised.
 
     ``session`` opens a stream, calls ``established`` when the peer has accepted the stream, and returns or raises when
-    the stream ends. The delay between attempts grows up to ``max_delay`` seconds. It restarts at the initial delay
-    after a session that lasted at least as long.
+    the stream ends. The delay between attempts grows up to ``max_delay`` seconds. The delay is reset to the initial
+    delay after a session that lasted at least as long as the current delay.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class Reconnector:
     ) -> None:
         """Create a reconnector that is not running yet.
 
-        ``logs_sessions`` is whether to log the start and end of sessions here. If False, ``session`` logs both, and only
-        unreachable peers are logged here.
+        ``logs_sessions`` is whether the reconnector logs the start and end of sessions. If False, ``session`` logs
+        both, and the reconnector logs only unreachable peers.
         """
         self._logs_sessions = logs_sessions
         self._session = session
@@ -113,21 +113,23 @@ class Reconnector:
             self._over.set()
 
     async def close(self, *, grace: float = 0.0) -> None:
-        """End ``run``. A running session has ``grace`` seconds to end by itself, then it is cancelled. Idempotent."""
+        """End ``run``. A running session has ``grace`` seconds to end by itself; after that it is cancelled.
+        Idempotent.
+        """
         self._closing.set()
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + grace)
         await self._over.wait()
 
     def established(self) -> None:
-        """Record that the peer has accepted the session. The session calls this method."""
+        """Record that the peer has accepted the session. ``session`` must call this method."""
         self._established_at = asyncio.get_running_loop().time()
         self._away = False
         if self._logs_sessions:
             get_logger().info(f"connected to the {self._peer}")
 
     def limit_delay(self, seconds: float) -> None:
-        """Limit the delay between later attempts to ``seconds``."""
+        """Set the maximum delay between later attempts to ``seconds``."""
         self._backoff.maximum = min(self._backoff.maximum, seconds)
 
     async def _attempt(self) -> str:
@@ -150,13 +152,13 @@ class Reconnector:
         return "the stream ended"
 
     def _held_for(self) -> float:
-        """Return how many seconds the session was established, or 0 if it never was."""
+        """Return for how many seconds the session was established, or 0 if it was never established."""
         return 0.0 if self._established_at is None else asyncio.get_running_loop().time() - self._established_at
 
     def _report(self, problem: str, *, was_established: bool) -> None:
-        """Log the problem only once while the peer stays unreachable."""
+        """Log the problem, but only once while the peer is unreachable."""
         if not self._away and (self._logs_sessions or not was_established):
-            get_logger().warning(f"no connection to the {self._peer}; trying again", problem=problem)
+            get_logger().warning(f"no connection to the {self._peer}; retrying", problem=problem)
         self._away = True
 
 

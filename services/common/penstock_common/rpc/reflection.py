@@ -2,8 +2,8 @@
 files.
 
 grpcio-reflection supports only v1alpha. v1 has the same messages under another package name. In addition,
-grpcio-reflection looks up symbols in protobuf's descriptor pool, which does not find methods and fields. ghz looks up a
-method.
+grpcio-reflection looks up symbols in protobuf's descriptor pool, which does not find methods and fields. The load
+generator ghz needs to look up a method.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def serve(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
 
 
 def _define_v1() -> None:
-    """Derive v1's file descriptor from v1alpha's, unless the pool already has v1."""
+    """Derive v1's file descriptor from that of v1alpha. Does nothing if the pool already has v1."""
     pool = descriptor_pool.Default()
     try:
         pool.FindServiceByName(V1)

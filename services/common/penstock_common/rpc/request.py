@@ -24,7 +24,7 @@ from penstock_common.types.sampling import (
     StructuredOutput,
 )
 
-# Request context to ``penstock.enginecore.v1.EngineCoreRequest`` and back.
+# Conversion of the request context to ``penstock.enginecore.v1.EngineCoreRequest`` and back.
 
 
 def fill_context(message: pb.EngineCoreRequest, context: RequestContext) -> None:
@@ -35,17 +35,15 @@ def fill_context(message: pb.EngineCoreRequest, context: RequestContext) -> None
 
 
 def context_from_proto(message: pb.EngineCoreRequest) -> RequestContext:
-    """Return the context. Unset fields take the domain's defaults. Raises InvalidArgument if ``time_left`` is not
-    finite.
+    """Return the context. Unset fields get the defaults of RequestContext. Raises InvalidArgument if ``time_left`` is
+    not finite.
     """
     kv = KvParams(lease=message.lease_kv, params=message.kv_transfer_params)
     return from_message(message, RequestContext, lora="", deadline=_deadline(message), kv=kv)
 
 
 def _deadline(message: pb.EngineCoreRequest) -> float | None:
-    """Return the deadline in seconds since the Unix epoch. It is compared only with this machine's clock. Raises
-    InvalidArgument.
-    """
+    """Return the deadline in seconds since the Unix epoch, by the clock of this machine. Raises InvalidArgument."""
     if not message.HasField("time_left"):
         return message.deadline if message.HasField("deadline") else None
     if not math.isfinite(message.time_left):
@@ -53,11 +51,11 @@ def _deadline(message: pb.EngineCoreRequest) -> float | None:
     return time.time() + message.time_left
 
 
-# ``penstock.common.v1.SamplingParams`` to the domain and back. Unsupported fields are refused.
+# Conversion of ``penstock.common.v1.SamplingParams`` to the domain and back. Unsupported fields are refused.
 
 
 def refuse_set(message: Message, names: Iterable[str], *, path: str = "") -> None:
-    """Raise Unimplemented when one of the named fields of ``message`` is set."""
+    """Raise Unimplemented if one of the named fields of ``message`` is set."""
     for name in names:
         has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
         if message.HasField(name) if has_presence else getattr(message, name):
@@ -70,7 +68,9 @@ def refuse(field: str) -> None:
 
 
 def set_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
-    """Return the fields that are set, as arguments of ``SamplingParams``. Refuses n = 0 and an empty constraint."""
+    """Return the set fields as arguments of ``SamplingParams``. Raises InvalidArgument for n = 0 or an empty
+    constraint.
+    """
     if message.HasField("n") and message.n < 1:
         raise InvalidArgument("sampling_params.n is 0; it must be at least 1", field="sampling_params.n")
     values: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def set_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def from_proto(message: sampling_pb2.SamplingParams) -> SamplingParams:
-    """Return the sampling parameters. Unset fields take the domain's defaults."""
+    """Return the sampling parameters. Unset fields get the defaults of SamplingParams."""
     return SamplingParams(**set_fields(message))
 
 
@@ -132,7 +132,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# Media tensors and media limits to ``penstock.common.v1`` and back.
+# Conversion of media tensors and media limits to ``penstock.common.v1`` and back.
 
 MAX_DIMENSIONS = 8
 """Maximum number of dimensions of a tensor."""
@@ -162,7 +162,7 @@ def modality_from_proto(text: str, *, path: str) -> Modality:
 def tensor_from_proto(
     message: tensor_pb2.Tensor, *, path: str, take: TakeTensor | None = None, shared: TakeShared | None = None
 ) -> TensorData:
-    """Return the tensor. Errors of ``take`` and ``shared`` are passed on.
+    """Return the tensor. Raises the errors of ``take`` and ``shared``.
 
     Args:
         message: The message of the tensor.
@@ -171,9 +171,9 @@ def tensor_from_proto(
         shared: Returns the elements of a tensor in shared memory.
 
     Raises:
-        InvalidArgument: The type is unknown, the tensor has more than ``MAX_DIMENSIONS`` dimensions, or the number of bytes
-            differs from its shape.
-        Unimplemented: The elements are in any other place.
+        InvalidArgument: The type is unknown, the tensor has more than ``MAX_DIMENSIONS`` dimensions, or the number of
+            bytes does not match its shape.
+        Unimplemented: The elements are at a location that is not supported here.
     """
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
@@ -189,13 +189,15 @@ def tensor_from_proto(
 
 
 def tensor_to_proto(tensor: TensorData, place: Place | None = None) -> tensor_pb2.Tensor:
-    """Return the message for a tensor. Raises ValueError if the number of bytes differs from the tensor's shape.
+    """Return the message for a tensor. Raises ValueError if the number of bytes does not match the tensor's shape.
 
     ``place`` is the location of the elements, or None if they are inline.
     """
     size = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
     if len(tensor.data) != size:
-        raise ValueError(f"a tensor of {tensor.dtype} {list(tensor.shape)} has {len(tensor.data)} bytes, not {size}")
+        raise ValueError(
+            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} has {len(tensor.data)} bytes; it must have {size}"
+        )
     message = tensor_pb2.Tensor(dtype=_NUMBERS[tensor.dtype], shape=tensor.shape)
     set_payload(message, tensor.data, place)
     return message

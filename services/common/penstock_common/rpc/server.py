@@ -29,20 +29,20 @@ from penstock_common.rpc.credentials import server_credentials
 from penstock_common.rpc.interceptor import CallObserver, ErrorInterceptor
 from penstock_common.security.tls import Certificates
 
-# Connections of a gRPC server, as counted by gRPC itself (channelz).
+# Connections of a gRPC server, according to gRPC's own statistics (channelz).
 
 OPTIONS = [("grpc.enable_channelz", 1)]
-"""Options of servers whose connections are counted."""
+"""Options for servers whose connections are counted."""
 
 
 class Connections:
-    """Connections of the most recently created server of this process. Must be created directly after the server."""
+    """Connections of the newest server of this process. Create this object directly after the server."""
 
     def __init__(self) -> None:
         self._server_id = max(_servers())
 
     def open(self) -> frozenset[int]:
-        """Return a unique number for each open connection. Empty if the server has ended."""
+        """Return a unique number for each open connection, or an empty set if the server has ended."""
         try:
             return frozenset(_channelz_sockets(self._server_id))
         except ValueError:  # gRPC raises this for an unknown server
@@ -62,7 +62,7 @@ def _channelz_sockets(server_id: int) -> Iterator[int]:
 
 
 def _listed(ask: Callable[[int], str], field: str, number: Callable[[Any], str]) -> Iterator[int]:
-    """Yield the numbers that gRPC lists, from all pages. ``ask`` returns the page that begins at a number."""
+    """Yield the numbers in gRPC's list, from all its pages. ``ask`` returns the page that begins at a number."""
     last = -1
     while True:
         page: dict[str, Any] = json.loads(ask(last + 1))
@@ -79,13 +79,14 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 class RunningCalls(grpc.aio.ServerInterceptor):
-    """Tracks the task of each call from its start until its last status is sent or its handler is cancelled.
+    """Interceptor that tracks the task of each call until the call's status is sent or its handler is cancelled.
 
-    ``server.stop`` of ``grpc.aio`` does not wait for the handlers that it cancels. If the event loop ends before they
-    have ended, they are cancelled again, and gRPC prints a traceback for each.
+    ``server.stop`` of ``grpc.aio`` does not wait for the handlers that it cancels. If the event loop ends before these
+    handlers, they are cancelled again, and gRPC prints a traceback for each handler.
 
     Args:
-        lasting: Methods whose calls last until the server stops. gRPC's own services (health, reflection) are always included.
+        lasting: Methods whose calls last until the server stops, in addition to gRPC's own services (health,
+            reflection).
     """
 
     def __init__(self, lasting: Collection[str] = ()) -> None:
@@ -97,7 +98,7 @@ class RunningCalls(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler:
-        """Record the call. gRPC looks up its handler in the task that then runs it."""
+        """Record the current task as the call's task. gRPC looks up a handler in the same task that runs it."""
         if (task := asyncio.current_task()) is not None:
             self._tasks[task] = str(handler_call_details.method)
             task.add_done_callback(self._tasks.pop)
@@ -105,16 +106,16 @@ class RunningCalls(grpc.aio.ServerInterceptor):
 
     @property
     def num_running(self) -> int:
-        """Number of running calls, without those that last until the server stops."""
+        """Number of running calls. Calls that last until the server stops are not included."""
         return sum(not self._lasts(name) for name in self._tasks.values())
 
     def _lasts(self, method: str) -> bool:
         return method.startswith("/grpc.") or method in self._lasting
 
     async def ended(self, seconds: float, *, lasting: bool = True) -> None:
-        """Wait up to ``seconds`` until no call runs, then log a warning for those that do.
+        """Wait up to ``seconds`` until no call runs. Log a warning if calls still run after that time.
 
-        Without ``lasting``, calls that last until the server stops are ignored.
+        If ``lasting`` is False, calls that last until the server stops are ignored.
         """
         running = {task: name for task, name in self._tasks.items() if lasting or not self._lasts(name)}
         if not running:
@@ -125,15 +126,15 @@ class RunningCalls(grpc.aio.ServerInterceptor):
             get_logger().warning("calls still run", count=len(left), methods=methods, seconds=seconds)
 
 
-# Sockets of this process, to which gRPC's server gives no access.
+# Access to the sockets of gRPC's server, which has no API for that.
 
 
 def accept_no_more(port: int) -> None:
-    """Refuse connections to ``port`` from now on, without notifying the listener, because gRPC would treat that as an
-    error.
+    """Refuse connections to ``port`` from now on.
 
-    Each listening socket is replaced by one that no client can reach. Only on Linux; elsewhere this does nothing. A
-    packet filter would also work, but a process without capabilities may not use one.
+    Each listening socket is replaced by a socket that no client can reach. gRPC does not notice the change; it would
+    treat a closed socket as an error. Does nothing on systems other than Linux. A packet filter would also work, but a
+    process without capabilities may not use packet filters.
     """
     if sys.platform != "linux":
         return
@@ -146,15 +147,16 @@ def accept_no_more(port: int) -> None:
 
 
 def end_output(port: int) -> None:
-    """Send nothing more on connections that were accepted on ``port``. Peers can still read everything that was sent."""
+    """Stop sending on connections that were accepted on ``port``. Peers can still read all data that was already sent."""
     for _, connection in _sockets(port, listening=False):
-        with contextlib.suppress(OSError):  # the peer has already closed it
+        with contextlib.suppress(OSError):  # the peer has already closed the connection
             connection.shutdown(socket.SHUT_WR)
 
 
 def _sockets(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
-    """Yield this process's TCP sockets with this local port, with their descriptors. Each is a duplicate, closed on the
-    next iteration.
+    """Yield the descriptor, and a duplicate, of each TCP socket of this process with this local port.
+
+    The duplicate is closed at the next iteration.
     """
     for entry in Path("/dev/fd").iterdir():
         try:
@@ -173,11 +175,11 @@ def _sockets(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket
 
 MAX_METADATA_BYTES = 64 * 1024
 HANDSHAKE_TIMEOUT = 15.0
-"""Seconds in which a client must complete its TLS handshake and send the HTTP/2 preface and settings."""
+"""Seconds that a client has to complete its TLS handshake and to send the HTTP/2 preface and settings."""
 CLEANUP_TIMEOUT = 5.0
-"""Seconds in which the handlers of cancelled calls must clean up."""
+"""Seconds that the handlers of cancelled calls have to clean up."""
 _FLUSH = 0.05
-"""Seconds in which gRPC's own threads write the ends of calls and accept waiting connections."""
+"""Seconds that gRPC's own threads need to write the ends of calls and to accept pending connections."""
 LIVENESS = "liveness"
 """Health name for whether the process makes progress, regardless of whether it accepts requests."""
 STARTUP = "startup"
@@ -187,15 +189,16 @@ STARTUP = "startup"
 CLIENTS = Keepalive(30.0, 10.0)
 """Keepalive for clients anywhere. A dead client is detected within 40 s."""
 SERVICES = Keepalive(5.0, 5.0)
-"""Keepalive for Penstock's own services. The resources of a dead one are freed within 10 s, if its connection does not
-break at once.
+"""Keepalive for clients that are Penstock services. The resources of a dead service are freed within 10 s, even if its
+connection does not break.
 """
 
 
 def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list[tuple[str, int]]:
-    """Return limits, keepalive and connection age. Idle streams stay open: clients may ping every 5 s.
+    """Return gRPC's options for limits, keepalive and connection age. Idle streams stay open: clients may ping every 5
+    s.
 
-    gRPC adds jitter to the age, and lets calls on an old connection complete.
+    gRPC varies the maximum age at random, and lets calls on an old connection complete.
     """
     age = [("grpc.max_connection_age_ms", max(1, int(config.max_connection_age * 1000)))]
     return [
@@ -215,7 +218,7 @@ def server_options(config: ServerConfig, keepalive: Keepalive = CLIENTS) -> list
 
 
 def _of_the_gone(record: logging.LogRecord) -> bool:
-    """Drop log records with a traceback that gRPC writes when it cannot send an answer because the client has gone."""
+    """Return False for log records about an answer that gRPC could not send because the client has disconnected."""
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
 
@@ -228,9 +231,10 @@ class RpcServer:
     Lifecycle: add servicers to ``server``, then call ``start``, ``set_serving`` when the service's state changes, and
     ``stop``.
 
-    Health names: the empty name and the services' names say whether requests are accepted. ``liveness`` says whether
-    the process is healthy, which is also true while it drains. ``startup`` says whether it has finished loading. It is
-    set at once, unless the service ``loads`` while it listens and sets that name itself.
+    Health names: the empty name and the services' names report whether requests are accepted. ``liveness`` reports
+    whether the process is healthy, also while it drains. ``startup`` reports whether the process has finished loading.
+    If the service ``loads`` while it listens, the service sets ``startup`` itself. Otherwise ``startup`` is SERVING
+    from the start.
 
     Args:
         field: Name of this listener in the configuration.
@@ -260,9 +264,9 @@ class RpcServer:
             interceptors: Interceptors that run after the server's own.
             observer: Observes calls, or None.
             field: Name of this listener in the configuration.
-            keepalive: Keepalive of its connections.
+            keepalive: Keepalive of the server's connections.
             loads: Whether the service loads while it listens.
-            check_responses: Whether a call with a response that is too large ends with an error that says so.
+            check_responses: Whether a response that is too large ends its call with an error that states the limit.
             in_flight: Counts the messages of calls and refuses them above its limit, or None.
             lasting: Full names of methods whose calls last as long as the server.
             certificates: Tracks the expiry of this listener's certificates, or None.
@@ -293,8 +297,9 @@ class RpcServer:
         self.health_port = -1
 
     async def start(self) -> int:
-        """Bind and serve, initially NOT_SERVING. Returns the port. Raises ConfigError if the port is in use or a
-        certificate is invalid.
+        """Bind the port and serve, with the initial status NOT_SERVING. Returns the port.
+
+        Raises ConfigError if the port is in use or a certificate is invalid.
         """
         credentials = self._credentials()
         self.port = self._bind(self.server, self._config.port, credentials, shared=self._config.reuse_port)
@@ -318,7 +323,7 @@ class RpcServer:
 
     @property
     def num_calls(self) -> int:
-        """Number of running calls, without those that last as long as the server."""
+        """Number of running calls. Calls that last as long as the server are not included."""
         return self._calls.num_running
 
     def connections(self) -> frozenset[int]:
@@ -326,13 +331,13 @@ class RpcServer:
         return self._connections.open()
 
     async def calls_ended(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for the services' running calls, which the services were told to end."""
+        """Wait up to ``seconds`` until the running calls have ended. The services must already be ending these calls."""
         await self._calls.ended(seconds, lasting=False)
 
     async def hang_up(self, seconds: float) -> None:
         """Close all connections once the running calls have ended, or after ``seconds``.
 
-        While a server stops, gRPC answers new calls as cancelled.
+        After that, clients cannot send new calls. gRPC would answer new calls as cancelled while the server stops.
         """
         await self.calls_ended(seconds)
         accept_no_more(self.port)
@@ -340,8 +345,9 @@ class RpcServer:
         end_output(self.port)
 
     async def stop(self, grace: float) -> None:
-        """Accept no new calls, give running ones ``grace`` seconds, then cancel them. Returns when their handlers have
-        ended.
+        """Accept no new calls, wait up to ``grace`` seconds for running calls, and cancel those that still run.
+
+        Returns when all handlers have ended.
         """
         await self.health.enter_graceful_shutdown()
         await self.server.stop(grace)
@@ -371,9 +377,9 @@ class RpcServer:
 
 
 def _why_taken(host: str, port: int, *, shared: bool) -> str | None:
-    """Return why the port is in use, or None. gRPC's own bind error does not contain the reason.
+    """Return the reason why the port cannot be bound, or None. gRPC's own bind error does not contain the reason.
 
-    ``shared`` means that other processes with the same option may use the port, too.
+    ``shared`` means that other processes with the same option may also use the port.
     """
     if port == 0:
         return None

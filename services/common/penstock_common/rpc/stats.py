@@ -1,4 +1,4 @@
-"""Conversion of ``penstock.common.v1`` statistics to the domain, with validation."""
+"""Conversion and validation of ``penstock.common.v1`` statistics."""
 
 import math
 
@@ -19,7 +19,7 @@ _AMOUNTS = {
 
 
 def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stats") -> SchedulerStats:
-    """Return the statistics. Raises InvalidArgument for impossible numbers, and for more than MAX_HELD adapters."""
+    """Return the statistics. Raises InvalidArgument for impossible values, and for more than MAX_HELD adapters."""
     stats = from_message(message, SchedulerStats)
     _check(stats, path)
     if stats.lora is not None:
@@ -31,7 +31,7 @@ def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stat
 
 
 def check_held(held: LoraHeld | None, *, path: str = "held") -> None:
-    """Raise InvalidArgument unless an engine can hold these adapters."""
+    """Raise InvalidArgument if an engine cannot have such a list of adapters."""
     if held is None:
         return
     for name in ("active", "held"):

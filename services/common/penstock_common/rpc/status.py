@@ -14,7 +14,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 
 def to_status(error: RequestFailed) -> status_pb2.Status:
-    """Return the status with code and message.
+    """Return the gRPC status of an error, with code, message and details.
 
     The details always include ErrorInfo. BadRequest is added for an invalid field, QuotaFailure for an exhausted quota,
     and RetryInfo if a retry may help.
@@ -50,8 +50,8 @@ async def abort(context: grpc.aio.ServicerContext[object, object], error: Reques
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> RequestFailed:
-    """Return the RequestFailed for a failed call. A call without details (a broken connection) yields only code and
-    message.
+    """Return the RequestFailed for a failed call. If the call has no details, as after a broken connection, only code
+    and message are set.
     """
     failed = request_failed(error.code().name, error.details() or error.code().name)
     for key, value in error.trailing_metadata() or ():

@@ -1,1 +1,1 @@
-"""TLS certificates and their expiry, the shared secret of internal ports, and calls that browsers make for other sites."""
+"""TLS certificates and their expiry, the shared secret of internal ports, and refusal of calls from other web sites."""

@@ -1,9 +1,9 @@
 """Detection of HTTP calls that a browser makes for a web page of another site.
 
 A browser lets every page send requests to every server, including servers on the user's own machine. The page cannot
-read the response, but the server does the work. With DNS rebinding, the owner of a site points its name to that server.
-The page and the server then have the same origin, so the page can also read the responses. Browsers set headers that
-identify such calls, and pages cannot change these headers.
+read the response, but the server processes the request. With DNS rebinding, the owner of a site lets the site's name
+resolve to that server. The page and the server then have the same origin, so the page can also read the responses.
+Browsers set headers that identify such calls, and pages cannot change these headers.
 """
 
 import re
@@ -25,13 +25,13 @@ _HEADERS = frozenset(
         b"transfer-encoding",
     )
 )
-"""Headers that the checks read."""
+"""Names of the headers that the checks read."""
 _AUTHORITY = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\[\]:/?#@\s]+)(:(?P<port>[0-9]{0,5}))?")
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _READING = ("GET", "HEAD")
 _JSON = re.compile(r"application/json|[^/\s]+/[^/\s]+\+json", re.IGNORECASE)
 _SHOWN = 200
-"""Maximum characters of a header value in a message."""
+"""Maximum number of characters of a header value in an error message."""
 _NO_PAGES = "pages of other origins may not call this port"
 
 
@@ -40,8 +40,8 @@ class CallerRules(NamedTuple):
 
     Args:
         section: Settings section of the listener, for messages.
-        hosts: Host names under which the listener may be called, or None for any.
-        origins: Other origins that may call. If None, only the listener's own origin may call and no setting lists others.
+        hosts: Host names by which clients may call the listener, or None if all are allowed.
+        origins: Allowed origins in addition to the listener's own. None if the listener has no setting for origins.
     """
 
     section: str
@@ -60,8 +60,9 @@ class Refusal(NamedTuple):
 def caller_rules(
     section: str, host: str, allowed_hosts: Sequence[str], allowed_origins: Sequence[str] | None = None
 ) -> CallerRules:
-    """Return the rules of a listener on ``host``. Host names are checked on loopback and if ``allowed_hosts`` is not
-    empty.
+    """Return the rules of a listener on ``host``.
+
+    The rules check host names if ``host`` is a loopback address or ``allowed_hosts`` is not empty.
     """
     checks_hosts = bool(allowed_hosts) or _binds_loopback(host)
     hosts = AllowedHosts(allowed_hosts, field=f"{section}.allowed_hosts", bound=host) if checks_hosts else None
@@ -73,15 +74,15 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRu
     """Return the refusal of a call, or None if the call is allowed. ``headers`` are ASGI headers with names in lower
     case.
 
-    The status is 421 or 400 for a wrong ``Host``, 403 for a page of another origin, and 415 for a page's body that is
-    not declared as JSON. A browser asks the server before it sends JSON to another origin, but not before it sends
-    plain text.
+    The status is 421 or 400 for a wrong ``Host``, 403 for a page of another origin, and 415 if a page's body is not
+    declared as JSON. Before a browser sends JSON to another origin, it asks the server (CORS preflight). It sends plain
+    text without asking.
     """
     given: dict[bytes, list[str]] = {}
     for name, value in headers:
         if name in _HEADERS:
             given.setdefault(name, []).append(value.decode("latin-1"))
-    # Browsers always send Host, so a call without it (HTTP/1.0) does not come from a page.
+    # Browsers always send Host, so a call without Host (HTTP/1.0) does not come from a page.
     hosts = given.get(b"host", [])
     if len(hosts) > 1:
         return Refusal(400, f"the call has {len(hosts)} Host headers; send one", "host_repeated")
@@ -90,7 +91,7 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRu
         return Refusal(
             421,
             f"Host is {host[:_SHOWN]!r}, which is not in {rules.section}.allowed_hosts; add the name there if clients reach this "
-            "server by it",
+            "server by this name",
             "host_not_allowed",
         )
     return _foreign(method, given, host, rules) or _not_json(method, given)
@@ -100,15 +101,13 @@ def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, rules
     """Return a refusal if the call comes from a page of another origin that is not allowed."""
     site, allowed = _last(given, b"sec-fetch-site"), rules.origins
     if site == "same-origin" or (allowed is not None and allowed.any):
-        # The browser compared the page's origin with the called URL. A proxy may have changed Host since.
+        # The browser has compared the page's origin with the called URL. A proxy may have changed Host after that.
         return None
     origins = given.get(b"origin", [])
     if not origins:
         if site in ("", "none") or _is_navigation(method, given):
             return None
-        what = (
-            f"the call is from a page of another origin (Sec-Fetch-Site is {site[:_SHOWN]!r}, and there is no Origin)"
-        )
+        what = f"the call is from a page of another origin (Sec-Fetch-Site is {site[:_SHOWN]!r}, and Origin is missing)"
         listed = (
             f"{rules.section}.allowed_origins lists pages that may call, by fetch" if allowed is not None else _NO_PAGES
         )
@@ -128,7 +127,7 @@ def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, rules
 
 
 def _not_json(method: str, given: dict[bytes, list[str]]) -> Refusal | None:
-    """Return a refusal if a page may have sent the body without asking the server first."""
+    """Return a refusal if a browser could send this body for a page without asking the server first."""
     if b"origin" not in given or method in _READING:
         return None
     if b"transfer-encoding" not in given and _last(given, b"content-length") in ("", "0"):
@@ -138,19 +137,19 @@ def _not_json(method: str, given: dict[bytes, list[str]]) -> Refusal | None:
         return None
     return Refusal(
         415,
-        f"Content-Type is {', '.join(types)[:_SHOWN]!r}; a call with an Origin must say application/json",
+        f"Content-Type is {', '.join(types)[:_SHOWN]!r}; in a call with an Origin, it must be application/json",
         "json_required",
     )
 
 
 def _is_navigation(method: str, given: dict[bytes, list[str]]) -> bool:
-    """Return whether the user follows a link to a page of this server. The page with the link cannot read the response."""
+    """Return whether the user has followed a link to this server. The page with the link cannot read the response."""
     shows_page = _last(given, b"sec-fetch-mode") == "navigate" and _last(given, b"sec-fetch-dest") == "document"
     return shows_page and method in _READING
 
 
 def _is_own(origin: str, host: str) -> bool:
-    """Return whether an origin has the host and port of a ``Host`` header.
+    """Return whether an origin has the same host and port as a ``Host`` header.
 
     A proxy may have terminated TLS, so the scheme counts only for its default port. A ``Host`` without a port may mean
     the default port of either scheme.
@@ -181,5 +180,5 @@ def _binds_loopback(host: str) -> bool:
     try:
         _, address = resolve(host, 0)
     except OSError:
-        return False  # The listener reports this error.
+        return False  # the listener itself reports this error
     return is_loopback(address[0])

@@ -1,4 +1,4 @@
-"""Values that are read from files which may be replaced while a service runs."""
+"""Values that a service reads from files, and reads again when the files change."""
 
 import threading
 import time
@@ -13,24 +13,26 @@ from penstock_common.observability.logging import get_logger
 T = TypeVar("T")
 
 _UNSETTLED_NS = 100_000_000
-"""Nanoseconds after a modification in which a file may change again without a new modification time. File system clocks
-tick every few milliseconds.
+"""Nanoseconds after a modification in which a second modification may leave the modification time unchanged.
+
+The cause is that file system clocks tick only every few milliseconds.
 """
 _TRY_AGAIN_AFTER = 1.0
-"""Seconds after which files that could not be used are tried again, even if unchanged."""
+"""Seconds after which unusable files are read again, even if they have not changed."""
 
 _Stamp = tuple[int, int, int, int] | None
 
 
 class WatchedFiles(Generic[T]):
-    """Value that ``read`` creates from files. ``current`` reads it again when a file has changed. Thread-safe.
+    """Value that ``read`` creates from files. ``current`` calls ``read`` again when a file has changed. Thread-safe.
 
-    Detected changes are replaced files, symbolic links with a new target (as in Kubernetes secrets), and files that are
-    modified in place. While the new files cannot be used, the old value is kept and each cause is logged once.
+    Changes are detected if a file is replaced, if a symbolic link gets a new target (as in Kubernetes secrets), and if
+    a file is modified in place. While the new files cannot be used, the old value is kept, and each cause is logged
+    once.
     """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T], *, what: str) -> None:
-        """Read the files. ``what`` names them in the log. Raises ConfigError if ``read`` does."""
+        """Read the files. ``what`` names the files in the log. Raises the ConfigError of ``read``."""
         self._paths = tuple(path for path in paths if path)
         self._read = read
         self._what = what
@@ -41,10 +43,10 @@ class WatchedFiles(Generic[T]):
         self._value = read()
 
     def current(self) -> T:
-        """Return the value of the current files, or of the last usable ones."""
+        """Return the value of the current files. If these are unusable, return the value of the last usable files."""
         stamps = self._stamps()
         with self._lock:
-            # Unusable files may become usable without a change, such as a certificate that was not valid yet.
+            # Unusable files may become usable without a change, for example a certificate that was not valid yet.
             again = self._problem and time.monotonic() >= self._try_again_at
             if stamps != self._seen or again or _unsettled(stamps):
                 self._seen = stamps
@@ -56,7 +58,9 @@ class WatchedFiles(Generic[T]):
             value = self._read()
         except ConfigError as e:
             if str(e) != self._problem:
-                get_logger().error(f"{self._what}: the change is not used, what was read before stays", problem=str(e))
+                get_logger().error(
+                    f"{self._what}: cannot use the changed files; keeping the previous content", problem=str(e)
+                )
             self._problem = str(e)
             self._try_again_at = time.monotonic() + _TRY_AGAIN_AFTER
             return

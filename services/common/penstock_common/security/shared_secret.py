@@ -1,4 +1,4 @@
-"""The secret that the processes of one deployment share. Internal ports use it to authenticate each other."""
+"""The secret that the processes of one deployment share. Internal ports use the secret for mutual authentication."""
 
 import hashlib
 import hmac
@@ -18,8 +18,9 @@ _CREATE = "create one with `openssl rand -hex 32`"
 
 
 class SharedSecret:
-    """Secret, with keys and tokens derived from it. Each purpose has its own key and token. No key and no token reveals
-    the secret.
+    """Shared secret, and the keys and tokens that are derived from it.
+
+    Each purpose has its own key and token. Keys and tokens do not reveal the secret.
     """
 
     def __init__(self, value: bytes) -> None:
@@ -31,7 +32,7 @@ class SharedSecret:
         return hmac.digest(self._value, b"penstock key " + purpose.encode(), hashlib.sha256)
 
     def token(self, purpose: str) -> str:
-        """Return the token for ``purpose``, 64 hex digits, which a client sends to prove that it knows the secret."""
+        """Return the token for ``purpose``, 64 hex digits. A client sends the token to prove that it knows the secret."""
         return hmac.digest(self._value, b"penstock token " + purpose.encode(), hashlib.sha256).hex()
 
     def accepts(self, purpose: str, token: str) -> bool:
@@ -66,9 +67,11 @@ def load_secret(path: str, *, field: str = SECRET_SETTING) -> SharedSecret | Non
     secret = content.strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(
-            f"{field}: {path} holds {len(secret)} bytes; a secret has at least {MIN_SECRET_BYTES} bytes; {_CREATE}"
+            f"{field}: {path} contains {len(secret)} bytes; a secret has at least {MIN_SECRET_BYTES} bytes; {_CREATE}"
         )
-    if mode & stat.S_IROTH:  # Kubernetes mounts secrets as readable by the group for users other than root.
+    if (
+        mode & stat.S_IROTH
+    ):  # allow group access: Kubernetes mounts secrets as readable by the group if the user is not root
         get_logger().warning(
             "every user of this machine can read the shared secret; remove the permission with chmod o-r",
             field=field,
@@ -87,7 +90,7 @@ def check_internal_port(
     tls_field: str = "",
     secret_field: str = SECRET_SETTING,
 ) -> None:
-    """Refuse an internal port that other machines can reach without authentication. Ports on loopback addresses pass.
+    """Refuse an internal port that other machines can reach without authentication. Loopback addresses are allowed.
 
     Args:
         host: The address or name to which the port binds.
@@ -106,20 +109,21 @@ def check_internal_port(
     raise ConfigError(
         f"{field} is {host!r}, which other machines can reach, and {secret_field} is empty"
         + (f" and {tls_field} too" if tls_field else "")
-        + f": the port would obey everybody; {remedy}, or bind to a loopback address"
+        + f": the port would accept commands from anyone; {remedy}, or bind to a loopback address"
     )
 
 
-# Mutual proof over a raw connection that both sides know the same key. Pure functions; the caller does the I/O.
+# Mutual proof, over a raw connection, that both sides know the same key. These functions do no I/O.
 #
-# There are three messages, each of a fixed length. Each side draws a nonce of 32 random bytes for this connection.
+# The sides exchange three messages of fixed lengths. Each side draws a nonce of 32 random bytes for the connection.
 #
 # 1. ``hello``, from the connecting side: a magic value of 8 bytes, and its nonce.
 # 2. ``reply``, from the listening side: its nonce, and its proof.
-# 3. ``proof``, from the connecting side: its claim and its proof. The port defines the content of claims, if any.
+# 3. ``proof``, from the connecting side: its claim and its proof. The port defines the content of the claim, which may
+#    be empty.
 #
-# A proof is the HMAC-SHA256, under the key, of the side's role, both nonces and the claim. So a proof is worthless on
-# another connection, on a port whose key has another purpose, and when it is sent back to its creator.
+# A proof is the HMAC-SHA256, under the key, of the side's role, both nonces and the claim. So a proof is not accepted
+# on another connection, on a port whose key has another purpose, or by the side that created it.
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
@@ -130,7 +134,7 @@ _LISTENS, _CONNECTS = b"listens", b"connects"
 
 
 class ProofError(PenstockError):
-    """Raised when the other side is not a peer: it uses another protocol, or does not know the key."""
+    """Raised if the other side is not a peer: the other side uses another protocol, or does not know the key."""
 
 
 def new_nonce() -> bytes:
@@ -144,8 +148,9 @@ def hello(nonce: bytes) -> bytes:
 
 
 def reply(key: bytes, heard_hello: bytes, nonce: bytes) -> bytes:
-    """Return the answer of the listening side. ``nonce`` is the listening side's nonce. Raises ProofError if
-    ``heard_hello`` is not a hello.
+    """Return the answer of the listening side. ``nonce`` is the listening side's nonce.
+
+    Raises ProofError if ``heard_hello`` is not a hello.
     """
     return nonce + _proof(key, _LISTENS, _nonce_in(heard_hello), nonce)
 
@@ -174,7 +179,7 @@ def checked_claim(key: bytes, heard_hello: bytes, nonce: bytes, heard_proof: byt
 
 def _nonce_in(heard_hello: bytes) -> bytes:
     if len(heard_hello) != HELLO_BYTES or not heard_hello.startswith(_MARK):
-        raise ProofError("the peer speaks another protocol")
+        raise ProofError("the peer uses another protocol")
     return heard_hello[len(_MARK) :]
 
 

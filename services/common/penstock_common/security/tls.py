@@ -1,4 +1,4 @@
-"""TLS certificates and keys: reading, checks, expiry warnings, and reloading when their files change."""
+"""TLS certificates and keys: reading, checking, warnings before expiry, and reloading when files change."""
 
 import datetime as dt
 import ssl
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _DAY = 86_400.0
 _SOON = 14 * _DAY
-"""Seconds before expiry at which a first warning is logged."""
+"""Seconds before expiry at which the first warning is logged."""
 _LAST_DAY = _DAY
-"""Seconds before expiry from which warnings are repeated."""
+"""Seconds before expiry from which on warnings are repeated."""
 _REPEAT = 3600.0
 """Seconds between two warnings on the last day and after expiry."""
 _HANDSHAKES = 60.0
@@ -35,9 +35,7 @@ _HANDSHAKES = 60.0
 
 
 class ExpiryWarnings:
-    """Decides which warnings are due. Times are Unix seconds. ``field`` is the name of a certificate in the
-    configuration.
-    """
+    """Schedule of expiry warnings. Times are Unix seconds. ``field`` is the name of a certificate in the configuration."""
 
     def __init__(self) -> None:
         self._told: dict[str, tuple[float, int, float]] = {}
@@ -45,14 +43,16 @@ class ExpiryWarnings:
         self._handshakes: dict[str, float] = {}
 
     def due(self, ends: Mapping[str, float], now: float) -> list[str]:
-        """Return the fields to warn about now: once within two weeks before expiry, once an hour on the last day, at
-        expiry and after it.
+        """Return the fields for which a warning is due now.
+
+        A warning is due once in the two weeks before expiry, and once an hour on the last day and after expiry.
         """
         return [field for field, end in ends.items() if self._is_due(field, end, now)]
 
     def handshake_is_due(self, field: str, end: float, now: float) -> bool:
-        """Return whether to warn about a handshake: the certificate has expired, and there was no such warning in the
-        last minute.
+        """Return whether to warn about a handshake.
+
+        A warning is due if the certificate has expired and the last minute had no such warning.
         """
         if now < end or now - self._handshakes.get(field, -_HANDSHAKES) < _HANDSHAKES:
             return False
@@ -78,10 +78,10 @@ _LOOK_EVERY = 60.0
 
 
 class Certificates(Collector):
-    """Metrics collector with a series for each certificate and each CA file of a service's listeners and connections.
+    """Metrics collector with one series per certificate and per CA file of a service's listeners and connections.
 
     The series show the certificates in use. If a new file cannot be used, the previous certificate stays in use.
-    Certificates that expire soon are logged, starting when they are followed.
+    After ``follow``, this class also logs certificates that expire soon.
     """
 
     def __init__(self) -> None:
@@ -90,25 +90,29 @@ class Certificates(Collector):
         self._lock = threading.Lock()
 
     def follow(self, field: str, ends: Callable[[], Mapping[str, float]]) -> None:
-        """Follow the certificates of a listener or connection.
+        """Add the certificates of a listener or connection to the metrics and the expiry checks.
 
         Args:
-            field: Its name in the configuration (``server.tls``).
-            ends: Returns the current expiry times in Unix seconds, by the setting below ``field`` (``certificate``). Thread-safe.
+            field: Name of the TLS section in the configuration (``server.tls``).
+            ends: Returns the current expiry times in Unix seconds, by the setting below ``field`` (``certificate``).
+                Thread-safe.
         """
         self._ends[field] = ends
         self.warn()
         _watch(self)
 
     def warn(self) -> None:
-        """Log certificates that expire soon, as often as ``ExpiryWarnings`` allows. Thread-safe."""
+        """Log certificates that expire soon, if ``ExpiryWarnings`` says that a warning is due. Thread-safe."""
         now, ends = time.time(), self._all_ends()
         with self._lock:
             due = self._warnings.due(ends, now)
         for field in due:
             if ends[field] > now:
                 get_logger().warning(
-                    "certificate ends soon", field=field, ends=_utc(ends[field]), hours_left=_hours(ends[field] - now)
+                    "certificate expires soon",
+                    field=field,
+                    ends=_utc(ends[field]),
+                    hours_left=_hours(ends[field] - now),
                 )
             else:
                 get_logger().error("certificate has expired", field=field, ended=_utc(ends[field]))
@@ -177,10 +181,10 @@ def _hours(seconds: float) -> float:
 
 
 class TlsMaterial(msgspec.Struct, frozen=True):
-    """PEM texts; unset ones are empty. ``certificate`` is a chain, ``ca`` a bundle.
+    """Certificates and key as PEM texts. Unset texts are empty. ``certificate`` is a chain, ``ca`` a bundle.
 
-    ``ends`` has the expiry times in Unix seconds of ``certificate`` and ``ca``, if set. A chain expires with the first
-    of its certificates, a bundle with the last of its authorities.
+    ``ends`` has the expiry times in Unix seconds of ``certificate`` and ``ca``, if set. A chain expires when its first
+    certificate expires. A bundle expires when its last authority expires.
     """
 
     certificate: bytes
@@ -196,7 +200,7 @@ def watched_material(
 
     Args:
         config: TLS config with the paths.
-        field: Its name in the configuration (``server.tls``).
+        field: Name of the TLS section in the configuration (``server.tls``).
         certificates: Tracks the expiry, or None.
     """
     paths = (config.certificate, config.key, config.ca)
@@ -209,7 +213,7 @@ def watched_material(
 def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMaterial:
     """Read and check the files.
 
-    Raises ConfigError, naming field and path, if a file is missing, unreadable or not PEM. Also raises it if a
+    Raises ConfigError, naming field and path, if a file is missing, unreadable or not PEM. Also raises ConfigError if a
     certificate has expired or is not valid yet, or if the key does not belong to the certificate.
     """
     certificate = key = ca = b""
@@ -225,15 +229,16 @@ def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMate
     if config.ca:
         ca = read_bytes(config.ca, field=f"{field}.ca")
         authorities = _certificates(ca, f"{field}.ca: {config.ca}")
-        if len(authorities) == 1:  # with several, some may be in the process of being replaced
+        if len(authorities) == 1:  # with several authorities, some may be outdated because a rotation is in progress
             _check_time(authorities[0], f"{field}.ca: {config.ca}")
         ends["ca"] = max(map(_end, authorities))
     return TlsMaterial(certificate, key, ca, ends)
 
 
 def server_context(config: TlsConfig, *, field: str, certificates: Certificates | None = None) -> ssl.SSLContext:
-    """Return the TLS context of a listener. Each handshake uses the current files. ``certificates`` tracks the expiry.
-    Raises ConfigError.
+    """Return the TLS context of a listener. Raises ConfigError.
+
+    Each handshake uses the current files. ``certificates`` tracks the expiry.
     """
     watched = WatchedFiles(
         (config.certificate, config.key, config.ca),
@@ -245,7 +250,7 @@ def server_context(config: TlsConfig, *, field: str, certificates: Certificates 
         certificates.follow(field, lambda: watched.current().material.ends)
 
     def renew(connection: ssl.SSLObject, server_name: str | None, context: ssl.SSLContext) -> None:
-        # Called for every ClientHello, whether or not it names a server.
+        # Called for every ClientHello, even if it names no server.
         del server_name, context
         current = watched.current()
         if certificates is not None:
@@ -257,13 +262,13 @@ def server_context(config: TlsConfig, *, field: str, certificates: Certificates 
 
 
 class _Context:
-    """A context and its source. Contexts with the same source are equal."""
+    """A TLS context and its PEM texts. Contexts with the same texts are equal."""
 
     def __init__(self, config: TlsConfig, *, field: str) -> None:
         self.material = read_material(config, field=field)
         self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        # A resumed session would be accepted according to the authorities at the time it began.
+        # No session resumption: a resumed session would not be checked against the current authorities.
         self.context.options |= ssl.OP_NO_TICKET
         self.context.num_tickets = 0
         try:
@@ -286,7 +291,7 @@ def _certificates(pem: bytes, where: str) -> "list[x509.Certificate]":
     try:
         return x509.load_pem_x509_certificates(pem)
     except ValueError as e:
-        raise ConfigError(f"{where}: no certificate in PEM: {e}") from None
+        raise ConfigError(f"{where}: the file contains no certificate in PEM format: {e}") from None
 
 
 def _end(certificate: "x509.Certificate") -> float:
@@ -312,9 +317,9 @@ def _check_key(pem: bytes, certificate: "x509.Certificate", where: str, *, certi
     try:
         key = load_pem_private_key(pem, password=None)
     except TypeError:
-        raise ConfigError(f"{where}: the key is encrypted; a service cannot ask for the password") from None
+        raise ConfigError(f"{where}: the key is encrypted; use a key without a password") from None
     except (ValueError, UnsupportedAlgorithm):
-        # No part of the file's content may get into a log, not even through a parser's message.
-        raise ConfigError(f"{where}: no private key in PEM") from None
+        # Omit the parser's message, because it may contain parts of the file, which must not get into a log.
+        raise ConfigError(f"{where}: the file contains no private key in PEM format") from None
     if key.public_key() != certificate.public_key():
-        raise ConfigError(f"{where}: the key is not that of the certificate in {certificate_path}")
+        raise ConfigError(f"{where}: the key does not belong to the certificate in {certificate_path}")

@@ -32,7 +32,7 @@ def test_a_compressed_message_is_what_it_was() -> None:
 
 
 def test_a_message_of_more_bytes_than_the_limit_is_refused() -> None:
-    with pytest.raises(ResourceExhausted, match="more than 1000 bytes when it is decompressed; send it without"):
+    with pytest.raises(ResourceExhausted, match="more than 1000 bytes after decompression; send the message without"):
         decompressed(gzip.compress(bytes(1001)), 1000)
 
 
@@ -81,7 +81,7 @@ async def test_a_call_with_too_large_a_compressed_message_is_refused(channel: gr
     assert (failed.code, failed.reason) == ("RESOURCE_EXHAUSTED", "MESSAGE_TOO_LARGE")
     assert (
         failed.message
-        == "a compressed message has more than 4194304 bytes when it is decompressed; send it without compression"
+        == "a compressed message has more than 4194304 bytes after decompression; send the message without compression"
     )
 
 

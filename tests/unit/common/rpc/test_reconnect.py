@@ -131,7 +131,7 @@ async def test_cancelling_run_cancels_the_session():
 @pytest.mark.parametrize(
     ("logs_sessions", "lines"),
     [
-        (True, ["connected to the server", "no connection to the server; trying again"]),
+        (True, ["connected to the server", "no connection to the server; retrying"]),
         (False, []),
     ],
 )
@@ -174,7 +174,7 @@ async def test_a_server_that_was_never_there_is_logged_once_whoever_logs_session
             await enough.wait()
             await reconnector.close()
             await running
-    assert [line["event"] for line in logged] == ["no connection to the server; trying again"]
+    assert [line["event"] for line in logged] == ["no connection to the server; retrying"]
 
 
 def test_delays_double_up_to_the_maximum_and_are_shortened_by_at_most_half():

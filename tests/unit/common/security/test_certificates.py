@@ -100,4 +100,4 @@ def test_a_renewed_certificate_counts_at_once_and_one_that_cannot_be_used_does_n
     replace(Path(files.certificate), authority.issue("server", days=80).certificate)  # the key is still the other one's
     with capture_logs() as logs:
         assert told(certificates)["coordinator.tls.certificate"] == end(renewed.certificate)
-    assert "the change is not used" in logs[0]["event"]
+    assert "cannot use the changed files" in logs[0]["event"]

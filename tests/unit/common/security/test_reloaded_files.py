@@ -83,7 +83,7 @@ def test_an_unusable_file_keeps_the_old_value_and_is_logged_once(
     log = captured.out + captured.err
     assert log.count("is no number") == 1
     assert log.count("No such file") == 1
-    assert log.count("the change is not used") == 2
+    assert log.count("cannot use the changed files") == 2
     assert log.count(": reloaded") == 1
 
 

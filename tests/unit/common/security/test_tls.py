@@ -70,7 +70,7 @@ def test_a_certificate_whose_time_is_over_or_to_come_is_refused(authority: Autho
 def test_a_key_of_another_certificate_is_refused(authority: Authority, files: Files) -> None:
     Path(files.key).write_bytes(authority.issue("other").key)
     assert refused(files.server()) == (
-        f"server.tls.key: {files.key}: the key is not that of the certificate in {files.certificate}"
+        f"server.tls.key: {files.key}: the key does not belong to the certificate in {files.certificate}"
     )
 
 
@@ -171,7 +171,7 @@ async def test_metrics_are_served_over_tls_while_a_silent_client_is_connected(
 def test_what_a_failed_handshake_means_is_said() -> None:
     assert "tls.ca has not issued" in advised("SSL routines: CERTIFICATE_VERIFY_FAILED: unable to get local issuer")
     assert "has expired" in advised("CERTIFICATE_VERIFY_FAILED: certificate has expired")
-    assert "speaks no TLS" in advised("SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER")
+    assert "does not use TLS" in advised("SSL routines:OPENSSL_internal:WRONG_VERSION_NUMBER")
     assert advised("Connection refused") == "Connection refused"
 
 
@@ -218,7 +218,7 @@ def test_handshakes_with_an_ended_certificate_are_warned_of_once_a_minute() -> N
     assert due == [0, 60, 120]
 
 
-@pytest.mark.parametrize(("days", "events"), [(3, ["certificate ends soon"]), (30, [])])
+@pytest.mark.parametrize(("days", "events"), [(3, ["certificate expires soon"]), (30, [])])
 def test_the_log_says_so_when_a_hop_is_made(days: int, events: list[str], tmp_path: Path) -> None:
     files = Authority(days=90).issue("server", days=days).write(tmp_path / "server")
     with capture_logs() as logs:

@@ -120,7 +120,7 @@ async def test_a_node_of_another_secret_is_refused(
     listen: Listen, secret: Secret, value: bytes | None, reason: str
 ) -> None:
     listener, events = listen(SECRET)
-    with pytest.raises(Unauthenticated, match=r"parallel\.secret_file is needed here") as refused:
+    with pytest.raises(Unauthenticated, match=r"the caller needs the right parallel\.secret_file") as refused:
         await NodeClient(at(listener.port, secret(value))).attach()
     assert (refused.value.reason, events.indices) == (reason, [])
 
@@ -182,7 +182,7 @@ async def test_a_session_without_attach_ends(listen: Listen, monkeypatch: pytest
     listener, _ = listen(None)
     async with make_channel(f"127.0.0.1:{listener.port}") as channel:
         call = service_pb2_grpc.WorkerServiceStub(channel).NodeSession()
-        with pytest.raises(grpc.aio.AioRpcError, match="attach did not come within") as error:
+        with pytest.raises(grpc.aio.AioRpcError, match="the first message, attach, did not arrive within") as error:
             await call.read()
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 

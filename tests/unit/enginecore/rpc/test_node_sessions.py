@@ -226,7 +226,7 @@ async def test_with_tls_only_engines_of_the_authority_attach(events: Events, tmp
     listener.start()
     name = "penstock-enginecore"
     await NodeClient(of_node(listener, tls=engine.client(server_name=name))).attach()
-    with pytest.raises(RequestFailed, match="the peer's certificate is for penstock-frontend"):
+    with pytest.raises(RequestFailed, match="the peer's certificate has the names penstock-frontend"):
         await NodeClient(of_node(listener, 2, tls=frontend.client(server_name=name))).attach()
     listener.end()
     listener.stop()
