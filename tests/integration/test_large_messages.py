@@ -254,7 +254,7 @@ async def test_chunks_out_of_order_end_their_own_request_alone(serve: Serve) -> 
             )
             await client.add(request_id, prompt=(), prompt_embeds=tensor)
         await client.until_ended("neighbour", "disordered", "unknown")
-    assert "did not come in order" in client.ends["disordered"].error.message
+    assert "are not in order" in client.ends["disordered"].error.message
     assert "nothing has come" in client.ends["unknown"].error.message
     assert client.ends["neighbour"].finish_reason == FinishReason.LENGTH
     assert client.tokens["neighbour"] == oracle_tokens(3, 100, VOCAB)
@@ -377,7 +377,7 @@ async def test_segments_of_others_end_their_own_request_alone(serve: Serve) -> N
     ends = {request_id: client.ends[request_id].error for request_id in places}
     assert all(error.field.startswith("prompt_embeds.shared_memory") for error in ends.values())
     assert foreign.name in ends["foreign"].message
-    assert "is no segment of this session's" in ends["path"].message
+    assert "which is not a segment of this session" in ends["path"].message
     assert ends["gone"].reason == UNREADABLE
     assert f"size is {2**40}; the limit is {MAX_TENSOR_BYTES}" in ends["huge"].message
     assert client.tokens["neighbour"] == oracle_tokens(3, 100, VOCAB)

@@ -227,7 +227,7 @@ def delta(**values):
     ("message", "named"),
     [
         (pb.ClusterView(version=3, delta=pb.ViewDelta(base_version=2)), "base_version is 2.*version 1"),
-        (delta(removed=[7]), "removed has 7"),
+        (delta(removed=[7]), "removed has index 7"),
         (delta(loads=pb.EngineLoads(indices=[7], num_waiting_reqs=[0])), "differ in length"),
         (
             delta(

@@ -1,3 +1,4 @@
-"""Large tensors on a stream of messages, sent in chunks before the message that refers to them. No I/O and no messages
-here.
+"""Transfer of large tensors on a stream: the sender sends chunks before the message that refers to the tensor.
+
+This package does no I/O and knows no message types.
 """

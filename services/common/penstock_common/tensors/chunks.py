@@ -1,4 +1,4 @@
-"""Tensors in chunks on a stream: which tensors are sent inline, the sending end, and the receiving end."""
+"""Tensors in chunks on a stream: limits for inline tensors and chunks, the sending end, and the receiving end."""
 
 import time
 from collections import deque
@@ -13,25 +13,26 @@ Buffer = bytes | bytearray
 """The elements of a tensor."""
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Message limit of an end that does not announce one, in bytes."""
+"""Message size limit, in bytes, of an end that does not announce a limit."""
 MAX_TENSOR_BYTES = 256 * 1024 * 1024
-"""Bytes of chunked tensors that an end holds for one session at a time."""
+"""Maximum number of bytes of chunked tensors that an end buffers for one session."""
 MAX_UNANNOUNCED_BYTES = 64 * 1024 * 1024
-"""The same limit for a session whose frontend does not announce its tensors."""
+"""The value of MAX_TENSOR_BYTES for a session whose frontend does not announce the sizes of its tensors."""
 MAX_INLINE_BYTES = 64 * 1024
 """Maximum size of a tensor that is sent inline, in bytes."""
 MAX_CHUNK_BYTES = 256 * 1024
 """Maximum size of a chunk, in bytes."""
 STALE_AFTER = 30.0
-"""Seconds without data after which a tensor is dropped, unless a message has referred to it."""
+"""Seconds without new chunks after which a tensor is dropped, if no message has referred to the tensor."""
 
 _CHUNK_OVERHEAD = 64
-"""Maximum bytes of a message around a chunk's data."""
+"""Maximum number of bytes of a chunk message in addition to the chunk's data."""
 
 
 class Limits(NamedTuple):
-    """Limits of both ends of a stream: bytes of a message, and bytes of all chunked tensors at a time (0 if chunks are
-    not accepted).
+    """Limits for sending on a stream: maximum bytes of a message, and maximum bytes of all chunked tensors in transfer.
+
+    The second limit is 0 if the other end accepts no chunks.
     """
 
     max_message_bytes: int
@@ -39,14 +40,15 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, own: int, max_message_bytes: int, max_tensor_bytes: int) -> "Limits":
-        """Return the limits towards an end that announces these values (0 if unknown), on a connection that sends up to
-        ``own`` bytes.
+        """Return the limits for sending to an end that announces these values (0 if unknown).
+
+        ``own`` is the maximum size in bytes of a message that this end may send.
         """
         return cls(min(own, max_message_bytes or DEFAULT_MAX_MESSAGE_BYTES), max_tensor_bytes)
 
     @property
     def inline_bytes(self) -> int:
-        """Maximum size of an inline tensor, if chunks are accepted."""
+        """Maximum size of an inline tensor in bytes, if the other end accepts chunks."""
         return min(MAX_INLINE_BYTES, self.max_message_bytes // 2)
 
     @property
@@ -55,28 +57,28 @@ class Limits(NamedTuple):
         return min(MAX_CHUNK_BYTES, self.max_message_bytes - _CHUNK_OVERHEAD)
 
 
-# Receiving end: assembles chunked tensors.
+# Receiving end: assembly of chunked tensors.
 
-# A common limit for the chunked tensors of all sessions of an engine.
+# Limit for the chunked tensors of all sessions of an engine together.
 
 
 class Member(Protocol):
-    """The tensors of one session, as ``TensorPool`` sees them."""
+    """Interface of the tensors of one session, as ``TensorPool`` uses it."""
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of memory that the session's tensors take."""
+        """Memory in bytes that the session's tensors use."""
 
     def drop_oldest(self) -> bool:
-        """Drop the tensor that was begun first, preferring incomplete ones. Return False if there is none."""
+        """Drop the oldest tensor; incomplete tensors first. Return False if the session has no tensor."""
 
 
 class TensorPool:
-    """Limits the bytes of tensors that all sessions hold for messages that have not arrived yet.
+    """Limit for the bytes of tensors that all sessions buffer until the messages that refer to them arrive.
 
-    A session with few bytes is not disturbed by sessions with many. When the limit is reached, the session with the
-    most bytes loses a tensor. The request of that tensor is refused, and its frontend sends the request to another
-    engine. Belongs to one thread.
+    When the limit is reached, a tensor of the session with the most bytes is dropped, so that sessions with few bytes
+    are not affected. The request of the dropped tensor is refused, and its frontend sends the request to another
+    engine. Use it in one thread only.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -84,19 +86,17 @@ class TensorPool:
         self.num_dropped = 0
         """Number of tensors dropped because of this limit."""
         self.num_drops = 0
-        """Number of times that tensors were dropped or that a session with tensors ended, after which memory may be
-        freed.
-        """
+        """Number of events after which memory may be freed: dropped tensors, and ended sessions that had tensors."""
         self._members: dict[Member, int] = {}
         self._num_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that all members hold."""
+        """Memory in bytes that the tensors of all members use."""
         return self._num_bytes
 
     def join(self, member: Member) -> None:
-        """Count the tensors of a session from now on."""
+        """Start to count the tensors of a session."""
         self._members[member] = 0
         self.held(member)
 
@@ -114,9 +114,10 @@ class TensorPool:
             self._members[member] = now
 
     def make_room(self, member: Member, size: int) -> bool:
-        """Drop tensors until ``member`` can hold ``size`` more bytes. Return whether it can.
+        """Drop tensors until ``member`` can store ``size`` more bytes. Return False if that is not possible.
 
-        The largest session may be ``member`` itself, and the dropped tensor may be the one that was to grow.
+        The largest session may be ``member`` itself, and the dropped tensor may be the tensor to which the bytes
+        belong.
         """
         while self._num_bytes + size > self.max_bytes:
             largest = max(self._members, key=lambda each: self._members[each] + (size if each is member else 0))
@@ -128,11 +129,11 @@ class TensorPool:
 
 
 _MAX_REMEMBERED = 128
-"""Number of failed transfers whose error is kept for the message that will refer to them."""
+"""Maximum number of failed transfers whose error is kept until a message refers to the tensor."""
 _MAX_TRANSFERS = 65_536
-"""Maximum number of tensors held at a time, however small they are."""
+"""Maximum number of buffered tensors, regardless of their sizes."""
 _TRANSFER_BYTES = 512
-"""Maximum bytes of memory that a tensor takes in addition to its elements."""
+"""Upper bound of the memory in bytes that a tensor uses in addition to its elements."""
 
 
 class _IncomingTransfer:
@@ -140,8 +141,9 @@ class _IncomingTransfer:
 
     Attributes:
         size: Announced bytes, or 0 if unknown.
-        touched: Monotonic time in seconds of the last chunk, or of the last message that keeps the tensor.
-        in_use: Whether a message has referred to it, so that its bytes must not change any more.
+        touched: Monotonic time in seconds of the last chunk, or of the last message that refers to the tensor with
+            ``keep``.
+        in_use: Whether a message has referred to the tensor, so that its bytes must not change any more.
     """
 
     __slots__ = ("data", "in_use", "size", "touched")
@@ -154,11 +156,11 @@ class _IncomingTransfer:
 
 
 class IncomingTensors:
-    """The tensors of one stream whose messages have not arrived yet.
+    """Buffer of the tensors of one stream, until the messages that refer to them arrive.
 
-    Chunks of one tensor arrive in order, interleaved with chunks of others. ``add`` never raises: an error is reported
-    to the message that refers to the tensor, and fails only that message. All tensors together hold at most
-    ``max_bytes``. A tensor without new data for ``STALE_AFTER`` seconds is dropped.
+    Chunks of one tensor arrive in order, interleaved with chunks of other tensors. ``add`` never raises: ``take``
+    raises the error when a message refers to the tensor, so that only this message fails. All tensors together have at
+    most ``max_bytes``. A tensor without new data for ``STALE_AFTER`` seconds is dropped.
     """
 
     def __init__(
@@ -175,7 +177,7 @@ class IncomingTensors:
             max_bytes: Maximum bytes of all tensors.
             clock: Returns monotonic seconds.
             announced: Whether to refuse a tensor whose first chunk does not announce its size.
-            pool: Common limit for the tensors of several streams. The end of the stream must call ``close``.
+            pool: Common limit for the tensors of several streams. Call ``close`` at the end of the stream.
         """
         self._max_bytes = max_bytes
         self._clock = clock
@@ -188,17 +190,18 @@ class IncomingTensors:
             pool.join(self)
 
     def __len__(self) -> int:
-        """Return the number of tensors that are held, complete or not."""
+        """Return the number of buffered tensors, including incomplete tensors."""
         return len(self._transfers)
 
     @property
     def num_held_bytes(self) -> int:
-        """Bytes of memory that the tensors take."""
+        """Memory in bytes that the tensors use."""
         return self.num_bytes + _TRANSFER_BYTES * len(self._transfers)
 
     def add(self, transfer_id: int, offset: int, data: bytes, *, size: int = 0) -> None:
-        """Store a chunk. Chunks after an error are dropped. ``size`` is the tensor's size, which the first chunk
-        announces.
+        """Store a chunk. After an error, further chunks of the tensor are dropped.
+
+        ``size`` is the tensor's size in bytes, as announced by its first chunk.
         """
         self.drop_stale()
         if transfer_id in self._failed:
@@ -206,13 +209,13 @@ class IncomingTensors:
         transfer = self._transfers.get(transfer_id)
         expected, announced = (0, size) if transfer is None else (len(transfer.data), transfer.size)
         if offset != expected:
-            self._fail(transfer_id, f"its bytes from {offset} came where those from {expected} were due")
+            self._fail(transfer_id, f"a chunk has offset {offset}; the expected offset is {expected}")
         elif transfer is not None and transfer.in_use:
-            self._fail(transfer_id, "more of it came behind a message that refers to it")
+            self._fail(transfer_id, "a chunk arrived after a message that refers to the tensor")
         elif transfer is None and len(self._transfers) >= _MAX_TRANSFERS:
             self._give_up(
                 transfer_id,
-                ResourceExhausted(f"{len(self._transfers)} tensors wait for their messages; a session has no more"),
+                ResourceExhausted(f"{len(self._transfers)} tensors of this session are buffered, which is the limit"),
             )
         elif self._announced and not announced:
             self._give_up(
@@ -220,12 +223,12 @@ class IncomingTensors:
                 InvalidArgument(f"tensor {transfer_id} was not announced: tensor_chunk.size is 0 in its first chunk"),
             )
         elif announced and expected + len(data) > announced:
-            self._fail(transfer_id, f"{expected + len(data)} bytes came where {announced} were announced")
+            self._fail(transfer_id, f"{expected + len(data)} bytes have arrived, but only {announced} were announced")
         elif (wanted := self.num_bytes + max(len(data), announced - expected)) > self._max_bytes:
             self._give_up(
                 transfer_id,
                 ResourceExhausted(
-                    f"tensors of {wanted} bytes would wait for their messages; the limit of a session is {self._max_bytes}"
+                    f"the buffered tensors of this session would have {wanted} bytes; the limit is {self._max_bytes}"
                 ),
             )
         elif self._has_room(transfer_id, len(data) + (0 if transfer else _TRANSFER_BYTES)):
@@ -236,13 +239,13 @@ class IncomingTensors:
             self._count(len(data))
 
     def abandon(self, transfer_id: int) -> None:
-        """Forget a tensor, because no message will refer to it."""
+        """Drop a tensor to which no message will refer."""
         self._forget(transfer_id)
         self._failed.pop(transfer_id, None)
 
     def take(self, transfer_id: int, size: int, *, keep: bool, field: str) -> Buffer:
-        """Return the bytes of a tensor. Repeated calls return the same object. Without ``keep``, the tensor is dropped
-        from this store.
+        """Return the bytes of a tensor. Repeated calls return the same object. If ``keep`` is False, the tensor is
+        removed from this buffer.
         """
         self.drop_stale()
         if (error := self._failed.get(transfer_id)) is not None:
@@ -251,20 +254,22 @@ class IncomingTensors:
             raise type(error)(f"{field}: {error.message}", field=field, reason=error.reason)
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            raise InvalidArgument(f"{field} refers to tensor {transfer_id}, of which nothing has come", field=field)
+            raise InvalidArgument(
+                f"{field} refers to tensor {transfer_id}, but no chunk of this tensor has arrived", field=field
+            )
         transfer.in_use = True
         self._touch(transfer_id)
         if not keep:
             self._forget(transfer_id)
         if len(transfer.data) != size:
             raise InvalidArgument(
-                f"{field} has {size} bytes in chunks; {len(transfer.data)} bytes of tensor {transfer_id} have come",
+                f"{field} has {size} bytes in chunks, but {len(transfer.data)} bytes of tensor {transfer_id} have arrived",
                 field=field,
             )
         return transfer.data
 
     def drop_oldest(self) -> bool:
-        """Drop the least recently touched tensor, preferring incomplete ones. Return False if there is none."""
+        """Drop the least recently touched tensor; incomplete tensors first. Return False if there is no tensor."""
         partial = (
             each for each, transfer in self._transfers.items() if len(transfer.data) < (transfer.size or 1 << 63)
         )
@@ -275,7 +280,7 @@ class IncomingTensors:
         return True
 
     def close(self) -> None:
-        """Drop everything, because the stream has ended."""
+        """Drop all tensors, because the stream has ended."""
         self._transfers.clear()
         self._failed.clear()
         self.num_bytes = 0
@@ -283,18 +288,18 @@ class IncomingTensors:
             self._pool.leave(self)
 
     def drop_stale(self) -> None:
-        """Drop tensors without new data for too long."""
+        """Drop tensors that have had no new data for STALE_AFTER seconds."""
         oldest = self._clock() - STALE_AFTER
         while self._transfers and self._transfers[transfer_id := next(iter(self._transfers))].touched < oldest:
             self._give_up(
                 transfer_id,
                 Unavailable(
-                    f"the request's tensor was dropped: nothing came of it for {STALE_AFTER:g} s", reason="STALE"
+                    f"the request's tensor was dropped: no chunk of it arrived for {STALE_AFTER:g} s", reason="STALE"
                 ),
             )
 
     def _has_room(self, transfer_id: int, size: int) -> bool:
-        """Return whether the pool has room for ``size`` more bytes, and did not drop this tensor to make room."""
+        """Return whether the pool allows ``size`` more bytes and has not dropped this tensor for them."""
         if self._pool is None:
             return True
         if not self._pool.make_room(self, size):
@@ -318,7 +323,7 @@ class IncomingTensors:
         transfer.touched = self._clock()
 
     def _fail(self, transfer_id: int, why: str) -> None:
-        self._give_up(transfer_id, InvalidArgument(f"tensor {transfer_id} did not come in order: {why}"))
+        self._give_up(transfer_id, InvalidArgument(f"the chunks of tensor {transfer_id} are not in order: {why}"))
 
     def _give_up(self, transfer_id: int, error: RequestFailed) -> None:
         self._forget(transfer_id)
@@ -331,13 +336,13 @@ class IncomingTensors:
             self._count(-len(transfer.data))
 
 
-# Sending end: messages in order, alternating with the chunks of large tensors.
+# Sending end: a queue of messages, which alternate with the chunks of large tensors.
 
 M = TypeVar("M")
 
 
 class TensorRef(NamedTuple):
-    """A message's reference to a chunked tensor. ``keep`` means that a later message refers to it, too."""
+    """A message's reference to a chunked tensor. ``keep`` means that a later message also refers to the tensor."""
 
     transfer_id: int
     size: int
@@ -348,8 +353,8 @@ class Chunk(NamedTuple):
     """A piece of a tensor.
 
     Attributes:
-        abandoned: True for an empty piece, which says that no message will refer to the tensor.
-        size: Bytes of the whole tensor, announced by the first piece. 0 in later pieces.
+        abandoned: True for an empty piece that tells the receiver that no message will refer to the tensor.
+        size: Size in bytes of the complete tensor in its first piece; 0 in later pieces.
     """
 
     transfer_id: int
@@ -360,11 +365,13 @@ class Chunk(NamedTuple):
 
 
 MakeMessage: TypeAlias = Callable[[Sequence[TensorRef]], M]
-"""Creates a message when it is sent. The references are those of its tensors, in order."""
+"""Function that creates a message when it is sent. Its argument are the references to the message's tensors, in order.
+"""
 
 WhichTensors: TypeAlias = Callable[[], Sequence[Buffer]]
-"""Returns the tensors that a message sends in chunks. Called when the message is queued, and again when it is sent; the
-last result counts.
+"""Function that returns the tensors that a message sends in chunks.
+
+It is called when the message is queued, and again when the message is sent. The last result applies.
 """
 
 
@@ -374,7 +381,7 @@ def no_tensors() -> Sequence[Buffer]:
 
 
 class _OutgoingTransfer:
-    """A tensor that is being sent. ``num_users`` is the number of unsent messages that refer to it."""
+    """A tensor that is being sent. ``num_users`` is the number of unsent messages that refer to the tensor."""
 
     __slots__ = ("data", "num_users", "offset", "transfer_id")
 
@@ -386,7 +393,7 @@ class _OutgoingTransfer:
 
     @property
     def is_out(self) -> bool:
-        """Whether its last chunk was sent."""
+        """Whether the last chunk of the tensor was sent."""
         return self.offset == len(self.data)
 
 
@@ -395,7 +402,7 @@ class _Entry(Generic[M]):
 
     Attributes:
         key: Request ID, or ``""`` if the message cannot be discarded.
-        held: Its tensors in transfer, by identity.
+        held: The message's tensors in transfer, by identity.
     """
 
     __slots__ = ("held", "key", "make", "tensors")
@@ -408,18 +415,18 @@ class _Entry(Generic[M]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether all of its tensors were sent."""
+        """Whether all tensors of the message were sent."""
         return all(transfer.is_out for transfer in self.held.values())
 
 
 class Outgoing(Generic[M]):
-    """A queue of messages. A message with tensors waits until all of them were sent in chunks, then goes to the end of
-    the queue.
+    """A queue of messages. A message with tensors waits until all its tensors were sent in chunks. Then it moves to the
+    end of the queue.
 
-    Messages with the same tensor object share its chunks. Messages and chunks alternate, and the chunks of several
-    tensors take turns. At most ``max_tensor_bytes`` are in transfer at a time. A message reserves room for all of its
-    tensors together, and other messages wait in order. So messages never wait for each other in a cycle. Messages are
-    created only when they are sent, so that large content exists once.
+    Messages with the same tensor object share the chunks of the tensor. Messages and chunks alternate, and so do the
+    chunks of several tensors. At most ``max_tensor_bytes`` are in transfer at the same time. A message reserves bytes
+    for all its tensors together, and later messages wait until it has them. So messages never wait for each other in a
+    cycle. Messages are created only when they are sent, so that large content is in memory only once.
     """
 
     def __init__(self, chunk: Callable[[Chunk], M]) -> None:
@@ -428,11 +435,11 @@ class Outgoing(Generic[M]):
         self._limits = Limits(0, 0)
         self._due: deque[_Entry[M]] = deque()
         self._line: deque[tuple[_Entry[M], Sequence[Buffer]]] = deque()
-        """Messages that wait for room, with the tensors that they need."""
+        """Messages that wait until they can reserve bytes for their tensors, with these tensors."""
         self._waiting: list[_Entry[M]] = []
         """Messages whose tensors are being sent."""
         self._transfers: dict[int, _OutgoingTransfer] = {}
-        """Transfers by identity of the tensor. A transfer holds its tensor, so identities stay unique."""
+        """Transfers by identity of the tensor. A transfer references its tensor, so identities stay unique."""
         self._sending: deque[_OutgoingTransfer] = deque()
         self._abandoned: deque[Chunk] = deque()
         self._num_bytes = 0
@@ -440,11 +447,11 @@ class Outgoing(Generic[M]):
         self._was_chunk = False
 
     def limit(self, limits: Limits) -> None:
-        """Set the limits of the other end. Must be called before the first tensor."""
+        """Set the limits of the other end. Call this method before a message with tensors is queued."""
         self._limits = limits
 
     def put(self, make: MakeMessage[M], tensors: WhichTensors = no_tensors, *, key: str = "") -> None:
-        """Queue a message. The total size of its ``tensors`` must not exceed the limit on all tensors."""
+        """Queue a message. The total size of its ``tensors`` must not exceed the limit for all chunked tensors."""
         entry = _Entry(make, tensors, key)
         if needed := tensors():
             self._take_place(entry, needed)
@@ -452,7 +459,7 @@ class Outgoing(Generic[M]):
             self._due.append(entry)
 
     def discard(self, keys: Collection[str]) -> list[str]:
-        """Drop messages that have or may get tensors and were not created yet. Returns their keys."""
+        """Drop the messages with these keys that were not created yet. Returns the keys of the dropped messages."""
         gone = [entry for entry, _ in self._line if entry.key in keys]
         gone += [entry for entry in self._waiting if entry.key in keys]
         gone += [entry for entry in self._due if entry.key in keys and entry.tensors is not no_tensors]
@@ -465,18 +472,18 @@ class Outgoing(Generic[M]):
         return [entry.key for entry in gone]
 
     def is_under_way(self, tensor: Buffer) -> bool:
-        """Return whether an unsent message sends the tensor in chunks."""
+        """Return whether an unsent message uses chunks of the tensor."""
         return id(tensor) in self._transfers
 
     def __bool__(self) -> bool:
-        """Return whether there is something to send."""
+        """Return whether the queue has a message or chunk to send."""
         self._admit()
         return bool(self._due or self._sending or self._abandoned)
 
     def next(self) -> M | None:
-        """Return the next message, or None if a due message has to wait for tensors after all.
+        """Return the next message. Return None if the next message now has new tensors and must wait for them.
 
-        Raises IndexError if the queue is empty, and the errors of creating the message.
+        Raises IndexError if the queue is empty, and the errors of the function that creates the message.
         """
         self._admit()
         if self._abandoned:
@@ -490,7 +497,7 @@ class Outgoing(Generic[M]):
     def _make(self, entry: _Entry[M]) -> M | None:
         needed = entry.tensors()
         if any(id(tensor) not in entry.held for tensor in needed):
-            self._let_go(entry)  # it releases all tensors before it reserves room again, which avoids a deadlock
+            self._let_go(entry)  # release all tensors before bytes are reserved again, to avoid a deadlock
             self._take_place(entry, needed)
             return None
         wanted = {id(tensor) for tensor in needed}
@@ -519,7 +526,7 @@ class Outgoing(Generic[M]):
             self._start(*self._line.popleft())
 
     def _num_new(self, needed: Sequence[Buffer]) -> int:
-        """Return the bytes of the tensors that are not in transfer yet."""
+        """Return the total bytes of the tensors that are not in transfer yet."""
         new = {id(tensor): len(tensor) for tensor in needed if id(tensor) not in self._transfers}
         return sum(new.values())
 
@@ -557,7 +564,7 @@ class Outgoing(Generic[M]):
         return Chunk(transfer.transfer_id, start, data, size=0 if start else len(transfer.data))
 
     def _refer(self, transfer: _OutgoingTransfer, *, keep: bool) -> TensorRef:
-        """Return a message's reference. ``keep`` means that the same message refers to the tensor again."""
+        """Return a message's reference to a tensor. ``keep`` means that the same message refers to the tensor again."""
         if not keep:
             transfer.num_users -= 1
             if not transfer.num_users:
@@ -573,7 +580,7 @@ class Outgoing(Generic[M]):
                 self._abandon(transfer)
 
     def _abandon(self, transfer: _OutgoingTransfer) -> None:
-        """Stop a transfer that no message needs any more."""
+        """Stop the transfer of a tensor that no message needs any more."""
         if not transfer.is_out:
             self._sending.remove(transfer)
         if transfer.offset:

@@ -18,13 +18,13 @@ from penstock_common.tensors.chunks import MAX_TENSOR_BYTES, Buffer
 
 ROOT = Path("/dev/shm")  # noqa: S108 - mount point of POSIX shared memory
 UNREADABLE = "SHARED_MEMORY_UNREADABLE"
-"""Reason with which a receiver refuses a segment that it cannot read. The sender can send the tensor in another way."""
+"""Error reason if a receiver cannot read a segment. The sender can then send the tensor in another way."""
 KEPT_FOR = 60.0
-"""Seconds after which a sender removes an unread segment."""
+"""Seconds after which a sender removes a segment that was not read."""
 PAUSE = 60.0
-"""Seconds without further attempts after a segment could not be created."""
+"""Seconds without a new attempt after the creation of a segment has failed."""
 PROBE_BYTES = 16
-"""Size of the segment with which a sender checks that the other end can read its memory."""
+"""Size in bytes of a probe: a segment with which a sender checks whether the other end can read its segments."""
 _PREFIX = "penstock-"
 _SEGMENT = re.compile(r"penstock-([0-9a-f]{32})-[0-9]{1,20}")
 _LOCK = re.compile(r"penstock-([0-9a-f]{32})\.lock")
@@ -54,14 +54,15 @@ def shared_memory_id(root: Path = ROOT) -> str:
 
 
 def owner_of(incarnation: str) -> str:
-    """Return the part of segment names that identifies the process: 32 hexadecimal digits."""
+    """Return the 32 hexadecimal digits in segment names that identify the process with this incarnation."""
     return hashlib.blake2b(incarnation.encode(), digest_size=16, person=b"penstock-owner").hexdigest()
 
 
 class SegmentWriter:
-    """Creates the segments of one process, with a total of at most ``max_bytes``.
+    """Writer of the segments of one process, with at most ``max_bytes`` in total. Use it in one thread only.
 
-    Holds a lock that shows that the process is alive. Creates nothing before the first segment. Belongs to one thread.
+    The writer keeps a file lock, which shows other processes that this process is alive. It creates no file before the
+    first segment.
     """
 
     def __init__(
@@ -82,12 +83,13 @@ class SegmentWriter:
         self._unread: dict[str, tuple[int, float]] = {}
         """Size in bytes and creation time of unread segments, by name, oldest first."""
         self.num_bytes = 0
-        """Bytes of segments that are not known to have been read."""
+        """Bytes of all segments except those that were certainly read."""
         self._tried_again_at = -math.inf
 
     def write(self, data: Buffer) -> SegmentRef | None:
-        """Create a segment with these bytes. Returns None if there is no room or it fails; the tensor is then sent in
-        another way.
+        """Create a segment with these bytes.
+
+        Returns None if the limit is reached or the creation fails. The caller then sends the tensor in another way.
         """
         if self.broken or not self.has_room(len(data)):
             return None
@@ -99,7 +101,7 @@ class SegmentWriter:
             name = f"{_PREFIX}{self._owner}-{self._last}"
             self._fill(self._root / name, data)
         except OSError as e:
-            get_logger().warning("shared memory cannot be written; tensors go in messages for a while", why=str(e))
+            get_logger().warning("cannot write shared memory; sending tensors in messages for 60 s", why=str(e))
             self._tried_again_at = self._clock() + PAUSE
             return None
         self._unread[name] = len(data), self._clock()
@@ -107,7 +109,7 @@ class SegmentWriter:
         return SegmentRef(name, len(data))
 
     def __contains__(self, name: str) -> bool:
-        """Return whether it is a segment that is not known to have been read."""
+        """Return whether ``name`` is a segment that may not have been read yet."""
         return name in self._unread
 
     def remove(self, name: str) -> None:
@@ -117,7 +119,7 @@ class SegmentWriter:
         unlink(self._root / name)
 
     def remove_old(self) -> None:
-        """Forget segments that were read, and remove those that were unread for too long."""
+        """Forget segments that were read, and remove segments that were not read within KEPT_FOR seconds."""
         oldest = self._clock() - KEPT_FOR
         for name, (_, made) in list(self._unread.items()):
             if made < oldest or not (self._root / name).exists():
@@ -135,7 +137,7 @@ class SegmentWriter:
 
     @property
     def broken(self) -> bool:
-        """Whether creating a segment failed recently, so that no attempt is made now."""
+        """Whether the creation of a segment failed in the last PAUSE seconds, so that no attempt is made now."""
         return self._clock() < self._tried_again_at
 
     def has_room(self, size: int) -> bool:
@@ -158,7 +160,7 @@ class SegmentWriter:
 
 
 class SegmentReader:
-    """Reads the segments of one other process. It removes segments that it has read, and invalid ones."""
+    """Reader of the segments of one other process. It removes segments that it has read, and invalid segments."""
 
     def __init__(self, incarnation: str, *, root: Path = ROOT, max_bytes: int = MAX_TENSOR_BYTES) -> None:
         """Create a reader for the process with ``incarnation``."""
@@ -170,13 +172,15 @@ class SegmentReader:
         """Return the ``size`` bytes of a segment from ``offset`` to its end.
 
         Raises:
-            InvalidArgument: The name is not that of a segment of the other process, or the segment has another size.
+            InvalidArgument: No segment of the other process can have this name, or the segment has another size.
             ResourceExhausted: ``size`` exceeds ``max_bytes``.
             FailedPrecondition: The segment does not exist or cannot be read (reason UNREADABLE).
         """
         match = _SEGMENT.fullmatch(name)
         if match is None or match[1] != self._owner:
-            raise InvalidArgument(f"{field}.name is {quoted(name)}; it is no segment of this session's", field=field)
+            raise InvalidArgument(
+                f"{field}.name is {quoted(name)}, which is not a segment of this session", field=field
+            )
         if size > self._max_bytes:
             raise ResourceExhausted(f"{field}.size is {size}; the limit is {self._max_bytes} bytes", field=field)
         path = self._root / name
@@ -193,8 +197,9 @@ class SegmentReader:
             unlink(path)
 
     def prove(self, name: str) -> bytes:
-        """Return the content of a probe, which shows its sender that its segments can be read here. Empty if it cannot
-        be read.
+        """Return the content of a probe, or empty bytes if the probe cannot be read.
+
+        The content proves to the sender of the probe that this process can read its segments.
         """
         try:
             return bytes(self.read(name, 0, PROBE_BYTES, field="hello.shared_memory_probe"))
@@ -210,12 +215,12 @@ class SegmentReader:
     def _read(self, file: int, offset: int, size: int, field: str) -> bytearray:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidArgument(f"{field}: the segment is no file", field=field)
+            raise InvalidArgument(f"{field}: the segment is not a regular file", field=field)
         if status.st_uid != os.geteuid():
-            raise InvalidArgument(f"{field}: the segment is another user's", field=field)
+            raise InvalidArgument(f"{field}: the segment belongs to another user", field=field)
         if status.st_size != offset + size:
             raise InvalidArgument(
-                f"{field}: the segment has {status.st_size} bytes; offset and size say {offset + size}", field=field
+                f"{field}: the segment has {status.st_size} bytes; offset and size require {offset + size}", field=field
             )
         with _refused_unreadable(field, "segment"):
             return _read_at(file, offset, size, field, "segment")
@@ -223,7 +228,7 @@ class SegmentReader:
 
 @contextlib.contextmanager
 def _refused_unreadable(field: str, of: str) -> Iterator[None]:
-    """Raise FailedPrecondition with reason UNREADABLE if the segment or arena (``of``) cannot be opened or read."""
+    """Convert an OSError of the ``with`` block to FailedPrecondition, reason UNREADABLE. ``of``: segment or arena."""
     try:
         yield
     except OSError as e:
@@ -232,18 +237,20 @@ def _refused_unreadable(field: str, of: str) -> Iterator[None]:
 
 
 def _read_at(file: int, offset: int, size: int, field: str, of: str) -> bytearray:
-    """Return ``size`` bytes of a segment or arena (``of``). Raises OSError, and InvalidArgument if it ends before."""
+    """Return ``size`` bytes of a segment or arena (``of``). Raises OSError, and InvalidArgument if the file is too
+    short.
+    """
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size and (count := os.preadv(file, [view[done:]], offset + done)):
         done += count
     if done < size:
-        raise InvalidArgument(f"{field}: the {of} ends behind {done} of {size} bytes", field=field)
+        raise InvalidArgument(f"{field}: the {of} ends after {done} of {size} bytes", field=field)
     return data
 
 
 def remove_orphans(root: Path = ROOT) -> int:
-    """Remove the segments of processes that have died. Returns their number."""
+    """Remove the segments of processes that have died. Returns the number of removed segments."""
     try:
         names = [path.name for path in root.iterdir()]
     except OSError:
@@ -263,15 +270,15 @@ def remove_orphans(root: Path = ROOT) -> int:
         unlink(path)
         os.close(lock)
     if count:
-        get_logger().info("removed shared memory that processes had left", segments=count)
+        get_logger().info("removed shared memory of dead processes", segments=count)
     return count
 
 
 def lock_file(path: Path, *, wait: bool = True) -> int:
-    """Lock a file, and return its descriptor. The file still has this name after it was locked.
+    """Lock a file, and return its descriptor. When this function returns, the locked file still has the name ``path``.
 
-    Raises OSError, including BlockingIOError if another process holds the lock. With ``wait``, wait for the lock
-    instead.
+    If another process has the lock, wait for it, or raise BlockingIOError if ``wait`` is False. Raises OSError for
+    other failures.
     """
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -283,7 +290,7 @@ def lock_file(path: Path, *, wait: bool = True) -> int:
         except BaseException:
             os.close(file)
             raise
-        os.close(file)  # another process has removed it meanwhile
+        os.close(file)  # another process has removed the file meanwhile
 
 
 def unlink(path: Path) -> None:
@@ -292,22 +299,22 @@ def unlink(path: Path) -> None:
         path.unlink()
 
 
-# An arena: shared memory that a process allocates at startup, and whose slots it reuses for tensors to other processes
-# of its host.
+# An arena: shared memory that a process allocates at startup. The process reuses the slots of the arena to send tensors
+# to other processes on its host.
 #
-# The arena is a file in ``/dev/shm`` with a fixed size, whose pages are allocated at once, so that none is missing
-# later. Its owner holds a lock that shows that it is alive. A process that starts later removes arenas without an owner
-# (``remove_orphans``). Both ends copy the data. So data does not change while it is read, and a truncated file cannot
-# crash a reader.
+# The arena is a file in ``/dev/shm`` with a fixed size. All its pages are allocated at startup, so that memory cannot
+# be missing later. The owner of the arena keeps a file lock, which shows that the owner is alive. A process that starts
+# later removes arenas whose owner is dead (``remove_orphans``). Both ends copy the data. So the data does not change
+# while it is used, and a truncated file cannot crash a reader.
 
 MAX_SLOTS = 65_536
-"""Maximum number of slots of an arena, however small they are."""
+"""Maximum number of slots of an arena, regardless of the size of a slot."""
 _PURPOSE = "arena:"
-"""Distinguishes the owner ID of an arena from that of the process's segments."""
+"""Prefix that makes the owner ID of an arena differ from the owner ID of the same process's segments."""
 
 
 class Arena:
-    """Slots of ``slot_bytes`` each, with at most ``size`` bytes in total. Belongs to one thread.
+    """Arena with slots of ``slot_bytes`` bytes each, and at most ``size`` bytes in total. Use it in one thread only.
 
     Raises OSError if the memory is not available, or if ``size`` is less than one slot.
     """
@@ -316,7 +323,7 @@ class Arena:
         """Allocate the arena. ``incarnation`` changes with every start of the process."""
         count = min(size // slot_bytes, MAX_SLOTS)
         if not count:
-            raise OSError(f"{size} bytes hold no slot of {slot_bytes}")
+            raise OSError(f"an arena of {size} bytes has no space for a slot of {slot_bytes} bytes")
         owner = owner_of(_PURPOSE + incarnation)
         self.name = f"penstock-{owner}-0"
         self.slot_bytes = slot_bytes
@@ -344,7 +351,7 @@ class Arena:
         Raises ValueError if the bytes do not fit into a slot, OSError if they cannot be written.
         """
         if len(data) > self.slot_bytes:
-            raise ValueError(f"{len(data)} bytes do not fit into a slot of {self.slot_bytes}")
+            raise ValueError(f"{len(data)} bytes do not fit into a slot of {self.slot_bytes} bytes")
         if not self._free:
             return None
         offset = self._free[-1] * self.slot_bytes
@@ -372,7 +379,7 @@ class Arena:
 
 
 class ArenaReader:
-    """Copies data from the arena of one other process."""
+    """Reader that copies data from the arena of one other process."""
 
     def __init__(self, incarnation: str, *, root: Path = ROOT) -> None:
         """Create a reader for the process with ``incarnation``."""
@@ -381,14 +388,14 @@ class ArenaReader:
         self._file = -1
 
     def read(self, name: str, offset: int, size: int, *, field: str) -> bytearray:
-        """Return the ``size`` bytes from ``offset`` on.
+        """Return ``size`` bytes of the arena, from ``offset`` on.
 
         Raises:
-            InvalidArgument: The name is not the arena's, or the range exceeds the arena.
+            InvalidArgument: ``name`` is not the name of the arena, or the range exceeds the arena.
             FailedPrecondition: The arena does not exist or cannot be read (reason UNREADABLE).
         """
         if name != self._name:
-            raise InvalidArgument(f"{field}.name is {quoted(name)}; it is not the arena of this stream", field=field)
+            raise InvalidArgument(f"{field}.name is {quoted(name)}, which is not the arena of this stream", field=field)
         with _refused_unreadable(field, "arena"):
             if self._file < 0:
                 self._file = self._open(field)
@@ -406,4 +413,4 @@ class ArenaReader:
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
             return file
         os.close(file)
-        raise InvalidArgument(f"{field}: the arena is no file, or another user's", field=field)
+        raise InvalidArgument(f"{field}: the arena is not a regular file, or belongs to another user", field=field)

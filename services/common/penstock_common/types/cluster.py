@@ -1,4 +1,4 @@
-"""The cluster, as the coordinator knows it and frontends see it: complete views and deltas."""
+"""State of the cluster, as the coordinator sends it to frontends: complete views and deltas."""
 
 import enum
 import operator
@@ -44,12 +44,12 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     pool: str = DEFAULT_POOL
     max_num_seqs: int = 0
     loras: LoraHeld | None = None
-    """Adapters that the engine holds. None if the engine supports no adapters, or has not reported its adapters."""
+    """Adapters in the engine's memory. None if the engine supports no adapters, or has not reported its adapters."""
     role: EngineRole = EngineRole.BOTH
     kv_address: str = ""
-    """Address at which other engines fetch its blocks. Empty if the engine does not provide blocks."""
+    """Address from which other engines fetch this engine's blocks. Empty if the engine does not provide blocks."""
     kv_fingerprint: bytes = b""
-    """Blocks can move between engines with the same fingerprint. Empty if the engine's blocks cannot move."""
+    """Fingerprint of the engine's blocks. Engines with equal fingerprints can transfer blocks; empty if it cannot."""
 
     @property
     def load(self) -> float | None:
@@ -71,8 +71,8 @@ class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         address: host:port at which frontends reach the engine.
-        draining: Whether it accepts no new requests.
-        pool: Engines of one pool are scaled together.
+        draining: Whether the engine drains, so that it accepts no new requests.
+        pool: Name of the engine's pool. Engines of one pool are scaled together.
         max_num_seqs: Maximum number of running requests, or 0 if unknown.
         group: Set by a rank of a data-parallel group.
         kv_address: See ``EngineStatus``.
@@ -93,7 +93,7 @@ class EngineRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DrainCommand(msgspec.Struct, frozen=True):
-    """Command of the coordinator to an engine: accept no new requests, and end existing ones within ``timeout``
+    """Command of the coordinator to an engine: accept no new requests, and end existing requests within ``timeout``
     seconds.
     """
 
@@ -123,27 +123,27 @@ class ViewDelta(msgspec.Struct, frozen=True):
     """Changes of the engines in a view."""
 
     removed: Sequence[int] = ()
-    """Indices of engines that left. They are removed before other engines join."""
+    """Indices of engines that left. These removals apply before ``changed``."""
     changed: Sequence[EngineStatus] = ()
-    """Engines that joined, and engines with a change of anything except the load."""
+    """Engines that joined, and engines with a change other than a change of load."""
     loads: EngineLoads = EngineLoads()
-    """Loads of other engines."""
+    """Loads of engines that are not in ``changed``."""
     loras: Mapping[int, LoraHeld] = msgspec.field(default_factory=dict)
-    """Adapters that other engines hold, by index."""
+    """Adapters in the memory of engines that are not in ``changed``, by index of the engine."""
 
     @property
     def of_members(self) -> bool:
-        """Whether more than loads has changed."""
+        """Whether the delta contains other changes than loads."""
         return bool(self.removed or self.changed)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has changed."""
+        """Whether the delta contains no change."""
         return not (self.removed or self.changed or self.loads.indices or self.loras)
 
 
 def difference(before: Iterable[EngineStatus], after: Iterable[EngineStatus]) -> ViewDelta:
-    """Return the changes between the engines of two views. An engine that is the same object in both is unchanged."""
+    """Return the changes between the engines of two views. If both views have the same object, it is unchanged."""
     left = {engine.index: engine for engine in before}
     changed, loaded = [], []
     loras: dict[int, LoraHeld] = {}
@@ -162,11 +162,13 @@ def difference(before: Iterable[EngineStatus], after: Iterable[EngineStatus]) ->
 
 
 def changed_by(engines: Iterable[EngineStatus], delta: ViewDelta) -> tuple[EngineStatus, ...]:
-    """Return the engines after the change, by index. Raises ValueError if the delta does not fit these engines."""
+    """Return the engines after the delta, sorted by index. Raises ValueError if the delta does not apply to
+    ``engines``.
+    """
     by_index = {engine.index: engine for engine in engines}
     for index in delta.removed:
         if by_index.pop(index, None) is None:
-            raise ValueError(f"removed has {index}, which is the index of no engine")
+            raise ValueError(f"removed has index {index}, but no engine has this index")
     by_index.update((engine.index, engine) for engine in delta.changed)
     fields = EngineLoads.__struct_fields__
     columns = [getattr(delta.loads, name) for name in fields]
@@ -175,7 +177,7 @@ def changed_by(engines: Iterable[EngineStatus], delta: ViewDelta) -> tuple[Engin
         raise ValueError(f"the fields of loads differ in length: {lengths}")
     for index, waiting, running, usage, seconds in zip(*columns, strict=True):
         if (engine := by_index.get(index)) is None:
-            raise ValueError(f"loads.indices has {index}, which is the index of no engine")
+            raise ValueError(f"loads.indices has index {index}, but no engine has this index")
         by_index[index] = msgspec.structs.replace(
             engine,
             num_waiting_reqs=waiting,
@@ -185,7 +187,7 @@ def changed_by(engines: Iterable[EngineStatus], delta: ViewDelta) -> tuple[Engin
         )
     for index, held in delta.loras.items():
         if (engine := by_index.get(index)) is None:
-            raise ValueError(f"loras has {index}, which is the index of no engine")
+            raise ValueError(f"loras has index {index}, but no engine has this index")
         by_index[index] = msgspec.structs.replace(engine, loras=held)
     return tuple(engine for _, engine in sorted(by_index.items()))
 

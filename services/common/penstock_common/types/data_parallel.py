@@ -1,7 +1,7 @@
 """Messages between the ranks of a data-parallel group, their coordinator and their frontends.
 
-A rank is an engine of the group, identified by its engine ID and its incarnation. So a restarted engine is another
-rank.
+A rank is an engine of the group, identified by its engine ID and its incarnation. So an engine is a different rank
+after a restart.
 """
 
 import enum
@@ -12,7 +12,7 @@ _SEPARATOR = "#"
 
 
 def rank_name(engine_id: str, incarnation: str) -> str:
-    """Return the rank name of an engine, which is valid from one start to its end."""
+    """Return the rank name of one incarnation of an engine."""
     return f"{engine_id}{_SEPARATOR}{incarnation}"
 
 
@@ -23,7 +23,7 @@ def engine_of(rank: str) -> tuple[str, str]:
 
 
 class PauseMode(enum.IntEnum):
-    """Treatment of requests when a group pauses. The stronger of two modes has the larger value.
+    """Treatment of running requests when a group pauses. A stronger mode has a larger value.
 
     On the wire, modes are ``penstock.common.v1.PauseMode``.
     """
@@ -31,18 +31,18 @@ class PauseMode(enum.IntEnum):
     NONE = 0
     """The group is not paused."""
     WAIT = 1
-    """Requests complete first."""
+    """Running requests complete before the pause starts."""
     KEEP = 2
-    """Requests are frozen, and continue at resume."""
+    """Running requests stop, and continue when the group resumes."""
     ABORT = 3
-    """Requests end as ABORT."""
+    """Running requests end with the finish reason ABORT."""
 
 
 class Pauses(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
-    """Number of pauses and resumes, and the mode of the current pause. Of two values, the greater is newer or stronger."""
+    """Number of pauses and resumes, and the mode of the current pause. A greater value is newer or stronger."""
 
     number: int = 0
-    """Odd while the group is paused."""
+    """Number of pauses and resumes so far. The number is odd while the group is paused."""
     mode: PauseMode = PauseMode.NONE
 
     @property
@@ -51,16 +51,16 @@ class Pauses(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False)
         return self.number % 2 == 1
 
     def pause(self, mode: PauseMode) -> "Pauses":
-        """Return the state after a pause. If the group is already paused, the stronger mode applies."""
+        """Return the state after a pause. If the group is already paused, the stronger of the two modes applies."""
         return Pauses(self.number, max(self.mode, mode)) if self.on else Pauses(self.number + 1, mode)
 
     def resume(self) -> "Pauses":
-        """Return the state after a resume. Unchanged if the group is not paused."""
+        """Return the state after a resume. If the group is not paused, the state is unchanged."""
         return Pauses(self.number + 1) if self.on else self
 
 
 class Place(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
-    """Progress of a rank. It never decreases for one rank."""
+    """Progress of a rank. The progress of a rank never decreases."""
 
     epoch: int = 0
     """Number of the group's membership."""
@@ -82,7 +82,9 @@ class RankGroup(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class StartWave(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator, and to its frontends if no other rank has joined: it is in the first exchange of this wave."""
+    """Rank to coordinator: the rank is in the first exchange of this wave. Until other ranks join, also sent to
+    frontends.
+    """
 
     engine: str
     epoch: int
@@ -109,7 +111,7 @@ class StartDpWave(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class FirstRequest(msgspec.Struct, frozen=True, cache_hash=True):
-    """Frontend to coordinator: it sent a request to this rank, although it believes that the group is idle."""
+    """Frontend to coordinator: the frontend sent a request to this rank while, as far as it knew, the group was idle."""
 
     engine: str
     epoch: int
@@ -129,46 +131,51 @@ class Reconfigure(msgspec.Struct, frozen=True, cache_hash=True):
     engine: str
     group: RankGroup
     wave: int
-    """The group has no wave before this one."""
+    """Lowest wave number that the group may use."""
     pauses: Pauses
-    """The newest pause state that the coordinator knows."""
+    """Newest pause state known to the coordinator."""
     base: int = 0
-    """Epoch that serves while the new group is prepared; its ranks switch together. 0 means to leave the current group
-    at once.
+    """Epoch of the group that serves while the new group is prepared. Its ranks switch to the new group together.
+
+    0 means that the rank leaves its current group immediately.
     """
     target_size: int = 0
-    """Target number of ranks. Ranks store it for a coordinator that has lost it. 0 if unknown."""
+    """Target number of ranks, or 0 if unknown. Ranks store this number, so that a restarted coordinator can get it
+    again.
+    """
 
 
 class PrepareFailed(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator: it cannot join the group of this epoch."""
+    """Rank to coordinator: the rank cannot join the group of this epoch."""
 
     engine: str
     epoch: int
 
 
 class RankReport(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator: its progress. Sent at registration, after an epoch's first exchange, and to renew its lease."""
+    """Rank to coordinator: progress of the rank. Sent at registration, after an epoch's first exchange, and to renew
+    leases.
+    """
 
     engine: str
     group: RankGroup
     place: Place
     pauses: Pauses
     running: bool
-    """Whether the rank is in a wave."""
+    """Whether the rank runs steps of a wave."""
     opening: bool
-    """Whether the epoch's first exchange has not ended yet."""
+    """Whether the first exchange of the epoch is still in progress."""
     prepared: int = 0
-    """Epoch to which the rank is ready to switch, or 0 for none."""
+    """Epoch of a prepared group to which the rank can switch, or 0 if there is no such group."""
 
 
 class GroupView(msgspec.Struct, frozen=True, cache_hash=True):
-    """Coordinator to frontends: the group to which they send requests."""
+    """Coordinator to frontends: state of the group to which the frontends send requests."""
 
     group: RankGroup = RankGroup()
     wave: int = 0
     running: bool = False
-    """Whether a rank reported that it is in the wave, and the wave's end was not reported."""
+    """Whether a rank has reported the start of the wave, and no rank has reported its end."""
     pauses: Pauses = Pauses()
     routed: tuple[str, ...] = ()
     """Members that accept new requests."""
@@ -183,7 +190,7 @@ class PoolGroup(msgspec.Struct, frozen=True, kw_only=True):
     target_size: int = 0
     """Target number of ranks."""
     suspended: bool = False
-    """Whether the group waits for ranks and computes nothing meanwhile."""
+    """Whether the group waits for ranks to join. It computes nothing during this time."""
 
 
 class GroupRegistration(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,13 +201,14 @@ class GroupRegistration(msgspec.Struct, frozen=True, kw_only=True):
     min_size: int
     """Minimum number of ranks with which the group continues."""
     waits: bool = False
-    """Whether the group waits for a replacement of a lost rank."""
+    """Whether the group waits for a replacement when a rank is lost."""
     meeting_address: str
-    """host:port of the store at which ranks meet if this one is their first."""
+    """Address (host:port) of this engine's rendezvous store. The ranks connect to this store if this engine is rank 0.
+    """
     parallel_config: dict[str, str]
     """Settings that must be equal on all ranks, by name."""
     report: RankReport
     target_size: int = 0
-    """Target number of ranks that it received last, or 0 for none."""
+    """Target number of ranks that the rank received last, or 0 if it has received none."""
     max_size: int = 0
-    """Maximum number of ranks: the number of experts, if ranks share experts. 0 means no limit."""
+    """Maximum number of ranks: the number of experts, if experts are distributed over ranks. 0 means no limit."""

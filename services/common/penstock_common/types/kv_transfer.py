@@ -1,4 +1,4 @@
-"""Keys and values that move between engines and memory tiers, and events of the prefix cache."""
+"""Types for the transfer of KV blocks between engines and memory tiers, and events of the prefix cache."""
 
 import enum
 from typing import NamedTuple
@@ -10,7 +10,7 @@ MAX_PARAMS_BYTES = 16 * 1024
 
 
 class KvMedium(enum.IntEnum):
-    """Location of a block. Values equal ``penstock.common.v1.KvMedium``."""
+    """Medium on which a block is stored. Values equal ``penstock.common.v1.KvMedium``."""
 
     DEVICE = 1
     HOST = 2
@@ -29,7 +29,7 @@ class EngineRole(enum.IntEnum):
 
 
 class BlockName(NamedTuple):
-    """Content-based name of a block. Engines with equal fingerprints use equal names.
+    """Name of a block, derived from its content. Engines with equal fingerprints use the same names.
 
     Attributes:
         group: KV cache group of the block.
@@ -48,12 +48,12 @@ class KvGroup(msgspec.Struct, frozen=True):
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Layout of blocks. Both ends of a transfer must agree on all fields except ``numerics``.
+    """Layout of blocks. On both ends of a transfer, all fields except ``numerics`` must be equal.
 
     Attributes:
-        order: Order of the numbers in a block, as the attention backend names it.
+        order: Name of the order of the numbers in a block. The attention backend defines the name.
         shard: Index of this shard among ``num_shards``.
-        numerics: Kernels and instructions. If they are equal, tokens are bit-identical.
+        numerics: Kernels and CPU instructions in use. Engines with equal values compute bit-identical results.
         fingerprint: 16 bytes that identify the weights and all fields except numerics.
     """
 
@@ -68,11 +68,12 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvSource(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that keeps the blocks of a request's first ``num_tokens`` tokens under a lease, for an engine that
-    resumes the request.
+    """An engine that keeps blocks of a request under a lease, for another engine that resumes the request.
+
+    The blocks are those of the request's first ``num_tokens`` tokens.
 
     Attributes:
-        address: host:port of its transfer service.
+        address: Address (host:port) of the engine's transfer service.
         lease_id: 16 bytes.
     """
 
@@ -85,12 +86,12 @@ class KvSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Gateway settings for a request's KV blocks.
+    """Settings of a gateway for the KV blocks of a request.
 
     Attributes:
-        lease: Whether the engine keeps the KV blocks for a while after the request ends.
-        source: Engine that keeps the KV blocks of the request that this request continues, or None.
-        params: JSON object for the engines' own connector, or empty.
+        lease: Whether the engine keeps the KV blocks under a lease after the request ends.
+        source: Engine with the KV blocks of an earlier request, which this request continues, or None.
+        params: JSON object for the KV connector of a plugin, or empty.
     """
 
     lease: bool = False
@@ -102,8 +103,10 @@ class KvParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class BlockMedia(msgspec.Struct, frozen=True):
-    """Media item that overlaps a block. ``offset`` is the item's start relative to the block's start, in positions. The
-    offset is negative if the item starts in an earlier block.
+    """Media item that overlaps a block.
+
+    ``offset`` is the item's start relative to the block's start, in positions. The offset is negative if the item
+    starts in an earlier block.
     """
 
     identifier: str
@@ -111,9 +114,10 @@ class BlockMedia(msgspec.Struct, frozen=True):
 
 
 class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: consecutive blocks can be found from now on.
+    """Event: consecutive blocks were added to the prefix cache.
 
-    For blocks outside the device, and for engines that report no tokens, only hashes are reported, in any order.
+    For blocks on other media than the device, or if the engine reports no tokens, the event has only hashes, in any
+    order.
 
     Attributes:
         parent_hash: Hash of the previous block. Empty at the start of a prompt.
@@ -132,14 +136,14 @@ class BlockStored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True):
-    """Event: blocks cannot be found any more."""
+    """Event: blocks were removed from the prefix cache."""
 
     block_hashes: list[bytes]
     medium: KvMedium = KvMedium.DEVICE
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True):
-    """Event: all blocks were removed from the cache."""
+    """Event: all blocks were removed from the prefix cache."""
 
 
 KvCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -11,8 +11,9 @@ MODALITIES: tuple[Modality, ...] = ("image", "audio", "video")
 
 TensorDtype = Literal["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64", "bool"]
 LARGEST_NUMBER = 65504
-"""Largest magnitude of a number in media tensors: the maximum of float16. Preprocessed media have magnitudes around 1.
-Far larger numbers make a model's logits infinite.
+"""Maximum absolute value of a number in media tensors: the maximum of float16.
+
+Numbers in preprocessed media have absolute values around 1. Far larger numbers would make a model's logits infinite.
 """
 DTYPE_BYTES: dict[TensorDtype, int] = {
     "float32": 4,
@@ -27,7 +28,7 @@ DTYPE_BYTES: dict[TensorDtype, int] = {
 }
 
 EMBEDS = "embeds"
-"""Name of the tensor that contains embeddings in place of the encoder's inputs."""
+"""Name of the tensor that contains embeddings instead of inputs of the encoder."""
 
 
 class TensorData(msgspec.Struct, frozen=True, weakref=True):
@@ -49,7 +50,7 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True):
     """Media item of a prompt.
 
     Attributes:
-        identifier: 64 hexadecimal digits that identify everything the embeddings depend on, and the cache salt.
+        identifier: Hash of the cache salt and of all values that change the embeddings, as 64 hexadecimal digits.
         offset: First position of the item in the prompt.
         length: Number of positions.
         embed_runs: Positions with embeddings, relative to ``offset``. The other positions are tokens. Empty if
@@ -82,7 +83,7 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits of an engine or a frontend for one modality: items per request, and prompt positions per item."""
+    """Limits for one modality: maximum number of items per request, and of prompt positions per item."""
 
     modality: Modality
     max_items: int

@@ -18,10 +18,10 @@ from penstock_common.types.request import Vectors
 
 
 class Logprobs(msgspec.Struct):
-    """The fields of ``penstock.common.v1.Logprobs`` that engines fill.
+    """Log-probabilities, with the fields of ``penstock.common.v1.Logprobs`` that engines set.
 
-    Position i has the entries from ``offsets[i]`` to before ``offsets[i + 1]`` of the arrays. The first entry is the
-    chosen token, followed by the most likely tokens.
+    The entries of position i in the arrays are those from ``offsets[i]`` to ``offsets[i + 1] - 1``. The first entry is
+    the chosen token. The next entries are the most likely tokens.
 
     Attributes:
         logprobs: Natural logarithms of the raw distribution, before penalties and temperature.
@@ -39,7 +39,7 @@ class Logprobs(msgspec.Struct):
         return len(self.offsets) - 1
 
     def add(self, token_ids: list[int], logprobs: list[float], ranks: list[int]) -> None:
-        """Append one position."""
+        """Append one position with these entries."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.ranks += ranks
@@ -66,10 +66,10 @@ class Logprobs(msgspec.Struct):
         )
 
 
-# Outputs that consist only of new tokens, as columns. Most outputs of a step have this form.
+# Columns for outputs that contain only new tokens. Most outputs of a step are of this kind.
 
 UINT32 = "I"
-"""Type code of the columns' numbers: unsigned, 4 bytes."""
+"""``array`` type code of the numbers in columns: unsigned, 4 bytes."""
 
 NewTokens: TypeAlias = tuple[str, list[int]]
 """A request ID and its new tokens."""
@@ -85,11 +85,11 @@ class TokenColumns(msgspec.Struct, kw_only=True):
 
     Attributes:
         request_numbers: Number of each row's request on the session.
-        offsets: Index of each row's first new token in the whole output.
-        counts: Number of new tokens of each row. Empty if every row has one.
+        offsets: Index of each row's first new token in the output of its request.
+        counts: Number of new tokens of each row. Empty if every row has one token.
         token_ids: Tokens of all rows, concatenated.
-        drafts: Number of drafted tokens that were verified for each row. All tokens of the row except the last are accepted
-            drafts. Empty if there were no drafts.
+        drafts: Number of drafted tokens that were verified for each row. All tokens of the row except the last are
+            accepted drafts. Empty if there were no drafts.
     """
 
     request_numbers: "array[int]" = msgspec.field(default_factory=column)
@@ -102,8 +102,9 @@ class TokenColumns(msgspec.Struct, kw_only=True):
         return len(self.request_numbers)
 
     def add(self, request_number: int, offset: int, token_ids: Sequence[int], num_drafts: int = 0) -> None:
-        """Append a row. Raises OverflowError, without a change, if a token ID does not fit into 32 bits. Called for
-        each output.
+        """Append a row. If a token ID does not fit into 32 bits, raise OverflowError without a change.
+
+        This method is called for each output, so it must be fast.
         """
         if len(token_ids) != 1 or self.counts:
             self._add_counted(token_ids)
@@ -127,7 +128,7 @@ class TokenColumns(msgspec.Struct, kw_only=True):
         self.drafts.append(num_drafts)
 
     def rows(self) -> Iterable[tuple[int, int, list[int]]]:
-        """Return request number, offset and new tokens of each row. Called for each output."""
+        """Return request number, offset and new tokens of each row. The code is fast, because it runs for each output."""
         if not self.counts:
             return zip(self.request_numbers, self.offsets, ([token_id] for token_id in self.token_ids), strict=True)
         return self._counted_rows()
@@ -139,7 +140,7 @@ class TokenColumns(msgspec.Struct, kw_only=True):
             start += count
 
     def drafted(self) -> Iterator[tuple[int, int, int]]:
-        """Yield request number, drafted tokens and accepted drafts of each row with drafts."""
+        """Yield request number, number of drafted tokens and number of accepted drafts of each row with drafts."""
         counts = self.counts or repeat(1)
         for number, num_drafts, count in zip(self.request_numbers, self.drafts, counts, strict=False):
             if num_drafts:
@@ -158,8 +159,8 @@ class TokenColumns(msgspec.Struct, kw_only=True):
 class FinishReason(enum.IntEnum):
     """Reason for the end of a request. Values equal ``penstock.common.v1.FinishReason``.
 
-    ERROR is a retryable internal error. Its client sees UNAVAILABLE or INTERNAL, never a normal end. HANDOFF means that
-    the request resumes on another engine, which is invisible to clients.
+    ERROR is a retryable internal error. The client gets the error UNAVAILABLE or INTERNAL, never a normal end. HANDOFF
+    means that the request resumes on another engine. Clients never receive HANDOFF.
     """
 
     STOP = 1
@@ -179,8 +180,9 @@ class EventType(enum.IntEnum):
 
 
 class EngineCoreEvent(msgspec.Struct, frozen=True):
-    """Event of a request. ``timestamp`` is the engine's monotonic clock in seconds, comparable only within the same
-    process.
+    """Event of a request. ``timestamp`` is the time of the engine's monotonic clock in seconds.
+
+    Timestamps are comparable only within one process.
     """
 
     type: EventType
@@ -223,8 +225,8 @@ class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_host_tokens: int = 0
-    """Cached tokens that came from the engine's host memory. The next two fields count those from disk and from another
-    engine.
+    """Number of cached tokens from the engine's host memory. The next two fields count cached tokens from disk and from
+    another engine.
     """
     num_disk_tokens: int = 0
     num_peer_tokens: int = 0
@@ -263,10 +265,10 @@ Drafts: TypeAlias = tuple[str, SpecDecodingStats]
 
 
 class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New tokens of one request. ``offset`` is the index of the first new token in the whole output.
+    """New tokens of one request. ``offset`` is the index of the first new token in the request's output.
 
-    ``new_logprobs`` belong to ``new_token_ids``. ``new_prompt_logprobs`` belong to the prompt tokens computed since the
-    last output; the first prompt token has none.
+    ``new_logprobs`` belong to ``new_token_ids``. ``new_prompt_logprobs`` belong to the prompt tokens that were computed
+    since the last output. The first prompt token has no log-probability.
     """
 
     request_id: str
@@ -283,23 +285,24 @@ class EngineCoreOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefill_stats: PrefillStats | None = None
     num_nans_in_logits: int = 0
     spec_decoding_stats: SpecDecodingStats | None = None
-    """Statistics of the attempt so far, on its last output and on outputs of steps that verified drafts. None if
-    nothing was drafted.
+    """Draft statistics of the attempt so far. Set on the attempt's last output and on outputs of steps that verified
+    drafts. None on the last output means that no tokens were drafted.
     """
     kv_source: KvSource | None = None
-    """Engine that keeps the request's KV blocks, on the last output."""
+    """Engine that keeps the request's KV blocks. Set only on the last output."""
     kv_params: str = ""
-    """Data of a plugin's connector as a JSON object, on the last output, or empty."""
+    """Data of a plugin's KV connector as a JSON object, or empty. Set only on the last output."""
 
 
 class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of an engine's LoRA adapters. Counts of loads, evictions and requests, and ``load_seconds``, only
-    grow.
+    """Statistics of an engine's LoRA adapters.
+
+    The counts of loads, evictions and requests, and ``load_seconds``, only grow.
 
     Attributes:
         active: Names of the adapters of running requests.
         waiting: Names of adapters that wait for a slot, at most ``MAX_WAITING_NAMES``.
-        num_found: Requests whose adapter was already in memory.
+        num_found: Number of requests whose adapter was already in memory.
     """
 
     max_loras: int = 0
@@ -315,7 +318,7 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int = 0
     num_found: int = 0
     held: LoraHeld | None = None
-    """Adapters that the engine holds. None means that they are unchanged on this stream."""
+    """Adapters in the engine's memory. None means that they have not changed since the last report on this stream."""
 
 
 MAX_WAITING_NAMES = 32
@@ -325,7 +328,7 @@ class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
     """Media statistics of an engine's requests.
 
     Attributes:
-        pending_embeds: Embeddings to compute for running and waiting requests.
+        pending_embeds: Embeddings that the engine must still compute for running and waiting requests.
         encoded_embeds: Embeddings computed. Only grows.
         encoder_cache_queries: Items looked up in the encoder cache. Only grows.
         encoder_cache_hits: Items found in the encoder cache. Only grows.
@@ -344,11 +347,12 @@ class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvTransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of blocks that an engine loads from elsewhere, and of blocks that it keeps for other engines.
+    """Statistics of blocks that an engine loads from tiers or other engines, and of blocks that it keeps for other
+    engines.
 
     Attributes:
         external_prefix_cache_queries: Prompt tokens that were not in the KV cache. Only grows.
-        external_prefix_cache_hits: Those of these tokens whose blocks were loaded. Only grows.
+        external_prefix_cache_hits: Number of these tokens whose blocks were loaded. Only grows.
     """
 
     external_prefix_cache_queries: int = 0
@@ -408,7 +412,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Use of the slots for recurrent states, or None if the model has no recurrent layers."""
 
     def without_held(self) -> "SchedulerStats":
-        """Return the statistics without the held adapters, for receivers that already know them."""
+        """Return the statistics without the list of adapters in memory, for receivers that already have this list."""
         if self.lora is None or self.lora.held is None:
             return self
         return msgspec.structs.replace(self, lora=msgspec.structs.replace(self.lora, held=None))
@@ -428,8 +432,9 @@ class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):
-    """Outputs of one step for one frontend. ``timestamp`` is the engine's monotonic clock in seconds. ``tokens`` come
-    before the entries in ``outputs`` for the same request.
+    """Outputs of one step for one frontend. ``timestamp`` is the time of the engine's monotonic clock in seconds.
+
+    If ``tokens`` and ``outputs`` have entries of the same request, those in ``tokens`` are earlier.
     """
 
     engine_index: int = 0
@@ -443,7 +448,7 @@ class EngineCoreOutputs(msgspec.Struct, kw_only=True):
 
 
 class LoraLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine's limits for LoRA adapters: adapters among running requests, rank, and bytes of host memory."""
+    """An engine's limits for LoRA adapters: number of adapters of running requests, rank, and bytes of host memory."""
 
     max_loras: int
     max_lora_rank: int
@@ -454,12 +459,12 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     """The first message of an engine on a session: its identity and its limits. Lengths are in tokens.
 
     Attributes:
-        hidden_size: Numbers in a vector that replaces a prompt token. 0 if not supported, None if unknown.
-        embedding_size: Numbers in a vector that the engine computes. 0 if not supported, None if unknown.
-        config: Settings that affect tokens, by name. Empty if unknown.
+        hidden_size: Number of dimensions of a prompt embedding. 0 if not supported, None if unknown.
+        embedding_size: Number of dimensions of an output embedding. 0 if not supported, None if unknown.
+        config: Settings that can change output tokens, by name. Empty if unknown.
         config_hash: Hash of ``config``. Empty if unknown.
-        max_message_bytes: Largest message that the engine receives. 0 if unknown.
-        max_tensor_bytes: Bytes of chunked tensors that the engine holds at a time. 0 if unknown.
+        max_message_bytes: Maximum size in bytes of a message that the engine accepts. 0 if unknown.
+        max_tensor_bytes: Maximum number of bytes of chunked tensors that the engine buffers. 0 if unknown.
         max_num_seqs: Maximum number of running requests. 0 if unknown.
     """
 
@@ -484,19 +489,22 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoraLimits | None = None
     """Limits for adapters, or None if the engine supports no adapters."""
     receiver_cache_bytes: int = 0
-    """Bytes of media features that the engine caches for a session. 0 means that each request must send its own."""
+    """Bytes of media features that the engine caches for a session. 0 means that each request must include its
+    features.
+    """
     shared_memory_id: str = ""
-    """ID of the shared memory in which frontends may leave tensors for the engine. Empty if not supported."""
+    """ID of the shared memory into which frontends may write tensors for the engine. Empty if not supported."""
     media: tuple[MediaLimits, ...] = ()
     """Supported media, by modality."""
     encoder_cache_size: int = 0
-    """Number of media embeddings in the engine's cache. 0 if the engine takes no media."""
+    """Maximum number of media embeddings in the engine's cache. 0 if the engine accepts no media."""
     role: EngineRole = EngineRole.BOTH
     kv_address: str = ""
-    """Address at which other engines fetch its blocks. Empty if the engine does not provide blocks."""
+    """Address from which other engines fetch this engine's blocks. Empty if the engine does not provide blocks."""
     kv_fingerprint: bytes = b""
-    """Blocks can move between engines with the same fingerprint. Empty if the engine's blocks cannot move."""
+    """Fingerprint of the engine's blocks. Engines with equal fingerprints can transfer blocks; empty if it cannot."""
     shared_memory_nonce: bytes = b""
-    """Content that the engine has read of the frontend's probe in shared memory. If it is correct, tensors of all kinds
-    may be left there. Empty if nothing was read.
+    """Content that the engine has read from the frontend's probe in shared memory, or empty.
+
+    If the content is correct, the frontend may write tensors of all kinds into shared memory.
     """

@@ -1,4 +1,4 @@
-"""Prompts, or parts of prompts, given as embeddings in place of token IDs."""
+"""Prompt embeddings: embeddings that a client sends instead of some or all token IDs of a prompt."""
 
 from typing import Any, Literal
 
@@ -16,11 +16,11 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     """Prompt embeddings. The sequences of a request share one instance.
 
     Attributes:
-        data: Row-major little-endian elements of ``[vectors, hidden_size]``, in place of the output of the model's embedding
-            layer. There is one row, in order, for each position that is a vector.
+        data: Row-major little-endian elements of ``[vectors, hidden_size]``, which replace outputs of the model's
+            embedding layer. The tensor has one row, in order, for each position that is a vector.
         num_tokens: Number of positions of the prompt.
         is_token: One byte per position, 1 for a token ID. Empty if every position is a vector.
-        memo: Values that an engine has derived from the embeddings, cached for all sequences.
+        memo: Cache of values that an engine derives from the embeddings, shared by all sequences.
     """
 
     dtype: EmbedsDtype
@@ -31,11 +31,11 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
     memo: dict[object, Any] = msgspec.field(default_factory=dict)
 
     def is_vector(self, position: int) -> bool:
-        """Return whether the position of the prompt is a vector."""
+        """Return whether ``position`` of the prompt has a vector instead of a token ID."""
         return position < self.num_tokens and not (self.is_token and self.is_token[position])
 
     def num_vectors(self, start: int, end: int) -> int:
-        """Return the number of vectors among the positions from ``start`` to before ``end``."""
+        """Return the number of vectors at the positions from ``start`` to ``end - 1``."""
         end = min(end, self.num_tokens)
         return max(end - start, 0) - self.is_token.count(IS_TOKEN, start, end)
 
@@ -54,7 +54,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
         return self.hidden_size * ELEMENT_BYTES[self.dtype]
 
     def last(self, count: int) -> "PromptEmbeds | None":
-        """Return the embeddings of the last ``count`` positions, or None if these positions have no vectors."""
+        """Return the embeddings of the last ``count`` positions, or None if all these positions are token IDs."""
         if count >= self.num_tokens:
             return self
         kept = self.num_vectors(self.num_tokens - count, self.num_tokens)

@@ -1,4 +1,4 @@
-"""Requests from a frontend to an engine: one sequence, its pooling parameters and its context."""
+"""Requests from a frontend to an engine: one sequence, its parameters and its context."""
 
 import enum
 
@@ -11,35 +11,38 @@ from penstock_common.types.octets import Octets
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.sampling import SamplingParams
 
-# The context of a request, in addition to the computation that it asks for.
+# The context of a request: all data that do not describe the computation itself.
 
 
 class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Owner of a request, where and until when it should run, and what it may share.
+    """Context of a request: its owner, rank, priority, deadline, and the requests with which it shares cached prefixes.
 
     Each protocol's ``context_of`` creates the context, and the frontend's ``InputProcessor.checked_context`` completes
-    it. All later stages pass it on as a whole, to the scheduler and the workers. To add a field, change this struct,
-    the message field of the same name if it is sent to engines, the protocols that support it, and the readers.
+    it. All later stages pass the same object on, to the scheduler and the workers. To add a field, change this struct,
+    the protocols that support the field, and its readers. If engines need the field, also change the message field of
+    the same name.
     """
 
     external_request_id: str = ""
-    """ID by which the client knows the request. The frontend generates one if the client gave none."""
+    """ID of the request for the client. If the client sent no ID, the frontend generates one."""
     model: str = ""
-    """Model that the client asked for. Empty means the served model. The field is not sent to engines, because an
-    engine serves one model.
+    """Model that the client asked for. Empty means the served model.
+
+    Engines do not get this field, because an engine serves only one model.
     """
     lora: str = ""
-    """LoRA adapter that the client asked for, or empty. ``model`` may also name an adapter. Engines read
-    ``EngineCoreRequest.lora`` instead.
+    """Name of the LoRA adapter that the client asked for, or empty. ``model`` may also name an adapter.
+
+    Engines read ``EngineCoreRequest.lora`` instead.
     """
     data_parallel_rank: int | None = None
-    """Rank of the engine on which the request must run, or None for any. Engines that get the request serve rank 0."""
+    """Rank of the engine that must run the request, or None for any engine. Only the frontend uses this field."""
     priority: int = 0
-    """Under the priority policy, lower numbers run first. An int32."""
+    """Priority as an int32. Under the priority policy, requests with lower numbers run first."""
     tenant: str = ""
-    """Tenant whose share of the engines the request uses. Requests without a tenant share the empty name."""
+    """Name of the request's tenant, for fair sharing of the engines. Empty for requests without a tenant."""
     tenant_weight: float = 1.0
-    """The tenant's share relative to others, from MIN_TENANT_WEIGHT to MAX_TENANT_WEIGHT."""
+    """Weight of the tenant relative to other tenants, from MIN_TENANT_WEIGHT to MAX_TENANT_WEIGHT."""
     cache_salt: str = ""
     """Requests share cached prefixes only with requests that have the same salt."""
     arrival_time: float = 0.0
@@ -47,11 +50,12 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     deadline: float | None = None
     """Time when the request ends with DEADLINE_EXCEEDED, in seconds since the Unix epoch, or None for no deadline."""
     kv: KvParams = KvParams()
-    """Gateway settings for the request's keys and values. Engines get the source from ``EngineCoreRequest.kv_source``,
-    which changes with each attempt.
+    """Settings of a gateway for the request's KV blocks.
+
+    Engines read the source from ``EngineCoreRequest.kv_source`` instead, because the source changes with each attempt.
     """
     trace_context: dict[str, str] = {}
-    """W3C Trace Context headers of the parent span for the next service's spans. Empty if the request is not traced."""
+    """W3C trace context headers of the span that is the parent of the next service's spans. Empty if not traced."""
 
 
 # Requests that produce vectors rather than tokens.
@@ -68,11 +72,11 @@ class PoolingTask(enum.IntEnum):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Field for field ``penstock.common.v1.PoolingParams``.
+    """Pooling parameters, with the fields of ``penstock.common.v1.PoolingParams``.
 
     Attributes:
-        dimensions: Number of dimensions to keep, or None for all.
-        normalize: Whether to normalize, or None for the model's default.
+        dimensions: Number of dimensions of an embedding to keep, or None for all dimensions.
+        normalize: Whether embeddings are normalized, or None for the model's default.
     """
 
     task: PoolingTask
@@ -82,8 +86,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class Vectors(msgspec.Struct, frozen=True):
-    """Result of a pooling request: float32, row-major, little-endian. ``shape`` is ``(n,)``, or ``(tokens, n)`` for
-    token tasks.
+    """Result of a pooling request: float32, row-major, little-endian.
+
+    ``shape`` is ``(n,)``, or ``(tokens, n)`` for tasks that return one vector per token.
     """
 
     shape: tuple[int, ...]
@@ -91,7 +96,7 @@ class Vectors(msgspec.Struct, frozen=True):
 
 
 NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
-"""Placeholder in a pooling request, which samples nothing."""
+"""Placeholder for the sampling parameters of a pooling request, which samples no tokens."""
 
 
 MIN_TENANT_WEIGHT = 0.001
@@ -99,14 +104,14 @@ MAX_TENANT_WEIGHT = 1000.0
 
 
 class ReasoningTokens(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tags around a model's reasoning."""
+    """Tokens that begin and end a model's reasoning."""
 
     begin_token_id: int
     end_token_id: int
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of ``penstock.enginecore.v1.EngineCoreRequest`` that engines support."""
+    """Request to an engine, with the fields of ``penstock.enginecore.v1.EngineCoreRequest`` that engines support."""
 
     request_id: str
     """Request ID, unique among the requests of a frontend and equal in every attempt."""
@@ -120,41 +125,46 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """LoRA adapter, or None."""
     context: RequestContext = RequestContext()
     current_wave: int = 0
-    """The wave of data-parallel engines that the frontend saw last."""
+    """Last wave of the data-parallel group that is known to the frontend."""
     group_epoch: int = 0
-    """Epoch of the group to which that wave belongs. 0 if the frontend knows no group."""
+    """Epoch of the data-parallel group to which ``current_wave`` belongs. 0 if the frontend knows no group."""
     attempt: int = 0
-    """Number of engines that were given the request before this one."""
+    """Number of engines that received the request before this engine."""
     never_admitted: bool = False
-    """Whether each of the engines in ``attempt`` refused the request."""
+    """Whether all engines that received the request before this engine refused it."""
     prior_output_token_ids: list[int] = []
-    """Tokens delivered by earlier attempts. They count as output (max_tokens, stops, seeded draws), never as prompt."""
+    """Output tokens of earlier attempts. They count as output (max_tokens, stops, seeded draws), never as prompt."""
     second_text_start: int | None = None
-    """Position of the second text of a pair in the prompt, in tokens. None if the prompt is a single text."""
+    """First position, in the prompt, of the second text of a pair. None if the prompt is a single text."""
     prompt_embeds: PromptEmbeds | None = None
-    """Vectors at some or all positions of the prompt."""
+    """Prompt embeddings for some or all positions of the prompt, or None."""
     mm_features: list[MultiModalFeature] = []
-    """Media items in order of position, without overlaps. Token IDs at the positions of their embeddings are ignored.
+    """Media items in order of position, without overlaps.
+
+    The token IDs in ``prompt_token_ids`` are ignored at positions of media embeddings.
     """
     request_number: int = 0
-    """Number that identifies request and attempt in ``TokenColumns``, or 0 for none."""
+    """Number that identifies request and attempt in ``TokenColumns``, or 0 if the request has no number."""
     reasoning_ended: bool | None = None
-    """Whether the prompt has ended the reasoning (True) or begun it (False). With None, the engine looks at the last
-    prompt tokens.
+    """Whether the reasoning ends within the prompt (True), or is still open at its end (False).
+
+    If None, the engine checks the last prompt tokens.
     """
     reasoning_parser_kwargs: ReasoningTokens | None = None
-    """Tags around the reasoning. Set if a constraint applies only after the reasoning."""
+    """Tokens that begin and end the reasoning. Set if a constraint applies only after the reasoning."""
     prediction_token_ids: list[int] = []
-    """The client's prediction of the output, in which drafts are looked up. It does not change any token."""
+    """The client's prediction of the output. Drafts are looked up in it; it does not change any output token."""
     kv_source: KvSource | None = None
-    """Engine that has keys and values of the sequence, or None if unknown."""
+    """Engine that stores KV blocks of the sequence, or None if no such engine is known."""
     handoff_after_tokens: int = 0
-    """Number of output tokens of this attempt after which the request is handed over. 0 means never."""
+    """Number of output tokens of this attempt after which the engine hands the request over. 0 means no handoff."""
 
     @property
     def skips_prefix_cache(self) -> bool:
-        """Whether the whole prompt is computed, regardless of cached blocks. This is needed when the hidden state of
-        every prompt token is wanted, because cached blocks do not contain hidden states.
+        """Whether the engine computes all prompt tokens, even those in cached blocks.
+
+        That is necessary if the result needs the hidden state of every prompt token, because cached blocks do not
+        contain hidden states.
         """
         params = self.sampling_params
         return params.skip_reading_prefix_cache or params.prompt_logprobs is not None or self.pooling_params is not None

@@ -1,4 +1,4 @@
-"""Sampling parameters as the engine and the frontend see them."""
+"""Sampling parameters, as the engine and the frontend use them."""
 
 import enum
 import math
@@ -9,13 +9,13 @@ import msgspec
 from penstock_common.errors import InvalidArgument
 
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
-"""Seeds are signed 64-bit integers. A draw depends on all 64 bits of a seed, so all seeds are different."""
+"""Range of seeds: signed 64-bit integers. Draws depend on all 64 bits, so different seeds give different draws."""
 MAX_SPECULATIVE_TOKENS = 32
 """Maximum number of drafted tokens of a request in a step, regardless of settings and request parameters."""
 FILTERS = "top_p, top_k or min_p"
-"""Names of the parameters that exclude unlikely tokens from a draw, for hints."""
+"""Names of the parameters that exclude unlikely tokens from a draw. Error messages use this text in hints."""
 _MAX_PATTERN_SIZE = 1000
-"""Maximum length in tokens of the repeated patterns that engines look for in every step."""
+"""Maximum length in tokens of a repeated pattern. Engines search for patterns in every step."""
 _PATH = "sampling_params"
 
 
@@ -44,8 +44,9 @@ class JsonWhitespace(enum.IntEnum):
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """A constraint on the output text. Exactly one field is set, except ``json_whitespace``, which applies to JSON in
-    the output.
+    """A constraint on the output text. Exactly one field is set, apart from ``json_whitespace``.
+
+    ``json_whitespace`` applies to JSON in the output.
     """
 
     json_schema: str | None = None
@@ -62,21 +63,24 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def constrains(self) -> bool:
-        """Whether there is a constraint at all."""
+        """Whether a constraint is set."""
         return bool(self._given)
 
     @property
     def constraint(self) -> tuple[str, Any]:
-        """Name and value of the constraint. Raises ValueError unless exactly one constraint is set and it is compatible
-        with ``json_whitespace``.
+        """Name and value of the constraint.
+
+        Raises ValueError if not exactly one constraint is set, or if it is not compatible with ``json_whitespace``.
         """
         given = self._given
         if len(given) != 1:
             names = " and ".join(name for name, _ in given) or "none"
-            raise ValueError(f"a structured output has exactly one constraint; {names} is set")
+            raise ValueError(f"a structured output must have exactly one constraint, but it has: {names}")
         if self.json_whitespace is not JsonWhitespace.DUMPS and given[0][0] not in _WITH_JSON:
             blanks, kinds = self.json_whitespace.name, f"{', '.join(_WITH_JSON[:-1])} and {_WITH_JSON[-1]}"
-            raise ValueError(f"json_whitespace is {blanks} beside {given[0][0]}; it only goes with {kinds}")
+            raise ValueError(
+                f"json_whitespace is {blanks} but the constraint is {given[0][0]}; set it only with {kinds}"
+            )
         return given[0]
 
 
@@ -87,7 +91,7 @@ _UNSET: tuple[Any, ...] = (None, False, ())
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling and stop parameters of a request. Field for field ``penstock.common.v1.SamplingParams``.
+    """Sampling and stop parameters of a request, with the fields of ``penstock.common.v1.SamplingParams``.
 
     Args:
         n: Outputs per prompt.
@@ -98,15 +102,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         presence_penalty: Subtracted from the logits of tokens that the output contains.
         frequency_penalty: Subtracted from the logits of tokens, once per occurrence in the output.
         repetition_penalty: Divides the logits of tokens that prompt or output contain; above 1 discourages them.
-        seed: Seed of the draws, from ``MIN_SEED`` to ``MAX_SEED``; None chooses a random one. The draw for output token i depends
-            only on the seed and i.
+        seed: Seed of the draws, from ``MIN_SEED`` to ``MAX_SEED``; None chooses a random one. The draw for output token
+            i depends only on the seed and i.
         max_tokens: Maximum number of output tokens; None allows up to the model's maximum length.
         min_tokens: Minimum number of output tokens before end of sequence or a stop.
         stop: Texts that end the output.
         stop_token_ids: Tokens that end the output.
         ignore_eos: Continue after the model's end of sequence.
         include_stop_str_in_output: Keep the stop text at the end of the output.
-        logprobs: Number of most likely tokens with log-probabilities per output token, besides the chosen one; None for none.
+        logprobs: Number of most likely tokens with log-probabilities per output token, besides the chosen one; None for
+            none.
         prompt_logprobs: The same for the tokens of the prompt.
         logit_bias: Added to the logits of tokens, by token ID.
         allowed_token_ids: If not empty, only these tokens are chosen.
@@ -121,9 +126,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         truncate_prompt_tokens: Keep only this many last tokens of the prompt; None refuses a prompt that is too long.
         skip_reading_prefix_cache: Compute the whole prompt.
         bad_word_token_ids: ``bad_words`` as tokens; set by the frontend.
-        num_speculative_tokens: Maximum number of drafted tokens per step; 0 disables drafts, None leaves it to the engine.
-        thinking_token_budget: Maximum number of reasoning tokens, without the tags; None means no limit. At the limit, the
-            engine forces the token that ends the reasoning.
+        num_speculative_tokens: Maximum number of drafted tokens per step; 0 disables drafts, None leaves it to the
+            engine.
+        thinking_token_budget: Maximum number of reasoning tokens, without the tags; None means no limit. At the limit,
+            the engine forces the token that ends the reasoning.
     """
 
     n: int = 1
@@ -161,12 +167,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def greedy(self) -> bool:
-        """Whether the next token is the argmax of the logits."""
+        """Whether sampling is greedy: the next token is the argmax of the logits."""
         return self.temperature == 0.0
 
 
 class Bounds(NamedTuple):
-    """Range of a parameter. ``above`` means that ``low`` itself is refused."""
+    """Range of a parameter. If ``above`` is True, ``low`` itself is refused."""
 
     low: float
     high: float = math.inf
@@ -178,7 +184,7 @@ class Bounds(NamedTuple):
         return finite and (value > self.low if self.above else value >= self.low) and value <= self.high
 
     def __str__(self) -> str:
-        """Return the bounds as error messages show them after "it must be"."""
+        """Return the bounds as the end of an error message that begins with "it must be"."""
         if self.above:
             return f"above {self.low:g} and " + ("finite" if self.high == math.inf else f"at most {self.high:g}")
         if self.high == math.inf:
@@ -206,16 +212,17 @@ BOUNDS = {
     "num_speculative_tokens": Bounds(0, MAX_SPECULATIVE_TOKENS),
     "thinking_token_budget": Bounds(0),
 }
-"""Bounds of numeric parameters. Services that know a model or configured limits check more."""
+"""Bounds of numeric parameters. Services that know the model or configured limits check stricter bounds."""
 _LOGIT_BIAS = Bounds(-100.0, 100.0)
 
 
 def check_values(params: SamplingParams) -> None:
-    """Check parameters without knowledge of a model. Frontends do so on arrival, and engines before they queue a
-    request.
+    """Check the parameters that can be checked without a model.
+
+    Frontends call this function when a request arrives. Engines call it before they queue the request.
 
     Raises:
-        InvalidArgument: Names the field, its value and its bounds.
+        InvalidArgument: A value is out of bounds. The error names the field, its value and its bounds.
     """
     for name, bounds in BOUNDS.items():
         if (value := getattr(params, name)) is not None and not bounds.allow(value):

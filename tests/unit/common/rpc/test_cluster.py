@@ -145,5 +145,5 @@ def test_a_delta_tells_of_adapters_without_the_rest():
     assert not delta.empty
     message = cluster.delta_to_proto(delta, base_version=1)
     assert changed_by(before, cluster.delta_from_proto(message)) == after
-    with pytest.raises(ValueError, match="loras has 1"):
+    with pytest.raises(ValueError, match="loras has index 1"):
         changed_by(before[:1], delta)

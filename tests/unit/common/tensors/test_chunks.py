@@ -37,14 +37,14 @@ def test_a_tensor_is_kept_until_its_last_message() -> None:
 
 def test_a_tensor_that_nothing_has_come_of_is_named() -> None:
     error = failure(IncomingTensors(100), 7)
-    assert error.message == "prompt_embeds.chunks refers to tensor 7, of which nothing has come"
+    assert error.message == "prompt_embeds.chunks refers to tensor 7, but no chunk of this tensor has arrived"
     assert error.field == "prompt_embeds.chunks"
 
 
 def test_a_tensor_that_has_not_come_whole_is_refused() -> None:
     tensors = IncomingTensors(100)
     tensors.add(1, 0, b"abc")
-    assert "4 bytes in chunks; 3 bytes of tensor 1" in failure(tensors, 1).message
+    assert "4 bytes in chunks, but 3 bytes of tensor 1" in failure(tensors, 1).message
     assert tensors.num_bytes == 0
 
 
@@ -56,7 +56,7 @@ def test_pieces_out_of_order_fail_their_own_message_alone(offset: int) -> None:
     tensors.add(1, offset, b"cd")
     tensors.add(1, 2, b"cd")
     assert tensors.num_bytes == 4
-    assert "did not come in order" in failure(tensors, 1).message
+    assert "are not in order" in failure(tensors, 1).message
     assert tensors.take(2, 4, keep=False, field="f") == b"xyzw"
 
 
@@ -66,7 +66,7 @@ def test_a_tensor_does_not_grow_behind_a_message_that_refers_to_it() -> None:
     taken = memoryview(tensors.take(1, 4, keep=True, field="f"))
     tensors.add(1, 4, b"e")
     assert taken == b"abcd"
-    assert "more of it came behind a message" in failure(tensors, 1).message
+    assert "a chunk arrived after a message" in failure(tensors, 1).message
 
 
 def test_the_total_size_of_all_tensors_is_bounded() -> None:
@@ -75,7 +75,7 @@ def test_the_total_size_of_all_tensors_is_bounded() -> None:
     tensors.add(2, 0, b"xyzw")
     error = failure(tensors, 2)
     assert isinstance(error, ResourceExhausted)
-    assert "8 bytes would wait for their messages; the limit of a session is 6" in error.message
+    assert "would have 8 bytes; the limit is 6" in error.message
     assert tensors.take(1, 4, keep=False, field="f") == b"abcd"
 
 
@@ -106,7 +106,7 @@ def test_tensors_without_bytes_are_bounded_as_well() -> None:
     error = failure(tensors, 65_536, 0)
     assert isinstance(error, ResourceExhausted)
     assert (error.field, len(tensors)) == ("prompt_embeds.chunks", 65_536)
-    assert "65536 tensors wait for their messages" in error.message
+    assert "65536 tensors of this session are buffered" in error.message
     assert tensors.take(0, 0, keep=False, field="f") == b""
 
 
@@ -135,14 +135,14 @@ def test_no_more_of_a_tensor_is_held_than_was_announced() -> None:
     tensors.add(1, 0, b"ab", size=3)
     tensors.add(1, 2, b"cd")
     assert tensors.num_bytes == 0
-    assert "4 bytes came where 3 were announced" in failure(tensors, 1).message
+    assert "4 bytes have arrived, but only 3 were announced" in failure(tensors, 1).message
 
 
 def test_a_tensor_larger_than_the_free_space_is_refused_at_its_first_chunk() -> None:
     tensors = IncomingTensors(100, announced=True)
     tensors.add(1, 0, b"ab", size=101)
     assert tensors.num_bytes == 0
-    assert "tensors of 101 bytes would wait" in failure(tensors, 1).message
+    assert "the buffered tensors of this session would have 101 bytes" in failure(tensors, 1).message
 
 
 # The bound on the tensors in chunks of all sessions together.

@@ -77,7 +77,7 @@ def test_names_that_are_not_of_the_session_are_refused_and_stay(tmp_path: Path, 
     reader = SegmentReader("f", root=tmp_path)
     error = refusal(reader, name, 3)
     assert isinstance(error, InvalidArgument)
-    assert "it is no segment of this session's" in error.message
+    assert "which is not a segment of this session" in error.message
     reader.discard(name)
     assert names(tmp_path) == before
 
@@ -87,7 +87,7 @@ def test_a_segment_of_another_size_is_refused_and_removed(tmp_path: Path, offset
     ref = written(SegmentWriter("f", root=tmp_path), b"abc")
     error = refusal(SegmentReader("f", root=tmp_path), ref.name, size, offset)
     assert isinstance(error, InvalidArgument)
-    assert f"the segment has 3 bytes; offset and size say {offset + size}" in error.message
+    assert f"the segment has 3 bytes; offset and size require {offset + size}" in error.message
     assert ref.name not in names(tmp_path)
 
 
@@ -109,14 +109,14 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 def test_a_pipe_in_place_of_a_segment_is_refused_at_once(tmp_path: Path) -> None:
     name = f"penstock-{owner_of('f')}-7"
     os.mkfifo(tmp_path / name)
-    assert "is no file" in refusal(SegmentReader("f", root=tmp_path), name, 3).message
+    assert "is not a regular file" in refusal(SegmentReader("f", root=tmp_path), name, 3).message
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_another_users_file_is_refused(tmp_path: Path) -> None:
     ref = written(SegmentWriter("f", root=tmp_path), b"abc")
     os.chown(tmp_path / ref.name, 12_345, 12_345)
-    assert "another user's" in refusal(SegmentReader("f", root=tmp_path), ref.name, 3).message
+    assert "belongs to another user" in refusal(SegmentReader("f", root=tmp_path), ref.name, 3).message
 
 
 def test_reads_beyond_max_bytes_are_refused(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_memory_that_cannot_be_had_leaves_nothing(tmp_path: Path, monkeypatch: p
 
 
 def test_less_than_a_slot_is_no_arena(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="99 bytes hold no slot of 100"):
+    with pytest.raises(OSError, match="an arena of 99 bytes has no space for a slot of 100 bytes"):
         Arena("a", size=99, slot_bytes=100, root=tmp_path)
     assert names(tmp_path) == []
 
@@ -287,7 +287,7 @@ def test_another_name_is_not_read(arena: Arena, tmp_path: Path, name: str) -> No
 
 def test_bytes_beyond_its_end_are_refused(arena: Arena, tmp_path: Path) -> None:
     reader = ArenaReader("a", root=tmp_path)
-    with pytest.raises(InvalidArgument, match="ends behind 50 of 100 bytes"):
+    with pytest.raises(InvalidArgument, match="ends after 50 of 100 bytes"):
         reader.read(arena.name, 950, 100, field="data")
 
 

@@ -139,7 +139,7 @@ async def test_the_token_of_another_port_is_worth_nothing(listen: Listen) -> Non
 @pytest.mark.asyncio
 async def test_a_node_sends_nothing_to_an_engine_that_does_not_know_the_secret(listen: Listen, secret: Secret) -> None:
     listener, events = listen(None)
-    with pytest.raises(Unauthenticated, match="and this side has none; give both sides the same secret") as refused:
+    with pytest.raises(Unauthenticated, match="but it is not set here; give both sides the same secret") as refused:
         await NodeClient(at(listener.port, secret(SECRET))).attach()
     assert (refused.value.reason, events.indices) == ("SECRET_NOT_SET", [])
 
