@@ -1,7 +1,7 @@
 """The ``penstock`` command, which runs the three services and a terminal client, and ``LLM`` for Python programs.
 
-``from penstock_local import LLM, SamplingParams`` runs a model inside a Python program. Each name imports its module,
-and with it torch, at first use. This keeps the start of the command fast.
+``from penstock_local import LLM, SamplingParams`` runs a model inside a Python program. The first use of a name imports
+its module, and torch with it. So the command itself starts fast.
 """
 
 import importlib
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
     home = next((module for module, names in _HOMES.items() if name in names), None)
     if home is None:
         if hint := _replacement(name):
-            # ``from ... import`` replaces the text of an AttributeError with its own, so raise ImportError.
+            # ``from ... import`` would replace the text of an AttributeError, so raise ImportError.
             raise ImportError(f"cannot import name {name!r} from {__name__!r}{hint}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)

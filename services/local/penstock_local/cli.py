@@ -254,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("\n")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of standard output is gone, so flushing buffered output at exit would fail again.
+        # The reader of standard output has exited, so flushing buffered output at exit would fail again.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE

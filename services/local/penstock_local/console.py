@@ -27,7 +27,7 @@ def dim(text: str) -> str:
 
 def say(text: str) -> None:
     """Write a message of the command to standard error."""
-    with contextlib.suppress(OSError):  # A closed terminal must not prevent the command from stopping the services.
+    with contextlib.suppress(OSError):  # the command must stop its services even if the terminal is closed
         sys.stderr.write(f"{paint('penstock', BOLD, sys.stderr)}: {text}\n")
         sys.stderr.flush()
 
@@ -38,11 +38,11 @@ def fail(text: str) -> None:
 
 
 class JoinedLog:
-    """Merges the log lines of several services into one stream, such as ``engine-0 | ...``.
+    """Writer that merges the log lines of several services into one stream, with prefixes such as ``engine-0 | ...``.
 
-    Each service has its own color. While ``muted`` is True, lines are dropped. If the stream's reader is gone (a closed
-    terminal, ``| head``), ``on_closed`` is called once and later lines are dropped, so that services can keep writing
-    until they have stopped.
+    Each service has its own color. While ``muted`` is True, lines are dropped. If the reader of the stream has exited
+    (a closed terminal, ``| head``), ``on_closed`` is called once and later lines are dropped. So services can continue
+    to write until they have stopped.
     """
 
     def __init__(self, services: list[str], *, stream: TextIO, on_closed: Callable[[], None]) -> None:

@@ -120,8 +120,9 @@ def media(arguments: argparse.Namespace) -> "list[MediaFile]":
 
 
 def _name(text: str) -> str:
-    """Return ``text`` unchanged, but refuse an empty name: it would mean no adapter, and often comes from an unset
-    variable.
+    """Return ``text``, but refuse an empty name.
+
+    An empty name would mean no adapter. Often its cause is an unset shell variable.
     """
     if not text:
         raise argparse.ArgumentTypeError("the name is empty")
@@ -293,7 +294,7 @@ class Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Check choices like argparse, with the wording of settings errors."""
         if action.choices is not None and value not in action.choices:
-            # An empty choice means the same as not giving the flag, so the message omits it.
+            # An empty choice means the same as a missing flag, so the message does not list it.
             known = [name for name in map(str, action.choices) if name]
             flag = action.option_strings[0] if action.option_strings else ""
             hint = self.suggest_value(flag, str(value)) if self.suggest_value is not None else ""
@@ -302,7 +303,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def error(self, message: str) -> NoReturn:
-        """Report an error like argparse. For a missing argument, add a hint about unknown flags given in its place."""
+        """Report an error like argparse. If an argument is missing, add hints about unknown flags that were given."""
         if message.startswith(_MISSING) and (unknown := self._unknown_flags(self._arguments)):
             message += f"; {self._unknown(unknown)}"
         super().error(message)

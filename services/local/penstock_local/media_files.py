@@ -36,7 +36,7 @@ class MediaFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_media(name: str, modality: Modality, *, of: str) -> MediaFile:
-    """Read a file, or take a URL as it is.
+    """Read a file. A URL is not read, but passed to the server.
 
     Errors begin with ``of``, the flag or command that named the file. Raises ConfigError if the file is empty or
     unreadable.

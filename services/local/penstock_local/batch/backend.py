@@ -1,4 +1,4 @@
-"""Backends of a batch: running servers, and the interface that an engine in this process also implements."""
+"""Backends of a batch: the common interface, and its implementation for running servers."""
 
 import asyncio
 import itertools
@@ -17,9 +17,9 @@ from penstock_local.rpc.connect import API_KEY, PUBLIC
 _RETRIED = frozenset({408, 429, 502, 503, 504})
 _ATTEMPTS = 8
 _LONGEST_WAIT = 30.0
-"""Maximum number of seconds between two attempts."""
+"""Maximum number of seconds between two attempts to send a request."""
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
-"""URLs that lines may use with servers. A server returns an error for a URL that it does not serve."""
+"""URLs that lines may use if the backend is a server. The server returns an error for a URL that it does not serve."""
 
 
 class Answer(NamedTuple):
@@ -31,7 +31,7 @@ class Answer(NamedTuple):
 
 
 class Backend(Protocol):
-    """Backend that answers request bodies. ``submit`` and ``close`` are called from outside its event loop."""
+    """Interface of a backend, which answers request bodies. Call ``submit`` and ``close`` from outside its event loop."""
 
     @property
     def urls(self) -> Collection[str]:
@@ -52,7 +52,7 @@ class Backend(Protocol):
 
 
 class Servers:
-    """HTTP servers of one cluster's frontends, used in turn. Requests that busy servers refuse are retried."""
+    """Backend that sends requests to the frontends of a cluster in turn. It retries requests that busy servers refuse."""
 
     urls = URLS
 
@@ -86,7 +86,7 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(run(), self._loop)
 
     async def post(self, url: str, body: bytes) -> Answer:
-        """Send a request. If the server is busy, wait as long as it says, then retry."""
+        """Send a request. If the server is busy, retry after the delay that the server's answer states."""
         trouble = ""
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1

@@ -1,4 +1,4 @@
-"""Implementation of ``penstock batch``: answers every line of a file exactly once, even over several runs."""
+"""Implementation of ``penstock batch``, which answers every line of a file exactly once, even if it is run again."""
 
 import contextlib
 import time
@@ -63,7 +63,7 @@ class BatchProgress:
         say(why)
 
     def add(self, *, ok: bool, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Count one finished line. ``tokens`` has the numbers of its prompt and output tokens."""
+        """Count one finished line. ``tokens``: number of prompt tokens and number of output tokens of the line."""
         self.done += 1
         self.num_failed += not ok
         self.prompt_tokens += tokens[0]
@@ -71,7 +71,7 @@ class BatchProgress:
         self.tick()
 
     def summary(self) -> str:
-        """Return tokens, seconds and tokens per second of the lines of this run."""
+        """Return a text with lines, seconds, tokens and tokens per second of this run."""
         seconds = time.monotonic() - self._began
         rate = self.output_tokens / max(seconds, 1e-9)
         return (
@@ -80,7 +80,7 @@ class BatchProgress:
         )
 
     def tick(self) -> None:
-        """Refresh the display if it is due."""
+        """Refresh the display if the refresh interval has passed."""
         if time.monotonic() - self._told >= (_REFRESH_SECONDS if self._bar else _LINE_SECONDS):
             self._tell()
 
@@ -197,9 +197,9 @@ class _Requests:
 
 
 def _done(source: InputFile, *files: OutputFile) -> tuple[bytearray, int]:
-    """Read which lines are done from the files. Returns a flag per line number, and the number of done lines.
+    """Read from the output files which lines are done. Returns a flag per line number, and the number of done lines.
 
-    Raises ConfigError if a file does not belong to this input.
+    Raises ConfigError if an output file does not belong to this input file.
     """
     done, count = bytearray(), 0
     for file in files:

@@ -39,10 +39,10 @@ def open_input(path: str) -> BinaryIO:
 
 
 class OutputFile:
-    """Appends whole lines to a file. Only one program can have the file open at a time.
+    """Output file to which complete lines are appended. Only one program can have the file open.
 
-    An incomplete last line, which a killed program left, is cut off. Lines for a URL are collected in a local file,
-    which is uploaded when the batch is done.
+    If a killed program has left an incomplete last line, this line is removed. If the path is a URL, lines are
+    collected in a local file, which is uploaded when the batch is done.
     """
 
     def __init__(self, path: str, *, overwrite: bool) -> None:
@@ -53,7 +53,7 @@ class OutputFile:
             if is_url(path):
                 self.local.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.fdopen(open_private(self.local), "ab+")
-            else:  # A local path may be a symbolic link, like for any program of the user.
+            else:  # a local path may be a symbolic link, because the user has chosen it
                 self._file = self.local.open("ab+")
         except OSError as e:
             raise ConfigError(f"{path} cannot be written: {e.strerror or e}") from None
@@ -80,7 +80,7 @@ class OutputFile:
         yield from self._file
 
     def add(self, line: bytes) -> None:
-        """Append a line. When this returns, the line survives a crash of this program."""
+        """Append a line. When this method returns, the line survives a crash of this program."""
         self._file.write(line)
         self._file.flush()
 
@@ -164,14 +164,14 @@ _NO_RESPONSES = (
     f"for {_CHAT}, use body.messages instead of input, a message with the role system instead of instructions, "
     "and max_completion_tokens instead of max_output_tokens"
 )
-"""Advice for lines that use the responses API. It stores responses for later calls, which a batch does not."""
+"""Advice for lines that use the responses API. A batch does not support that API, because it stores no responses."""
 _LINES = msgspec.json.Decoder(_Line)
 _BODIES = msgspec.json.Decoder(_Body)
 _NAMES = msgspec.json.Decoder(_Named)
 
 
 def custom_id_of(line: bytes) -> str:
-    """Return the ``custom_id`` of a line, even if the rest of the line is invalid. Empty if there is none."""
+    """Return the ``custom_id`` of a line, even if the rest of the line is invalid, or '' if the line has no id."""
     try:
         return _NAMES.decode(line).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -222,8 +222,8 @@ _DIGEST = 8
 class InputFile:
     """Input file of a batch.
 
-    Keeps an 8-byte digest of each line's ``custom_id``, to recognize lines and find duplicates. ``total`` is the number
-    of lines that are not blank.
+    Stores an 8-byte digest of each line's ``custom_id``, to recognize lines and to find duplicates. ``total`` is the
+    number of lines that are not blank.
 
     Raises:
         ConfigError: The file cannot be read, has no lines, or has two lines with the same ``custom_id``.
@@ -259,8 +259,8 @@ class InputFile:
             name = custom_id_of(line)
             if (earlier := first.setdefault(name, number)) != number:
                 raise ConfigError(
-                    f"{self.path}: line {number} has the same custom_id {quoted(name)} as line {earlier}; answers "
-                    "are identified by it, so each line needs its own"
+                    f"{self.path}: line {number} has the same custom_id {quoted(name)} as line {earlier}; the custom_id "
+                    "identifies the answer, so each line needs a different one"
                 )
 
     def _read(self) -> Iterator[bytes]:
@@ -295,7 +295,7 @@ class BatchError(msgspec.Struct, frozen=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True):
-    """Result of a line. ``id`` contains the line number, so that a continued batch knows the finished lines."""
+    """Result of a line. ``id`` contains the line number, so that a later run of the batch knows the finished lines."""
 
     id: str
     custom_id: str
@@ -338,12 +338,12 @@ def failed(number: int, custom_id: str, error: RequestFailed) -> BatchRecord:
 
 
 def tokens_of(record: BatchRecord) -> tuple[int, int]:
-    """Return the prompt and output tokens that the answer reports, or 0 each if it reports none."""
+    """Return the numbers of prompt and output tokens that the answer reports, or 0 and 0 if it reports none."""
     if record.response is None:
         return 0, 0
     try:
         usage = _USED.decode(record.response.body).usage
-    except msgspec.ValidationError:  # The answer has another form.
+    except msgspec.ValidationError:  # the answer has no usage in the expected form
         usage = None
     return (usage.prompt_tokens, usage.completion_tokens) if usage is not None else (0, 0)
 

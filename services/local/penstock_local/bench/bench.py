@@ -129,8 +129,8 @@ async def _run(load: Load, options: BenchOptions) -> bool:
                 await asyncio.wait([running], timeout=_REFRESH_SECONDS)
                 _update(progress, task, load, options)
         except asyncio.CancelledError:
-            # Ctrl-C ends the running requests, then the report follows. A second Ctrl-C would cancel again and end the
-            # program.
+            # Ctrl-C ends the running requests, and then the command writes the report. A second Ctrl-C would cancel the
+            # task again and end the program.
             current = asyncio.current_task()
             if current is not None:
                 current.uncancel()
@@ -142,7 +142,7 @@ async def _run(load: Load, options: BenchOptions) -> bool:
 
 
 def _progress() -> Progress:
-    """Return a progress bar on standard error if that is a terminal. It disappears at the end."""
+    """Return a progress bar, which is shown if standard error is a terminal, and disappears at the end."""
     console = Console(stderr=True, highlight=False)
     return Progress(
         SpinnerColumn(),

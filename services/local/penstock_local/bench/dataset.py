@@ -17,9 +17,9 @@ from penstock_local.bench.options import BenchOptions
 from penstock_local.bench.report import schema_problem
 
 CountTokens = Callable[[str], Awaitable[int]]
-"""Function that counts a text's tokens with the server's tokenizer. Raises the server's errors."""
+"""Function that returns the number of tokens of a text, by the server's tokenizer. Raises the server's errors."""
 FIRST_ID = 10
-"""First random token id. The lowest ids are special tokens in many vocabularies."""
+"""Lowest token id in random prompts. Lower ids are special tokens in many vocabularies."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -28,22 +28,22 @@ class Prompt(msgspec.Struct, frozen=True):
     Attributes:
         text: Text or token ids.
         max_tokens: Number of new tokens to request.
-        schema: JSON schema that the answer must follow; empty for none.
+        schema: JSON schema that the answer must match; empty if there is no schema.
     """
 
     text: str | Sequence[int]
     max_tokens: int
     schema: str = ""
     images: Sequence[bytes] = ()
-    """Image files to put before the text."""
+    """Contents of the image files that come before the text."""
 
 
 class Dataset(msgspec.Struct, frozen=True):
     """Prompts of a benchmark and their description.
 
     Attributes:
-        prompts: Endless iterator, which is the same for the same seed.
-        about: Description in words.
+        prompts: Endless iterator over the prompts. The same seed gives the same prompts.
+        about: Description of the prompts in words.
     """
 
     prompts: Iterator[Prompt]
@@ -51,7 +51,7 @@ class Dataset(msgspec.Struct, frozen=True):
 
 
 def check_lengths(longest: int, model: Model, *, flags: str) -> None:
-    """Raise ConfigError, naming ``flags``, if the model does not accept sequences of ``longest`` tokens."""
+    """Raise ConfigError if the model does not accept sequences of ``longest`` tokens. The error names ``flags``."""
     if model.max_model_len and longest > model.max_model_len:
         raise ConfigError(
             f"prompts and outputs have up to {longest} tokens together, but {model.name} accepts at most "
@@ -88,7 +88,8 @@ def numbered_lines(file: Path, *, flag: str) -> list[tuple[int, str]]:
 def decode(text: str | msgspec.Raw, kind: type[T], *, where: str) -> T:
     """Decode JSON into a type.
 
-    Raises ConfigError that begins with ``where``, which names the file and the line or entry.
+    Raises ConfigError if the JSON is invalid. The error begins with ``where``, which names the file and the line or
+    entry.
     """
     try:
         return msgspec.json.decode(text, type=kind)
@@ -99,7 +100,7 @@ def decode(text: str | msgspec.Raw, kind: type[T], *, where: str) -> T:
 def decode_list(text: str, kind: type[T], *, where: str, what: str) -> list[T]:
     """Decode a JSON list with entries of one type.
 
-    Raises ConfigError if it is not a list of ``what``, or naming a wrong entry.
+    Raises ConfigError if the text is not a list of ``what``, or if an entry is wrong; the error then names the entry.
     """
     try:
         entries = msgspec.json.decode(text, type=list[msgspec.Raw])
@@ -111,7 +112,7 @@ def decode_list(text: str, kind: type[T], *, where: str, what: str) -> list[T]:
 
 
 def _place(text: str) -> str:
-    """Return the line at which a text stops being valid JSON."""
+    """Return a text with the number of the line with the syntax error, for messages."""
     try:
         json.loads(text)
     except json.JSONDecodeError as e:
@@ -123,7 +124,7 @@ def _place(text: str) -> str:
 
 
 class _PromptLine(msgspec.Struct, frozen=True):
-    """An object of a JSONL file. Other keys are ignored."""
+    """A line of a JSONL file: a JSON object. Other keys are ignored."""
 
     prompt: str | list[int]
     max_tokens: int | None = None
@@ -165,14 +166,14 @@ def _parse_prompt(line: str, *, where: str) -> _PromptLine:
 # Dataset: conversations of people with a model, from a file of the ShareGPT dataset.
 #
 # The selection is the same as in ``vllm bench serve --dataset-name sharegpt``: the first turn is the prompt, and the
-# second turn gives the length of the answer.
+# length of the second turn is the length of the answer.
 
 LEAST_TOKENS, MOST_PROMPT_TOKENS, MOST_TOKENS = 4, 1024, 2048
-"""Limits in tokens: minimum for prompts and answers, maximum for prompts, and maximum for both together."""
+"""Limits in tokens: minimum for prompts and for answers, maximum for prompts, and maximum for prompt plus answer."""
 MOST_CHARACTERS = 32 * MOST_TOKENS
-"""Maximum number of characters. Longer texts are skipped without counting their tokens."""
+"""Maximum number of characters of a text. Longer texts are skipped, and their tokens are not counted."""
 WITHOUT_LIMIT = 2000
-"""Number of conversations to select if the number of requests is unknown."""
+"""Number of conversations that are selected if the number of requests is unknown."""
 _AT_ONCE = 32
 
 
@@ -188,12 +189,13 @@ class _Conversation(msgspec.Struct, frozen=True):
 
 
 async def sharegpt(options: BenchOptions, model: Model, count_tokens: CountTokens) -> Dataset:
-    """Select as many conversations as there are requests, in random order by the seed. They repeat if too few fit.
+    """Select as many conversations as there are requests, in a random order that the seed defines.
 
-    ``--output-len`` replaces the lengths of the answers if it is given.
+    If fewer conversations are suitable, the selected conversations repeat. If ``--output-len`` is given, it replaces
+    the lengths of the answers.
 
     Raises:
-        ConfigError: The file or an entry is invalid, or no conversation fits. The server's errors are raised too.
+        ConfigError: The file or an entry is invalid, or no conversation is suitable. Also raises the server's errors.
     """
     file = Path(options.dataset_path)
     where = f"--dataset-path {file}"
@@ -221,7 +223,7 @@ async def sharegpt(options: BenchOptions, model: Model, count_tokens: CountToken
 
 
 def _drawn(options: BenchOptions, rng: random.Random) -> int | None:
-    """Return a random output length, or None if the answer's own length applies."""
+    """Return a random output length, or None if the length of the conversation's answer applies."""
     return rng.randint(options.output_range.low, options.output_range.high) if options.output_len else None
 
 
@@ -250,14 +252,15 @@ def _nothing_fits(read: Sequence[_Conversation], pairs: Sequence[tuple[str, str]
     )
 
 
-# Random images: soft spots of color, as JPEG files. No server has cached them.
+# Random images as JPEG files: soft spots of color. All images differ, so no server has cached them.
 
 _SPOTS = 16
-"""Number of color spots per side: enough to make all images different, with file sizes similar to photographs."""
+"""Number of color spots per side. With this number, all images differ, and files are as large as those of photographs.
+"""
 
 
 def random_images(options: BenchOptions) -> Iterator[tuple[bytes, ...]]:
-    """Yield the image files of each request, endlessly. ``image_repeat`` requests in a row share the same images."""
+    """Yield the image files of each request, endlessly. ``image_repeat`` consecutive requests have the same images."""
     rng = random.Random(f"images {options.bench_seed}")
     width, height = options.image_pixels
     while True:
@@ -305,7 +308,7 @@ def _random_prompts(options: BenchOptions, ids: range) -> Iterator[Prompt]:
         yield Prompt(prefix + rng.choices(ids, k=length), rng.randint(outputs.low, outputs.high), images=next(images))
 
 
-# Dataset: prompts with shared prefixes, to measure prefix caching. A few random prefixes are each followed by many
+# Dataset: prompts with shared prefixes, to measure prefix caching. Each of a few random prefixes occurs with many
 # suffixes.
 #
 # The idea and the names come from ``vllm bench serve --dataset-name prefix_repetition``.
@@ -324,7 +327,7 @@ def prefix_repetition(options: BenchOptions, model: Model) -> Dataset:
 
 
 def _prefix_prompts(options: BenchOptions, ids: range) -> Iterator[Prompt]:
-    """Yield rounds in which every prefix occurs once. Each round has its own order."""
+    """Yield prompts in rounds. In each round, every prefix occurs once, in a new random order."""
     rng = random.Random(options.bench_seed)
     length = options.prefix_repetition_prefix_len
     prefixes = [rng.choices(ids, k=length) for _ in range(options.prefix_repetition_num_prefixes)]
@@ -347,7 +350,7 @@ _PROPERTIES = (2, 5)
 
 
 def made_schema(rng: random.Random) -> dict[str, Any]:
-    """Return the schema of an object. In one of three schemas, one property is an object too."""
+    """Return the schema of an object. In a third of the schemas, one property is also an object."""
     schema = _object(rng)
     if rng.random() < 1 / 3:
         name = rng.choice(list(schema["properties"]))
@@ -396,9 +399,9 @@ class _SchemaLine(msgspec.Struct, frozen=True):
 
 
 def json_schema(options: BenchOptions) -> Dataset:
-    """Use ``--num-schemas`` generated schemas in turn, or those of a file. Raises ConfigError naming a wrong line.
+    """Return requests with ``--num-schemas`` generated schemas, or with the schemas in a file, used in turn.
 
-    A line without a prompt gets one that asks for JSON and contains the schema.
+    If a line has no prompt, a prompt with the schema is generated. Raises ConfigError that names a wrong line.
     """
     rng = random.Random(options.bench_seed)
     if options.dataset_path:

@@ -25,7 +25,7 @@ _WINDOW = 8
 
 
 class Load:
-    """One run of the load. Requests are sent to the clients in turn. The counters feed the progress bar."""
+    """One run of the load. It uses the clients in turn. The progress bar reads the counters."""
 
     def __init__(self, options: BenchOptions, clients: Sequence[AsyncClient], prompts: Iterator[Prompt]) -> None:
         self.records: list[Record] = []
@@ -37,7 +37,7 @@ class Load:
         self.stopped = ""
         """Reason why sending ended early: the server shuts down or is unreachable; empty otherwise."""
         self.seconds = 0.0
-        """Duration of the run in seconds."""
+        """Duration of the run, in seconds."""
         self.cpu_seconds = 0.0
         """Processor time of this client during the run, in seconds."""
         self._options = options
@@ -99,8 +99,12 @@ class Load:
             await self._request(next(self._prompts))
 
     async def _open_loop(self, rate: float, tasks: set[asyncio.Task[None]]) -> None:
-        """Send at random times, independent of the speed of answers. A late request does not delay later ones."""
-        rng = random.Random(self._options.bench_seed + 1)  # A separate generator, so that the prompts do not change.
+        """Send requests at random times, which do not depend on the speed of answers. A late request delays no other
+        request.
+        """
+        rng = random.Random(
+            self._options.bench_seed + 1
+        )  # a separate generator, so that random times do not change the prompts
         due = 0.0
         for sent in itertools.count(1):
             due += rng.expovariate(rate)
@@ -155,7 +159,7 @@ class Load:
         )
         client = next(self._clients)
         call = client.stub.Generate(request, timeout=options.timeout, metadata=client.metadata)
-        # Messages are not converted to Outputs, because that would slow down the measurement.
+        # Do not convert messages to Outputs, because that would slow down the measurement.
         async with explained(options.address), AsyncStream(call, _message) as messages:
             async for message in messages:
                 if num_tokens := len(message.token_ids):

@@ -27,7 +27,7 @@ _BELONGS_TO = {
     "num_schemas": ("json-schema",),
     "end_at_eos": ("random", "sharegpt", "prefix-repetition"),
 }
-"""Options that apply only to some datasets."""
+"""Options that apply only to some datasets, with these datasets."""
 
 
 class Range(msgspec.Struct, frozen=True):
@@ -216,7 +216,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"--{name.replace('_', '-')} is given, but --images is 0; set --images to use it")
 
     def _check_dataset(self) -> None:
-        """Raise ConfigError for an option that does not apply to the dataset, or for a missing one."""
+        """Raise ConfigError if an option does not apply to the dataset, or if a required option is missing."""
         if self.prompts and self.dataset != "random":
             raise ConfigError(f"--prompts and --dataset {self.dataset} both provide prompts; give only one of them")
         for field in msgspec.structs.fields(self):
@@ -226,7 +226,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
             if given and self.dataset not in datasets:
                 raise ConfigError(f"{flag} is for --dataset {' and '.join(datasets)}, not for {self.dataset}")
             if given and self.prompts and field.name in ("input_len", "shared_prefix_len", "images"):
-                raise ConfigError(f"{flag} is for random prompts; --prompts brings its own")
+                raise ConfigError(f"{flag} is for random prompts, but --prompts is given; leave one of them out")
         if self.dataset == "sharegpt" and not self.dataset_path:
             raise ConfigError("--dataset sharegpt needs --dataset-path, a JSON file of conversations")
 
@@ -263,7 +263,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_end(self) -> bool:
-        """Whether outputs may end before their full length. Outputs that follow a schema always may."""
+        """Whether outputs may end before their full length. Outputs with a schema may always end early."""
         return self.end_at_eos or self.dataset == "json-schema"
 
     @property

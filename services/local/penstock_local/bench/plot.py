@@ -1,4 +1,4 @@
-"""Charts of a benchmark. matplotlib is imported only when a chart is drawn, so the command works without it."""
+"""Charts of a benchmark. matplotlib is imported only when a chart is drawn, so other commands do not need it."""
 
 import importlib.util
 import io
@@ -34,9 +34,9 @@ _PAGE_COLORS = {
     "#e6e8eb": "line",
     "#ffffff": "card",
 }
-"""Name of each color in the style of the HTML page. The page uses other colors in dark mode."""
+"""Map from colors to their names in the style of the HTML page, which replaces the colors in dark mode."""
 _DRAWN = 400
-"""Maximum number of requests in a chart of the page. If there are more, an even selection is drawn."""
+"""Maximum number of requests in a chart of the page. If the run has more requests, an even selection is drawn."""
 
 
 def check(file: str, *, flag: str) -> None:
@@ -62,7 +62,7 @@ def draw(file: str, records: Sequence[Record], report: Report, *, title: str) ->
 
 
 def charts(records: Sequence[Record], report: Report) -> Iterator[str]:
-    """Yield the panels of the same chart as SVG. The page's style sets the colors."""
+    """Yield the panels of the chart as SVG. The page's style sets the colors."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -118,7 +118,7 @@ def _spread(axes: Any, title: str, seconds: Sequence[float], numbers: Latencies 
         axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center", color=_GREY)
         return
     values = [value * 1e3 for value in seconds]
-    # The last bar counts the slowest values. Without that, they would squeeze all others into one bar.
+    # The last bar counts all slow values. If the axis extended to the slowest value, most values would be in one bar.
     end = max(min(numbers.max, 2 * numbers.p99), 1e-6)
     shares = [1 / len(values)] * len(values)
     axes.hist([min(value, end) for value in values], bins=_BINS, range=(0, end), weights=shares, color=color, alpha=0.7)

@@ -34,15 +34,15 @@ class Record(msgspec.Struct, kw_only=True):
     rejected_draft_tokens: int = 0
     """Number of drafted tokens that were rejected."""
     schema: str = ""
-    """JSON schema that the answer must follow; empty for none."""
+    """JSON schema that the answer must match; empty if there is no schema."""
     text: str = ""
-    """Text of the answer. Kept only if there is a schema."""
+    """Text of the answer. It is stored only if the request has a schema."""
     problem: str = ""
-    """Reason why the answer does not follow its schema; empty if it does or was not checked."""
+    """Reason why the answer does not match its schema; empty if it matches or was not checked."""
     times: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
     """Arrival time of each message with tokens."""
     sizes: "array[int]" = msgspec.field(default_factory=lambda: array("l"))
-    """Number of tokens in each of these messages."""
+    """Number of tokens in each message with tokens."""
 
     @property
     def ok(self) -> bool:
@@ -56,7 +56,7 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def ttft(self) -> float | None:
-        """Seconds to the first token; None if no token was received."""
+        """Seconds from the request to the first token, or None if no token was received."""
         return self.times[0] - self.start if self.times else None
 
     @property
@@ -66,12 +66,12 @@ class Record(msgspec.Struct, kw_only=True):
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds per token after the first message; None if there are no such tokens."""
+        """Mean seconds per token after the first message, or None if later messages have no tokens."""
         later = sum(self.sizes[1:])
         return (self.times[-1] - self.times[0]) / later if later else None
 
     def gaps(self) -> list[float]:
-        """Return the seconds between tokens. Tokens that arrive in one message share the wait evenly."""
+        """Return the seconds between consecutive tokens. The wait for a message is divided evenly among its tokens."""
         gaps: list[float] = []
         for before, now, size in zip(self.times, self.times[1:], self.sizes[1:], strict=False):
             gaps.extend([(now - before) / size] * size)
@@ -111,18 +111,18 @@ def cut(records: Sequence[Record], seconds: float, count: int) -> Slices:
 
 
 def _next_middle(time: float, width: float, count: int) -> int:
-    """Return the first slice whose middle is at or after ``time``, or ``count`` if there is none."""
+    """Return the first slice whose middle is at or after ``time``, or ``count`` if no slice has such a middle."""
     return min(max(math.ceil(time / width - 0.5), 0), count)
 
 
-# ``jsonschema`` is imported only when there is an answer to check, so the command works without it.
+# ``jsonschema`` is imported only to check answers, so benchmarks without schemas do not need it.
 
 _LONGEST = 200
-"""Maximum length of a problem in characters. The validator quotes the whole value."""
+"""Maximum length, in characters, of a problem's description. The validator quotes the complete value."""
 
 
 class JsonAnswers(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the successful answers with a schema: all, those that are valid JSON, and those that follow their
+    """Numbers of successful answers with a schema: all answers, valid JSON answers, and answers that match their
     schema.
     """
 
@@ -172,7 +172,7 @@ def _validator(schema: str) -> "Validator":
 
 PERCENTILES = (50, 90, 99)
 _BUSY = 0.8
-"""Share of a core above which the client itself may limit the results."""
+"""Fraction of a core above which the client itself may limit the results."""
 
 
 class Latencies(msgspec.Struct, frozen=True, kw_only=True):
@@ -186,7 +186,7 @@ class Latencies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of a benchmark. Rates are per second over the whole run, from the first request to the last end.
+    """Results of a benchmark. Rates are per second of the run, from the first request to the end of the last request.
 
     A failed request counts in ``requests`` and ``failures``, and its received tokens count as output tokens.
     """
@@ -223,13 +223,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def draft_acceptance(self) -> float | None:
-        """Share of the drafted tokens that were accepted; None if nothing was drafted."""
+        """Fraction of the drafted tokens that were accepted, or None if no tokens were drafted."""
         drafted = self.accepted_draft_tokens + self.rejected_draft_tokens
         return self.accepted_draft_tokens / drafted if drafted else None
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean output tokens per request and step; None if nothing was drafted, when it would be 1."""
+        """Mean number of output tokens per request and step, or None if no tokens were drafted (then it would be 1)."""
         steps = self.output_tokens - self.accepted_draft_tokens
         return self.output_tokens / steps if self.draft_acceptance is not None and steps else None
 
@@ -354,7 +354,9 @@ def latency_rows(report: Report) -> Mapping[str, Sequence[str]]:
 
 
 def as_json(options: BenchOptions, report: Report, records: Sequence[Record]) -> dict[str, Any]:
-    """Return options, results and every request as plain data. Times are in seconds unless the name ends in ``ms``."""
+    """Return options, results and every request as plain data. Times are in seconds, or in ms if the name ends in
+    ``ms``.
+    """
     return {
         "options": msgspec.to_builtins(options),
         "results": {

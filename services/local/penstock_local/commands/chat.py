@@ -55,7 +55,7 @@ class Conversation:
 
     @property
     def messages(self) -> Sequence[Turn]:
-        """Messages that a request sends."""
+        """Messages of the next request."""
         head = [Turn(role="system", content=self.system)] if self.system else []
         return [*head, *self._turns]
 
@@ -70,7 +70,7 @@ class Conversation:
 
     @property
     def shown(self) -> Sequence[MediaFile]:
-        """Media that the user's next turn will have."""
+        """Images and audio items of the user's next turn."""
         return tuple(self._media)
 
     def ask(self, text: str) -> None:
@@ -83,7 +83,7 @@ class Conversation:
         self._turns.append(Turn(role="assistant", content=text))
 
     def take_back_answer(self) -> bool:
-        """Drop the model's last answer, so that the last turn is the user's. Returns whether there is a turn to answer."""
+        """Drop the model's last answer, if any. Returns whether the conversation now ends with a turn of the user."""
         if self._turns and self._turns[-1].role == "assistant":
             self._turns.pop()
         return bool(self._turns)
@@ -130,7 +130,7 @@ _QUOTES = '"""'
 
 
 class LineReader:
-    """Reads messages from standard input. A backslash at the end continues a line; triple quotes enclose several lines.
+    """Reader of messages from standard input. A final backslash continues a line; triple quotes enclose several lines.
 
     On a terminal, readline edits and recalls lines, and a pasted block is one message. The prompt goes to standard
     output if that is a terminal, else to standard error. If standard input is a pipe, no prompt is written.
@@ -178,7 +178,7 @@ class LineReader:
         if self._edits:
             if not use_color(sys.stdout):
                 return input(prompt)
-            # Readline must know which characters of the prompt have no width.
+            # Mark the color codes, so that readline knows that they have no width.
             code = BOLD if prompt == _PROMPT else DIM
             return input(f"\x01\x1b[{code}m\x02{prompt}\x01\x1b[0m\x02")
         if self.interactive:
@@ -220,7 +220,7 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     verbose: bool = False
     """Whether to show the token count and speed after each answer."""
     sampling: Mapping[str, Any] = {}
-    """Fields of SamplingParams. The server chooses the others."""
+    """Given fields of SamplingParams. The server's defaults apply to the other fields."""
 
 
 class Answer(msgspec.Struct, kw_only=True):
@@ -243,7 +243,7 @@ def chat(options: ChatOptions) -> int:
         client = runner.run(_connect(options.address))
         try:
             return Chat(options, client, runner, LineReader()).run()
-        except KeyboardInterrupt:  # Ctrl-C came between two messages of a pipe.
+        except KeyboardInterrupt:  # Ctrl-C between two messages from a pipe
             sys.stderr.write("\n")
             return 130
         finally:
@@ -256,7 +256,7 @@ async def _connect(address: str) -> AsyncClient:
 
 
 class Chat:
-    """Loop of a conversation: reads a message or a command, and acts on it."""
+    """Loop of a conversation, which reads messages and commands and handles them."""
 
     def __init__(self, options: ChatOptions, client: AsyncClient, runner: asyncio.Runner, reader: LineReader) -> None:
         self._options = options
@@ -380,9 +380,9 @@ class Chat:
         return True
 
     def _answer(self, before: Sequence[Turn]) -> None:
-        """Ask the server, show the answer, and keep it. If there is no answer, restore the turns ``before``.
+        """Send the conversation, show the answer and add it. If the request fails, restore the turns ``before``.
 
-        Raises the server's error if every further message would fail too, or if messages come from a pipe.
+        Raises the server's error if every further message would also fail, or if messages come from a pipe.
         """
         answer = Answer()
         try:
@@ -405,7 +405,7 @@ class Chat:
         self._describe(answer)
 
     async def _stream(self, answer: Answer) -> None:
-        """Show the answer while it is received, and collect it in ``answer``, even if it ends with an error."""
+        """Show the answer while it is received, and store it in ``answer``, even if it ends with an error."""
         started = time.monotonic()
         stdout = AnswerWriter()
         options = self._options

@@ -60,7 +60,7 @@ CONCURRENT_PROMPTS = (
 
 
 class DemoFailedError(PenstockError):
-    """Error for an output that differs from the demo's announcement."""
+    """Error if an output differs from what the demo has announced."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -95,7 +95,7 @@ async def demo(model: str) -> int:
 
     async def work(client: AsyncClient, served: Model, log: JoinedLog) -> None:
         nonlocal finished
-        log.muted = True  # The screen is for the answers. The last log lines of a failing service are shown anyway.
+        log.muted = True  # show only answers; if a service fails, its last log lines are shown anyway
         try:
             async with AdminClient(f"{LOOPBACK}:{admin_port}") as admin:
                 await Demo(client, admin, Console(highlight=False)).show(served, options.client_address)
@@ -108,7 +108,7 @@ async def demo(model: str) -> int:
 
 
 class Demo:
-    """Parts of the demo, shown one after the other on one terminal with one server."""
+    """Parts of the demo, which are shown one after the other in one terminal."""
 
     def __init__(self, client: AsyncClient, admin: AdminClient, console: Console) -> None:
         self._client = client
@@ -162,8 +162,8 @@ class Demo:
             cached.append(usage.cached_tokens)
             table.add_row(question, Text(result.text.strip()), str(usage.prompt_tokens), str(usage.cached_tokens))
         self._console.print(table)
-        # The frontend may not know yet which engine has cached the story. With three later questions on two engines, at
-        # least one finds it.
+        # The frontend may not know yet which engine has cached the story. But of three later questions on two engines,
+        # at least one runs on an engine that has cached it.
         if not any(cached[1:]):
             raise DemoFailedError(f"no later question found the story cached; cached tokens of each: {cached}")
         self._note("an engine that has cached the story computes only the end of later questions")
@@ -227,8 +227,8 @@ def readable(prompt: str) -> str:
 
 
 class _Requests:
-    """State of the concurrent requests: texts and token counts so far, and the most requests seen at once on each
-    engine.
+    """State of the concurrent requests: texts and token counts so far, and the maximum number of concurrent requests on
+    each engine.
     """
 
     def __init__(self) -> None:

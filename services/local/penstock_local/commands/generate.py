@@ -17,7 +17,7 @@ from penstock_local.rpc.client import ServerUnreachableError, client_of, describ
 
 _HEADER = ("token", "logprob", "rank", "likeliest")
 Logprobs = Sequence[Sequence[Logprob]]
-"""Entries of each position: first the chosen token, then the most likely tokens."""
+"""Entries per position. The first entry is the chosen token; the other entries are the most likely tokens."""
 Piece = Output | ChatOutput
 
 
@@ -58,7 +58,7 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None = None
     """Timeout of the whole request, in seconds; None for no limit."""
     sampling: Mapping[str, Any] = {}
-    """Fields of SamplingParams. The server chooses the others."""
+    """Given fields of SamplingParams. The server's defaults apply to the other fields."""
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not self.timeout > 0:
@@ -66,7 +66,7 @@ class GenerateOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Continuation:
-    """One output of a prompt, as far as it has been received."""
+    """The received part of one output of a prompt."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -89,9 +89,9 @@ class Continuation:
 async def generate(options: GenerateOptions) -> int:
     """Write the text to standard output and a summary to standard error. Returns the exit code.
 
-    A single output is written while it is received. Several outputs are written in order with their numbers, each as
-    soon as it and those before it are complete. If log-probabilities are requested, a table of them follows on standard
-    error.
+    A single output is written while it is received. Several outputs are written in order, with their numbers. Each is
+    written as soon as it and all earlier outputs are complete. If log-probabilities are requested, a table of them is
+    written to standard error.
     """
     started = time.monotonic()
     sequences = [Continuation() for _ in range(max(options.sampling.get("n", 1), 1))]
@@ -126,7 +126,7 @@ async def generate(options: GenerateOptions) -> int:
 def describe_end(ends: Collection[Piece], *, seconds: float) -> str:
     """Return one line about how the outputs ended, their token counts and their speed.
 
-    ``ends`` has the last piece of each.
+    ``ends`` has the last piece of each output.
     """
     reasons = Counter(_reason(end) for end in ends)
     if len(ends) == 1:
@@ -153,7 +153,9 @@ def _reason(end: Piece) -> str:
 
 
 def _write_ended(sequences: list[Continuation], start: int) -> int:
-    """Write the complete outputs from ``start`` on, up to the first incomplete one. Returns how many were written."""
+    """Write the complete outputs from ``start`` up to the first incomplete output. Returns the number of written
+    outputs.
+    """
     ended = list(itertools.takewhile(lambda sequence: sequence.ended, sequences[start:]))
     for number, sequence in enumerate(ended, start=start + 1):
         _write(f"[{number}] {sequence.text}\n")
@@ -175,7 +177,7 @@ def _write(text: str) -> None:
 
 
 def _end_line(sequences: list[Continuation]) -> bool:
-    """End the line of a single output that has begun. Returns whether anything was received."""
+    """End the line if the text of a single output has been written. Returns whether any output was received."""
     if len(sequences) == 1 and sequences[0].last is not None:
         _write("\n")
     return any(sequence.last is not None for sequence in sequences)

@@ -19,15 +19,15 @@ _FENCES = ("```", "~~~")
 def rendered(text: str) -> RenderableType:
     """Return Markdown as a renderable.
 
-    Link addresses are written out, because some terminals cannot open or copy hidden ones.
+    Addresses of links are shown as text, because some terminals cannot open or copy hidden addresses.
     """
     return Markdown(text, hyperlinks=False)
 
 
 class MarkdownView:
-    """Shows Markdown blocks on a terminal. Complete blocks stay, and the last block is redrawn with each piece.
+    """Terminal view of Markdown. Complete blocks stay, and the last block is redrawn for each piece of text.
 
-    Only the last block is redrawn because lines that have scrolled away cannot be changed.
+    Only the last block is redrawn, because lines that have scrolled away cannot be changed.
     """
 
     def __init__(self, stream: TextIO, *, render: Callable[[str], RenderableType] = rendered) -> None:

@@ -26,7 +26,7 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         size: Bytes of all its revisions.
-        reason: Reason why it cannot be served; empty if it can.
+        reason: Reason why the model cannot be served; empty if it can be served.
     """
 
     name: str
@@ -95,8 +95,8 @@ def cached_models() -> Sequence[CachedModel]:
 def why_not(folder: Path) -> str:
     """Return the reason why the files of a directory cannot be served as a model.
 
-    Empty if they can, as far as the files show. The reason is the same as in ``penstock serve``. The engine checks the
-    architecture and the memory when it loads the model.
+    Empty if the files show no problem. The reason is the same as in ``penstock serve``. The engine checks architecture
+    and memory when it loads the model.
     """
     said = checkpoint.problem(str(folder)).removeprefix(repr(str(folder)))
     return said.removeprefix(": ") if said.startswith(":") else f"it{said}" if said else ""

@@ -29,7 +29,8 @@ _GIB = 2**30
 
 
 def device_of(workers: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table cell: the devices, the memory use of the fullest one, and the share of steps replayed as graphs.
+    """Return a table cell: the devices, the memory use of the fullest device, and the share of steps replayed as
+    graphs.
 
     Empty if the engine does not report its workers.
     """
@@ -49,7 +50,7 @@ def device_of(workers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _replayed(workers: Sequence[Mapping[str, Any]]) -> str:
-    """Return the share of steps that GPUs replayed, and the share of padding tokens in them.
+    """Return the share of steps that GPUs replayed as graphs, and the share of padding tokens in these steps.
 
     Empty before the first replay.
     """
@@ -82,29 +83,29 @@ def drafts_of(info: dict[str, Any]) -> Text:
 
 
 _SHOWN = 10
-"""Number of lines of each kind. ``--json`` shows all."""
+"""Maximum number of lines about lost engines, and about refusals. ``--json`` shows all of them."""
 _OTHER = "other"
-"""Name in which frontends combine tenants that they do not list. No real tenant has this name."""
+"""Name for the sum of all tenants that a frontend does not list. No real tenant is reported under this name."""
 
 
 def incident_lines(clusters: Sequence[Cluster]) -> list[Text]:
     """Return the lines about lost engines and refused requests.
 
-    ``clusters`` is the cluster as each frontend sees it. Losses are those of the first frontend. Counts of moved and
-    refused requests are summed.
+    ``clusters`` has the answer of each frontend about the cluster. The lost engines are those of the first frontend.
+    The numbers of moved and refused requests are summed over all frontends.
     """
     return [*_lost(clusters), *_refused(clusters)]
 
 
 def shown_losses(cluster: Cluster) -> Sequence[LostEngine]:
-    """Return the losses that are shown as lines."""
+    """Return the lost engines that are shown as lines below the table."""
     return cluster.lost_engines[:_SHOWN]
 
 
 def _lost(clusters: Sequence[Cluster]) -> Iterable[Text]:
     present = {engine.engine_id for engine in clusters[0].engines if engine.state.name != "DEAD"}
     for lost in shown_losses(clusters[0]):
-        # Frontends detect the same loss within seconds of each other.
+        # All frontends detect the loss of an engine within a few seconds.
         also = [
             other
             for cluster in clusters[1:]
@@ -166,7 +167,7 @@ class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_address: str
     """Admin API of the frontend whose cluster is shown."""
     address: str = ""
-    """Public API of that frontend, asked for its health; empty to ask the admin API."""
+    """Public API of that frontend, for the health check; empty to use the admin API for it."""
     others: tuple[str, ...] = ()
     """Admin APIs of further frontends of the same cluster."""
     interval: Annotated[float, Meta(ge=0.05, le=3600, description="Seconds between two refreshes of the table.")] = 1.0
@@ -186,9 +187,9 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     serving: bool | None
     """Health of the public API; None if it does not answer."""
     infos: dict[str, dict[str, Any]]
-    """Answers of the engines to ``engine_info``, by engine id; empty if one of them did not answer in time."""
+    """Answers of the engines to ``engine_info``, by engine id; empty if an engine did not answer in time."""
     others: dict[str, Cluster | None] = {}
-    """Cluster as further frontends see it, by address; None for a frontend that does not answer."""
+    """Answers of further frontends about the cluster, by address; None for a frontend that does not answer."""
 
     @property
     def takes_requests(self) -> bool:
@@ -218,7 +219,9 @@ async def status(options: StatusOptions) -> int:
 
 
 async def take_snapshot(admin: AdminClient, options: StatusOptions) -> Snapshot:
-    """Query everything concurrently. Raises if the query for the cluster fails. Other failed queries leave gaps."""
+    """Send all queries concurrently. Raises the error of the query for the cluster. Results of other failed queries
+    miss.
+    """
     cluster, public, infos, others = await asyncio.gather(
         admin.cluster(deadline=_TIMEOUT),
         _health(options),
@@ -243,7 +246,7 @@ async def _cluster_at(address: str) -> Cluster | None:
 
 
 async def _infos(admin: AdminClient) -> dict[str, dict[str, Any]]:
-    """Return the answers of the engines. Empty if an engine does not answer; its state in the table shows that."""
+    """Return the answers of the engines, empty if an engine does not answer. The engine's state in the table shows it."""
     try:
         return await admin.engine_info(deadline=_TIMEOUT)
     except PenstockError:
@@ -264,7 +267,7 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
                 except PenstockError as e:
                     live.update(Group(shown, Text(one_line(e), style="red"), footer), refresh=True)
         except asyncio.CancelledError:
-            # The user leaves with Ctrl-C, which is the only source of cancellation here. It is not an error.
+            # Ctrl-C is the only source of cancellation here, and the normal way to leave, so it is not an error.
             task = asyncio.current_task()
             if task is not None:
                 task.uncancel()
@@ -272,9 +275,9 @@ async def _watch(admin: AdminClient, options: StatusOptions, console: Console, s
 
 
 def table(snapshot: Snapshot, options: StatusOptions, *, width: int) -> RenderableType:
-    """Return lines about the cluster and a row per engine.
+    """Return lines about the cluster, and a table with a row per engine.
 
-    ``width`` is in characters: narrow terminals get fewer columns.
+    ``width`` is the width of the terminal in characters. In narrow terminals, the table has fewer columns.
     """
     engines = _shown(snapshot.cluster)
     if not engines:
@@ -419,7 +422,7 @@ def _groups(snapshot: Snapshot) -> list[Text]:
 
 
 def _variants(snapshot: Snapshot) -> list[Text]:
-    """Return a line per variant if there are several: they serve the same model but compute differently."""
+    """Return a line per variant if there are several. Variants serve the same model but may compute different tokens."""
     variants = snapshot.cluster.variants
     if len(variants) < 2:
         return []

@@ -1,4 +1,4 @@
-"""Calls of an ``LLM`` with many inputs: their failures, and partial results after Ctrl-C."""
+"""Calls of an ``LLM`` with many inputs: progress, failures, and partial results after Ctrl-C."""
 
 import contextlib
 import time
@@ -29,7 +29,7 @@ The function is called with ``total`` and ``desc``. Its result needs the methods
 class Bar:
     """Progress bar on standard error, used in a ``with`` block. Shown only on a terminal.
 
-    ``tokens`` returns a running count of new tokens. ``total`` is None if the number of inputs is unknown.
+    ``tokens`` returns the number of new tokens so far. ``total`` is None if the number of inputs is unknown.
     """
 
     def __init__(self, shown: Shown, total: int | None, tokens: Callable[[], int]) -> None:
@@ -65,7 +65,7 @@ class Bar:
         self.tick()
 
     def tick(self) -> None:
-        """Redraw the bar, unless it was drawn just now."""
+        """Redraw the bar if the refresh interval has passed."""
         if self._bar is not None and time.perf_counter() - self._drawn >= _REFRESH_SECONDS:
             self._draw()
 
@@ -96,7 +96,7 @@ P = TypeVar("P")
 R = TypeVar("R", bound=Record)
 
 Errors = Literal["raise", "return"]
-"""Behavior of a call when an input fails: raise the error and cancel the others, or return a record with ``error``."""
+"""Behavior of a call if an input fails: raise the error and cancel other inputs, or return a record with ``error``."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -142,7 +142,7 @@ class Job(Generic[T, P, R]):
 
     @contextlib.contextmanager
     def _naming(self, index: int) -> Iterator[None]:
-        """Add the input's name to failures inside the ``with`` block."""
+        """Add the input's name to errors that are raised in the ``with`` block."""
         try:
             yield
         except RequestFailed as e:
@@ -182,9 +182,9 @@ class Batch(Generic[T, P, R]):
         return self._listed(self._results(Inputs(iter(checked), len(checked)), window))
 
     def each(self, inputs: Inputs[T], *, in_order: bool) -> Iterator[tuple[int, R]]:
-        """Yield the index and result of each input, when it ends or in input order.
+        """Yield the index and result of each input, in the order in which inputs end or in input order.
 
-        Each input is checked just before it runs.
+        Each input is checked immediately before it runs.
         """
         return self._results(inputs, self._window(self._job.whole), in_order=in_order)
 
@@ -222,7 +222,7 @@ class Batch(Generic[T, P, R]):
 
 
 def _until_failure(inputs: Iterator[T | RequestFailed], wrong: list[RequestFailed]) -> Iterator[T]:
-    """Yield the inputs up to the first invalid one. Its error is appended to ``wrong``."""
+    """Yield the inputs before the first invalid input. Append the error of the invalid input to ``wrong``."""
     for each in inputs:
         if isinstance(each, RequestFailed):
             wrong.append(each)

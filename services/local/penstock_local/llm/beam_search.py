@@ -1,8 +1,8 @@
-"""Beam search on top of an engine that does not know about it.
+"""Beam search on top of an engine without support for beam search.
 
-Each step generates one token per beam, with cached prefixes. The algorithm is the textbook one. All beams are extended
-by one token, and the most likely ``beam_width`` results are kept. Results that end with an end-of-sequence token are
-set aside.
+Each step generates one token per beam, with cached prefixes. The algorithm is the usual one: all beams are extended by
+one token, and the most likely ``beam_width`` sequences are kept. Sequences that end with an end-of-sequence token are
+complete, and leave the beams.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ class _Sequence(msgspec.Struct, frozen=True):
 
 
 class BeamSearch:
-    """Beam search of one call. Runs on the event loop's thread."""
+    """Beam search of one call, which runs on the event loop's thread."""
 
     def __init__(self, calls: Calls, runtime: Runtime, params: BeamSearchParams) -> None:
         self._calls = calls
@@ -79,7 +79,7 @@ class BeamSearch:
             "temperature": 0.0,
             "max_tokens": 1,
             "logprobs": 2
-            * params.beam_width,  # Enough candidates even if every beam ends, because as many others continue.
+            * params.beam_width,  # enough candidates even if every beam ends, because the same number of candidates continue
             "ignore_eos": True,
             "detokenize": False,
             "repetition_penalty": 1.0,
@@ -122,7 +122,7 @@ class BeamSearch:
         logprobs = output.outputs[0].logprobs
         if logprobs is None:
             raise TypeError("the output has no log-probabilities")
-        # The chosen token comes first, and is also among the most likely ones.
+        # The first entry is the chosen token, which is also one of the most likely tokens.
         likeliest = dict(zip(logprobs.token_ids, logprobs.logprobs, strict=True))
         return [_Sequence((*beam.token_ids, token), beam.logprob + logprob) for token, logprob in likeliest.items()]
 

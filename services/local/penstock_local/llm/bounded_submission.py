@@ -1,4 +1,4 @@
-"""Bounded submission: runs a limited number of inputs concurrently, and reads the inputs only as far as needed."""
+"""Bounded submission: runs a limited number of inputs concurrently, and reads further inputs only when they can run."""
 
 import queue
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -12,7 +12,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Submit = Callable[[Callable[[], Coroutine[Any, Any, Any]]], "Future[Any]"]
-"""Function that calls its argument in the event loop's thread and runs the coroutine. Cancelling the future cancels it.
+"""Function that calls its argument in the event loop's thread and runs the returned coroutine.
+
+Cancelling the future cancels the coroutine.
 """
 
 _HELD_PER_RUNNING = 4
@@ -21,10 +23,10 @@ _TICK = 0.2
 
 
 class Window(Generic[T, R]):
-    """Runs ``one`` for each input and its index on the event loop's thread, with a limited number of inputs at once.
+    """Runner that calls ``one`` for each input and its index on the event loop's thread, with limited concurrency.
 
-    Inputs are read in the thread that takes the results. If results are taken slowly, inputs are read slowly too, so
-    memory use does not grow with their number. ``tick`` is called repeatedly while waiting for results.
+    Inputs are read in the thread that reads the results. If results are read slowly, inputs are also read slowly, so
+    memory use does not grow with the number of inputs. ``tick`` is called repeatedly during the wait for results.
     """
 
     def __init__(self, submit: Submit, one: Callable[[int, T], Coroutine[Any, Any, R]], *, at_once: int) -> None:
@@ -47,7 +49,7 @@ class Window(Generic[T, R]):
             self._end()
 
     def in_order(self, inputs: Iterator[T | RequestFailed]) -> Generator[tuple[int, R | RequestFailed], None, None]:
-        """Yield the same in input order. The number of results that wait for an earlier one is bounded too."""
+        """Yield the same pairs in input order. The number of results that wait for an earlier result is also limited."""
         held: dict[int, R | RequestFailed] = {}
         due = 0
         try:
@@ -71,7 +73,7 @@ class Window(Generic[T, R]):
                     yield index, value
                 elif value is not None:
                     self._start(index, value)
-                if not self._ended.empty():  # A slow source must not delay results that are ready.
+                if not self._ended.empty():  # a slow source of inputs must not delay results that are ready
                     break
             if self._running:
                 yield self._next()

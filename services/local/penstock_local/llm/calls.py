@@ -1,4 +1,4 @@
-"""Processing of a single input of an ``LLM`` call: checks and computation. Runs on the event loop's thread."""
+"""Processing of a single input of an ``LLM`` call, on the event loop's thread: checks and computation."""
 
 import itertools
 import time
@@ -56,11 +56,11 @@ class Calls:
         self._numbers = itertools.count()
 
     async def prepare(self, request: GenerateRequest) -> Prepared:
-        """Tokenize the prompt of a request, and check the request as far as possible without computing."""
+        """Tokenize the prompt of a request, and do all checks of the request that need no computation on the engine."""
         llm, number = self._runtime.llm, next(self._numbers)
         request = msgspec.structs.replace(request, prompt=self._placed(request.prompt))
         text = request.prompt if isinstance(request.prompt, str) else None
-        if text:  # An empty text stays, so that the check below refuses it as a text.
+        if text:  # do not tokenize an empty text, so that the check below refuses it as a text
             encoded = await llm.encode(text, add_special_tokens=request.add_special_tokens)
             request = msgspec.structs.replace(request, prompt=encoded.ids or text)
         checked = await llm.inputs.process(request, "check")
@@ -183,11 +183,11 @@ async def pieces(
     request_id: str,
     accepted: Callable[[Any], None] = lambda _: None,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Yield the outputs of a request, as its output kind defines. The last one is ``finished``.
-
-    The kinds are: all output so far, only new output of one sequence, or everything once at the end. However the
-    generator ends, the engine drops the request. ``accepted`` is called with the handle for abort. Raises
+    """Yield the outputs of a request, as its output kind defines. The last output is ``finished``. Raises
     RequestFailed.
+
+    The kinds are: all output so far, only new output of one sequence, or one output at the end. When the generator ends
+    for any reason, the engine drops the request. ``accepted`` is called with the handle that can abort the request.
     """
     llm, kind, arrival = runtime.llm, prepared.request.sampling["output_kind"], time.time()
     live = llm.accept("")

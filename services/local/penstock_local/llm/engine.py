@@ -22,7 +22,7 @@ from penstock_frontend.interfaces import ModelLimits, OutputHandler, RankLoad, V
 
 
 class InProcessView:
-    """``EngineView`` of one engine. ``usable`` returns whether it accepts requests. May be read from any thread."""
+    """``EngineView`` of one engine. ``usable`` returns whether the engine accepts requests. Thread-safe."""
 
     def __init__(self, busy_loop: BusyLoop, ready: EngineReady, usable: Callable[[], bool]) -> None:
         self._busy_loop = busy_loop
@@ -66,7 +66,7 @@ class InProcessView:
         ]
 
     def variants(self) -> Sequence[Variant]:
-        """Return the engine's own variant, the only one."""
+        """Return the only variant, that of this engine."""
         return [Variant(config_hash=self._ready.config_hash, engine_ids=(self._ready.engine_id,), differs={})]
 
     def groups(self) -> Sequence[PoolGroup]:
@@ -134,11 +134,11 @@ class InProcessEngine:
 
     @property
     def usable(self) -> bool:
-        """Whether the engine accepts requests: it has not died, and ``refuse`` was not called."""
+        """Whether the engine accepts requests: the engine has not died, and ``refuse`` was not called."""
         return self._dead is None and not self._closed
 
     async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:  # noqa: ARG002 - nothing waits
-        """Return the engine's limits. The engine is usable immediately or never again.
+        """Return the engine's limits, without waiting: an engine that is not usable now will never be usable again.
 
         Raises:
             Unavailable: The LLM is closed.
@@ -151,13 +151,13 @@ class InProcessEngine:
         return self.view.limits
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """Start requests. Raises like ``wait_until_usable``."""
+        """Start requests. Raises the errors of ``wait_until_usable``."""
         self._check()
         for request in requests:
             self._busy_loop.add(_CLIENT, request)
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """Abort the requests that are still running. They produce no more output."""
+        """Abort those of the requests that are still running. Aborted requests produce no more output."""
         self._busy_loop.abort(_CLIENT, list(request_ids), reason)
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
@@ -190,7 +190,7 @@ class InProcessEngine:
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Drop cache events, because nothing in this process uses them."""
+        """Drop cache events, because no code in this process uses them."""
 
     def draining(self, timeout: float) -> None:
         """Do nothing: the caller that stops this engine needs no notification."""
@@ -228,7 +228,7 @@ class InProcessEngine:
 
     def _answer(self, output: UtilityOutput) -> None:
         answer = self._calls.get(output.call_id)
-        if answer is None or answer.done():  # The caller is gone.
+        if answer is None or answer.done():  # the caller no longer waits
             return
         if output.error is not None:
             answer.set_exception(output.error.to_exception())

@@ -1,4 +1,4 @@
-"""Conversion of the inputs of ``LLM`` methods, which have several forms, to requests."""
+"""Conversion of the inputs of ``LLM`` methods to requests. Inputs can have several forms."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ _ONE_EACH = "it must be SamplingParams, a mapping of its fields, or one for each
 
 
 class Inputs(NamedTuple, Generic[T]):
-    """Inputs of a call, read one by one. An invalid input is replaced by its error. ``total`` is None if it is unknown."""
+    """Inputs of a call. Instead of an invalid input, the iterator yields its error. ``total`` is None if unknown."""
 
     each: Iterator[T | RequestFailed]
     total: int | None
@@ -90,7 +90,7 @@ def sampling_of(sampling: Sampling | Iterable[Sampling], total: int | None) -> I
     several, _, count = _opened(sampling, "sampling_params", _ONE_EACH)
     if count is not None and total is not None and count != total:
         raise InvalidArgument(
-            f"sampling_params has {count} entries for {total} inputs; give one for all, or one each",
+            f"sampling_params has {count} entries for {total} inputs; give one for all inputs, or one each",
             field="sampling_params",
         )
     return _converted(several, lambda value, index: _fields(value, f"sampling_params[{index}]"))
@@ -101,7 +101,7 @@ def paired(
 ) -> Iterator[tuple[T, dict[str, Any]] | RequestFailed]:
     """Yield each input with its sampling parameters.
 
-    Raises InvalidArgument if there are too few, or like ``sampling_of``.
+    Raises InvalidArgument if there are too few sampling parameters, and the errors of ``sampling_of``.
     """
     return map(
         _pair,
@@ -114,14 +114,14 @@ def paired(
 def _pair(index: int, value: Any, fields: dict[str, Any] | RequestFailed | None) -> Any:
     if fields is None:
         raise InvalidArgument(
-            f"sampling_params has {index} entries and there are more inputs; give one for all, or one each",
+            f"sampling_params has {index} entries, but there are more inputs; give one for all inputs, or one each",
             field="sampling_params",
         )
     return next((each for each in (value, fields) if isinstance(each, RequestFailed)), (value, fields))
 
 
 def _made(each: Iterator[Any], make: Callable[..., T]) -> Iterator[T | RequestFailed]:
-    """Make a request from each input. Errors are passed through."""
+    """Yield the request of each input. Yield errors among the inputs unchanged."""
     return (value if isinstance(value, RequestFailed) else make(value) for value in each)
 
 
@@ -215,7 +215,7 @@ def _conversation(messages: object, index: int) -> list[ChatMessage]:
 
 def _message(message: object, name: str) -> ChatMessage:
     if isinstance(message, Mapping):
-        # Answers that programs send back contain all fields, and OpenAI's clients name the reasoning
+        # Programs send answers back with all fields, including null fields. OpenAI's clients call the reasoning
         # ``reasoning_content``.
         message = {key: value for key, value in message.items() if value is not None}
         if "reasoning_content" in message:
@@ -264,7 +264,7 @@ def tools_of(tools: Iterable[Mapping[str, Any]] | None) -> list[Tool]:
 
 
 def _fields(sampling: object, name: str) -> dict[str, Any]:
-    """Return the given fields after a type check, with lists converted to tuples.
+    """Return the given fields. Their types are checked, and lists are converted to tuples.
 
     Fields that are None keep their defaults.
     """
@@ -321,8 +321,8 @@ def context_of(lora: str = "", **others: Any) -> RequestContext:
 
 
 class Requests:
-    """Creates requests. With ``seed``, requests without a seed get one derived from it and from the number of earlier
-    requests.
+    """Factory of requests. If ``seed`` is set, a request without a seed gets a seed that is derived from ``seed`` and
+    from the number of earlier requests.
     """
 
     def __init__(self, seed: int | None) -> None:
@@ -338,7 +338,7 @@ class Requests:
     ) -> Inputs[GenerateRequest]:
         """Create generation requests.
 
-        ``name`` is the name of the inputs in errors. Raises InvalidArgument for general errors.
+        ``name`` is the name of the inputs in errors. Raises InvalidArgument for errors that affect all inputs.
         """
         inputs = predicted_of(prompts, name=name)
 
@@ -362,7 +362,7 @@ class Requests:
         sampling: Sampling | Iterable[Sampling],
         like: ChatRequest,
     ) -> Inputs[ChatRequest]:
-        """Create chat requests with the options of ``like``. Raises InvalidArgument for general errors."""
+        """Create chat requests with the options of ``like``. Raises InvalidArgument for errors that affect all inputs."""
         inputs = conversations_of(messages)
 
         def request(pair: tuple[list[ChatMessage], dict[str, Any]]) -> ChatRequest:
@@ -378,7 +378,7 @@ class Requests:
         truncate_prompt_tokens: int | None = None,
         lora: str = "",
     ) -> Inputs[PoolingRequest]:
-        """Create requests of a pooling task. Raises InvalidArgument for general errors."""
+        """Create requests of a pooling task. Raises InvalidArgument for errors that affect all inputs."""
         inputs, context = prompts_of(texts, name="texts"), context_of(lora=lora)
         made = (
             text
@@ -399,8 +399,8 @@ class Requests:
     ) -> Inputs[ScoreRequest]:
         """Create scoring requests. Each document is paired with the only query, or with its own query.
 
-        ``options`` are fields of ScoreRequest. Raises InvalidArgument if the numbers of queries and documents do not
-        fit.
+        ``options`` are fields of ScoreRequest. Raises InvalidArgument if the number of queries is neither 1 nor the
+        number of documents.
         """
         first, second = _texts(prompts_of(queries, name="queries")), _texts(prompts_of(documents, name="documents"))
         if first.total is None:
@@ -408,7 +408,7 @@ class Requests:
             first = Inputs(iter(listed), len(listed))
         if first.total != 1 and second.total is not None and first.total != second.total:
             raise InvalidArgument(
-                f"queries has {first.total} entries for {second.total} documents; give one for all, or one each",
+                f"queries has {first.total} entries for {second.total} documents; give one for all documents, or one each",
                 field="queries",
             )
         return Inputs(_score_pairs(list(first.each), second.each, options), second.total)
@@ -421,7 +421,7 @@ class Requests:
 
 
 def _texts(inputs: Inputs[Any]) -> Inputs[Any]:
-    """Return the inputs with an error in place of each input that has media."""
+    """Return the inputs. Each input with media is replaced by an error."""
 
     def checked(value: Any) -> Any:
         if not isinstance(value, UnplacedPrompt):
@@ -439,7 +439,7 @@ def _score_pairs(
         of = 0 if len(queries) == 1 else index
         if of >= len(queries):
             raise InvalidArgument(
-                f"queries has {len(queries)} entries and there are more documents; give one for all, or one each",
+                f"queries has {len(queries)} entries, but there are more documents; give one for all documents, or one each",
                 field="queries",
             )
         wrong = next((each for each in (queries[of], document) if isinstance(each, RequestFailed)), None)

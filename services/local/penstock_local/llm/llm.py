@@ -1,5 +1,6 @@
-"""Class ``LLM``: a model inside a Python program, with the engine and the processing of a server but without its
-network.
+"""Class ``LLM``: a model inside a Python program.
+
+The program uses the engine and the request processing of a server, without network.
 """
 
 import weakref
@@ -47,16 +48,16 @@ class LLM:
     Args:
         model: Directory of a Hugging Face checkpoint, or its id on the hub.
         tokenizer: Path of another tokenizer and its chat template; empty for the model's own.
-        seed: Requests without a seed get one derived from this seed and from the number of earlier requests. Running the
-            same program again then gives the same output.
+        seed: Requests without a seed get one derived from this seed and from the number of earlier requests. Running
+            the same program again then gives the same output.
         lora: Directories of LoRA adapters by name. Methods select one with their ``lora`` argument. The options
             ``max_lora_rank``, ``max_loras`` and ``lora_cpu_memory`` apply to them.
         limit_mm_per_prompt: Maximum number of images, audio items and videos per input, by modality.
         allowed_media_domains: Hosts from which media URLs may be fetched.
         media_workers: Number of processes that decode media. They start with the first media item.
         **options: Fields of the sections model, cache, scheduler, executor and structured_output of an engine's
-            configuration, such as ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``, ``max_num_seqs``,
-            ``num_threads`` or ``task="embed"``.
+            configuration, such as ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``,
+            ``max_num_seqs``, ``num_threads`` or ``task="embed"``.
 
     Raises:
         ConfigError: An option is wrong.
@@ -350,7 +351,7 @@ def _conversation(
     template: tuple[str, Mapping[str, Any] | None],
     context: RequestContext,
 ) -> ChatRequest:
-    """Return the common options of the conversations of a call.
+    """Return the options that all conversations of a call have in common.
 
     ``template`` is a custom chat template, if any, and its variables.
     """

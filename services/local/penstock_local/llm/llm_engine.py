@@ -25,8 +25,8 @@ class LLMEngine:
     """Engine with a step-wise interface: call ``add_request``, then ``step`` while ``has_unfinished_requests``.
 
     Arguments and errors are those of ``LLM``. The engine computes on its own thread. ``step`` waits for new output. The
-    engine does not wait for ``step``: a late call returns all output since the last one. Use the object from one thread
-    only.
+    engine does not wait for calls of ``step``: a late call returns all output since the last call. Use the object from
+    one thread only.
     """
 
     def __init__(self, model: str, *, tokenizer: str = "", seed: int | None = None, **options: Any) -> None:
@@ -74,7 +74,7 @@ class LLMEngine:
         self._running[request_id] = self._runtime.submit(work)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests. They produce no more output. Ids that are not running are ignored."""
+        """Abort requests. Aborted requests produce no more output. Ids of requests that are not running are ignored."""
         for request_id in [request_ids] if isinstance(request_ids, str) else request_ids:
             if (running := self._running.pop(request_id, None)) is not None:
                 running.cancel()
@@ -85,7 +85,7 @@ class LLMEngine:
         return bool(self._running)
 
     def step(self) -> list[RequestOutput]:
-        """Wait until there is new output, and return it: at most one output per request.
+        """Wait for new output, and return it: at most one output per request.
 
         The last output of a request is ``finished``. A request that fails has ``error`` set. Without running requests,
         returns an empty list immediately.
@@ -100,9 +100,9 @@ class LLMEngine:
 
 
 class _Board:
-    """Holds the latest output of each request until the caller takes it.
+    """Buffer of the latest output of each request, until the caller takes the output.
 
-    Later deltas of a request accumulate meanwhile.
+    Until then, further deltas of the request are merged.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class _Board:
         self._gone: set[str] = set()
 
     async def put(self, output: RequestOutput) -> None:
-        """Offer an output, and wait until it is taken. Runs on the event loop's thread."""
+        """Add an output, and wait until the caller has taken it. Runs on the event loop's thread."""
         taken = asyncio.Event()
         with self._changed:
             self._new[output.request_id] = output, taken
@@ -119,7 +119,7 @@ class _Board:
         await taken.wait()
 
     def take(self, runtime: Runtime) -> list[RequestOutput]:
-        """Wait for outputs, and take them."""
+        """Wait for outputs, and remove and return them."""
         with self._changed:
             while not self._new:
                 self._changed.wait()
@@ -192,8 +192,8 @@ class AsyncLLMEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a prompt: all output so far, new output, or only the end, as ``output_kind`` says.
 
-        The last output is ``finished``. Leaving the loop early aborts the request, at the latest with ``aclose``.
-        Raises RequestFailed if the request fails or its id is in use.
+        The last output is ``finished``. If the caller leaves the loop early, the request is aborted, at the latest by
+        ``aclose``. Raises RequestFailed if the request fails or its id is in use.
         """
         if self._runtime.closed:
             raise Unavailable("this AsyncLLMEngine is closed", reason="CLOSED")
@@ -218,7 +218,8 @@ class AsyncLLMEngine:
     def abort(self, request_id: str) -> None:
         """Abort a request. Its ``generate`` yields the output so far with finish reason ABORT.
 
-        If the request has not begun, ``generate`` raises Cancelled instead. An id that is not running is ignored.
+        If the request has not started, ``generate`` raises Cancelled instead. Ids of requests that are not running are
+        ignored.
         """
         live = self._running.get(request_id)
         if live is not None:

@@ -38,10 +38,11 @@ OPTIONS = {
     "max_lora_rank": ("lora", "max_lora_rank"),
     "lora_cpu_memory": ("lora", "cpu_memory"),
 }
-"""Section and field of each option. If two sections have the same field, such as ``dtype``, the first section wins."""
+"""Section and field of each option. If two sections have the same field, such as ``dtype``, the first section is used.
+"""
 _MOST_LORAS = 64
 _SPECULATION = "speculative_config"
-"""Name of the option for a whole section, as in vLLM."""
+"""Name of the option whose value is a complete section, as in vLLM."""
 for _section, _kind in _SECTIONS.items():
     for _field in _kind.__struct_fields__:
         if _field != "path":
@@ -68,7 +69,7 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
             continue
         section, field = OPTIONS[name]
         sections[section][field] = value
-    # Plugins configured for a server are not loaded in this program.
+    # Do not load plugins in this program, even if the environment configures them for a server.
     config = build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})
     if num_adapters and not config.lora.enabled:
         raise ConfigError(f"max_loras is 0, but lora names {num_adapters} adapters; set it to at least 1")

@@ -174,7 +174,7 @@ _NOTHING = "nothing: "
 
 
 def replacement(name: str, known: Mapping[str, str]) -> str:
-    """Return the end of an error message about a foreign name, with its replacement. Empty if the name is unknown."""
+    """Return the end of an error message about a name of vLLM or transformers: its replacement. Empty if unknown."""
     if name not in known:
         return ""
     if known[name].startswith(_NOTHING):
@@ -195,7 +195,7 @@ class NamesReplacements(type(msgspec.Struct)):  # type: ignore[misc]  # its meta
         return super().__call__(*args, **fields)
 
     def refusal(cls, name: str) -> str:
-        """Return why the class has no such field and what replaces it. Empty for a field of the class."""
+        """Return an error for an unknown field, with the replacement of the field. Empty for a field of the class."""
         fields = cls.__struct_fields__
         if name in fields:
             return ""

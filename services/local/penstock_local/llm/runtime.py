@@ -29,9 +29,9 @@ _TOKENIZER_THREADS = 2
 
 
 class Runtime:
-    """Loads the model and starts both threads.
+    """Model, engine and threads of an ``LLM``. The constructor loads the model and starts both threads.
 
-    It has no reference to the ``LLM``, which closes it when it is garbage-collected.
+    The runtime has no reference to the ``LLM``. So the ``LLM`` can be garbage-collected, which closes the runtime.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Runtime:
             gpus=visible_gpus(os.environ),
             memory=host_memory(),
         )
-        # Import torch only here, after the options are checked.
+        # Import torch only after the options are checked.
         from penstock_enginecore.executor.factory import make_executor
         from penstock_enginecore.structured_output.factory import make_grammar_backend
 
@@ -66,7 +66,9 @@ class Runtime:
         def engine(outputs: OutputHandler, _: object) -> InProcessEngine:
             core = build_engine(config, make_executor(config), make_grammar_backend, logger.info)
             self.eos_token_ids = core.model.eos_token_ids
-            self._loop = asyncio.new_event_loop()  # Created only now: if loading fails, no one closes the loop.
+            self._loop = (
+                asyncio.new_event_loop()
+            )  # created only after loading, because the loop would not be closed if loading failed
             return InProcessEngine(core, describe(config, core), outputs, self._loop)
 
         model = _model(config)
@@ -94,7 +96,9 @@ class Runtime:
 
     @property
     def at_once(self) -> int:
-        """Number of requests to keep in the engine: enough that the next one is always waiting, with a short queue."""
+        """Number of requests to keep in the engine. It is large enough that the engine's queue is short but never
+        empty.
+        """
         return max(_MIN_AT_ONCE, 2 * self.config.scheduler.max_num_seqs)
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> "Future[T]":
@@ -129,8 +133,10 @@ class Runtime:
             self._closed = True
         self._loop.call_soon_threadsafe(self.llm.end_all)
         self.engine.stop()
-        gc.unfreeze()  # The busy loop exempted start-up objects from garbage collection. They may be collected now.
-        if self.assembly.media is not None:  # Close media first, because only that ends the tasks of its workers.
+        gc.unfreeze()  # the busy loop has exempted start-up objects from garbage collection; allow to collect them now
+        if (
+            self.assembly.media is not None
+        ):  # close media first, because only its close method ends the tasks of its workers
             self.submit(self.assembly.media.close).result()
         self.submit(self.assembly.chat.renderer.close).result()
         self.submit(_last_words).result()
@@ -164,6 +170,6 @@ def _tell(outcome: "Future[T]", task: "asyncio.Task[T]") -> None:
 
 
 async def _last_words() -> None:
-    """Return when every call has ended. Each call needs another turn of the event loop to end."""
+    """Return when all calls have ended. After the cancellation, each call needs one more turn of the event loop."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)

@@ -20,7 +20,7 @@ from penstock_local.rpc.connect import ADMIN, connect, metadata
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """Engines whose configuration is equal in everything that affects tokens."""
+    """Engines for which all settings that can change output tokens are equal."""
 
     config_hash: str
     engine_ids: tuple[str, ...]
@@ -133,8 +133,8 @@ _SOURCES = {
 
 
 class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter. ``rank``, ``num_bytes`` and ``modules`` are reported by the engines in ``engine_ids``, which have it
-    in memory.
+    """An adapter. ``engine_ids`` names the engines with the adapter in memory, which report ``rank``, ``num_bytes`` and
+    ``modules``.
     """
 
     name: str

@@ -23,7 +23,7 @@ class WrongAddressError(PenstockError):
 
 
 class TlsMismatchError(PenstockError):
-    """Error if only one of client and server uses TLS. The message says which variable to change."""
+    """Error if only the client or only the server uses TLS. The message names the variable to change."""
 
 
 def make_client(address: str) -> AsyncClient:
@@ -36,7 +36,7 @@ def make_client(address: str) -> AsyncClient:
 
 @contextlib.asynccontextmanager
 async def client_of(address: str) -> AsyncIterator[AsyncClient]:
-    """Yield such a client, and close it at the end. Calls inside fail like inside ``explained``."""
+    """Yield a client of a running server, and close it at the end. Errors of calls are converted as by ``explained``."""
     async with make_client(address) as client, explained(address):
         yield client
 
@@ -60,7 +60,7 @@ def pools(model: Model) -> bool:
 
 
 def with_media(prompt: str, files: Collection[MediaFile]) -> MixedPrompt:
-    """Return a prompt with media before it."""
+    """Return the prompt with the media items before the text."""
     media: list[str | Media] = [file.message() for file in files]
     return [*media, prompt] if files else prompt
 
@@ -102,20 +102,20 @@ def sampling_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_failure(error: RequestFailed) -> str:
-    """Return the server's message, with the field at fault and the retry delay if there are any."""
+    """Return the server's message, with the name of the wrong field and the retry delay, if the error has them."""
     field = f" ({error.field})" if error.field and error.field not in error.message else ""
     retry = f"; try again in {error.retry_after:g} s" if error.retry_after is not None else ""
     return f"{error.code}: {error.message}{field}{retry}"
 
 
 def unreachable(error: ServerUnreachableError) -> str:
-    """Return the error message, with a hint to start a server unless TLS is the problem."""
+    """Return the error message. If TLS is not the cause, add a hint to start a server."""
     told = str(error)
     return told if is_of_tls(told) else f"{told}\nIs a server running? Start one with: penstock serve MODEL"
 
 
 def one_line(error: PenstockError) -> str:
-    """Return the message of an error, also if no server sent it."""
+    """Return the message of an error, whether or not a server sent the error."""
     return describe_failure(error) if isinstance(error, RequestFailed) else str(error)
 
 

@@ -41,11 +41,11 @@ def metadata(environ: Mapping[str, str] = os.environ) -> tuple[tuple[str, str], 
 
 
 _TIMEOUT = 2.0
-"""Timeout of connection and handshake in seconds. A slower server gets no TLS diagnosis."""
+"""Timeout of connection and handshake in seconds. If the server is slower, TLS is not diagnosed."""
 
 
 async def mismatch(address: str, *, prefix: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return advice if client and server disagree on TLS. Empty if they agree or if it is unknown.
+    """Return advice if only the client or only the server uses TLS. Empty if both agree or if that is unknown.
 
     ``address`` is host:port. ``prefix`` is the prefix of the variables for this connection.
     """
@@ -72,7 +72,7 @@ async def is_http_port(address: str) -> bool:
 
 
 async def _speaks_tls(address: str) -> bool | None:
-    """Return whether a server answers a TLS handshake, or None if nothing listens there. Certificates are not verified."""
+    """Return whether a server answers a TLS handshake, or None if no server listens. Certificates are not verified."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -93,7 +93,7 @@ async def _speaks_tls(address: str) -> bool | None:
 async def _tried(
     address: str, attempt: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bool]]
 ) -> bool | None:
-    """Run ``attempt`` on a new connection. Returns None if nothing listens there or the server does not answer in time."""
+    """Run ``attempt`` on a new connection. Returns None if no server listens there or the server is too slow."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or not host or "/" in host:
         return None

@@ -1,8 +1,9 @@
 """Wrapper that starts every child process: it ties the process to its parent, then runs the service.
 
 ``python -m penstock_local.serving.child PARENT_PID MODULE [ARGUMENT ...]`` runs MODULE like ``python -m MODULE``. A
-parent that is killed with SIGKILL cannot stop its children, so on Linux the kernel does (``prctl(PR_SET_PDEATHSIG)``).
-Calling prctl here avoids running code between fork and exec in a copy of a threaded process.
+parent that is killed with SIGKILL cannot stop its children. So on Linux the kernel kills them
+(``prctl(PR_SET_PDEATHSIG)``). The wrapper calls prctl in the child, so that no code runs between fork and exec in a
+copy of a threaded process.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Check before the start that a model on the Hugging Face hub can be loaded."""
+"""Check, before any process starts, that a model on the Hugging Face hub can be loaded."""
 
 import os
 
@@ -12,7 +12,7 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 def check_hub(model: str, revision: str = "") -> None:
     """Raise ConfigError if a model is neither in this machine's cache nor available from the hub.
 
-    The message says what to do. A model in the cache is served without asking the hub, so it needs no network.
+    The message states the remedy. A model in the cache is served without a request to the hub, so no network is needed.
     """
     # Imported here because it takes half a second and only hub ids need it.
     from huggingface_hub import HfApi, try_to_load_from_cache

@@ -12,7 +12,7 @@ from penstock_common.config.settings import parse_bytes
 from penstock_common.errors import ConfigError
 from penstock_common.memory import Memory, check_fits
 
-# No torch here: the command never imports it.
+# This module does not use torch, because the command never imports torch.
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEV = Path("/dev")
@@ -21,8 +21,8 @@ _DEV = Path("/dev")
 def visible_gpus(environ: Mapping[str, str], dev: Path = _DEV) -> list[str]:
     """Return the GPUs that a process on this machine may use, as named in ``CUDA_VISIBLE_DEVICES``.
 
-    If the variable is set, its list counts up to the first invalid entry, as in CUDA. Otherwise each device file of the
-    driver is one GPU.
+    If the variable is set, its entries before the first invalid entry are used, as in CUDA. Otherwise each device file
+    of the driver is one GPU.
     """
     if VISIBLE in environ:
         names = [name.strip() for name in environ[VISIBLE].split(",")]
@@ -82,8 +82,8 @@ _INTERNAL_PORTS = range(20_000, 32_000)
 def free_ports(count: int, *, but: Collection[int] = ()) -> list[int]:
     """Return ``count`` different free TCP ports of the loopback interface, none of them in ``but``.
 
-    The ports are below the range that Linux uses for outgoing connections (32768 and up). Otherwise such a connection
-    could take a port before the service listens on it.
+    The ports are below the range that Linux uses for outgoing connections (32768 and up). Otherwise an outgoing
+    connection could use a port before the service listens on it.
     """
     ports: list[int] = []
     for port in random.sample(_INTERNAL_PORTS, len(_INTERNAL_PORTS)):

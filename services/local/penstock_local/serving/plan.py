@@ -19,9 +19,9 @@ from penstock_local.serving.supervisor import ProcessSpec
 from penstock_local.settings import apply_settings, check_config, check_parsers
 
 DRAIN_SECONDS = 30.0
-"""Seconds that stopping engines and frontends give running requests to finish."""
+"""Seconds that running requests have to finish when engines and frontends stop."""
 _STOP_MARGIN = 10.0
-"""Extra seconds after the drain before a service that has not stopped is killed."""
+"""Seconds after the end of the drain until a service that has not stopped is killed."""
 _MAX_LORAS = 8
 """Default number of different adapters in one batch. Override it with --set engine.lora.max_loras."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -45,7 +45,7 @@ def check(
         options: Flags of the command.
         gpus: GPUs of this machine.
         memory: Memory of this machine, or None if it is unknown.
-        environ: Environment with the credentials to query the command's own frontend. Not checked if None.
+        environ: Environment with the credentials for the command's own frontend. If None, credentials are not checked.
     """
     if environ is not None:
         _check_own_client(with_settings(options, "frontend", {}), environ)
@@ -71,8 +71,8 @@ def check(
     )
     if options.data_parallel_size > 1 and checkpoint.has_experts(options.model) is False:
         raise ConfigError(
-            f"--data-parallel-size is {options.data_parallel_size}, but model {options.model} has no experts, so "
-            f"its engines would share nothing; use --engines {options.data_parallel_size}"
+            f"--data-parallel-size is {options.data_parallel_size}, but model {options.model} has no experts to "
+            f"distribute over engines; use --engines {options.data_parallel_size}"
         )
     if template := _chat_template(options):
         from penstock_frontend.app.assembly import check_chat_template  # This import loads most of the frontend.
@@ -88,7 +88,7 @@ def check(
 def check_configs(specs: Sequence[ProcessSpec]) -> None:
     """Check the configuration of the services before any of them starts. Raises ConfigError."""
     kinds = {"penstock_coordinator": "coordinator", "penstock_enginecore": "engine", "penstock_frontend": "frontend"}
-    # All services of one kind have the same settings, so one per kind is checked.
+    # All services of one kind have the same settings, so check one service per kind.
     for spec in {spec.module: spec for spec in specs}.values():
         check_config(kinds[spec.module], spec.config)
 
@@ -163,7 +163,7 @@ def plan(
             options,
             "coordinator",
             {
-                "restart_grace": 0.0,  # No engine can be older than this coordinator, because they stop together.
+                "restart_grace": 0.0,  # no engine can be older than this coordinator, because all services stop together
                 "server": {"host": LOOPBACK, "port": coordinator_port},
                 "log": {"level": options.log_level},
             },
@@ -225,10 +225,10 @@ def needs_secret(options: ServeOptions) -> bool:
 
 
 def num_internal_ports(options: ServeOptions) -> int:
-    """Return the number of internal ports: one for the coordinator and one per engine, plus one health port per
-    frontend.
+    """Return the number of internal ports: one for the coordinator, one per engine, and one health port per frontend.
 
-    Health ports are needed only if several frontends share the public port, where health is checked otherwise.
+    A single frontend needs no health port, because its health is checked on the public port. If several frontends share
+    the public port, each needs a health port.
     """
     return 1 + options.num_engines + (options.frontends if options.frontends > 1 else 0)
 
@@ -265,12 +265,12 @@ def _frontend(name: str, config: dict[str, Any], address: str, *, plain_health: 
 def _frontend_config(options: ServeOptions, coordinator_address: str, admin_port: int) -> dict[str, Any]:
     roots = (
         [options.lora_directory] if options.lora_directory else []
-    )  # More adapters may be loaded from inside the directory.
+    )  # clients may load more adapters from the directory
     return {
         # Only frontends get the aliases and the chat template. Engines know the model by its first name.
         "model": _model_config(options) | given(aliases=options.aliases, chat_template=_chat_template(options)),
         "coordinator": {"address": coordinator_address},
-        # Connections need no maximum age: all frontends stop together, so clients have no other frontend to move to.
+        # No maximum age of connections: all frontends stop together, so clients cannot move to another frontend.
         "server": {"host": options.host, "port": options.grpc_port, "max_connection_age": 0},
         "admin": {"host": LOOPBACK, "port": admin_port},
         "http": {"host": options.host, "port": options.http_port, "max_connection_age": 0},
@@ -296,7 +296,7 @@ def _chat_template(options: ServeOptions) -> str:
 
 
 def _tiers(options: ServeOptions, engine_id: str) -> dict[str, Any]:
-    """Return the settings of the host and disk caches. Each engine has a disk directory of its own."""
+    """Return the settings of the host cache and the disk cache. Each engine has a separate disk directory."""
     directory = str(Path(options.disk_cache) / engine_id) if options.disk_cache else ""
     return given(host_memory=options.host_cache, disk=directory, disk_size=options.disk_cache_size)
 

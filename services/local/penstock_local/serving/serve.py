@@ -104,7 +104,7 @@ async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], s
 
 
 async def _with_all_engines(client: AsyncClient, options: ServeOptions) -> Model:
-    """Return the served model once the frontend is connected to all engines. Engines become known one by one."""
+    """Wait until the frontend is connected to all engines, and return the served model."""
     while True:
         models = {model.name: model for model in await client.models()}
         if options.model_name not in models:
@@ -151,8 +151,8 @@ def _status_call(options: ServeOptions) -> str:
 
 
 def _operators_lines(options: ServeOptions) -> str:
-    """Return the lines with the address of the admin API, and of each frontend's metrics if there are several
-    frontends.
+    """Return the lines with the address of the admin API. If there are several frontends, the lines also have the
+    metrics address of each frontend.
     """
     service = "penstock.admin.v1.AdminService"
     if options.frontends == 1:

@@ -51,7 +51,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 """Setting values by key, for each service: coordinator, engine or frontend."""
 
 _EACH_FRONTENDS_OWN = ("server.health_port", "metrics.host", "metrics.port", "http.engine_metrics")
-"""Settings that the command sets to a different value for each frontend."""
+"""Settings for which the command sets a different value for each frontend."""
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -281,7 +281,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Minimum level of the services' log messages."),
     ] = "info"
     settings: Settings = {}
-    """Settings without a flag of their own, by service and key."""
+    """Values of the flag ``--set``: settings that have no separate flag, by service and key."""
 
     def __post_init__(self) -> None:
         require("MODEL", self.model)
@@ -393,7 +393,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_ports(self) -> list[tuple[str, int]]:
-        """Ports that users see, each with the flag that changes it."""
+        """Public ports, each with the flag that changes the port."""
         return [
             ("--grpc-port", self.grpc_port),
             ("--http-port", self.http_port),

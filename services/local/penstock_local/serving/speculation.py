@@ -1,4 +1,4 @@
-"""Speculative decoding options of users: Penstock's flags and vLLM's ``speculative_config``, with their checks."""
+"""Speculative decoding options: parsing and checks of Penstock's flags and of vLLM's ``speculative_config``."""
 
 import json
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def section_of(given: Mapping[str, Any], *, name: str = CONFIG_NAME) -> dict[str
     """Build the ``speculative`` section of an engine configuration from vLLM's keys.
 
     Raises:
-        ConfigError: A key or the method is unknown, or the values do not fit together.
+        ConfigError: A key or the method is unknown, or the values do not match each other.
     """
     from penstock_enginecore.config.speculative import SpeculativeConfig
 
@@ -65,7 +65,7 @@ def parse_config(text: str) -> dict[str, Any]:
 def of_flags(method: str, model: str, tokens: int | None) -> dict[str, Any]:
     """Build the section from the three flags.
 
-    Empty if none is given. Raises ConfigError if the flags do not fit together.
+    Empty if no flag is given. Raises ConfigError if the flags do not match each other.
     """
     if not method:
         for flag, value in ((MODEL_FLAG, model), (TOKENS_FLAG, tokens)):
@@ -94,7 +94,9 @@ def check_method(method: object, name: str) -> None:
 
 
 def check_section(section: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the engine would refuse the section: values out of range, or keys that do not fit together."""
+    """Raise ConfigError if the engine would refuse the section, for values out of range or keys that exclude each
+    other.
+    """
     if not section:
         return
     from penstock_enginecore.config.speculative import SpeculativeConfig

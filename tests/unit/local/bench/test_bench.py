@@ -191,7 +191,7 @@ def test_pictures_without_matplotlib_are_refused_before_the_load(
         (["--input-len", "9:3"], "--input-len 9:3: 3 is below 9"),
         (["--output-len", "many"], "--output-len many: expected a number"),
         (["--output-len", "0"], "--output-len"),
-        (["--prompts", "x", "--input-len", "3"], "--prompts brings its own"),
+        (["--prompts", "x", "--input-len", "3"], "--prompts is given"),
         (["--prompts", "x", "--dataset", "sharegpt"], "--prompts and --dataset sharegpt both provide prompts"),
         (["--dataset", "sharegpt"], "--dataset sharegpt needs --dataset-path"),
         (["--dataset-path", "x"], "--dataset-path is for --dataset sharegpt and json-schema, not for random"),

@@ -155,7 +155,7 @@ def test_prompts_are_read_one_by_one() -> None:
 def test_fewer_sampling_params_than_inputs_are_refused_when_they_end() -> None:
     pairs = paired(prompts_of(generated("a", "b"), name="prompts"), generated({"seed": 1}))
     assert next(pairs) == ("a", next(sampling_of({"seed": 1}, 1)))
-    with pytest.raises(InvalidArgument, match="sampling_params has 1 entries and there are more inputs"):
+    with pytest.raises(InvalidArgument, match="sampling_params has 1 entries, but there are more inputs"):
         next(pairs)
 
 
