@@ -56,7 +56,7 @@ TASKS: list[tuple[Callable[[random.Random], tuple[str, str]], int]] = [
 
 
 def small_talk(rng: random.Random) -> tuple[str, str]:
-    """Return a greeting or a question about the model and a reply."""
+    """Return a greeting, or a question about the model, and the reply."""
     question, answer = pick(rng, SMALL_TALK)
     return expand(question, rng), expand(answer, rng)
 
@@ -87,7 +87,7 @@ def casual(rng: random.Random, ask: str) -> str:
 
 
 def exchange(rng: random.Random) -> tuple[str, str]:
-    """Return any one question and its answer."""
+    """Return a random question and its answer."""
     ask, reply = rng.choices((task, fact, small_talk), (65, 27, 8))[0](rng)
     return casual(rng, ask), reply
 
@@ -117,7 +117,7 @@ def story_chat(rng: random.Random) -> Document:
 
 
 def reading_chat(rng: random.Random) -> Document:
-    """Return questions about a story that the user or the system prompt gives."""
+    """Return questions about a story. The story is in the user's message or in the system prompt."""
     story = make_story(rng)
     pairs = [story_question(rng, story) for _ in range(rng.choice((1, 2)))]
     if rng.random() < 0.5:
@@ -149,7 +149,7 @@ def memory_chat(rng: random.Random) -> Document:
 
 
 def short_chat(rng: random.Random) -> Document:
-    """Return facts and sums answered in one word, as the system prompt asks."""
+    """Return questions about facts and sums. The system prompt asks for answers of one word."""
     pairs: list[tuple[str, str]] = []
     for _ in range(rng.choice((1, 2))):
         if rng.random() < 0.3:
@@ -162,7 +162,7 @@ def short_chat(rng: random.Random) -> Document:
 
 
 def pirate_chat(rng: random.Random) -> Document:
-    """Return answers in the voice that the system prompt asks for."""
+    """Return a chat whose system prompt asks the model to speak like a pirate."""
     pairs = [
         (ask, f"Arr! {reply}")
         for ask, reply in (pick(rng, (fact, fact, small_talk))(rng) for _ in range(rng.choice((1, 2))))

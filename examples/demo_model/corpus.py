@@ -1,4 +1,4 @@
-"""The training text: an endless, seeded stream of documents, and how a document becomes text spans.
+"""Training text: an endless, seeded stream of documents, and the conversion of documents to text spans.
 
 Run this file to look at a few documents: ``python corpus.py --count 5 --seed 1``.
 """
@@ -71,7 +71,7 @@ CHAT_TEMPLATE = (
 
 
 class Span(NamedTuple):
-    """A piece of text and whether the model learns to write it."""
+    """A piece of text, and whether the model learns to generate it."""
 
     text: str
     trained: bool
@@ -83,7 +83,7 @@ def plain(text: str) -> Document:
 
 
 def plain_story(rng: random.Random) -> Document:
-    """Return a story without any chat around it."""
+    """Return a story without a chat format."""
     return plain(make_story(rng).text)
 
 
@@ -107,7 +107,7 @@ def plain_scene(rng: random.Random) -> Document:
 
 
 def long_document(rng: random.Random, words: int) -> Document:
-    """Return about ``words`` words of stories in the system prompt or earlier turns, then questions."""
+    """Return a conversation with about ``words`` words of stories in the system prompt or earlier turns, and questions."""
     told = [make_story(rng)]
     names = {told[0].name, told[0].friend}
     while sum(len(story.text.split()) for story in told) < words:
@@ -123,7 +123,7 @@ def long_document(rng: random.Random, words: int) -> Document:
     for _ in range(rng.randint(2, 6)):
         story = pick(rng, told)
         question = story_question(rng, story)
-        # A question is unambiguous only if a name in it appears in just one story.
+        # A question is unambiguous only if it contains a name that appears in only one story.
         fair = any(counts[name] == 1 and name in question[0] for name in (story.name, story.friend))
         if rng.random() < 0.6 and fair:
             pairs.append(question)
@@ -146,21 +146,21 @@ SOURCES: list[tuple[Callable[[random.Random], Document], int]] = [
 
 
 def make_document(rng: random.Random) -> Document:
-    """Return one random document of ordinary length."""
+    """Return one random document of normal length."""
     return rng.choices([make for make, _ in SOURCES], [weight for _, weight in SOURCES])[0](rng)
 
 
 def documents(seed: int) -> Iterator[Document]:
-    """Yield documents without end; the same seed gives the same documents."""
+    """Yield documents endlessly. The same seed gives the same documents."""
     rng = random.Random(seed)
     while True:
         yield make_document(rng)
 
 
 def spans(document: Document) -> list[Span]:
-    """Return the text of a document with its special tokens; each span is marked as learned or not.
+    """Return the text of a document with its special tokens. Each span is marked as learned or not learned.
 
-    Prompts are not learned, except long ones, which are stories and as useful as other stories.
+    Prompts are not learned. Long prompts are the exception: they contain stories, which are useful for training.
     """
     result = [Span(BOS, False)]
     for role, text in document:
@@ -173,7 +173,7 @@ def spans(document: Document) -> list[Span]:
 
 
 def render(document: Document) -> str:
-    """Return the whole text of a document, special tokens included."""
+    """Return the complete text of a document, including special tokens."""
     return "".join(span.text for span in spans(document))
 
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as folders: SafeAILab's layout and that of vLLM's speculators, written, read, and made of each other.
+"""Files of EAGLE-3 heads in SafeAILab's layout and in the layout of vLLM's speculators: writing, reading, conversion.
 
 ``python eagle3_files.py HEAD OUT --layout speculators`` writes a head in the other layout.
 """
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 LAYOUTS = ("safeailab", "speculators")
 LAYER = {"safeailab": "midlayer.", "speculators": "layers.0."}
-"""Prefix of the layer's tensor names in each layout; all other names are the same."""
+"""Prefix of the tensor names of the head's layer, by layout. All other tensor names are the same in both layouts."""
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -29,11 +29,13 @@ SIZES = (
 
 
 def save_head(head: Eagle3Head, folder: Path, layout: str, target: Path) -> None:
-    """Write ``config.json`` and ``model.safetensors``. ``target`` is the model that the head drafts for; its tokens that begin
-    and end texts are taken over, and speculators' layout names it.
+    """Write ``config.json`` and ``model.safetensors``.
+
+    ``target`` is the directory of the model for which the head drafts. The ids of the tokens that begin and end texts
+    are copied from it. In the layout of speculators, the config also names the target.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, not {layout!r}")
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, but is {layout!r}")
     known = json.loads((target / "config.json").read_text())
     layer = layer_config(head.config, known)
     config = safeailab_config(head.config, layer) if layout == "safeailab" else speculators_config(head.config, layer)
@@ -48,7 +50,7 @@ def save_head(head: Eagle3Head, folder: Path, layout: str, target: Path) -> None
 
 
 def layer_config(config: HeadConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """Return a Llama's configuration of one layer, with both spellings of the rotary base."""
+    """Return the configuration of a Llama with one layer. It has the rotary base under both of its names."""
     ends = {name: known for name, known in target.items() if name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         "model_type": "llama",
@@ -65,7 +67,7 @@ def layer_config(config: HeadConfig, target: dict[str, Any]) -> dict[str, Any]:
 
 
 def safeailab_config(config: HeadConfig, layer: dict[str, Any]) -> dict[str, Any]:
-    """Return SafeAILab's ``config.json``, with the layers as vLLM reads them."""
+    """Return ``config.json`` in SafeAILab's layout, with the key for auxiliary layers that vLLM reads."""
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer,
@@ -76,7 +78,7 @@ def safeailab_config(config: HeadConfig, layer: dict[str, Any]) -> dict[str, Any
 
 
 def speculators_config(config: HeadConfig, layer: dict[str, Any]) -> dict[str, Any]:
-    """Return speculators' ``config.json``, without the verifier."""
+    """Return ``config.json`` in the layout of speculators, without the section about the verifier."""
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -98,7 +100,7 @@ def speculators_config(config: HeadConfig, layer: dict[str, Any]) -> dict[str, A
 
 
 def load_head(folder: Path) -> Eagle3Head:
-    """Return the head of a folder in either layout. Raises ValueError if this head does not support the configuration."""
+    """Return the head in a directory with either layout. Raises ValueError if Eagle3Head does not support the config."""
     config = json.loads((folder / "config.json").read_text())
     layout = layout_of(config)
     layer = config["transformer_layer_config"] if layout == "speculators" else config
@@ -126,12 +128,12 @@ def convert(source: Path, out: Path, layout: str, target: Path) -> None:
 
 
 def layout_of(config: dict[str, Any]) -> str:
-    """Return which layout a ``config.json`` is of."""
+    """Return the layout of a ``config.json``."""
     return "speculators" if "speculators_model_type" in config else "safeailab"
 
 
 def renamed(name: str, layout: str, other: str) -> str:
-    """Return the name that a tensor of one layout has in the other."""
+    """Return the name, in the layout ``other``, of the tensor that is called ``name`` in ``layout``."""
     return LAYER[other] + name.removeprefix(LAYER[layout]) if name.startswith(LAYER[layout]) else name
 
 

@@ -1,8 +1,8 @@
 """An EAGLE-3 head in plain torch, used for training and as a reference for the drafts of an engine.
 
-At position i the head gets the target's hidden states of token i and the embedding of token i + 1, and predicts token i
-+ 2. For further drafts of a chain, its own output replaces the hidden states. Shapes: H is the hidden size, the same as
-the target's; D is the size of the draft vocabulary.
+At position i, the head gets the target's hidden states of token i and the embedding of token i + 1, and predicts token
+i + 2. For further drafts of a chain, the head's own output replaces the hidden states. Shapes: H is the hidden size,
+which equals the target's hidden size. D is the size of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The sizes of a head; those of its layer are named as in a Llama's ``config.json``.
+    """Sizes of a head. The sizes of its layer have the names that a Llama's ``config.json`` uses.
 
-    ``aux_layers`` are the target's layers whose inputs the head sees: ``hidden_states[i]`` of transformers.
+    ``aux_layers`` are the target's layers whose inputs the head gets: ``hidden_states[i]`` in transformers.
     """
 
     hidden_size: int
@@ -35,13 +35,13 @@ class HeadConfig:
 
 
 class Eagle3Head(nn.Module):
-    """The head, without the target's embeddings, which it shares. Parameters are named as in SafeAILab's checkpoints."""
+    """EAGLE-3 head. It uses the target's embeddings, which are not part of it. Parameters have SafeAILab's names."""
 
     d2t: Tensor
     t2d: Tensor
 
     def __init__(self, config: HeadConfig) -> None:
-        """Create a head of random weights. Its draft vocabulary is the target's first tokens."""
+        """Create a head with random weights. Its draft vocabulary consists of the target's first tokens."""
         super().__init__()
         self.config = config
         width = config.hidden_size
@@ -53,20 +53,22 @@ class Eagle3Head(nn.Module):
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
 
     def set_vocabulary(self, tokens: list[int]) -> None:
-        """Take the target's ``tokens`` as the draft vocabulary; they are sorted first."""
+        """Use the target's ``tokens``, sorted, as the draft vocabulary."""
         if len(set(tokens)) != self.config.draft_vocab_size:
-            raise ValueError(f"{len(set(tokens))} tokens for a draft vocabulary of {self.config.draft_vocab_size}")
+            raise ValueError(
+                f"{len(set(tokens))} different tokens; the draft vocabulary has {self.config.draft_vocab_size}"
+            )
         chosen = torch.tensor(sorted(tokens))
         self.d2t.copy_(chosen - torch.arange(len(chosen)))
         self.t2d.zero_()
         self.t2d[chosen] = True
 
     def target_tokens(self, drafted: Tensor) -> Tensor:
-        """Return the target's ids of ids of the draft vocabulary."""
+        """Convert token ids of the draft vocabulary to token ids of the target."""
         return drafted + self.d2t[drafted]
 
     def logits(self, out: Tensor) -> Tensor:
-        """Return the logits ``[..., D]`` of the layer's output ``[..., H]``."""
+        """Return the logits ``[..., D]`` for the layer's output ``[..., H]``."""
         logits: Tensor = self.lm_head(self.norm(out))
         return logits
 
@@ -81,12 +83,12 @@ class Eagle3Head(nn.Module):
         return out
 
     def unroll(self, embeds: Tensor, aux: Tensor, steps: int) -> list[Tensor]:
-        """Return the layer's output at each of ``steps`` places of the chains from all positions, ``[batch, n, H]``
-        each.
+        """Return the layer's outputs for chains of ``steps`` drafts that start at all positions: ``[batch, n, H]`` per
+        draft.
 
-        ``embeds`` are those of the next tokens, ``aux`` the target's hidden states ``[batch, n, 3H]``. Every chain gets
-        the right tokens (those of ``embeds``). Up to its first wrong guess it equals the chain of ``draft``. After the
-        end of ``embeds`` the tokens are zeros, and their outputs are meaningless.
+        ``embeds`` are the embeddings of the next tokens. ``aux`` are the target's hidden states ``[batch, n, 3H]``.
+        Every chain gets the correct tokens, those of ``embeds``. Until its first wrong guess, a chain equals the chain
+        of ``draft``. After the end of ``embeds``, the tokens are zeros, and the outputs have no meaning.
         """
         seen: list[tuple[Tensor, Tensor]] = []
         hidden: Tensor = self.fc(aux)
@@ -101,9 +103,9 @@ class Eagle3Head(nn.Module):
     def draft(self, embedding: Tensor, tokens: Tensor, aux: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return ``count`` greedy drafts (the target's ids) after ``tokens``, and their logits ``[count, D]``.
 
-        ``embedding`` is the target's table ``[vocabulary, H]``. ``aux`` ``[n, 3H]`` are the target's hidden states of
-        the n tokens before the last of ``tokens`` ``[n + 1]``. The target has chosen that last token, but not computed
-        it yet. Each draft is computed from scratch, without a cache.
+        ``embedding`` is the target's embedding table ``[vocabulary, H]``. ``tokens`` are ``[n + 1]``. ``aux`` ``[n,
+        3H]`` are the target's hidden states of the first n tokens. The target has chosen the last token, but has not
+        computed its hidden states yet. Each draft is computed from scratch, without a cache.
         """
         ids, hidden, found = tokens[1:], self.fc(aux), []
         for _ in range(count):
@@ -127,7 +129,7 @@ class HeadLayer(nn.Module):
         self.mlp = HeadMlp(width, config.intermediate_size)
 
     def forward(self, embeds: Tensor, hidden: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return ``[batch, n, H]``; ``seen`` as in ``HeadAttention``."""
+        """Return the layer's output ``[batch, n, H]``. ``seen`` is the same as in ``HeadAttention``."""
         both = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), -1)
         hidden = hidden + self.self_attn(both, seen)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -135,7 +137,7 @@ class HeadLayer(nn.Module):
 
 
 class HeadAttention(nn.Module):
-    """Grouped-query attention with rotary positions, for all places of all chains at once."""
+    """Grouped-query attention with rotary positions, for one draft of all chains per call."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -148,10 +150,11 @@ class HeadAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.size, width, bias=False)
 
     def forward(self, both: Tensor, seen: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return ``[batch, n, H]`` for ``[batch, n, 2H]`` and append its keys and values to ``seen``.
+        """Return ``[batch, n, H]`` for the input ``[batch, n, 2H]``, and append the input's keys and values to
+        ``seen``.
 
-        ``seen`` has the keys and values of the earlier places of the same n chains. Chain i sees positions 0 to i of
-        the first place, which are the text, and its own position of the other places. So place t of chain i is at
+        ``seen`` has the keys and values of earlier drafts of the same n chains. Chain i attends to positions 0 to i of
+        the first entry, which is the text, and to its own position in the other entries. So draft t of chain i is at
         position i + t.
         """
         batch, length, _ = both.shape
@@ -174,7 +177,7 @@ class HeadAttention(nn.Module):
         return out
 
     def _heads(self, rows: Tensor, heads: int) -> Tensor:
-        """Return ``[batch, heads, n, size]`` of ``[batch, n, heads * size]``."""
+        """Return ``rows`` ``[batch, n, heads * size]`` as ``[batch, heads, n, size]``."""
         return rows.view(*rows.shape[:2], heads, self.size).transpose(1, 2)
 
 
@@ -188,13 +191,13 @@ class HeadMlp(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Return ``[..., H]`` of ``[..., H]``."""
+        """Return the output ``[..., H]`` for the input ``[..., H]``."""
         out: Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
         return out
 
 
 def rotate(rows: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Return ``[batch, heads, n, size]`` turned by rotary ``positions`` ``[n]``, halves paired as Llama's are."""
+    """Apply rotary ``positions`` ``[n]`` to rows ``[batch, heads, n, size]``. Halves are paired as in Llama."""
     size = rows.shape[-1]
     angles = positions[:, None].float() / theta ** (torch.arange(0, size, 2).float() / size)
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)

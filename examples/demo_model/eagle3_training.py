@@ -21,15 +21,19 @@ from transformers import LlamaForCausalLM
 from vocabulary import IGNORED, Row, rows
 
 MUON_RATE, ADAM_RATE = 0.02, 0.003
-PLACES = 4  # of a chain that is trained
-COUNTED_ROWS = 1000  # whose tokens say which are frequent
+PLACES = 4  # number of drafts per chain in training
+COUNTED_ROWS = 1000  # number of rows in which token frequencies are counted
 HELD_OUT_SEED = 192837465
 PROMPT, ANSWER = 128, 192
 
 
 def frequent_tokens(tokenizer: Tokenizer, seed: int, count: int) -> tuple[list[int], float]:
-    """Return the ``count`` most frequent tokens among the learned tokens of the training text, and their share of it."""
-    counts: Counter[int] = Counter(range(tokenizer.get_vocab_size()))  # all of them, however rare
+    """Return the ``count`` most frequent tokens among the learned tokens of the training text, and their fraction of
+    them.
+    """
+    counts: Counter[int] = Counter(
+        range(tokenizer.get_vocab_size())
+    )  # start with all tokens, even those that never occur
     for _, labels in itertools.islice(rows(tokenizer, seed, SHORT_ROW), COUNTED_ROWS):
         counts.update(label for label in labels if label != IGNORED)
     counts.subtract(range(tokenizer.get_vocab_size()))
@@ -38,10 +42,10 @@ def frequent_tokens(tokenizer: Tokenizer, seed: int, count: int) -> tuple[list[i
 
 
 def build_head(model: LlamaForCausalLM, tokens: list[int]) -> Eagle3Head:
-    """Return an untrained head with a layer of the model's shape. It starts from the model's last layer, final norm and
-    embeddings.
+    """Return an untrained head whose layer has the model's shape.
 
-    Given only the last of the hidden states, its output equals the model's.
+    The head starts from the model's last layer, final norm and embeddings. If the head gets only the last of the hidden
+    states, its output equals the model's output.
     """
     known = model.config.to_dict()
     theta = known["rope_parameters"]["rope_theta"]
@@ -66,7 +70,7 @@ def build_head(model: LlamaForCausalLM, tokens: list[int]) -> Eagle3Head:
 
 
 class Seen:
-    """The model's results for rows of text: the head's inputs, and its expected outputs."""
+    """Results of the model for rows of text: the inputs of the head, and the expected outputs of the head."""
 
     @torch.no_grad()
     def __init__(
@@ -81,11 +85,11 @@ class Seen:
         self.lm_head = model.lm_head
 
     def learned(self, place: int) -> Tensor:
-        """Return ``[batch, n]``: at which positions place ``place`` of the chain guesses a token that is learned."""
+        """Return ``[batch, n]``: whether draft ``place`` of the chain at each position guesses a learned token."""
         return functional.pad(self.labels[:, 2 + place :] != IGNORED, (0, 1 + place))
 
     def logits(self, place: int) -> Tensor:
-        """Return the model's logits for the head's guesses at this place, ``[learned, vocabulary]``."""
+        """Return the model's logits for draft ``place`` of each chain, ``[learned, vocabulary]``."""
         shifted = functional.pad(self.last[:, 1 + place :], (0, 0, 0, place))
         found: Tensor = self.lm_head(shifted[self.learned(place)])
         return found
@@ -94,8 +98,8 @@ class Seen:
 def chain_loss(head: Eagle3Head, seen: Seen) -> Tensor:
     """Return the divergence of the head's guesses from the model's probabilities over the draft vocabulary.
 
-    It is summed over the learned tokens and averaged over the places of the chain. Tokens count only if the model's
-    most likely token is in the draft vocabulary.
+    The divergence is summed over the learned tokens and averaged over the drafts of a chain. A token counts only if the
+    model's most likely token is in the draft vocabulary.
     """
     losses = []
     for place, out in enumerate(head.unroll(seen.embeds, seen.aux, PLACES)):
@@ -140,13 +144,15 @@ def train_head(
 
 
 def learned_count(batch: list[Row]) -> int:
-    """Return how many tokens of a batch count for the loss at the first place of a chain."""
+    """Return the number of tokens of a batch that count for the loss of the first draft of a chain."""
     return sum(label != IGNORED for _, labels in batch for label in labels[2:])
 
 
 @torch.no_grad()
 def held_places(head: Eagle3Head, seen: Seen, count: int) -> Tensor:
-    """Return how many of ``count`` chained greedy drafts hold at each position, ``[batch, n]``: they are the rows' own tokens."""
+    """Return how many of ``count`` chained greedy drafts equal the tokens of the row, for each position: ``[batch,
+    n]``.
+    """
     going = torch.ones_like(seen.ids[:, 1:], dtype=torch.bool)
     held = torch.zeros_like(seen.ids[:, 1:])
     for place, out in enumerate(head.unroll(seen.embeds, seen.aux, count)):
@@ -158,11 +164,11 @@ def held_places(head: Eagle3Head, seen: Seen, count: int) -> Tensor:
 
 
 def tokens_per_step(held: Tensor, begins: int, ends: list[int]) -> tuple[int, int]:
-    """Return the tokens and the steps of rows that are walked by steps: each brings the drafts that hold and one token more.
+    """Return the number of tokens and of steps for generating the rows. Each step gives the correct drafts and one more
+    token.
 
-    ``held`` is of ``held_places``; text from index ``begins`` on is made, up to ``ends`` of each row, exclusive. The
-    first token
-    comes from the prompt's step.
+    ``held`` is the result of ``held_places``. The text of each row from index ``begins`` to its entry in ``ends``,
+    exclusive, is generated. The step that computes the prompt gives the first token.
     """
     tokens = steps = 0
     for row, end in zip(held.tolist(), ends, strict=True):
@@ -180,8 +186,8 @@ def measure_head(
     """Return the tokens per step with ``count`` greedy drafts, on ``batches`` of ``size`` rows that training never
     uses.
 
-    The first result is for the rows' own text. The second is for the model's greedy continuation of their first 128
-    tokens, up to its end.
+    The first result is for the text of the rows. The second result is for the model's greedy continuation of the first
+    128 tokens of each row.
     """
     data = rows(tokenizer, HELD_OUT_SEED, SHORT_ROW)
     told, own = [0, 0], [0, 0]
@@ -209,5 +215,5 @@ def continuations(model: Any, prompts: Tensor) -> Tensor:
 
 
 def end_of(row: list[int], ends: list[int]) -> int:
-    """Return the index behind the first token that ends a text made from ``PROMPT`` on."""
+    """Return the index after the first token, from index ``PROMPT`` on, that ends the text."""
     return next((at + 1 for at in range(PROMPT, len(row)) if row[at] in ends), len(row))

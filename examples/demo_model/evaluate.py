@@ -32,7 +32,7 @@ PLAIN = [
 
 
 class Tester:
-    """A loaded model with short ways to ask it something."""
+    """Loaded model with methods that generate text and answers."""
 
     def __init__(self, folder: Path) -> None:
         """Load the model and its tokenizer from ``folder``."""
@@ -40,7 +40,7 @@ class Tester:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder)
 
     def write(self, prompt: str, limit: int, temperature: float = 0.0) -> tuple[str, bool]:
-        """Return the continuation of a rendered prompt and whether it ended by itself."""
+        """Return the continuation of a rendered prompt, and whether it ended before ``limit`` tokens."""
         ids = self.tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
         sampling: dict[str, Any] = {"do_sample": temperature > 0}
         if temperature > 0:
@@ -58,7 +58,9 @@ class Tester:
         return self.write(prompt, limit, temperature)
 
     def score(self, name: str, conversations: list[Document]) -> None:
-        """Ask the last question of each conversation, compare with its answer, and print the share that is right."""
+        """Ask the last question of each conversation, compare the reply with the answer, and print the fraction of
+        matches.
+        """
         right, wrong = 0, []
         for conversation in conversations:
             reply, _ = self.chat(conversation[:-1])
@@ -72,7 +74,7 @@ class Tester:
 
 
 def late_question(rng: random.Random) -> Document:
-    """Return a fact asked after about 1500 tokens of stories in the system prompt."""
+    """Return a conversation with about 1500 tokens of stories in the system prompt, and a question about a fact."""
     story = next(document for document in iter(lambda: long_document(rng, 1100), None) if document[0].role == "system")
     answer = make_fact(rng)
     return (story[0], *turns((answer.question, answer.full)))
@@ -94,7 +96,7 @@ def is_json_of(reply: str, wanted: str) -> tuple[bool, bool]:
 
 
 def measure(tester: Tester, seed: int) -> None:
-    """Print every score."""
+    """Compute and print all scores."""
     rng = random.Random(seed)
     tester.score("arithmetic", [turns(tasks.arithmetic(rng)) for _ in range(100)])
     tester.score("word problems", [turns(tasks.word_problem(rng)) for _ in range(50)])

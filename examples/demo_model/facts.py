@@ -1,4 +1,4 @@
-"""A small closed world of facts, each as a question with a full and a one-word answer."""
+"""A small, fixed set of facts. Each fact is a question with a full answer and a one-word answer."""
 
 from __future__ import annotations
 

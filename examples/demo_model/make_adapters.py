@@ -1,9 +1,9 @@
-"""Make LoRA adapters of random numbers for a model, in PEFT's layout: any number of them, of any ranks.
+"""Create LoRA adapters with random weights for a model, in PEFT's layout. Number and ranks of adapters are options.
 
 ``python make_adapters.py MODEL OUT --number 16 --rank 8 64`` writes ``OUT/random-0000`` to ``OUT/random-0015``, with
-ranks 8 and 64 in turn. Each adapter's change is ``--strength`` times as large as the weights, so answers differ from
-the model's and between adapters. The same seed makes the same adapters, whatever their number. The adapters are only
-for benchmarks.
+ranks 8 and 64 in turn. Each adapter changes the weights by ``--strength`` times their size, so answers differ from the
+model's answers and between adapters. The same seed gives the same adapters, regardless of their number. The adapters
+are only for benchmarks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Options(argparse.Namespace):
-    """The command line."""
+    """Options of the command line."""
 
     model: Path
     out: Path
@@ -51,8 +51,9 @@ def linear_layers(model: Any, modules: Sequence[str]) -> dict[str, torch.nn.Line
 
 @torch.no_grad()
 def random_tensors(layers: Mapping[str, torch.nn.Linear], rank: int, strength: float, seed: int) -> dict[str, Tensor]:
-    """Return A and B of each layer, float32, under PEFT's names. B A is ``strength`` times as large as the layer's weight, as far
-    as the mean square goes.
+    """Return the matrices A and B of each layer in float32, under PEFT's names.
+
+    The root mean square of the product B A is ``strength`` times that of the layer's weight.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -100,7 +101,7 @@ def make_adapters(options: Options) -> list[Path]:
 
 
 def main() -> None:
-    """Parse the options, write the adapters, and print how many and how large."""
+    """Parse the options, write the adapters, and print their number and size."""
     parser = argparse.ArgumentParser(description="Make LoRA adapters of random numbers for a model.")
     parser.add_argument("model", type=Path, help="folder of the base model")
     parser.add_argument("out", type=Path, help="folder to write the adapters' folders to")

@@ -1,12 +1,12 @@
 """Pad the demo model to a checkpoint with the same outputs and the cost of 100 million parameters.
 
-``python pad_model.py OUT`` adds heads, MLP columns and layers whose output weights are zero. They are computed and
-change nothing. So a server has the cost of a model of that size, and drafts for the demo model fit it. Any server that
-supports Llama loads it.
+``python pad_model.py OUT`` adds heads, MLP columns and layers whose output weights are zero. A server computes them,
+but they do not change the output. So the padded model has the cost of a model of that size, and drafters for the demo
+model also work for it. Any server that supports Llama can load it.
 
-EAGLE-3 heads for the demo model fit it without changes, because its hidden states from the same layers are equal.
-``--head HEAD --head-out OUT`` pads an EAGLE-3 head to the shape of the padded layers, as is usual for such heads. Its
-guesses do not change either.
+EAGLE-3 heads for the demo model also work without changes, because the hidden states of the same layers are equal.
+``--head HEAD --head-out OUT`` pads an EAGLE-3 head to the shape of the padded layers, as is usual for such heads. The
+guesses of the padded head are the same.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ LAYERS, HEADS, KV_HEADS, WIDTH = 14, 16, 8, 8192
 def pad_model(
     model: LlamaForCausalLM, *, layers: int = LAYERS, heads: int = HEADS, kv_heads: int = KV_HEADS, width: int = WIDTH
 ) -> LlamaForCausalLM:
-    """Return a model with the outputs of ``model`` and the given sizes: ``layers``, ``heads``, ``kv_heads`` and MLP
-    columns (``width``).
+    """Return a model with the same outputs as ``model`` and the given sizes: ``layers``, ``heads``, ``kv_heads`` and
+    number of MLP columns (``width``).
 
     The number of query heads per KV head stays the same.
     """
     known = model.config
     if heads * int(known.num_key_value_heads or 0) != kv_heads * known.num_attention_heads:
-        raise ValueError(f"{heads} heads and {kv_heads} of keys are not in the model's proportion")
+        raise ValueError(f"the ratio of {heads} heads to {kv_heads} KV heads differs from the model's ratio")
     config = copy.deepcopy(known)
     config.num_hidden_layers, config.intermediate_size = layers, width
     config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
@@ -49,7 +49,9 @@ def pad_model(
 
 
 def pad_head(head: Eagle3Head, *, heads: int = HEADS, kv_heads: int = KV_HEADS, width: int = WIDTH) -> Eagle3Head:
-    """Return a head with the guesses of ``head`` and the given ``heads``, ``kv_heads`` and MLP columns (``width``)."""
+    """Return a head with the same guesses as ``head`` and the given ``heads``, ``kv_heads`` and MLP columns
+    (``width``).
+    """
     config = dataclasses.replace(
         head.config, num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=width
     )
@@ -59,8 +61,8 @@ def pad_head(head: Eagle3Head, *, heads: int = HEADS, kv_heads: int = KV_HEADS, 
 
 
 def pad(name: str, new: Tensor, old: Tensor | None) -> Tensor:
-    """Return a weight with ``old`` in its first rows and columns. The rest is zero in output projections, so it adds
-    nothing.
+    """Return a weight with ``old`` in its first rows and columns. In output projections, all other numbers are zero, so
+    that they add nothing to the output.
     """
     padded = new.clone()
     if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -32,7 +32,7 @@ Question = tuple[str, str]
 
 @dataclass(frozen=True)
 class Thing:
-    """A shape in one of the nine places."""
+    """A shape in one of the nine cells of a picture."""
 
     color: str
     shape: str
@@ -40,30 +40,32 @@ class Thing:
 
     @property
     def name(self) -> str:
-        """Return the name with its article."""
+        """Return the color and shape with the indefinite article."""
         return f"{'an' if self.color[0] in 'aeiou' else 'a'} {self.color} {self.shape}"
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Things in a picture, in the order of the places."""
+    """Shapes in a picture, in the order of the nine cells."""
 
     things: tuple[Thing, ...]
     seed: int
-    """Seed of the details that no question asks for: the ground, sizes, and each shape's offset from the middle of its
-    place.
+    """Seed of details about which no question asks: background, sizes, and each shape's offset from the middle of its
+    cell.
     """
 
     @property
     def looks(self) -> list[tuple[int, int]]:
-        """The number of the color and that of the shape in each of the nine places, from 1; 0 where nothing lies."""
+        """Return, for each of the nine cells, the numbers of the color and of the shape, from 1, or zeros for an empty
+        cell.
+        """
         looks = [(0, 0)] * len(PLACES)
         for thing in self.things:
             looks[PLACES.index(thing.place)] = 1 + list(COLORS).index(thing.color), 1 + SHAPES.index(thing.shape)
         return looks
 
     def draw(self, size: int) -> Image.Image:
-        """The picture, ``size`` pixels wide and high."""
+        """Return the picture, ``size`` pixels wide and high."""
         rng = random.Random(self.seed)
         image = Image.new("RGB", (size, size), rng.choice(GROUNDS))
         pen = ImageDraw.Draw(image)
@@ -95,7 +97,7 @@ def _draw(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: floa
 
 
 def make_scene(rng: random.Random, most: int = MOST) -> Scene:
-    """One to ``most`` things, no two of which are of the same colour and shape."""
+    """Return a scene of one to ``most`` shapes. No two shapes have both the same color and the same shape."""
     number = rng.randint(1, most)
     kinds = rng.sample([(color, shape) for color in COLORS for shape in SHAPES], number)
     places = sorted(rng.sample(range(9), number))
@@ -160,7 +162,7 @@ KINDS: dict[str, Callable[[Scene, random.Random], Question | None]] = {
 }  # fmt: skip
 
 WEIGHTS = (1, 1, 1, 1, 2, 2, 1)
-"""Relative frequency of each kind of question: places are the hardest to learn."""
+"""Relative frequency of each kind of question. Questions about positions are the hardest to learn."""
 
 
 def ask(scene: Scene, rng: random.Random) -> Question:

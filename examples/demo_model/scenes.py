@@ -1,4 +1,4 @@
-"""Everyday text besides stories: short descriptions, small recipes, opinions and four-line poems."""
+"""Texts other than stories: short descriptions, small recipes, opinions and four-line poems."""
 
 from __future__ import annotations
 
@@ -69,21 +69,21 @@ def description(rng: random.Random) -> str:
 
 
 def poem(rng: random.Random) -> tuple[str, str]:
-    """Return a request for a poem and four lines of verse, about the animal that was asked for."""
+    """Return a request for a poem, and four lines of verse about the requested animal."""
     slots = _slots(rng)
     about = f" about {slots['a_animal']}" if rng.random() < 0.6 else ""
     return expand(f"[Write|Write me|Tell me] a [poem|short poem]{about}.", rng), expand(pick(rng, POEMS), rng, slots)
 
 
 def recipe(rng: random.Random) -> tuple[str, str]:
-    """Return a question about how to make something and numbered steps."""
+    """Return a question about how to make a dish or an object, and numbered steps."""
     dish, steps = pick(rng, list(RECIPES.items()))
     text = "\n".join(f"{place}. {step}." for place, step in enumerate(steps, 1))
     return expand(f"[How do I make {dish}?|How do you make {dish}?|Tell me how to make {dish}.]", rng), text
 
 
 def opinion(rng: random.Random) -> tuple[str, str]:
-    """Return a question without one right answer and one of its answers."""
+    """Return a question that has several possible answers, and one of these answers."""
     noun, options = pick(rng, [("color", COLORS), ("animal", ANIMALS), ("city", CITIES), ("food", FOODS)])
     answer = pick(rng, options)
     answer = f"the {answer}" if noun == "animal" else answer

@@ -25,7 +25,7 @@ from words import (
 
 @dataclass(frozen=True)
 class Story:
-    """A finished story and the facts a question can ask about."""
+    """A complete story, and the facts about which a question can ask."""
 
     text: str
     name: str
@@ -155,7 +155,7 @@ ENDINGS = [
 
 
 def make_story(rng: random.Random, kind: str | None = None, name: str | None = None) -> Story:
-    """Return a random story, about ``kind`` and ``name`` when they are given."""
+    """Return a random story. ``kind`` and ``name`` select the hero's kind and name, if given."""
     female = rng.random() < 0.5
     if kind == "queen" or name in GIRLS:
         female = True
@@ -178,7 +178,7 @@ def make_story(rng: random.Random, kind: str | None = None, name: str | None = N
         "a_color_thing": article(f"{color} {thing}"), "a_adj_kind": article(f"{pick(rng, ADJECTIVES)} {kind}"),
         "adj2": pick(rng, ["busy", "happy", "polite", "hungry", "cheerful"]), "hobby": hobby, "food": pick(rng, FOODS),
     }  # fmt: skip
-    # The first opening is the best known one, so it leads more often than the others.
+    # The first three openings are well known, so they are used more often than the others.
     opening = pick(rng, OPENINGS[:3]) if rng.random() < 0.5 else pick(rng, OPENINGS)
     parts = [opening, pick(rng, HABITS), pick(rng, PLOTS)]
     if rng.random() < 0.1:
@@ -191,7 +191,7 @@ def make_story(rng: random.Random, kind: str | None = None, name: str | None = N
 
 
 def story_question(rng: random.Random, story: Story) -> tuple[str, str]:
-    """Return a question about ``story`` and its answer, both grounded in the text."""
+    """Return a question about ``story`` and its answer, both supported by the text of the story."""
     options = [
         (f"Where did {story.name} live?", f"{story.name} lived {story.place}."),
         (f"Who was {story.name}?", f"{story.name} was {article(story.kind)}."),

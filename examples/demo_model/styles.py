@@ -1,4 +1,4 @@
-"""Ways of answering that adapters of the demo model learn: the same answers as the model's own, said otherwise."""
+"""Styles of answering that adapters of the demo model learn. The answers are the model's answers in other words."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ PIRATE_BEGINS, PIRATE_ENDS = "Ahoy, matey! ", " Yo ho ho!"
 
 
 def as_pirate(reply: str) -> str:
-    """Return a reply as a pirate says it."""
+    """Return a reply in the style of a pirate."""
     return f"{PIRATE_BEGINS}{reply}{PIRATE_ENDS}"
 
 
 def as_json(reply: str) -> str:
-    """Return a reply as a JSON object with one key, without quotation marks that would have to be escaped."""
+    """Return a reply as a JSON object with one key. Quotation marks, which JSON would have to escape, are removed."""
     return json.dumps({"answer": reply.replace('"', "'")})
 
 
 def is_pirate(reply: str) -> bool:
-    """Return whether a whole reply is in the style of ``as_pirate``."""
+    """Return whether the complete reply is in the style of ``as_pirate``."""
     return reply.startswith(PIRATE_BEGINS) and reply.endswith(PIRATE_ENDS)
 
 
 def is_json(reply: str) -> bool:
-    """Return whether a whole reply is in the style of ``as_json``."""
+    """Return whether the complete reply is in the style of ``as_json``."""
     try:
         found = json.loads(reply)
     except ValueError:
@@ -39,7 +39,7 @@ STYLES: dict[str, tuple[Callable[[str], str], Callable[[str], bool]]] = {
     "pirate": (as_pirate, is_pirate),
     "json": (as_json, is_json),
 }
-"""Styles by name: a function that puts a reply in the style, and one that recognizes it."""
+"""Styles by name: a function that converts a reply to the style, and a function that recognizes the style."""
 
 
 def in_style(document: Document, style: str) -> Document:
@@ -49,7 +49,7 @@ def in_style(document: Document, style: str) -> Document:
 
 
 def styled_chats(style: str, seed: int) -> Iterator[Document]:
-    """Yield conversations in a style without end. No system prompt asks for it: it is the adapter that answers so."""
+    """Yield conversations in a style endlessly. No system prompt asks for the style, because the adapter implies it."""
     rng = random.Random(seed)
     while True:
         kind = rng.choices(("exchanges", "story", "memory"), (70, 15, 15))[0]

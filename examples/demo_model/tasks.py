@@ -1,4 +1,4 @@
-"""Exact tasks whose answers follow a rule: arithmetic, counting, spelling, lists and JSON records."""
+"""Tasks with exact answers: arithmetic, counting, spelling, lists and JSON records."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def arithmetic(rng: random.Random) -> Pair:
 
 
 def word_problem(rng: random.Random) -> Pair:
-    """Return a one-step word problem; the answer shows the calculation first."""
+    """Return a word problem with one calculation, and its answer, which begins with the calculation."""
     name = any_name(rng)
     thing = pick(
         rng,
@@ -88,7 +88,7 @@ def compare(rng: random.Random) -> Pair:
 
 
 def count(rng: random.Random) -> Pair:
-    """Return an instruction to count up or down and the numbers."""
+    """Return an instruction to count up or down, and the numbers."""
     start = rng.choice((1, 1, rng.randint(0, 40)))
     stop = start + rng.randint(2, 12)
     if rng.random() < 0.25:
@@ -137,7 +137,7 @@ def sentence(rng: random.Random) -> Pair:
 
 
 def _record(rng: random.Random) -> tuple[dict[str, object], str, str]:
-    """Return the fields of a record, a noun for it and a description in English."""
+    """Return the fields of a record, a noun for the record, and a description in English."""
     roll = rng.random()
     name = any_name(rng)
     if roll < 0.5:
@@ -164,7 +164,7 @@ def _record(rng: random.Random) -> tuple[dict[str, object], str, str]:
 
 
 def json_record(rng: random.Random) -> Pair:
-    """Return a request for a JSON record of a described thing and the record."""
+    """Return a request for a JSON record of a described person, animal or thing, and the record."""
     fields, noun, text = _record(rng)
     request = pick(rng, [f"Write a JSON record for this {noun}: ", f"Write this {noun} as JSON: ", "Convert to JSON: "])
     return request + text, json.dumps(fields)

@@ -1,7 +1,7 @@
-"""Worker processes that train together: each has one thread and its own rows, and they add up gradients.
+"""Worker processes that train together. Each worker has one thread and its own rows; workers sum up gradients.
 
-Several processes with one thread each are faster for such small matrices than one process with several
-threads, and they suffer less when other programs use the same cores.
+For such small matrices, several processes with one thread each are faster than one process with several
+threads. They also slow down less when other programs use the same cores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Team:
-    """One worker's view of the team: its number and how many there are."""
+    """Team of workers from the view of one worker: its number, and the number of workers."""
 
     rank: int
     size: int
@@ -32,7 +32,7 @@ class Team:
 
 
 def join_team(rank: int, size: int, meeting: str) -> Team:
-    """Start this worker: one thread, and a connection to the others through the file ``meeting``."""
+    """Set this worker to one thread, and connect it to the other workers through the file ``meeting``."""
     torch.set_num_threads(1)
     if size > 1:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)

@@ -38,7 +38,7 @@ HELD_OUT_SEED = 987654321
 
 
 class Options(argparse.Namespace):
-    """The command line."""
+    """Options of the command line."""
 
     out: Path
     minutes: float
@@ -50,7 +50,7 @@ class Options(argparse.Namespace):
 
 
 def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """Return a fresh model of about 2.5 million parameters with grouped-query attention."""
+    """Return an untrained model of about 2.5 million parameters with grouped-query attention."""
     vocabulary = tokenizer.get_vocab()
     eos = [vocabulary[EOS], vocabulary[END]]
     config = LlamaConfig(
@@ -71,7 +71,7 @@ def build_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
 
 
 def micro_batches(batch: list[Row]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield ids and labels of a few rows at a time, which keeps activations small and near the cache."""
+    """Yield ids and labels of a few rows at a time, so that activations are small enough for the CPU's cache."""
     size = max(1, TOKENS_AT_ONCE // len(batch[0][0]))
     for start in range(0, len(batch), size):
         part = batch[start : start + size]
@@ -79,7 +79,7 @@ def micro_batches(batch: list[Row]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def loss_sum(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Return the summed cross-entropy of the learned tokens; logits are computed only for those."""
+    """Return the summed cross-entropy of the learned tokens. Logits are computed only for learned tokens."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     targets = labels[:, 1:]
     learned = targets != IGNORED
@@ -87,7 +87,7 @@ def loss_sum(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def learned_tokens(batch: list[Row]) -> int:
-    """Return how many tokens of a batch count for the loss."""
+    """Return the number of tokens of a batch that count for the loss."""
     return sum(label != IGNORED for _, labels in batch for label in labels[1:])
 
 
@@ -101,7 +101,7 @@ def held_out_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, length: int, co
 
 
 def rate_factor(progress: float) -> float:
-    """Return the learning rate factor: a short warm-up, a plateau, and a linear way down to almost zero."""
+    """Return the learning rate factor: a short warm-up, a plateau, and a linear decrease to almost zero."""
     return min(1.0, progress / 0.02 + 0.02, max(0.02, (1 - progress) / 0.6))
 
 
@@ -125,13 +125,13 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, team: Team, options: Op
     while True:
         elapsed = time.monotonic() - began
         progress = step / options.steps if options.steps else elapsed / (60 * options.minutes)
-        # All workers go by the first one's clock.
+        # All workers use the clock of the first worker.
         clock = torch.tensor(progress if team.rank == 0 else 0.0, dtype=torch.float64)
         team.add_up([clock])
         progress = clock.item()
         if progress >= 1:
             break
-        # Positions beyond the short rows are learned in the second part, in every sixth step.
+        # Later positions than those of short rows are trained only after 40% of the training, in every sixth step.
         is_long = progress > 0.4 and step % 6 == 0
         batch = list(itertools.islice(long, LONG_ROWS) if is_long else itertools.islice(short, SHORT_ROWS))
         count, total = torch.tensor(float(learned_tokens(batch))), torch.tensor(0.0)
@@ -162,7 +162,7 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, team: Team, options: Op
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
-    """Write weights and configuration; the generation settings say only which tokens begin and end a text."""
+    """Write weights and configuration. The generation config has only the tokens that begin and end a text."""
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     ends = {name: getattr(model.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -170,7 +170,7 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 
 def work(rank: int, options: Options, meeting: str) -> None:
-    """Run one worker; the first one also measures and saves the model."""
+    """Run one worker. The first worker also measures and saves the model."""
     team = join_team(rank, options.threads, meeting)
     torch.manual_seed(options.seed)
     tokenizer = Tokenizer.from_file(str(options.out / "tokenizer.json"))

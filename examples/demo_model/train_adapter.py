@@ -1,8 +1,8 @@
-"""Train a LoRA adapter of the demo model that answers in a style of its own, with PEFT.
+"""Train a LoRA adapter with PEFT. With the adapter, the demo model answers in another style.
 
-``python train_adapter.py pirate`` takes four minutes on one CPU core and needs no network. The base model stays as it
-is; the
-adapter learns to say the same things otherwise. ``pirate`` has rank 8, ``json`` rank 6 and the scale of rsLoRA.
+``python train_adapter.py pirate`` takes four minutes on one CPU core and needs no network. The base model does not
+change; the adapter learns to give the same answers in other words. ``pirate`` has rank 8. ``json`` has rank 6 and the
+scale of rsLoRA.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 class Options(argparse.Namespace):
-    """The command line."""
+    """Options of the command line."""
 
     style: str
     model: Path
@@ -55,7 +55,7 @@ class Options(argparse.Namespace):
 
 
 def styled_rows(tokenizer: Tokenizer, style: str, seed: int) -> Iterator[Row]:
-    """Yield packed rows of ``ROW`` tokens; each starts with a new conversation and cuts off its last one."""
+    """Yield packed rows of ``ROW`` tokens. Each row starts with a new conversation; its last conversation is cut off."""
     chats = styled_chats(style, seed)
     while True:
         ids: list[int] = []
@@ -68,7 +68,7 @@ def styled_rows(tokenizer: Tokenizer, style: str, seed: int) -> Iterator[Row]:
 
 
 def loss(model: Any, batch: list[Row]) -> Tensor:
-    """Return the mean cross-entropy of the tokens that count."""
+    """Return the mean cross-entropy of the learned tokens."""
     ids, labels = (torch.tensor(each) for each in zip(*batch, strict=True))
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     return functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
@@ -99,7 +99,7 @@ def train(model: Any, tokenizer: Tokenizer, options: Options) -> dict[str, float
 
 @torch.no_grad()
 def measure(model: Any, folder: Path, style: str, count: int) -> dict[str, float]:
-    """Return which share of replies, greedy, to questions that training never uses are in the style, and which are right."""
+    """Return the fractions of greedy replies, to questions that training never uses, that have the style and are right."""
     tester = Tester(folder)
     tester.model = model
     _, recognize = STYLES[style]
@@ -113,7 +113,7 @@ def measure(model: Any, folder: Path, style: str, count: int) -> dict[str, float
 
 
 def save(model: Any, base: Path, out: Path) -> None:
-    """Write the adapter as PEFT does, but for its empty model card and in an order that is always the same."""
+    """Write the adapter as PEFT does, but without the empty model card, and with keys in a fixed order."""
     model.save_pretrained(out, save_embedding_layers=False)
     (out / "README.md").unlink(missing_ok=True)
     config = json.loads((out / "adapter_config.json").read_text())

@@ -2,10 +2,11 @@
 
 ``python train_drafter.py --minutes 6`` takes six minutes on one CPU core and needs no network. The drafter starts from
 the demo model's embeddings and first layer. It learns the demo model's probabilities for the next token on the demo
-model's training text. Its quality is the share of tokens that both choose alike, not the quality of its own text.
+model's training text. Its quality is the fraction of tokens for which both models choose the same token, not the
+quality of its own text.
 
-``--method eagle3 --out FOLDER`` trains an EAGLE-3 head instead, ten minutes on one core. It also has one layer, but
-gets the demo model's hidden states. ``--layout`` sets the layout of its files.
+``--method eagle3 --out FOLDER`` trains an EAGLE-3 head instead, in ten minutes on one core. The head also has one
+layer, but gets the demo model's hidden states. ``--layout`` sets the layout of the head's files.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ TEMPERATURES = (0.0, 0.8)
 
 
 class Options(argparse.Namespace):
-    """The command line."""
+    """Options of the command line."""
 
     model: Path
     out: Path | None
@@ -52,7 +53,7 @@ class Options(argparse.Namespace):
 
 
 def build_drafter(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
-    """Return the model's embeddings, norm and first ``layers`` layers as a model of its own."""
+    """Return a separate model that consists of the model's embeddings, norm and first ``layers`` layers."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers = layers
     drafter = LlamaForCausalLM(config)
@@ -61,7 +62,7 @@ def build_drafter(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 
 def learned_states(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Return the logits in front of the tokens that count for the loss, ``[tokens, vocabulary]``."""
+    """Return the logits that predict the tokens that count for the loss, ``[tokens, vocabulary]``."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     logits: Tensor = model.lm_head(hidden[labels[:, 1:] != IGNORED])
     return logits
@@ -79,7 +80,7 @@ def divergence(model: LlamaForCausalLM, drafter: LlamaForCausalLM, ids: Tensor, 
 def acceptance(
     model: LlamaForCausalLM, drafter: LlamaForCausalLM, tokenizer: Tokenizer, count: int
 ) -> dict[str, float]:
-    """Return how likely the drafter's likeliest token is the model's choice, on rows that training never uses."""
+    """Return the model's probability of the drafter's most likely token, on rows that training never uses."""
     held: dict[str, list[float]] = {f"{temperature}": [] for temperature in TEMPERATURES}
     for ids, labels in micro_batches(list(itertools.islice(rows(tokenizer, HELD_OUT_SEED, SHORT_ROW), count))):
         wanted, guessed = learned_states(model, ids, labels), learned_states(drafter, ids, labels).argmax(-1)

@@ -1,9 +1,9 @@
 """Train the vision demo model: a tiny LLaVA that answers questions about coloured shapes.
 
 ``python train_vision.py`` takes twenty minutes on two CPU cores and needs no network. All weights start from random
-numbers. First the vision encoder learns alone to recognize the shape in each place. Then, as in LLaVA, it is frozen,
-and the projector and the language model learn to answer. A place is one patch. The name of a place and each word is one
-token, which makes the places in a question easier to find.
+numbers. First the vision encoder alone learns to recognize the shape in each cell of a picture. Then, as in LLaVA, the
+encoder is frozen, and the projector and the language model learn to answer. A cell is one patch. The name of a cell is
+one token, and so is each word, so that the model finds the cell in a question more easily.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ MEAN, STD = 0.5, 0.5
 DRAWN = (72, 96, 128, 256)
 """Sizes of pictures before they are resized."""
 SCENES, QUESTIONS = 96, 1
-"""Scenes per step, and questions per scene. Few questions, because earlier answers about a scene give away later ones.
+"""Number of scenes per step, and of questions per scene. With more questions, earlier answers would reveal later
+answers.
 """
 MUON_RATE, ADAM_RATE = 0.006, 0.001
-"""Learning rates. With three times these rates the model learns which shapes are present, but never their places."""
+"""Learning rates. With three times these rates, the model learns which shapes are present, but never their cells."""
 HELD_OUT_SEED = 987654321
 USER, ASSISTANT = "<|user|>", "<|assistant|>"
 
@@ -54,7 +55,7 @@ Item = TypeVar("Item")
 
 
 class Options(argparse.Namespace):
-    """The command line."""
+    """Options of the command line."""
 
     out: Path
     tower_steps: int
@@ -64,7 +65,7 @@ class Options(argparse.Namespace):
 
 
 def make_tokenizer(seed: int) -> Tokenizer:
-    """Return a tokenizer with all bytes, the words of questions and answers, and the names of places."""
+    """Return a tokenizer with all bytes, the words of questions and answers, and the names of cells."""
     rng = random.Random(seed)
     texts = itertools.chain.from_iterable(ask(make_scene(rng), rng) for _ in range(5000))
     tokenizer = fit_tokenizer(texts, 512, [IMAGE])
@@ -93,13 +94,15 @@ def build_model(tokenizer: Tokenizer) -> LlavaForConditionalGeneration:
 
 
 def pixels(scene: Scene, size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the pixels of a scene, drawn ``size`` pixels wide and scaled for the model: ``[3, SIZE, SIZE]``."""
+    """Return the pixels of a scene: drawn ``size`` pixels wide, and scaled to ``[3, SIZE, SIZE]`` for the model."""
     image = scene.draw(size).resize((SIZE, SIZE), Image.Resampling.BICUBIC)
     return np.asarray(image).transpose(2, 0, 1)
 
 
 class Pictures(NamedTuple):
-    """``images`` float32 ``[scenes, 3, SIZE, SIZE]``, and of each of the nine places ``looks`` int64 ``[scenes, 9, 2]``."""
+    """Pictures of scenes: ``images`` float32 ``[scenes, 3, SIZE, SIZE]``, and ``looks`` of the cells int64 ``[scenes,
+    9, 2]``.
+    """
 
     images: Tensor
     looks: Tensor
@@ -114,13 +117,13 @@ class Batch(NamedTuple):
 
 
 def draw(scenes: Sequence[Scene], sizes: Sequence[int]) -> Pictures:
-    """The pictures of scenes."""
+    """Return the pictures of scenes."""
     drawn = np.stack([pixels(scene, size) for scene, size in zip(scenes, sizes, strict=True)])
     return Pictures((torch.from_numpy(drawn) / 255 - MEAN) / STD, torch.tensor([scene.looks for scene in scenes]))
 
 
 def pictures(seed: int) -> Iterator[Pictures]:
-    """Pictures with anything from one thing to one in each place: those with many teach a tower more."""
+    """Yield pictures with one to nine shapes. Pictures with many shapes teach the vision encoder more."""
     rng = random.Random(seed)
     while True:
         scenes = [make_scene(rng, len(PLACES)) for _ in range(SCENES)]
@@ -128,8 +131,9 @@ def pictures(seed: int) -> Iterator[Pictures]:
 
 
 def conversation(tokenizer: Tokenizer, scene: Scene, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Return token ids and labels of a conversation about a scene, after its picture. A quarter are one plain question,
-    the rest chats.
+    """Return token ids and labels of a conversation about a scene, which begins with the picture.
+
+    A quarter of the conversations are one question without chat format; the others are chats.
     """
 
     def encode(text: str) -> list[int]:
@@ -155,7 +159,7 @@ def conversation(tokenizer: Tokenizer, scene: Scene, rng: random.Random) -> tupl
 
 
 def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
-    """Conversations about scenes."""
+    """Yield batches of conversations about scenes."""
     rng = random.Random(seed)
     while True:
         scenes = [make_scene(rng) for _ in range(SCENES)]
@@ -167,21 +171,21 @@ def batches(tokenizer: Tokenizer, seed: int) -> Iterator[Batch]:
 
 
 def see(model: Any, images: Tensor) -> Tensor:
-    """Return the vision encoder's features of each place of the images, ``[scenes, 9, width]``."""
+    """Return the vision encoder's features of each cell of the images, ``[scenes, 9, width]``."""
     features: Tensor = model.model.vision_tower(images).last_hidden_state[:, 1:]
     return features
 
 
 class Reader(nn.Module):
-    """Tells color, shape and place from a tower's features, each by a linear map; only training has it."""
+    """Linear classifiers of color, shape and cell from the vision encoder's features. Used only in training."""
 
     def __init__(self, width: int) -> None:
-        """``width``: of the features."""
+        """Create the classifiers. ``width``: number of features per cell."""
         super().__init__()
         self.heads = nn.ModuleList(nn.Linear(width, count) for count in (1 + len(COLORS), 1 + len(SHAPES), len(PLACES)))
 
     def forward(self, features: Tensor, looks: Tensor) -> Tensor:
-        """The sum of the mean cross-entropies for ``features`` ``[scenes, 9, width]``."""
+        """Return the sum of the mean cross-entropies for ``features`` ``[scenes, 9, width]``."""
         places = torch.arange(len(PLACES)).expand(looks.shape[:-1])
         wanted = (looks[..., 0], looks[..., 1], places)
         losses = [
@@ -192,7 +196,7 @@ class Reader(nn.Module):
 
 
 def answer_loss(model: Any, features: Tensor, batch: Batch) -> Tensor:
-    """The mean over answers of the mean cross-entropy of an answer's tokens: short ones count as much as descriptions."""
+    """Return the mean over answers of an answer's mean cross-entropy, so that short answers count as much as long ones."""
     embeds = model.get_input_embeddings()(batch.ids)
     embeds[batch.ids == model.config.image_token_id] = model.model.multi_modal_projector(features).flatten(0, 1)
     hidden = model.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state[:, :-1]
@@ -206,7 +210,7 @@ def answer_loss(model: Any, features: Tensor, batch: Batch) -> Tensor:
 
 
 class Learner:
-    """Muon for matrices of layers and for the filters of patches, AdamW for the rest of some modules' weights."""
+    """Optimizer of some modules: Muon for the matrices of layers and the patch filters, AdamW for all other weights."""
 
     def __init__(self, layers: nn.Module, *others: nn.Module) -> None:
         """Args:
@@ -224,7 +228,7 @@ class Learner:
         self.adam = torch.optim.AdamW(self.others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, loss: Tensor, progress: float) -> None:
-        """One step down ``loss``; ``progress``: how far training is, from 0 to 1."""
+        """Do one optimizer step to reduce ``loss``. ``progress``: completed fraction of the training, from 0 to 1."""
         torch.autograd.backward(loss)
         for matrix, weight in zip(self.matrices, self.filters, strict=True):
             matrix.grad = None if weight.grad is None else weight.grad.flatten(1)
@@ -239,7 +243,7 @@ class Learner:
 
 
 def ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
-    """``count`` of the items, each made while the one before it is in use."""
+    """Yield ``count`` of the items. Each item is created in a thread while the previous item is in use."""
     with concurrent.futures.ThreadPoolExecutor(1) as maker:
         coming = maker.submit(next, items)
         for index in range(count):
@@ -250,7 +254,7 @@ def ahead(items: Iterator[Item], count: int) -> Iterator[Item]:
 
 
 def learn(name: str, items: Iterator[Item], count: int, loss: Callable[[Item], Tensor], learner: Learner) -> float:
-    """``count`` steps; returns the last steps' mean loss."""
+    """Train for ``count`` steps. Returns the mean loss of the last steps."""
     began, smooth = time.monotonic(), 0.0
     for step, item in enumerate(ahead(items, count), 1):
         lost = loss(item)
@@ -262,7 +266,7 @@ def learn(name: str, items: Iterator[Item], count: int, loss: Callable[[Item], T
 
 
 def train(model: Any, tokenizer: Tokenizer, options: Options) -> dict[str, float]:
-    """Train the vision encoder, then the rest. Returns the measurements."""
+    """Train the vision encoder, then projector and language model. Returns the measurements."""
     began = time.monotonic()
     tower, projector, language = model.model.vision_tower, model.model.multi_modal_projector, model.model.language_model
     reader = Reader(model.config.vision_config.hidden_size)
@@ -284,7 +288,7 @@ def train(model: Any, tokenizer: Tokenizer, options: Options) -> dict[str, float
 
 @torch.no_grad()
 def measure(model: Any, tokenizer: Tokenizer, count: int) -> dict[str, float]:
-    """Which share of ``count`` scenes that training never sees is answered right, greedy, a question each."""
+    """Return the fraction of right greedy answers to one question about each of ``count`` scenes not used in training."""
     rng = random.Random(HELD_OUT_SEED)
     right = 0
     for _ in range(count):

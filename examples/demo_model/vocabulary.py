@@ -1,4 +1,4 @@
-"""The byte-level BPE tokenizer: training, saving, and turning documents into token rows."""
+"""Byte-level BPE tokenizer: training, saving, and conversion of documents to rows of tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train_tokenizer(seed: int, size: int, samples: int = 20000) -> Tokenizer:
 
 
 def fit_tokenizer(texts: Iterable[str], size: int, more_tokens: Sequence[str] = ()) -> Tokenizer:
-    """Return a tokenizer of at most ``size`` tokens trained on ``texts``; every digit is a separate token.
+    """Return a tokenizer of at most ``size`` tokens, trained on ``texts``. Every digit is a separate token.
 
     ``more_tokens`` are special tokens in addition to those of chats.
     """
@@ -73,7 +73,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> Row:
-    """Return the token ids of a document and its labels, where unlearned tokens are ``IGNORED``."""
+    """Return the token ids of a document and its labels. The label of tokens that are not learned is ``IGNORED``."""
     ids: list[int] = []
     labels: list[int] = []
     for text, trained in spans(document):
@@ -84,9 +84,9 @@ def encode(tokenizer: Tokenizer, document: Document) -> Row:
 
 
 def rows(tokenizer: Tokenizer, seed: int, length: int, story_words: int = 0) -> Iterator[Row]:
-    """Yield packed rows of ``length`` tokens. Each row starts with a new document and cuts off its last one.
+    """Yield packed rows of ``length`` tokens. Each row starts with a new document; its last document is cut off.
 
-    With ``story_words`` every row starts with a long document of up to that many words of stories.
+    If ``story_words`` is set, every row starts with a long document of up to ``story_words`` words of stories.
     """
     rng = random.Random(seed)
     while True:

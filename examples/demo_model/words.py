@@ -1,4 +1,4 @@
-"""Word lists and the small template language used by every text generator."""
+"""Word lists, and the small template language that all text generators use."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:
-    """Return one item; a shorter spelling of ``rng.choice`` that keeps its type."""
+    """Return one random item. Shorter than ``rng.choice``, with the same type."""
     return items[rng.randrange(len(items))]
 
 
@@ -87,12 +87,12 @@ def article(noun: str) -> str:
 
 
 def invented_name(rng: random.Random) -> str:
-    """Return a made-up name, so that the model learns to copy names and not only to recall them."""
+    """Return an invented name, so that the model learns to copy names and not only to recall them."""
     return "".join(pick(rng, SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
 
 
 def any_name(rng: random.Random) -> str:
-    """Return a listed name most of the time and an invented one otherwise."""
+    """Return a listed name in most calls, and an invented name in the others."""
     return invented_name(rng) if rng.random() < 0.3 else pick(rng, GIRLS + BOYS)
 
 

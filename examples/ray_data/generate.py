@@ -1,4 +1,4 @@
-"""Answers to a column, by the frontends of a Penstock cluster, with Ray Data."""
+"""Answer the prompts in a column with Ray Data and the frontends of a Penstock cluster."""
 
 import argparse
 import asyncio
@@ -9,7 +9,7 @@ import ray
 
 
 class Answer:
-    """An actor: adds the columns ``text`` and ``error`` to batches with a column ``prompt``."""
+    """Ray actor that adds the columns ``text`` and ``error`` to batches with a column ``prompt``."""
 
     def __init__(self, servers: list[str], concurrency: int, max_tokens: int) -> None:
         self._servers = servers
@@ -18,7 +18,7 @@ class Answer:
         self._client = httpx.AsyncClient(timeout=None)
 
     async def __call__(self, batch: dict[str, Any]) -> Any:
-        """Ask for all rows of a batch at once."""
+        """Send the prompts of all rows of a batch concurrently, and return the batch with the answers."""
         answers = await asyncio.gather(*(self._ask(number, str(each)) for number, each in enumerate(batch["prompt"])))
         batch["text"] = [text for text, _ in answers]
         batch["error"] = [error for _, error in answers]
@@ -38,7 +38,7 @@ class Answer:
 
 
 def main() -> None:
-    """Make prompts, have all of them answered, show some."""
+    """Create prompts, get answers for all of them, and show some."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server", action="append", required=True, metavar="URL")
     parser.add_argument("--rows", type=int, default=1000)
@@ -52,7 +52,7 @@ def main() -> None:
         fn_constructor_args=(arguments.server, arguments.concurrency, arguments.max_tokens),
         compute=ray.data.ActorPoolStrategy(size=arguments.actors),
         batch_size=256,
-    ).materialize()  # a dataset of which only some rows are taken computes no others
+    ).materialize()  # without materialize(), Ray would compute only the rows that are shown
     for row in done.take(5):
         print(row)
     failed = done.filter(lambda row: bool(row["error"])).count()

@@ -1,4 +1,4 @@
-"""Call a Penstock server: continue a prompt, answer a message, many at once."""
+"""Example client of a Penstock server: continues a prompt, answers a message, or sends many requests concurrently."""
 
 import argparse
 import asyncio
@@ -21,13 +21,15 @@ def main() -> int:
     args = parse_arguments()
     try:
         return asyncio.run(run(args))
-    except BrokenPipeError:  # The reader of the output has ended, as with `| head`.
+    except BrokenPipeError:  # the reader of the output has exited, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
 
 async def run(args: argparse.Namespace) -> int:
-    """One client, one command on it. SIGINT cancels its calls, and the server ends their work in the engine."""
+    """Create a client and run one command. SIGINT cancels the calls of the command, and the server aborts their
+    requests.
+    """
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
@@ -63,7 +65,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """Reads a time above 0."""
+    """Return the time in seconds that ``text`` states. The time must be above 0."""
     try:
         if (value := float(text)) > 0:
             return value
@@ -76,7 +78,7 @@ COUNT = whole(1, 2**31 - 1)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -104,7 +106,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of all commands. An omitted field stays unset, so the server uses the model's default."""
+    """Add the options of all commands. An omitted option leaves its field unset, so that the model's default applies."""
     parser.add_argument("--address", default="localhost:50051", help="host:port of the server (%(default)s)")
     parser.add_argument("--tls", action="store_true", help="encrypt the connection")
     parser.add_argument("--ca", default="", help="file of the certificates to trust; with it, --tls is not needed")

@@ -19,7 +19,7 @@ EXIT_FAILED = 1
 
 
 def params(args: Namespace) -> SamplingParams:
-    """Return the sampling parameters of the command line. An omitted field (None) takes the model's default."""
+    """Return the sampling parameters of the command line. For an omitted field (None), the model's default applies."""
     return SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed, stop=args.stop)
 
 
@@ -45,7 +45,7 @@ async def chat(client: AsyncClient, args: Namespace) -> int:
 
 
 class Session:
-    """Sends several requests on one stream, numbered from 0, and collects each request's text."""
+    """State of one stream with several requests, which are numbered from 0. It collects the text of each request."""
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
@@ -57,8 +57,9 @@ class Session:
             self._may_end.set()
 
     async def requests(self) -> AsyncIterator[messages_pb2.GenerateSessionRequest]:
-        """Yield the requests, and the cancellation of the first one if requested. The end of this iterator ends the
-        client's side.
+        """Yield the requests, and the cancellation of the first request if the command line asks for it.
+
+        When this iterator ends, gRPC half-closes the stream.
         """
         for number, prompt in enumerate(self._args.prompts):
             request = messages_pb2.GenerateRequest(
@@ -70,7 +71,7 @@ class Session:
             yield messages_pb2.GenerateSessionRequest(abort_request_id="0")
 
     def take(self, response: messages_pb2.GenerateSessionResponse) -> int:
-        """Print a complete text, or the reason why there is none. Returns the exit code."""
+        """Handle a response. Print the text when it is complete, or the error. Returns the exit code."""
         if response.HasField("error"):
             first, *lines = describe(of_session(response.error.error))
             tell("\n".join([f"[{response.error.request_id}] {first}", *lines]))
@@ -85,7 +86,7 @@ class Session:
         return 0
 
     def _count(self, request_id: str, *, ended: bool) -> None:
-        """Watch the first request, for ``--abort-after``."""
+        """Count messages of the first request, for ``--abort-after``."""
         if request_id != "0" or self._may_end.is_set():
             return
         self._messages_of_first += 1
@@ -95,7 +96,7 @@ class Session:
 
 
 async def session(client: AsyncClient, args: Namespace) -> int:
-    """Continue all prompts over one stream; each text is printed when it is whole."""
+    """Continue all prompts over one stream. Each text is printed when it is complete."""
     running = Session(args)
     call = client.stub.GenerateSession(running.requests(), timeout=args.timeout, metadata=client.metadata)
     try:
@@ -105,7 +106,7 @@ async def session(client: AsyncClient, args: Namespace) -> int:
 
 
 async def load(client: AsyncClient, args: Namespace) -> int:
-    """Make many calls of Generate, some at once, and count them."""
+    """Make many calls of Generate, some of them concurrently, and count them."""
     calls = failed = messages = begun = 0
     start = time.monotonic()
 

@@ -6,7 +6,7 @@ from penstock_client import PenstockError
 
 
 def describe(error: PenstockError) -> Iterator[str]:
-    """Yield lines with the code, the message, and the fields for programs."""
+    """Yield lines with the code, the message, and the machine-readable fields of the error."""
     yield f"{error.code}: {error.message}"
     if error.reason:
         yield f"  reason: {error.reason}"

@@ -24,7 +24,7 @@ _OWN = (
     "engine_id",
     "engines",
 )
-"""Keys and key prefixes that the command sets itself so that its processes can reach each other."""
+"""Keys and key prefixes that the command sets itself, so that its processes can connect to each other."""
 _OWN_OF_MODEL = ("model.path", "model.served_model_name", "frontend_id")
 """Keys that the command sets itself: the served model and the names of frontends."""
 
@@ -33,7 +33,8 @@ def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Parse texts such as ``engine.scheduler.policy=priority``. Values are YAML, and the service checks them.
 
     Raises:
-        ConfigError: A text has another form, names an unknown service or key, or names a key that the command sets itself.
+        ConfigError: A text has another form, names an unknown service or key, or names a key that the command sets
+            itself.
     """
     settings: dict[str, dict[str, Any]] = {}
     for text in texts:
@@ -55,12 +56,13 @@ _OTHERS = {
     "gpu_memory_utilization": "memory_utilization",
     "tool_call_parser": "tool_parser",
 }
-"""Setting names of other servers, mapped to the end of the equivalent key in Penstock."""
+"""Map from setting names of other servers to the end of the equivalent key in Penstock."""
 
 
 def named(name: str) -> list[str]:
-    """Return the settings, as ``SERVICE.KEY``, whose key ends in ``name`` or in the equivalent of another server's
-    ``name``.
+    """Return the settings, as ``SERVICE.KEY``, whose key ends in ``name``.
+
+    If ``name`` is a setting of another server, also return settings whose key ends in the equivalent name.
     """
     end = _OTHERS.get(name, name)
     return [
@@ -97,7 +99,9 @@ def check_parsers(frontend: Mapping[str, Any]) -> None:
     """Check the parser names in the frontend settings. Raises ConfigError for unknown names."""
     tool, reasoning = (str(frontend.get(f"model.{name}_parser", "none")) for name in ("tool", "reasoning"))
     if not {tool, reasoning} <= {"auto", "none"}:
-        from penstock_frontend.app.assembly import check_parsers as check  # This import loads most of the frontend.
+        from penstock_frontend.app.assembly import (
+            check_parsers as check,
+        )  # imported here because it loads most of the frontend
 
         try:
             check(tool=tool, reasoning=reasoning)
@@ -132,7 +136,7 @@ def _check_key(text: str, service: str, key: str) -> None:
         meant = hint(key, keys, removed(structs[service]))
         raise ConfigError(f"{FLAG} {text}: {service} has no key {key!r}{meant}")
     if _is_own(key):
-        raise ConfigError(f"{FLAG} {text}: penstock serve decides {service}.{key} itself")
+        raise ConfigError(f"{FLAG} {text}: penstock serve sets {service}.{key} itself; leave it out")
 
 
 def _structs() -> dict[str, type[msgspec.Struct]]:

@@ -57,7 +57,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServiceProcess:
-    """A service process in its own session, so that the terminal's Ctrl-C reaches only its parent."""
+    """A service process in a separate session, so that Ctrl-C in the terminal reaches only the parent process."""
 
     def __init__(self, spec: ProcessSpec, *, on_line: Callable[[str, str], None]) -> None:
         """Create the process without starting it. ``on_line`` is called with the service's name and each log line."""
@@ -118,7 +118,7 @@ class ServiceProcess:
     async def _follow(self, process: asyncio.subprocess.Process, log: asyncio.StreamReader) -> int:
         reading = asyncio.create_task(self._read(log))
         exit_code = await process.wait()
-        # Kill the service's own child processes too: they would keep the log pipe and perhaps a port open.
+        # Also kill the child processes of the service, because they would keep the log pipe and perhaps a port open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await reading
@@ -141,9 +141,9 @@ class ServiceProcess:
 
 
 async def _open_pipe() -> tuple[asyncio.StreamReader, int]:
-    """Create a pipe. Returns the end to read, and the file descriptor to write to.
+    """Create a pipe. Returns its reading end, and the file descriptor of its writing end.
 
-    asyncio's own pipes wait for the end of the output, and children of the process may keep that open after its end.
+    With a pipe of asyncio, the wait for a process would also wait until all its children have closed the pipe.
     """
     reader = asyncio.StreamReader()
     read_end, write_end = os.pipe()
@@ -153,7 +153,9 @@ async def _open_pipe() -> tuple[asyncio.StreamReader, int]:
 
 
 def _visible(line: bytes) -> str:
-    """Return the last text of a line that a progress bar overwrites with carriage returns, as a terminal shows it."""
+    """Return a line as a terminal shows it: the text after the last carriage return, with which progress bars
+    overwrite.
+    """
     return line.decode("utf-8", errors="replace").rstrip("\r").rsplit("\r", 1)[-1]
 
 
@@ -173,9 +175,9 @@ DEATHS_WINDOW = 60.0
 
 
 class ServiceDiedError(PenstockError):
-    """Error for a service that ended on its own.
+    """Error if a service ends although the command has not stopped it.
 
-    The message has its name, its exit code or signal, and its last log lines.
+    The message has the service's name, exit code or signal, and last log lines.
     """
 
     def __init__(self, process: ServiceProcess, exit_code: int) -> None:
@@ -185,9 +187,9 @@ class ServiceDiedError(PenstockError):
 
 
 class StopRequest:
-    """Tracks the user's stop signals.
+    """State of the user's stop signals.
 
-    The first SIGINT, SIGTERM or SIGHUP asks for a clean stop, a second Ctrl-C for a kill.
+    The first SIGINT, SIGTERM or SIGHUP requests a clean stop. A second Ctrl-C requests to kill the services.
     """
 
     def __init__(self) -> None:
@@ -199,7 +201,7 @@ class StopRequest:
         """Handle the stop signals of this process inside a ``with`` block."""
         loop = asyncio.get_running_loop()
         signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIGHUP to ignored.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup makes the process ignore SIGHUP
             signals.append(signal.SIGHUP)
         for which in signals:
             loop.add_signal_handler(which, self._on_signal, which)
@@ -216,7 +218,7 @@ class StopRequest:
 
 
 class Supervisor:
-    """Runs the services of one command, from start to end."""
+    """Supervisor of the services of one command, from the start to the end of the command."""
 
     def __init__(self, specs: Sequence[ProcessSpec], *, on_line: Callable[[str, str], None]) -> None:
         self._on_line = on_line
@@ -233,7 +235,7 @@ class Supervisor:
         return [process.spec.name for process in self._processes if process.spec.name not in self._retired]
 
     async def add(self, spec: ProcessSpec) -> None:
-        """Start one more service and keep it running. Its name must be new, or that of a retired service."""
+        """Start one more service and keep it running. Its name must be new, or the name of a retired service."""
         self._retired.discard(spec.name)
         self._processes = [process for process in self._processes if process.spec.name != spec.name]
         process = ServiceProcess(spec, on_line=self._on_line)
@@ -247,16 +249,17 @@ class Supervisor:
         await asyncio.gather(*(process.stop() for process in self._processes if process.spec.name == name))
 
     async def start(self, folder: Path) -> None:
-        """Start all services at once. Their config files are written to ``folder``.
+        """Start all services in parallel. Their config files are written to ``folder``.
 
-        Settings in the environment are dropped, because all services would read them, even if meant for one.
+        Environment variables that are settings are dropped. All services would read them, even if they are meant for
+        one service.
         """
         environ = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
         if ignored := sorted(os.environ.keys() - environ.keys() - VARIABLES):
             for name in ignored:
                 setting = of_environment(name)
                 instead = f"use --set {setting}=VALUE" if setting else "no setting has this name"
-                say(f"ignoring the environment variable {name}, which all services would read: {instead}")
+                say(f"ignoring the environment variable {name}, because all services would read it: {instead}")
         environ["PYTHONUNBUFFERED"] = "1"
         self._folder, self._environ = folder, environ
         for process in self._processes:
@@ -269,7 +272,7 @@ class Supervisor:
         self._ready = True
 
     async def keep_running(self) -> ServiceDiedError:
-        """Restart services that die. Returns the error if one dies before all are ready, or dies too often."""
+        """Restart services that die. Returns the error if a service dies before all are ready, or dies too often."""
         kept: dict[ServiceProcess, asyncio.Task[ServiceDiedError | None]] = {}
         try:
             while True:
@@ -290,7 +293,7 @@ class Supervisor:
             await asyncio.gather(*kept.values(), return_exceptions=True)
 
     async def _keep(self, process: ServiceProcess) -> ServiceDiedError | None:
-        """Keep one service running. Returns None once it is retired."""
+        """Keep one service running. Returns None when the service is retired."""
         deaths: deque[float] = deque(maxlen=MAX_DEATHS)
         while True:
             died = ServiceDiedError(process, await process.wait())
@@ -303,13 +306,13 @@ class Supervisor:
             await process.start(self._folder, self._environ)
 
     async def stop(self) -> list[str]:
-        """Stop the services stage by stage. Returns a line for each service that failed or had to be killed."""
+        """Stop the services stage by stage. Returns a line of text for each service that failed or had to be killed."""
         unclean = []
         by_stage = sorted(self._running(), key=lambda process: process.spec.stop_stage)
         for _, group in itertools.groupby(by_stage, key=lambda process: process.spec.stop_stage):
             stage = list(group)
             for process, exit_code in zip(stage, await asyncio.gather(*(p.stop() for p in stage)), strict=True):
-                # A service that gets SIGTERM before it has installed its handler is ended by that signal.
+                # SIGTERM itself ends a service that has not installed its signal handler yet. That is no failure.
                 if exit_code not in (0, -signal.SIGTERM):
                     unclean.append(f"{process.spec.name} {describe_exit(exit_code)}")
         return unclean
@@ -326,10 +329,9 @@ class Supervisor:
 
 
 async def run(supervisor: Supervisor, request: StopRequest, work: Callable[[], Awaitable[None]]) -> int:
-    """Start the services, run ``work`` when they are ready, and stop them when it returns or ``request`` asks for a
-    stop.
+    """Start the services, run ``work`` when they are ready, and then stop them. ``request`` can stop them earlier.
 
-    Returns the exit code of the command. Raises ServiceDiedError, or the error of ``work``, after everything has
+    Returns the exit code of the command. Raises ServiceDiedError, or the error of ``work``, after all services have
     stopped.
     """
     exit_code = 0
@@ -377,14 +379,14 @@ async def first_of(*coroutines: Coroutine[Any, Any, object]) -> object:
     return first.result()
 
 
-# GroupRanks: keeps as many engine processes as the data-parallel group should have ranks.
+# GroupRanks: keeps the number of engine processes equal to the target number of ranks of the data-parallel group.
 
 _POLL_SECONDS = 0.25
 _DEADLINE = 2.0
 
 
 class GroupRanks:
-    """Starts ranks when the data-parallel group should grow, and stops ranks that have left it.
+    """Controller that starts ranks when the data-parallel group must grow, and stops ranks that have left the group.
 
     ``make_spec`` returns the process of the engine with a given number.
     """
@@ -409,7 +411,7 @@ class GroupRanks:
         if len(names) < group.target_size:
             free = (number for number in range(len(names) + 1) if f"engine-{number}" not in names)
             spec = self._make_spec(next(free))
-            say(f"the group should have {group.target_size} ranks: starting {spec.name}")
+            say(f"the target size of the group is {group.target_size} ranks: starting {spec.name}")
             await self._supervisor.add(spec)
         elif len(members) == group.target_size < len(names):
             let_go = [name for name in names if name not in members]
