@@ -36,9 +36,9 @@ def test_every_engine_gets_them_beside_what_the_command_sets() -> None:
         ("engine=1", "write SERVICE.KEY=VALUE"),
         ("engin.scheduler.policy=fcfs", "no such service 'engin'.*did you mean 'engine'"),
         ("engine.scheduler.polic=fcfs", "engine has no key 'scheduler.polic'; did you mean 'scheduler.policy'"),
-        ("frontend.server.port=1", "penstock serve decides frontend.server.port itself"),
-        ("engine.coordinator.address=x:1", "penstock serve decides engine.coordinator.address itself"),
-        ("engine.model.path=x", "penstock serve decides engine.model.path itself"),
+        ("frontend.server.port=1", "penstock serve sets frontend.server.port itself"),
+        ("engine.coordinator.address=x:1", "penstock serve sets engine.coordinator.address itself"),
+        ("engine.model.path=x", "penstock serve sets engine.model.path itself"),
         ("engine.plugins=[", "the value cannot be read"),
     ],
 )
