@@ -1,4 +1,4 @@
-"""A family with CLIP's image processor of transformers, as a media worker has it."""
+"""Media family with transformers' CLIP image processor, as a media worker uses it."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +12,7 @@ from tests.fakes.media_family import PlainFamily, PlainProcessor
 
 
 class ClipFamily(PlainFamily):
-    """``folder``: with a preprocessor_config.json."""
+    """Family with CLIP's processor. ``folder``: directory with a preprocessor_config.json."""
 
     identity = b"clip"
 

@@ -1,4 +1,4 @@
-"""Phases of rows that do nothing, for tests of the runner. Rows with effects are faults; see tests/device/faults.py."""
+"""Phases whose rows do nothing, for tests of the runner. tests/device/faults.py has rows with effects."""
 
 import os
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ NO_DEVICE = Phase("machine", f"{_HERE}:no_device", step=ALWAYS)
 
 
 class Model:
-    """What rows of a stage share."""
+    """State that the rows of a stage share."""
 
     def told(self) -> dict[str, Any]:
         """Return the computing function."""
@@ -49,7 +49,7 @@ def second(settings: Settings) -> list[Stage]:
 
 
 def apart(settings: Settings) -> list[Stage]:
-    """Return rows that are processes of their own."""
+    """Return rows that run in separate processes."""
     return [Stage("rows", [_row(f"check {i}") for i in range(3)])]
 
 
@@ -64,5 +64,5 @@ def hanging(settings: Settings) -> list[Stage]:
 
 
 def no_device(settings: Settings) -> list[Stage]:
-    """Return what a machine without a GPU says."""
+    """Return the stages of a machine without a GPU."""
     return [Stage("machine", [Row("machine", lambda _: {"device": "none", "capability": None})])]

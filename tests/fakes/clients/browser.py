@@ -14,7 +14,7 @@ from tests.fakes.patience import PATIENCE
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LIMIT = PATIENCE
-"""Seconds that anything in the browser may take."""
+"""Timeout of every operation of the browser, in seconds."""
 
 _FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars --no-first-run --mute-audio "
@@ -68,7 +68,7 @@ class Browser:
         self._writer.close()
 
     async def open(self, url: str, *, width: int = 1280, height: int = 860, dark: bool = False) -> "Tab":
-        """A new tab of so many CSS pixels that has loaded ``url``."""
+        """Open a new tab with this size in CSS pixels, and return it when it has loaded ``url``."""
         target = (await self.call("Target.createTarget", url="about:blank"))["targetId"]
         self._targets.append(target)
         session = (await self.call("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
@@ -92,7 +92,7 @@ class Browser:
         self.events.clear()
 
     async def call(self, method: str, *, session: str = "", **parameters: Any) -> dict[str, Any]:
-        """The result of a DevTools method."""
+        """Call a DevTools method and return its result."""
         number = next(self._ids)
         message = {"id": number, "method": method, "params": parameters} | ({"sessionId": session} if session else {})
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
@@ -117,14 +117,14 @@ class Browser:
 
 
 class Tab:
-    """One page. Selectors are those of CSS."""
+    """One page of the browser. Selectors are CSS selectors."""
 
     def __init__(self, browser: Browser, session: str) -> None:
         self._browser = browser
         self._session = session
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a DevTools method for this tab."""
+        """Call a DevTools method for this tab and return its result."""
         return await self._browser.call(method, session=self._session, **parameters)
 
     async def value(self, expression: str) -> Any:
@@ -143,11 +143,11 @@ class Tab:
             raise AssertionError(f"{expression} never came; the page: {await self.text('body')}") from None
 
     async def text(self, selector: str) -> str:
-        """The text that a person sees there, empty where there is none."""
+        """Return the visible text of an element, or an empty text if there is no element."""
         return str(await self.value(f"document.querySelector({selector!r})?.innerText ?? ''"))
 
     async def click(self, selector: str) -> None:
-        """Click in the middle of an element, once it is in view."""
+        """Scroll an element into view and click its middle."""
         box = f"document.querySelector({selector!r})"
         await self.value(f"{box}.scrollIntoView({{block: 'nearest'}})")
         x, y = await self.value(
@@ -162,7 +162,7 @@ class Tab:
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str, *, ctrl: bool = False, shift: bool = False) -> None:
-        """A key, in whatever has the focus."""
+        """Press a key in the element that has the focus."""
         code, text = _KEYS[key]
         modifiers = (_CTRL if ctrl else 0) | (_SHIFT if shift else 0)
         common = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}

@@ -1,4 +1,4 @@
-"""The ``penstock`` command as a user runs it: a process, its output line by line, its exit code."""
+"""Runs the ``penstock`` command as a process, and reads its output and exit code."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ PENSTOCK = (sys.executable, "-m", "penstock_local")
 
 
 def environment(*, fake_services: bool) -> dict[str, str]:
-    """This process's environment, with the fake services in place of the real ones if wanted."""
+    """Return this process's environment. If ``fake_services`` is set, the command starts fake services."""
     if not fake_services:
         return dict(os.environ)
     path = os.pathsep.join([str(FAKE_SERVICES), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -28,7 +28,7 @@ def environment(*, fake_services: bool) -> dict[str, str]:
 
 
 class Command:
-    """``penstock ARGUMENTS`` with both outputs on one stream. Killed, children included, when the block ends."""
+    """Process ``penstock ARGUMENTS`` with both outputs on one stream. The end of the block kills it and its children."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Command:
             return "\n".join(self.lines)
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """The first match of ``pattern`` in the output, as soon as there is one."""
+        """Wait until ``pattern`` matches the output, and return the first match."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or re.search(pattern, "\n".join(self.lines)), PATIENCE)
             match = re.search(pattern, "\n".join(self.lines))
@@ -79,18 +79,18 @@ class Command:
         return match
 
     def wait_for_exit(self) -> int:
-        """The exit code, when the process has ended and its output is read."""
+        """Wait until the process has ended and its output is read. Return the exit code."""
         code = self.process.wait(PATIENCE)
         self._reader.join(PATIENCE)
         return code
 
     def pid_and_port(self, service: str) -> tuple[int, int]:
-        """Process id and gRPC port of a fake service."""
+        """Return the process id and the gRPC port of a fake service."""
         match = self.wait_for(rf"{service} +\| ready with pid (\d+) on port (\d+)")
         return int(match[1]), int(match[2])
 
     def interrupt(self) -> None:
-        """What Ctrl-C does to the command."""
+        """Send the signal that Ctrl-C sends to the command."""
         self.process.send_signal(signal.SIGINT)
 
     def _read(self) -> None:
@@ -105,13 +105,13 @@ class Command:
 
 
 def listening(port: int) -> bool:
-    """Whether something accepts connections on the loopback port."""
+    """Return whether a process accepts connections on the loopback port."""
     with contextlib.closing(socket.socket()) as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether ``condition`` comes true within ``PATIENCE`` seconds."""
+    """Return whether ``condition`` becomes true within ``PATIENCE`` seconds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What llm-d's routing sidecar says to the server of a prompt."""
+"""Request fields that llm-d's routing sidecar sends to a prefill server."""
 
 from typing import Any
 
@@ -10,4 +10,4 @@ PREFILL_PARAMS: dict[str, Any] = {
     "remote_host": None,
     "remote_port": None,
 }
-"""Its ``kv_transfer_params``."""
+"""``kv_transfer_params`` of the sidecar's request."""

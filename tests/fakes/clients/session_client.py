@@ -1,4 +1,4 @@
-"""A frontend's side of a session, spoken by hand in a test's event loop."""
+"""Frontend's end of a session with an engine, controlled by a test in the test's event loop."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,11 @@ TIMEOUT = PATIENCE
 
 
 class SessionClient:
-    """Reads in the background. A gap or repetition of tokens is an AssertionError of the reader.
+    """Client of a session, which reads in the background. A gap or repetition of tokens raises AssertionError in the
+    reader.
 
-    ``outputs`` holds every output of a request, in order; ``tokens``, ``ends`` and ``events`` what they add up to.
+    ``outputs`` has every output of a request, in order. ``tokens``, ``ends`` and ``events`` have the sums of all
+    outputs.
     """
 
     def __init__(self, stub: Any) -> None:
@@ -63,7 +65,7 @@ class SessionClient:
         await self._send(pb.SessionRequest(abort=pb.Abort(request_ids=request_ids)))
 
     async def utility(self, method: str, *arguments: Any) -> Any:
-        """The result. A failure is an AssertionError with its code and message."""
+        """Return the result of a utility call. A failed call raises AssertionError with its code and message."""
         call_id = next(self._ids)
         answer = self._answers[call_id] = asyncio.get_running_loop().create_future()
         call = pb.UtilityCall(call_id=call_id, method=method, arguments=msgspec.msgpack.encode(arguments))
@@ -81,7 +83,7 @@ class SessionClient:
             await self._call.write(message)
 
     async def until(self, condition: Callable[[], Any]) -> None:
-        """Wait until the condition holds; looked at whenever something has come."""
+        """Wait until the condition is true. It is checked after each received message."""
         async with asyncio.timeout(TIMEOUT), self._changed:
             await self._changed.wait_for(lambda: condition() or self._reader.done())
         if self._reader.done():
@@ -116,7 +118,7 @@ class SessionClient:
 async def connected(
     address: str, frontend_id: str = "f", *, follows_cache: bool = False
 ) -> AsyncIterator[SessionClient]:
-    """An open session."""
+    """Open a session, and close it at the end of the block."""
     async with make_channel(address) as channel:
         client = SessionClient(service_pb2_grpc.EngineCoreServiceStub(channel))
         await client.open(frontend_id, follows_cache=follows_cache)

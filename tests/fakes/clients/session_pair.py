@@ -1,4 +1,4 @@
-"""A frontend's session with an engine, and what came over it, as the frontend has it."""
+"""A frontend's session with an engine, and the outputs that the frontend has received on it."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class Pair:
-    """A frontend's session with an engine, and what came over it."""
+    """Session of a frontend with an engine, and the outputs received on it."""
 
     def __init__(
         self, address: str, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES, media: MediaTransport | None = None
@@ -47,7 +47,7 @@ class Pair:
         self._changed.set()
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Start a request under a number of its own."""
+        """Start a request with a unique request number."""
         number = len(self.numbered) + 1
         self.numbered[number] = request.request_id
         self.session.add(msgspec.structs.replace(request, request_number=number))
@@ -58,7 +58,7 @@ class Pair:
         return next(ends, None)
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait until a condition holds. An AssertionError when the session ends before."""
+        """Wait until a condition is true. Raises AssertionError if the session ends before."""
         async with asyncio.timeout(PATIENCE):
             while not condition():
                 self._changed.clear()
@@ -68,7 +68,7 @@ class Pair:
                 assert not self.running.done(), f"the session has ended: {self.running.result()}"
 
     async def until_ended(self, *request_ids: str) -> list[EngineCoreOutput]:
-        """The outputs that ended them."""
+        """Wait until the requests have ended, and return the outputs that ended them."""
         await self.until(lambda: all(map(self.end, request_ids)))
         return [end for request_id in request_ids if (end := self.end(request_id)) is not None]
 

@@ -23,9 +23,10 @@ START_TIMEOUT = PATIENCE
 async def gateway(
     worker: str, model: Path, name: str, log: Path, *words: str, decode: str = ""
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway that is ready, in front of a frontend that serves ``model`` as ``name``. ``words``: more of its
-    command. ``decode``: a frontend for outputs; then ``worker`` is one for prompts. RuntimeError, with its log, when it does not
-    get ready.
+    """Start a gateway in front of a frontend that serves ``model`` as ``name``. Yield a client when it is ready.
+
+    ``words``: further arguments of the gateway's command. ``decode``: address of a decode frontend; ``worker`` is then
+    a prefill frontend. Raises RuntimeError with the gateway's log if the gateway does not become ready.
     """
     port, metrics = free_port(), free_port()
     workers = ["--worker-urls", f"grpc://{worker}"]
@@ -52,7 +53,7 @@ async def gateway(
 
 
 async def _is_ready(client: httpx.AsyncClient, name: str) -> bool:
-    """Whether the gateway lists the frontend's model."""
+    """Return whether the gateway lists the frontend's model."""
     try:
         response = await client.get("/v1/models")
     except httpx.TransportError:
@@ -66,7 +67,7 @@ def written(log: Path) -> str:
 
 
 async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer, which is no error."""
+    """Send a request and return the answer. Fails if the answer is an error."""
     response = await client.post(path, json=body)
     assert response.is_success, response.text
     answer: dict[str, Any] = response.json()

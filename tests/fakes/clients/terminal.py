@@ -19,7 +19,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[()][A-Z0-9]|[\x01\x02]")
 
 
 class Terminal:
-    """``penstock ARGUMENTS`` behind a pseudo-terminal. Killed when the block ends."""
+    """Process ``penstock ARGUMENTS`` on a pseudo-terminal. The end of the block kills it."""
 
     def __init__(self, *arguments: str, **environ: str) -> None:
         if shutil.which("setsid") is None:
@@ -27,7 +27,8 @@ class Terminal:
         self._ours, theirs = pty.openpty()
         os.set_blocking(self._ours, False)
         self.process = subprocess.Popen(
-            # The command gets a session of its own with this as its terminal: the signals of its keys go to the command.
+            # The command gets a separate session with this terminal, so that the terminal's keys send signals to the
+            # command.
             ["setsid", "--ctty", "--wait", *PENSTOCK, *arguments],
             stdin=theirs,
             stdout=theirs,
@@ -48,11 +49,11 @@ class Terminal:
 
     @property
     def screen(self) -> str:
-        """Everything that was written so far, without colors and cursor movements."""
+        """Return all output so far, without colors and cursor movements."""
         return _ESCAPES.sub("", self._raw.decode(errors="replace")).replace("\r", "")
 
     def type(self, text: str) -> None:
-        """Press keys."""
+        """Type ``text`` on the terminal."""
         os.write(self._ours, text.encode())
 
     def wait_for(self, text: str) -> None:
@@ -63,7 +64,7 @@ class Terminal:
         self._seen = found + len(text)
 
     def wait_for_exit(self) -> int:
-        """The exit code."""
+        """Wait until the command has ended, and return its exit code."""
         while self._read(PATIENCE):
             pass
         return self.process.wait(PATIENCE)
@@ -74,7 +75,7 @@ class Terminal:
             return False
         try:
             data = os.read(self._ours, 65536)
-        except OSError:  # Linux says so when the command has gone
+        except OSError:  # Linux raises this error when the command has ended
             return False
         self._raw += data
         return bool(data)

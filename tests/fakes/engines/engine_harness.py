@@ -40,7 +40,7 @@ CLIENT = "client"
 
 
 class FakeClock:
-    """A clock that moves when told to."""
+    """Clock whose time changes only when a test changes it."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -70,7 +70,7 @@ def make_config(
     min_load_tokens: int = 8,
     **scheduler: Any,
 ) -> EngineCoreConfig:
-    """A small engine; further arguments go to SchedulerConfig."""
+    """Return the config of a small engine. Further arguments are fields of SchedulerConfig."""
     return EngineCoreConfig(
         model=ModelConfig(path="fake", max_model_len=max_model_len),
         cache=CacheConfig(
@@ -104,7 +104,7 @@ def make_engine(
     media_inputs: MediaInputs | None = None,
     **config: Any,
 ) -> EngineCore:
-    """A loaded engine. ``clock`` stands for both clocks."""
+    """Return a loaded engine. ``clock`` replaces both clocks of the engine."""
     config_struct = make_config(**config)
     executor = executor or FakeExecutor(block_size=config_struct.cache.block_size)
     clocks = {"monotonic_clock": clock, "wall_clock": clock} if clock else {}
@@ -134,7 +134,7 @@ def make_request(
     mm_features: Sequence[MultiModalFeature] = (),
     **fields: Any,
 ) -> EngineCoreRequest:
-    """A seeded request. An integer prompt is a length; ``fields`` are those of its RequestContext and of SamplingParams."""
+    """Return a seeded request. An integer prompt is a length. ``fields``: fields of RequestContext and SamplingParams."""
     context = {name: fields.pop(name) for name in RequestContext.__struct_fields__ if name in fields}
     return EngineCoreRequest(
         request_id=request_id or f"r{next(_numbers)}",
@@ -150,12 +150,12 @@ def make_request(
 
 
 def prepared(request: EngineCoreRequest, client_id: str = CLIENT, max_model_len: int = 1000) -> Request:
-    """A request as a scheduler gets it."""
+    """Return a request in the form that a scheduler gets."""
     return Request(request, client_id=client_id, max_model_len=max_model_len)
 
 
 def scheduler_context(num_blocks: int = 8, max_model_len: int = 1000, **scheduler: Any) -> SchedulerContext:
-    """What to build a scheduler from; further arguments go to SchedulerConfig."""
+    """Return the context to build a scheduler from. Further arguments are fields of SchedulerConfig."""
     return SchedulerContext(
         config=SchedulerConfig(**scheduler),
         kv_cache=KVCacheConfig(
@@ -172,8 +172,9 @@ def scheduler_context(num_blocks: int = 8, max_model_len: int = 1000, **schedule
 def expected_output(
     request: EngineCoreRequest, *, max_model_len: int, vocab_size: int = 1000, eos: frozenset[int] = frozenset()
 ) -> tuple[list[int], FinishReason]:
-    """All output tokens of an undisturbed request, and why it ends. A constraint is one of FakeGrammars. An adapter's digest must
-    be known.
+    """Return all output tokens of a request without failures, and its finish reason.
+
+    A constraint must be one of FakeGrammars. The digest of an adapter must be known.
     """
     params = request.sampling_params
     seed = (params.seed or 0) ^ lora_seed(LoraRequest.of(request.lora))
@@ -206,11 +207,11 @@ def expected_output(
 
 
 class OtherScheduler(DefaultScheduler):
-    """Plugged in by name."""
+    """Scheduler that tests select by its class name."""
 
 
 class StuckScheduler(DefaultScheduler):
-    """Takes requests and starts none."""
+    """Scheduler that accepts requests and starts none."""
 
     def __init__(self, context: SchedulerContext) -> None:
         super().__init__(context)
@@ -218,7 +219,7 @@ class StuckScheduler(DefaultScheduler):
 
 
 class Transcript:
-    """What an engine said to one client. A gap, a repetition, or a word after the end is an AssertionError."""
+    """Outputs of an engine for one client. A gap, a repetition, or an output after the end raises AssertionError."""
 
     def __init__(self) -> None:
         self.prior: dict[str, int] = {}
@@ -245,7 +246,7 @@ class Transcript:
 
 
 def add(engine: EngineCore, *requests: EngineCoreRequest, client_id: str = CLIENT) -> None:
-    """Validate and queue."""
+    """Validate requests and add them to the engine."""
     for request in requests:
         engine.add(engine.preprocess(client_id, request))
 
@@ -257,13 +258,13 @@ def step(engine: EngineCore, transcript: Transcript, drain_aborts: Callable[[], 
 
 
 def tokens_by_step(engine: EngineCore) -> list[list[int]]:
-    """Tokens per request of each step so far, in batch order."""
+    """Return the numbers of tokens per request, in batch order, of each step so far."""
     executor: Any = engine.executor
     return [list(s.num_scheduled_tokens.values()) for s in executor.steps if s.num_scheduled_tokens]
 
 
 def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Transcript | None = None) -> Transcript:
-    """Queue the requests and step until nothing is left."""
+    """Add the requests, and run steps until no request is left."""
     transcript = transcript or Transcript()
     transcript.prior |= {request.request_id: len(request.prior_output_token_ids) for request in requests}
     add(engine, *requests)
@@ -271,7 +272,7 @@ def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Tra
     executor: Any = engine.executor
     while engine.has_work or executor.copier.work():
         step(engine, transcript)
-        if engine.stalled:  # what waits now waits for the device
+        if engine.stalled:  # all waiting requests wait for the device
             executor.work()
             executor.copier.work()
         steps += 1
@@ -280,7 +281,7 @@ def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Tra
 
 
 def assert_as_expected(engine: EngineCore, transcript: Transcript, *requests: EngineCoreRequest) -> None:
-    """Every request gave the tokens, and ended for the reason, of an undisturbed run."""
+    """Check that every request has the tokens and the finish reason of a run without failures."""
     for request in requests:
         tokens, reason = expected_output(
             request, max_model_len=engine.max_model_len, vocab_size=engine.model.vocab_size, eos=engine_eos(engine)
@@ -290,12 +291,12 @@ def assert_as_expected(engine: EngineCore, transcript: Transcript, *requests: En
 
 
 def engine_eos(engine: EngineCore) -> frozenset[int]:
-    """The executor's EOS tokens."""
+    """Return the executor's end-of-sequence tokens."""
     return engine.model.eos_token_ids
 
 
 def assert_nothing_left(engine: EngineCore) -> None:
-    """No request, no KV block and no worker state remains."""
+    """Check that no request, no KV block and no worker state remains."""
     pool = engine.scheduler.kv_cache.pool
     assert not engine.has_work
     assert not engine.has_requests

@@ -53,8 +53,10 @@ def poisoned(scheduled: SchedulerOutput) -> bool:
 
 
 class EngineLives(RuleBasedStateMachine):
-    """Aborts, steps, pauses, sleeps and passing time. ``begin`` makes the engine, over a fake executor, which checks each step's
-    contract, at once or late, when its device gets to it.
+    """State machine with aborts, steps, pauses, sleeps and passing time.
+
+    ``begin`` creates the engine with a fake executor. The executor checks the contract of each step: immediately, or
+    later when its device executes the step.
     """
 
     requests = Bundle("requests")
@@ -105,15 +107,15 @@ class EngineLives(RuleBasedStateMachine):
         self.aborted: set[str] = set()
 
     def prepared(self, executor: FakeExecutor) -> FakeExecutor:
-        """The executor before an engine has it."""
+        """Return the executor, prepared for use in an engine."""
         return executor
 
     def name(self, poison: int) -> str:
-        """Of the next request."""
+        """Return the name of the next request."""
         return f"poison-{poison}-{len(self.added)}" if poison else ""
 
     def queue(self, request: EngineCoreRequest) -> str:
-        """Add it; returns its id."""
+        """Add a request. Returns its id."""
         self.added[request.request_id] = request
         self.transcript.prior[request.request_id] = len(request.prior_output_token_ids)
         add(self.engine, request)
@@ -167,7 +169,7 @@ class EngineLives(RuleBasedStateMachine):
         self.engine.executor.steps.clear()
 
     def assert_all_ended(self) -> None:
-        """Every request has ended once, with the tokens that it should have, as far as it came."""
+        """Check that every request has ended exactly once, and that its tokens are the expected ones up to its end."""
         assert set(self.transcript.ends) == set(self.added)
         for request_id, request in self.added.items():
             tokens, reason = self.expected(request)

@@ -1,4 +1,4 @@
-"""A real engine server inside the test's process: I/O thread, gRPC, busy loop; only the executor may be a fake."""
+"""Real engine server in the test's process: I/O thread, gRPC and busy loop. Only the executor may be a fake."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class EngineServer:
-    """Listens from ``start`` on, serves from ``load`` on; the busy loop runs in a thread of its own."""
+    """Engine server that listens after ``start`` and serves after ``load``. The busy loop runs in a separate thread."""
 
     def __init__(
         self, config: EngineCoreConfig, executor: Executor, make_grammars: GrammarBackendFactory | None = None
@@ -35,7 +35,7 @@ class EngineServer:
         return f"127.0.0.1:{self.io.port}"
 
     def start(self) -> "EngineServer":
-        """Listen; the model is not loaded yet."""
+        """Start to listen. The model is not loaded yet."""
         self.io.start()
         return self
 
@@ -48,14 +48,14 @@ class EngineServer:
         self.control = EngineControl(self.engine)
         self.busy_loop = BusyLoop(self.engine, self.control, self.io.sessions)
         self.start_loop()
-        if self.config.coordinator.address:  # the address is only known now
+        if self.config.coordinator.address:  # the engine's address is known only now
             coordinator = msgspec.structs.replace(self.config.coordinator, advertise=self.address)
             self.io._config = msgspec.structs.replace(self.config, coordinator=coordinator)
         self.io.attach(self.busy_loop, describe(self.config, self.engine))
         return self
 
     def start_loop(self) -> None:
-        """Run the busy loop in its thread."""
+        """Start the thread of the busy loop."""
         self.thread = threading.Thread(target=self._run, name="busy-loop", daemon=True)
         self.thread.start()
 
@@ -66,7 +66,7 @@ class EngineServer:
             self.failure = e
 
     def stop(self) -> None:
-        """Drain and stop, as a signal would."""
+        """Drain and stop the engine, as after a signal."""
         if hasattr(self, "thread"):
             self.busy_loop.request_shutdown()
             self.thread.join(60)
@@ -76,7 +76,7 @@ class EngineServer:
 
 
 def wait_until(condition: Callable[[], bool], *, timeout: float = PATIENCE) -> None:
-    """Return once the condition holds. AssertionError after ``timeout`` seconds."""
+    """Wait until the condition is true. Raises AssertionError after ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, "the condition did not come true in time"

@@ -1,4 +1,4 @@
-"""Engines of a group that share the experts of a model, as threads of the test: a whole engine each, with requests of its own."""
+"""Engines of a group with distributed experts, as threads of the test. Each is a complete engine with its own requests."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ from tests.fakes.engines.thread_group import thread_group
 
 
 class Watched:
-    """A ``ForwardPass``. ``logits``: all rows that it gave."""
+    """``ForwardPass`` that records ``logits``: all rows that it has returned."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -31,7 +31,7 @@ class Watched:
 
 
 class ExpertRanks:
-    """``size`` engines, by rank, over the checkpoint at ``path``. ``slots`` 0: as few as hold all experts."""
+    """``size`` engines, by rank, with the checkpoint at ``path``. If ``slots`` is 0, it is the minimum for all experts."""
 
     def __init__(self, path: Path, size: int, *, slots: int = 0, dispatch: str = "allgather", **sections: Any) -> None:
         shared = {
@@ -72,7 +72,7 @@ class ExpertRanks:
             return list(pool.map(run, range(len(self.engines))))
 
     def rows(self) -> set[bytes]:
-        """Logits of every row that any rank sampled from."""
+        """Return the logits of all rows from which any rank has sampled."""
         return {row.numpy().tobytes() for forward in self.forwards for row in forward.logits}
 
 
@@ -82,12 +82,12 @@ def _run(engine: EngineCore, requests: Sequence[Any]) -> Run:
 
 
 def runner_of(engine: Any) -> Any:
-    """The ``GenerationRunner`` of an engine in this process."""
+    """Return the ``GenerationRunner`` of an engine in this process."""
     return engine.executor._worker.runner
 
 
 def watch(engine: EngineCore) -> Watched:
-    """The rows of an engine from now on."""
+    """Record the rows of an engine from now on."""
     runner = runner_of(engine)
     runner._forward = Watched(runner._forward)
     return runner._forward  # type: ignore[no-any-return]

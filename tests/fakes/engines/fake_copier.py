@@ -1,4 +1,4 @@
-"""Copies blocks of the fake executor, whose content is known: as late as they may be made, or when told to."""
+"""Copier for blocks of the fake executor, whose content is known. Copies are made as late as allowed, or on request."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ Content = tuple
 
 
 class AwaitedFuture(Future):
-    """Future whose waiter makes the copies up to it, and then its result."""
+    """Future of a copy. A wait for it makes all copies up to this one, and then its result."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         super().__init__()
@@ -29,9 +29,10 @@ class AwaitedFuture(Future):
 
 
 class FakeCopier:
-    """Implements ``BlockCopier`` over ``kv``, the fake executor's content by slot of a token. Copies that are asked for read
-    their sources and write their targets only in ``work``; until then the targets hold nonsense. ``fails``: says of each call by
-    its name whether it fails.
+    """``BlockCopier`` for ``kv``, the fake executor's content by slot of a token.
+
+    Requested copies read their sources and write their targets only in ``work``. Until then the targets have wrong
+    content. ``fails``: returns, for the name of a call, whether the call fails.
     """
 
     block_bytes = BLOCK_BYTES
@@ -39,7 +40,7 @@ class FakeCopier:
     numerics = "fake"
 
     def __init__(self, kv: dict[int, Any], block_size: int, run_steps: Callable[[], None]) -> None:
-        """``run_steps``: has the device run those that it was given."""
+        """Create the copier. ``run_steps``: lets the device run the steps that it was given."""
         self._kv = kv
         self._block_size = block_size
         self._run_steps = run_steps
@@ -51,11 +52,11 @@ class FakeCopier:
         self._queued: deque[tuple[str, Callable[[], Any], Future]] = deque()
 
     def __len__(self) -> int:
-        """Calls that are under way."""
+        """Return the number of calls in progress."""
         return len(self._queued)
 
     def work(self, count: int | None = None) -> bool:
-        """Do the oldest calls, all for None. Returns whether there was one."""
+        """Execute the oldest ``count`` calls, or all calls if None. Returns whether there was a call."""
         any_done = False
         while self._queued and (count is None or count > 0):
             self._run_steps()

@@ -1,4 +1,4 @@
-"""A disk for blocks, in memory."""
+"""Disk for KV blocks, simulated in memory."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -8,7 +8,7 @@ from penstock_common.types.kv_transfer import BlockName
 
 
 class FakeDisk:
-    """A ``BlockStore`` in memory. ``spoiled``: names of blocks that are not whole any more."""
+    """``BlockStore`` in memory. ``spoiled``: names of damaged blocks."""
 
     def __init__(self, num_slots: int, slots: dict[int, tuple[BlockName, bytes]] | None = None) -> None:
         self.num_slots = num_slots

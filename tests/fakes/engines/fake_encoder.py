@@ -9,11 +9,11 @@ from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 
 WIDTH = 4
-"""Numbers of a row."""
+"""Number of values in an embedding row."""
 
 
 def identifier_of(number: int) -> str:
-    """64 hexadecimal digits."""
+    """Return an identifier of 64 hexadecimal digits."""
     return f"{number:064x}"
 
 
@@ -27,7 +27,7 @@ def make_feature(
     embeds: bool = False,
     num_bytes: int = 2000,
 ) -> MultiModalFeature:
-    """An item, with large data. ``embeds``: which are its embeddings."""
+    """Return a media item with large data. ``embeds``: positions of its embeddings."""
     num_embeds = sum(run.count for run in embed_runs) or length
     given = {EMBEDS: TensorData("float32", (num_embeds, WIDTH), bytes(4 * WIDTH * num_embeds))}
     processed = {
@@ -45,18 +45,20 @@ def make_feature(
 
 
 def embed_positions(feature: MultiModalFeature) -> Iterator[int]:
-    """Prompt positions that have its embeddings."""
+    """Yield the prompt positions that have embeddings of the item."""
     for run in feature.embed_runs or (EmbedRun(0, feature.length),):
         yield from range(feature.offset + run.start, feature.offset + run.start + run.count)
 
 
 def value_of(feature: MultiModalFeature, position: int) -> int:
-    """What stands at a position: it depends on the item and the place in it alone."""
+    """Return the value at a position. It depends only on the item and the position in the item."""
     return xxhash.xxh3_64_intdigest(f"{feature.identifier} {position - feature.offset}".encode())
 
 
 class FakeEncoder:
-    """``fails``: says of an identifier after how many blocks it fails; None: never. A broken contract is an AssertionError."""
+    """Fake encoder. ``fails``: number of blocks after which an identifier fails, or None. Contract violations raise
+    AssertionError.
+    """
 
     def __init__(self, media: Sequence[MediaInfo], fails: Callable[[str], int | None]) -> None:
         self._infos = {info.modality: info for info in media}
@@ -64,14 +66,14 @@ class FakeEncoder:
         self.capacity: int | None = None
         self.queue: dict[str, list[int]] = {}
         self.rows: dict[str, int] = {}
-        """By identifier, how many; those of an item that failed mean nothing."""
+        """Number of rows by identifier. The numbers of failed items have no meaning."""
         self.failed: set[str] = set()
         self.encoded: list[str] = []
         self.largest_slice = 0
 
     @property
     def num_embeds(self) -> int:
-        """Of all that has room."""
+        """Number of embeddings of all items that have memory."""
         return sum(self.rows.values()) + sum(item[0] for item in self.queue.values())
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:

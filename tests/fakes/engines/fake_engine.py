@@ -68,7 +68,9 @@ Script = Callable[[pb.EngineCoreRequest], Sequence[int] | None]
 
 
 def token_at(seed: int, index: int, *, vocab_size: int = 256) -> int:
-    """The token at an output index: the first 8 bytes of SHA-256 of ``"seed:index"``, modulo the vocabulary's size."""
+    """Return the token at an output index: the first 8 bytes of SHA-256 of ``"seed:index"``, modulo the vocabulary
+    size.
+    """
     digest = hashlib.sha256(f"{seed}:{index}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % vocab_size
 
@@ -89,12 +91,12 @@ def media_seed(features: Sequence[MultiModalFeature]) -> int:
 
 
 def logprob_of(token: int) -> float:
-    """The log-probability of a token wherever it stands; its rank is token + 1."""
+    """Return the log-probability of a token, the same at all positions. The token's rank is token + 1."""
     return -token / 1024  # exact as float32
 
 
 def logprobs_of(tokens: Sequence[int], count: int) -> logprobs_pb2.Logprobs:
-    """One position per token, each with the token and the ``count`` likeliest."""
+    """Return one position per token, with the token and the ``count`` most likely tokens."""
     message = logprobs_pb2.Logprobs(offsets=[0])
     for token in tokens:
         for entry in (token, *range(count)):
@@ -106,12 +108,12 @@ def logprobs_of(tokens: Sequence[int], count: int) -> logprobs_pb2.Logprobs:
 
 
 def is_plain(output: pb.EngineCoreOutput) -> bool:
-    """Return whether an output has new tokens and nothing else."""
+    """Return whether an output has only new tokens."""
     return bool(output.new_token_ids) and {field.name for field, _ in output.ListFields()} <= PLAIN
 
 
 class FakeRequest:
-    """A running request and how many tokens of it are out."""
+    """A running request, and the number of its tokens that were sent."""
 
     def __init__(self, message: pb.EngineCoreRequest, session: "FakeSession", script: Sequence[int] | None) -> None:
         self.message = message
@@ -151,13 +153,13 @@ class FakeRequest:
 
 
 class FakeSession:
-    """One frontend's stream. ``None`` in the queue ends it, an exception breaks it; ``join`` waits until all is sent."""
+    """Stream of one frontend. ``None`` in the queue ends it, an exception breaks it. ``join`` waits until all is sent."""
 
     def __init__(self, hello: pb.Hello) -> None:
         self.hello = hello
         self.queue: asyncio.Queue[pb.SessionResponse | Exception | None] = asyncio.Queue()
         self.numbers: dict[tuple[str, int], int] = {}
-        """By request and attempt, what columns call them."""
+        """Request numbers in columns, by request and attempt."""
         self.tensors = IncomingTensors(MAX_TENSOR_BYTES)
         self.features: FeatureReader | None = None
 
@@ -243,7 +245,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.port = 0
 
     def serve_media(self, receiver_cache_bytes: int = 1024 * 1024, *, shared_memory: bool = False) -> "FakeEngine":
-        """Take images in requests, and keep so many bytes of them for each session."""
+        """Accept images in requests, with a media cache of this size for each session."""
         self.received = ReceiverCache(receiver_cache_bytes)
         self.ready.receiver_cache_bytes = receiver_cache_bytes
         self.ready.max_tensor_bytes = MAX_TENSOR_BYTES
@@ -262,7 +264,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
                 session.send(media_cleared=pb.MediaCleared())
 
     def give_blocks(self, role: "kv_pb2.EngineRole.ValueType" = kv_pb2.ENGINE_ROLE_BOTH) -> "FakeEngine":
-        """Hand requests over, to engines that do."""
+        """Support handoffs of requests to and from other engines."""
         self.ready.role = role
         self.ready.kv_address, self.ready.kv_fingerprint = "127.0.0.1:50054", b"f" * 16
         self.ready.capabilities[:] = sorted({*self.ready.capabilities, "kv_transfer"})
@@ -285,7 +287,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         await self.kill()
 
     async def start(self, port: int = 0) -> None:
-        """Serve, on a free port unless one is given."""
+        """Start to serve, on a free port if ``port`` is 0."""
         self._server = RpcServer(
             ServerConfig(host="127.0.0.1", port=port, tls=self._tls),
             service_names=["penstock.enginecore.v1.EngineCoreService"],
@@ -297,7 +299,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self._steps = asyncio.create_task(self._run())
 
     async def refuse_by_health(self) -> None:
-        """Say on the health service that no new requests are taken."""
+        """Report through the health service that the engine accepts no new requests."""
         if self._server is not None:
             await self._server.set_serving(False)
 
@@ -329,23 +331,23 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         self.sessions.clear()
 
     def break_streams(self) -> None:
-        """Every session ends with an error."""
+        """End all sessions with an error."""
         for session in self.sessions:
             session.queue.put_nowait(ConnectionResetError("the stream broke"))
 
     def close_streams(self) -> None:
-        """Every session ends without a word."""
+        """End all sessions without a final message."""
         for session in self.sessions:
             session.queue.put_nowait(None)
 
     def die(self, reason: str) -> None:
-        """Say engine_dead on every session and end it."""
+        """Send engine_dead on every session and end the sessions."""
         for session in self.sessions:
             session.send(engine_dead=pb.EngineDead(reason=reason))
             session.queue.put_nowait(None)
 
     def drain(self, time_left: float = 30.0) -> None:
-        """Say that no new requests are taken."""
+        """Send draining on every session: the engine accepts no new requests."""
         for session in self.sessions:
             session.send(draining=pb.Draining(time_left=time_left))
 
@@ -357,12 +359,12 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
             self._send(request, pb.EngineCoreOutput(finish_reason=reason, error=error))
 
     def take(self, request_id: str) -> FakeRequest:
-        """The request of the only frontend, which runs no more."""
+        """Remove a request of the only frontend from the running requests, and return it."""
         (session,) = self.sessions
         return self.running.pop((session, request_id))
 
     def step(self) -> None:
-        """One step: tokens for every running request, one frame per session."""
+        """Run one step: create tokens for every running request, and send one frame per session."""
         self.num_steps += 1
         outputs: dict[FakeSession, list[pb.EngineCoreOutput]] = {}
         for request in list(self.running.values()):
@@ -469,7 +471,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         return request.end(prior[-1], request.limit(self.ready.max_model_len), self.eos_token_id)
 
     def _refuse(self, request: FakeRequest, error: finish_pb2.RequestError) -> None:
-        """End a request that was never taken: as with real engines, the frame says nothing of the load."""
+        """End a request that was not accepted. As with real engines, the frame does not report the load."""
         message = request.message
         output = pb.EngineCoreOutput(
             request_id=message.request_id,
@@ -504,14 +506,14 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         session.send(ready=self.ready)
 
     def _reached(self, point: str, request: FakeRequest | None = None) -> None:
-        """For engines that fail at a point of the protocol."""
+        """Called at points of the protocol. Subclasses fail at such a point."""
 
     def _deliver(self, session: FakeSession, outputs: Sequence[pb.EngineCoreOutput]) -> None:
         """Send a step's outputs to a frontend."""
         session.send(outputs=self._frame(session, outputs))
 
     def _frame(self, session: FakeSession, outputs: Sequence[pb.EngineCoreOutput]) -> pb.EngineCoreOutputs:
-        """The frame of a step: in columns what fits into them, where the frontend reads columns."""
+        """Return the frame of a step. If the frontend reads columns, outputs that fit into columns are in columns."""
         frame = pb.EngineCoreOutputs(scheduler_stats=self._stats())
         columns = TokenColumns()
         for output in outputs:
@@ -525,7 +527,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         return frame
 
     def _send(self, request: FakeRequest, output: pb.EngineCoreOutput) -> None:
-        """End a request with this output."""
+        """Send an output of a request."""
         output.request_id, output.attempt = request.message.request_id, request.message.attempt
         output.offset = request.num_sent
         self.running.pop(request.key, None)
@@ -590,7 +592,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
         )
 
     def tell(self) -> None:
-        """Say on every session how it is, without a step."""
+        """Report the load on every session, without a step."""
         for session in self.sessions:
             session.send(outputs=pb.EngineCoreOutputs(scheduler_stats=self._stats()))
 
@@ -613,7 +615,7 @@ class FakeEngine(service_pb2_grpc.EngineCoreServiceServicer):
 
 
 def _features(message: pb.EngineCoreRequest, session: FakeSession) -> list[MultiModalFeature]:
-    """Raises RequestFailed."""
+    """Return the media features of a request. Raises RequestFailed."""
     if session.features is not None:
         return session.features.read(message)
     if message.mm_features:

@@ -41,17 +41,17 @@ from tests.fakes.engines.fake_copier import FakeCopier
 from tests.fakes.engines.fake_encoder import WIDTH, FakeEncoder, embed_positions, value_of
 
 PARTLY_LOADED_BYTES = 2**20
-"""Room that is asked for an adapter that some workers will not take: as for any other, it is there first."""
+"""Memory that is reserved for an adapter that only some workers can load. It is reserved before the load fails."""
 
 
 def oracle_token(seed: int, index: int, vocab_size: int) -> int:
-    """Output token ``index`` of every request with this seed (None counts as 0)."""
+    """Return output token ``index`` of every request with this seed. None counts as 0."""
     data = (seed % 2**64).to_bytes(8, "little") + index.to_bytes(8, "little")
     return xxhash.xxh3_64_intdigest(data) % vocab_size
 
 
 def oracle_tokens(seed: int, count: int, vocab_size: int) -> list[int]:
-    """The first ``count`` output tokens."""
+    """Return the first ``count`` output tokens of requests with this seed."""
     return [oracle_token(seed, index, vocab_size) for index in range(count)]
 
 
@@ -61,7 +61,7 @@ def lora_seed(lora: LoraRequest | None) -> int:
 
 
 def next_allowed(token: int, row: Any, vocab_size: int) -> int:
-    """The first token at or behind ``token``, round and round, that a bitmask row allows; ``token`` when there is none."""
+    """Return the first token from ``token`` on, cyclically, that a bitmask row allows; ``token`` if it allows none."""
     for candidate in (*range(token, vocab_size), *range(token)):
         if int(row[candidate // 32]) >> (candidate % 32) & 1:
             return candidate
@@ -69,7 +69,7 @@ def next_allowed(token: int, row: Any, vocab_size: int) -> int:
 
 
 class UnhurriedFuture(Future):
-    """Has its result, and says that it has not until it is asked for it."""
+    """Future that has its result, but reports that it is not done until a caller asks for the result."""
 
     asked = False
 
@@ -94,7 +94,7 @@ class LateFuture(Future):
 
 
 Drafts = Callable[[int, int, int], list[int]]
-"""Of a seed, the next output index and a number: so many drafts at most."""
+"""Function that returns at most ``number`` drafts, given the seed, the next output index and the number."""
 
 
 class _State:
@@ -114,13 +114,14 @@ class _State:
             for position in embed_positions(feature)
         }
         self.means_nothing = False
-        """Whether it has got past media that could not be encoded: steps in flight do not know."""
+        """Whether the request has computed positions after media that could not be encoded, because of steps in flight.
+        """
         self.prefix_hashes: list[int] = []
         self.num_drafts = 0
 
     @property
     def seed(self) -> int:
-        """Of its tokens."""
+        """Seed of the request's tokens."""
         return (self.params.seed or 0) ^ lora_seed(self.lora)
 
     def forget_drafts(self) -> None:
@@ -131,7 +132,7 @@ class _State:
         del self.prefix_hashes[len(self.token_ids) :]
 
     def prefix_hash(self, position: int) -> int:
-        """Hash of the tokens up to and including ``position``."""
+        """Return the hash of the tokens up to and including ``position``."""
         while len(self.prefix_hashes) <= position:
             before = self.prefix_hashes[-1] if self.prefix_hashes else lora_seed(self.lora)
             place = len(self.prefix_hashes)
@@ -240,14 +241,14 @@ class FakeExecutor:
         self.most_loras = 0
         self.most_held_loras = 0
         self.began_with: dict[str, LoraRequest | None] = {}
-        """The adapter of every request that was ever in a step, by key."""
+        """Adapters of all requests that were ever in a step, by key of the request."""
         self.loads: list[LoraRequest] = []
         self.loads_at_once = True
         self._loading: deque[tuple[LoraRequest, MakeRoom, Future[LoadedLora]]] = deque()
 
     @property
     def held_requests(self) -> set[str]:
-        """Keys of the requests whose state is held."""
+        """Return the keys of the requests whose state the executor stores."""
         return set(self._states)
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
@@ -292,7 +293,7 @@ class FakeExecutor:
         self.on_dummy()
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Of ``adapters``, by path, at once or when ``finish_load`` is called."""
+        """Load an adapter from ``adapters`` by its path, immediately or when ``finish_load`` is called."""
         self.loads.append(lora)
         future: Future[LoadedLora] = Future()
         self._loading.append((lora, make_room, future))
@@ -301,7 +302,7 @@ class FakeExecutor:
         return future
 
     def finish_load(self) -> bool:
-        """End the oldest pending load; False if there is none."""
+        """Finish the oldest pending load. Returns False if no load is pending."""
         if not self._loading:
             return False
         lora, make_room, future = self._loading.popleft()
@@ -367,7 +368,7 @@ class FakeExecutor:
             count = None if count is None else count - 1
 
     def _execute(self, scheduler_output: SchedulerOutput) -> bool:
-        """The first half of a step; False when it fails, or one before it has."""
+        """Execute the first half of a step. Returns False if this step or an earlier step fails."""
         if self._failed is None and self.fails(scheduler_output):
             self.num_failures += 1
             self._failed = RuntimeError("the fake model cannot compute this")
@@ -514,7 +515,7 @@ class FakeExecutor:
                 assert (positions[0] < end) == (positions[-1] < end), f"{key}: a span is parted behind {end}"
 
     def _check_sharing(self) -> None:
-        """A block in two tables holds the same prefix in both, at the same place."""
+        """Check that a block in two tables has the same prefix and the same index in both."""
         owners: dict[int, tuple[tuple[int, int], _State]] = {}
         for state in self._states.values():
             held = list(self._held(state))
@@ -546,7 +547,9 @@ class FakeExecutor:
                     )
 
     def _held(self, state: _State) -> Iterator[tuple[tuple[int, int], int]]:
-        """Group, place and id of the blocks that later queries see. A worker is not told when others are freed."""
+        """Yield group, index and id of the blocks that later queries attend to. Workers get no message about freed
+        blocks.
+        """
         for number, group in enumerate(self._config.groups):
             first = group.first_key(state.num_computed_tokens) // self._block_size
             for place, block_id in enumerate(state.block_ids[number][first:], first):
@@ -582,7 +585,7 @@ class FakeExecutor:
             sampled = []
             if state.num_computed_tokens == len(state.token_ids):
                 drafts = step.scheduled_spec_decode_tokens.get(key, [])
-                # A constrained request without a row has ended meanwhile; its tokens are not looked at.
+                # A constrained request without a row has ended meanwhile, so its tokens are ignored.
                 sampled = self._verified(state, drafts, rows.pop(key, None))
                 state.forget_drafts()
                 state.token_ids.extend(sampled)

@@ -1,5 +1,5 @@
-"""Constraints without a grammar library: the regex ``"even:n"`` allows n even tokens, then EOS; ``"odd:n"`` odd ones.
-``"broken"`` cannot be compiled, ``"refused"`` is refused at once.
+"""Constraints without a grammar library. The regex ``"even:n"`` allows n even tokens, then EOS; ``"odd:n"`` n odd
+tokens. The regex ``"broken"`` cannot be compiled, and ``"refused"`` is refused immediately.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,9 +13,9 @@ from penstock_enginecore.structured_output.core.base import Grammar, Mask, bitma
 
 
 class FakeGrammar:
-    """Allows tokens by parity, and after ``length`` of them only ``eos``.
+    """Grammar that allows ``length`` tokens of one parity, and after that only ``eos``.
 
-    ``slow``: masks come only when ``arrive`` is called; ``prompt``: as ``Grammar`` says. ``fail`` ends it.
+    ``slow``: masks are available only after a call of ``arrive``. ``prompt``: see ``Grammar``. ``fail`` makes it fail.
     """
 
     def __init__(self, parity: int, length: int, eos: int, vocab_size: int, changed: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class FakeGrammar:
             self.terminated = True
         else:
             self.taken.append(token)
-            if self.draft_masks and self.drafts[0] == token:  # its mask is known
+            if self.draft_masks and self.drafts[0] == token:  # the mask of this draft is known
                 del self.drafts[0], self.draft_masks[0]
             else:
                 self.drafts, self.draft_masks = [], []
@@ -90,7 +90,7 @@ class FakeGrammar:
         return not self.late
 
     def arrive(self) -> None:
-        """The mask is there."""
+        """Make the mask available."""
         self.ready = True
         if self.late:
             self.late = False
@@ -105,8 +105,9 @@ class FakeGrammar:
 
 
 class FakeGrammars:
-    """A GrammarBackend. ``manual``: constraints wait for ``compile_all``. ``started`` has every grammar; ``make`` makes them.
-    ``warm_up`` calls ``warming`` and waits for ``warm``.
+    """Fake GrammarBackend. If ``manual`` is set, constraints are compiled only by ``compile_all``.
+
+    ``started`` has all grammars, which ``make`` creates. ``warm_up`` calls ``warming`` and waits for ``warm``.
     """
 
     def __init__(self, vocab_size: int = 50, eos: int = 7, *, manual: bool = False) -> None:

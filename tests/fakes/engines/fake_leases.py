@@ -14,7 +14,7 @@ FINGERPRINT = b"f" * 16
 
 
 class FakeLeases:
-    """``refuses``: nothing is kept. ``blocks``: by lease, those that it holds."""
+    """Fake lease manager. ``refuses``: it keeps no blocks. ``blocks``: blocks that each lease keeps."""
 
     def __init__(self, engine: EngineCore, clock: FakeClock, seconds: float = 5.0) -> None:
         engine.leases = engine.scheduler._state.leases = self
@@ -66,6 +66,6 @@ class FakeLeases:
             self.end(lease_id)
 
     def end(self, lease_id: bytes) -> None:
-        """End a lease because it was released."""
+        """End a lease that was released."""
         del self._ends[lease_id]
         self._manager.pool.free(self.blocks.pop(lease_id))

@@ -25,10 +25,10 @@ from tests.fakes.models.small_tokenizers import byte_level
 
 MAX_LEN = 1024
 KV_CACHE_MEMORY = 2**15
-"""Bytes: 64 blocks of 16 tokens, fewer than four of the longest sequences need."""
+"""Size of the KV cache in bytes: 64 blocks of 16 tokens, fewer than four sequences of maximum length need."""
 
 ADAPTER = "/adapters/pirate"
-"""Where a LoRA adapter is."""
+"""Directory of a LoRA adapter."""
 
 
 class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -48,7 +48,7 @@ class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FaultyExecutor(FakeExecutor):
-    """Known tokens, at the pace and with the faults that the file tells of."""
+    """Executor with known tokens, and with the step time and the faults that the file sets."""
 
     def __init__(self, config: EngineCoreConfig, file: Path) -> None:
         super().__init__(

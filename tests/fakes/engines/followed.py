@@ -1,4 +1,4 @@
-"""Constraints of a real backend, followed step by step as a test likes it."""
+"""Constraints of a real backend, advanced step by step by a test."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ TIMEOUT = PATIENCE
 
 
 class Walk(Protocol):
-    """A constraint, followed."""
+    """Interface of a constraint that a test advances."""
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Take tokens in up to the first that is not allowed."""
@@ -30,7 +30,7 @@ class Walk(Protocol):
 
 
 class Followed:
-    """In the backend's process; waits for every mask."""
+    """Constraint in the backend's process. It waits for every mask."""
 
     def __init__(self, backend: GrammarBackend, grammar: Grammar) -> None:
         self._backend = backend
@@ -45,7 +45,7 @@ class Followed:
         return True
 
     def settle(self) -> None:
-        """Until there is a mask, or a failure, which is raised."""
+        """Wait until a mask is available. Raises the error if the constraint fails."""
         self._backend.flush()
         while not (self.grammar.ready or self.grammar.failure or self.terminated):
             self._backend.wait([self.grammar])
@@ -79,5 +79,5 @@ def follow_here(backend: XgrammarBackend, **constraint: Any) -> Walk:
 
 
 def allowed(mask: Mask) -> set[int]:
-    """The tokens of a mask."""
+    """Return the tokens that a mask allows."""
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())

@@ -55,14 +55,14 @@ def config_of(
     kv_transfer: Mapping[str, Any] | None = None,
     engine_id: str = "",
 ) -> EngineCoreConfig:
-    """Of an engine over the checkpoint at ``path``, one torch thread, with overrides by configuration section."""
+    """Return the config of an engine with the checkpoint at ``path`` and one torch thread. ``sections`` override it."""
     return EngineCoreConfig(
         model=ModelConfig(**{"path": str(path), "device": "cpu", **(model or {})}),
         cache=CacheConfig(**{"block_size": 4, "num_blocks": 512, **(cache or {})}),
         scheduler=SchedulerConfig(**(scheduler or {})),
         executor=ExecutorConfig(**{"num_threads": 1, **(executor or {})}),
         profiler=ProfilerConfig(**(profiler or {})),
-        # Recorded steps are computed once more, which takes a CPU long for all sizes.
+        # Recorded steps are computed a second time, which would be slow on a CPU for all sizes.
         kernels=KernelsConfig(**{"capture_at_start": False, **(kernels or {})}),
         coordinator=CoordinatorClientConfig(**(coordinator or {})),
         data_parallel=DataParallelConfig(**(data_parallel or {})),
@@ -78,13 +78,13 @@ def config_of(
 
 
 def build_engine(path: Path, **sections: Any) -> EngineCore:
-    """An engine, as ``config_of`` says."""
+    """Return an engine with the config of ``config_of``."""
     config = config_of(path, **sections)
     return app.build_engine(config, make_executor(config), make_grammar_backend, lambda line: None)
 
 
 class Run(msgspec.Struct):
-    """What came out: tokens, log-probabilities of these and of the prompt, and end of each request, and the last statistics."""
+    """Results of requests: tokens, log-probabilities of output and prompt, ends of requests, and the last statistics."""
 
     tokens: dict[str, list[int]] = {}
     logprobs: dict[str, Logprobs] = {}
@@ -99,7 +99,7 @@ def generate(
     *,
     after_step: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Run requests (id, prompt, sampling parameters) to their ends, all queued at once."""
+    """Add all requests (id, prompt, sampling parameters), and run steps until all have ended."""
     made = [
         EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params)
         for request_id, prompt, params in requests
@@ -114,7 +114,7 @@ def answer(
     after_step: Callable[[], None] = lambda: None,
     refused: Collection[str] = (),
 ) -> Run:
-    """Run requests to their ends, all queued at once. ``refused``: those that end with errors."""
+    """Add all requests, and run steps until all have ended. ``refused``: ids of requests that end with errors."""
     run = Run()
     for request in requests:
         engine.add(engine.preprocess(CLIENT, request))

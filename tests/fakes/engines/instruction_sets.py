@@ -1,10 +1,10 @@
-"""Which kernels the processor that tests run on can run."""
+"""Instruction sets of the kernels that this machine's processor supports."""
 
 from penstock_enginecore.native.library import KernelsError, open_library
 
 
 def runnable() -> list[str]:
-    """The instruction sets that the kernels can be opened for, the widest first."""
+    """Return the instruction sets for which the kernels can be opened, widest first."""
     found = []
     for isa in ("amx", "avx512_bf16", "avx512", "avx2", "baseline"):
         try:

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 Wrong = Callable[[int, int], bool]
-"""Whether the draft of an output index, at a place in its run, is to be wrong."""
+"""Function that returns whether the draft for an output index, at a position in its run, must be wrong."""
 
 
 class KnownDrafter:
-    """``outputs``: by prompt. ``wrong``: see there."""
+    """Drafter that knows the outputs. ``outputs``: outputs by prompt. ``wrong``: see ``Wrong``."""
 
     name = "known"
     specs: Mapping[str, Any] = {}

@@ -41,14 +41,14 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class _Teller:
-    """A connection for each thread."""
+    """Sender of points to the test, with one connection per thread."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._of_thread = threading.local()
 
     def tell(self, name: str, number: int = 0, total: int = 0) -> None:
-        """Come to a point. Nobody listens any more when a test is over."""
+        """Report a point and wait for the answer. After the end of a test, the socket has no listener."""
         try:
             if not hasattr(self._of_thread, "file"):
                 connection = socket.socket(socket.AF_UNIX)
@@ -65,7 +65,7 @@ class _Teller:
 
 
 def install() -> None:
-    """For engines whose environment has ``VARIABLE``."""
+    """Install the plugin in engines whose environment has ``VARIABLE``."""
     if path := os.environ.get(VARIABLE):
         _watch(_Teller(path).tell)
 

@@ -1,4 +1,4 @@
-"""Executors whose outputs are as large as a test wants them."""
+"""Executors with outputs of configurable size."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def pooled_bytes(size: int) -> bytes:
 
 
 class PoolingExecutor(FakeExecutor):
-    """Gives each request ``width`` numbers for each of its tokens."""
+    """Executor that returns ``width`` numbers per token of each request."""
 
     def __init__(self, width: int, **options: Any) -> None:
         pooling = PoolingLimits(tasks=frozenset({PoolingTask.TOKEN_EMBED}), embedding_size=width)
@@ -37,7 +37,7 @@ class PoolingExecutor(FakeExecutor):
 
 
 class ScoringExecutor(FakeExecutor):
-    """Gives those that ask for the log-probabilities of their prompt as many entries for each position as they ask for."""
+    """Executor that returns as many prompt log-probabilities per position as a request asks for."""
 
     def _sample(self, step: SchedulerOutput, grammar: Any) -> ModelRunnerOutput:
         scored = {}

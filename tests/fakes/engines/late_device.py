@@ -1,4 +1,4 @@
-"""A device on a CPU that chooses tokens itself, and whose tokens reach the host late."""
+"""CPU device that samples tokens itself, and whose tokens reach the host late."""
 
 import threading
 from functools import partial
@@ -15,7 +15,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class HeldArrival:
-    """Numbers that arrive when ``release`` is called, or fail to with ``error``."""
+    """``Arrival`` whose numbers arrive when a test calls ``release``, or that fails with ``error``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._numbers = tensor.clone().numpy()
@@ -36,7 +36,7 @@ class HeldArrival:
 
 
 class HeldCopies:
-    """A ``BeginCopy`` that keeps the started copies in order."""
+    """``BeginCopy`` that records the started copies in order."""
 
     def __init__(self) -> None:
         self.begun: list[HeldArrival] = []
@@ -47,7 +47,7 @@ class HeldCopies:
 
 
 class LastMoment:
-    """An ``Arrival`` that happens only when a caller waits for it."""
+    """``Arrival`` whose numbers arrive only when a caller waits for them."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._numbers = tensor.clone().numpy()
@@ -60,7 +60,7 @@ class LastMoment:
 
 
 def choose_on_device(monkeypatch: pytest.MonkeyPatch, begin_copy: BeginCopy) -> None:
-    """Engines of this test have tokens chosen by the device, which is a CPU, and get them by ``begin_copy``."""
+    """Let engines of this test sample tokens on the device, which is a CPU, and copy them with ``begin_copy``."""
     monkeypatch.setattr(
         "penstock_enginecore.forward.build.device_launcher",
         lambda device, uses, sampler, vocab, dtype: DeviceLauncher(vocab, device, RecordedSampling),

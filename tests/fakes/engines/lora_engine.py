@@ -1,4 +1,4 @@
-"""A FakeEngine with LoRA adapters, which it reads from a dict in place of a disk."""
+"""FakeEngine with LoRA adapters, which it reads from a dict instead of a disk."""
 
 import hashlib
 from collections.abc import MutableMapping
@@ -9,7 +9,7 @@ from penstock.enginecore.v1 import messages_pb2 as pb
 from tests.fakes.engines.fake_engine import FakeEngine, FakeSession
 
 Disk = MutableMapping[str, str]
-"""By path, the content of an adapter."""
+"""Contents of adapters by path."""
 
 
 def digest_of(content: str) -> bytes:

@@ -1,4 +1,4 @@
-"""A node of an engine as a process: with the real command line, or with workers that have no model."""
+"""Node of an engine as a process, with real workers or with workers that have no model."""
 
 import contextlib
 import os
@@ -21,18 +21,18 @@ class NodeProcess:
 
     def __init__(self, config: EngineCoreConfig, directory: Path, module: str = "") -> None:
         file = directory / f"node-{config.executor.nodes.index}.yaml"
-        file.write_bytes(msgspec.json.encode(config))  # which is YAML as well
+        file.write_bytes(msgspec.json.encode(config))  # JSON is also valid YAML
         self._log = file.with_suffix(".log")
         command = [__name__, str(file), module] if module else ["penstock_enginecore", "worker", "--config", str(file)]
         with self._log.open("wb") as output:
             self.popen = subprocess.Popen([sys.executable, "-m", *command], stdout=output, stderr=output)
 
     def log(self) -> str:
-        """Everything that it has printed."""
+        """Return the output of the process so far."""
         return self._log.read_text(errors="backslashreplace")
 
     def workers(self) -> list[int]:
-        """Ids of its worker processes."""
+        """Return the ids of the node's worker processes."""
         found: list[int] = []
         for task in Path(f"/proc/{self.popen.pid}/task").iterdir():
             found += map(int, (task / "children").read_text().split())
@@ -43,18 +43,18 @@ class NodeProcess:
         return self.popen.wait(PATIENCE)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL to the node."""
         self.popen.kill()
         self.popen.wait()
 
     def terminate(self) -> None:
-        """As Kubernetes would."""
+        """Send SIGTERM to the node, as Kubernetes does."""
         self.popen.send_signal(signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def node_process(config: EngineCoreConfig, directory: Path, module: str = "") -> Iterator[NodeProcess]:
-    """A node that does not outlive the test."""
+    """Start a node, and kill it at the end of the block."""
     node = NodeProcess(config, directory, module)
     try:
         yield node
@@ -63,7 +63,7 @@ def node_process(config: EngineCoreConfig, directory: Path, module: str = "") ->
 
 
 def main(file: str, module: str) -> int:
-    """A node whose workers run ``module``."""
+    """Run a node whose workers run ``module``."""
     from penstock_common.errors import PenstockError
     from penstock_enginecore.executor.multiproc import nodes as node
 

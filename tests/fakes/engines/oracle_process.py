@@ -1,4 +1,6 @@
-"""An oracle engine as a process, with the methods of ``Service``, its knobs, and a connection that can be cut."""
+"""Oracle engine as a process, with the methods of ``Service``, control of its knobs, and a connection that tests can
+cut.
+"""
 
 import signal
 from typing import Any
@@ -12,7 +14,9 @@ from tests.fakes.processes import Service
 
 
 class OracleProcess(Service):
-    """``reached_at``: the address that frontends are given, of a proxy before the engine once that was started."""
+    """Oracle engine process. ``reached_at``: address for frontends, which is the address of a proxy once it was
+    started.
+    """
 
     def __init__(
         self, engine_id: str, *, drain_timeout: float = 30.0, receiver_cache_bytes: int = -1, **knobs: Any
@@ -35,35 +39,35 @@ class OracleProcess(Service):
 
     @property
     def reached_at(self) -> str:
-        """host:port of the proxy."""
+        """Address (host:port) of the proxy."""
         return f"127.0.0.1:{self.proxy.port}"
 
     async def set(self, **knobs: Any) -> dict[str, Any]:
-        """Turn knobs; returns the engine's state."""
+        """Set knobs. Returns the engine's state."""
         return await control.call(self.control_port, set=knobs)
 
     async def until(self, **state: int) -> dict[str, Any]:
-        """Wait until the engine's state has at least these sizes; returns it. Raises ControlError after ``control.TIMEOUT``."""
+        """Wait until the state has at least these sizes, and return it. Raises ControlError after ``control.TIMEOUT``."""
         return await control.call(self.control_port, until=state)
 
     async def call(self, name: str) -> dict[str, Any]:
-        """``fail``, ``break`` or ``close``. See ``control.serve``."""
+        """Call ``fail``, ``break`` or ``close``. See ``control.serve``."""
         return await control.call(self.control_port, call=name)
 
     async def state(self) -> dict[str, Any]:
-        """See ``OracleEngine.state``."""
+        """Return the state. See ``OracleEngine.state``."""
         return await control.call(self.control_port)
 
     def stop_running(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP to the process."""
         self.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT to the process."""
         self.send_signal(signal.SIGCONT)
 
     async def restart(self) -> None:
-        """A new incarnation on the same port, that serves."""
+        """Start a new incarnation on the same port, and wait until it serves."""
         if self.alive:
             await self.kill()
         await self.start()

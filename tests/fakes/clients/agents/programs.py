@@ -1,6 +1,7 @@
-"""Agent programs as users run them: configured as in docs/guides/agents.md, with the command for one task and no terminal.
+"""Agent programs as users run them: configured as in docs/guides/agents.md, with the command for one task and no
+terminal.
 
-They are found on PATH and in the folders of PENSTOCK_AGENTS.
+The programs are searched on PATH and in the directories of PENSTOCK_AGENTS.
 """
 
 import os
@@ -15,13 +16,17 @@ from tests.documents.pages import ROOT
 
 PAGE = ROOT / "docs/guides/agents.md"
 ON_THE_PAGE = {"my-model": "model", "65536": "1000000"}
-"""Words of the page, and those for a scripted model, whose tokenizer makes four times as many tokens of a text as others."""
+"""Words to replace in the page's commands, for a scripted model. Its tokenizer gives four times as many tokens as
+usual.
+"""
 
 
 class Program(NamedTuple):
-    """A program. ``files``: names of files in its home folder, with the headings and languages of their blocks on the page.
+    """A program. ``files``: names of files in its home folder, with the headings and languages of their blocks on the
+    page.
 
-    ``exports``: the heading of the block that sets its environment. ``prepares``: the heading of the command that goes first.
+    ``exports``: the heading of the block that sets its environment. ``prepares``: the heading of the command that goes
+    first.
     """
 
     executable: str
@@ -36,7 +41,7 @@ class Program(NamedTuple):
         return shutil.which(self.executable, path=_search_path())
 
     def preparation(self) -> list[str]:
-        """Return the words of the command that goes first, without the program's name; none if there is no such command."""
+        """Return the words of the command to run first, without the program's name; empty if there is no such command."""
         return shlex.split(_block(self.prepares, "sh"))[1:] if self.prepares else []
 
     def configure(self, home: Path) -> dict[str, str]:
@@ -85,4 +90,4 @@ AGENTS = {
     "continue": Program("cn", ("--auto", "-p", "{task}"), files={".continue/config.yaml": ("Continue", "yaml")}),
     "cline": Program("cline", ("-P", "openai-compatible", "-m", "model", "{task}"), prepares="Cline"),
 }
-"""By the names of their recorded requests."""
+"""Agent programs, by the names of their recorded requests."""

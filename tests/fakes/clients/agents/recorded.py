@@ -1,8 +1,8 @@
 """Recorded requests of agent programs, one JSON file for each program.
 
-A file holds the last request of a run of five tool calls, with every field that the program sent. Its history has the earlier
-turns, so the earlier requests are prefixes of it. Instructions, descriptions and identifiers are replaced by short ones.
-``{work}`` stands for the agent's working directory.
+A file holds the last request of a run of five tool calls, with every field that the program sent. Its history has the
+earlier turns, so the earlier requests are prefixes of it. Instructions, descriptions and identifiers are replaced by
+short ones. ``{work}`` stands for the agent's working directory.
 """
 
 import itertools
@@ -18,7 +18,7 @@ PROGRAMS = sorted(file.stem for file in FOLDER.glob("*.json"))
 ANSWER = "It prints 42."
 """The model's last answer in every recorded run."""
 MADE = frozenset({"reasoning", "function_call", "custom_tool_call"})
-"""Types of the items that the model produces. Messages show it by their role instead."""
+"""Types of the items that the model produces. A message of the model is recognized by its role instead."""
 
 
 class Turn(NamedTuple):
@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 
     @property
     def tokens(self) -> str:
-        """The turn as a Hermes model writes it."""
+        """Text of the turn in the format of a Hermes model."""
         calls = (
             f'\n<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments, ensure_ascii=False)}}}\n</tool_call>'
             for name, arguments in self.calls
@@ -39,7 +39,9 @@ class Turn(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A turn as a client read it. ``ids``: identifiers of items and calls, in the order in which the history repeats them."""
+    """A turn as a client read it. ``ids``: identifiers of items and calls, in the order in which the history repeats
+    them.
+    """
 
     turn: Turn
     ids: tuple[str, ...]
@@ -63,13 +65,13 @@ class Recorded:
 
     @property
     def tools(self) -> list[str]:
-        """Names of the tools that the request offers, those in namespaces left out."""
+        """Names of the tools that the request offers, without tools in namespaces."""
         found = (tool.get("function", tool) for tool in self._body["tools"])
         return [tool["name"] for tool in found if "name" in tool and tool.get("type") != "namespace"]
 
     @property
     def turns(self) -> list[Turn]:
-        """The model's answer to each request, with a thought each. The last turn answers the whole history."""
+        """The model's answer to each request, each with reasoning. The last turn answers the complete history."""
         made = [_turn(self._made(start)) for start in self._starts]
         steps = (turn._replace(thought=turn.thought or f"This is step {step}.") for step, turn in enumerate(made))
         return [*steps, Turn("This is the end.", ANSWER)]
@@ -96,7 +98,7 @@ class Recorded:
 
 
 def _starts(items: Sequence[Any]) -> Iterator[int]:
-    """Yield the places in a history at which the model's turns begin."""
+    """Yield the indexes in a history at which the model's turns begin."""
     for place, item in enumerate(items):
         if _is_made(item) and (place == 0 or not _is_made(items[place - 1])):
             yield place

@@ -1,4 +1,4 @@
-"""Turning the knobs of an oracle engine while it runs: one JSON object up, one down, over a loopback port."""
+"""Control of a running oracle engine through a loopback port: one JSON object as request, one as answer."""
 
 import asyncio
 from typing import Any
@@ -14,9 +14,9 @@ TIMEOUT = PATIENCE
 async def serve(engine: OracleEngine, port: int) -> asyncio.Server:
     """Answer control calls on a port.
 
-    ``{"set": {...}}`` sets knobs. ``{"until": {"num_running": 3}}`` waits until the state is at least that (a list: at
-        least as
-    long). ``{"call": "fail"}`` also ``break`` and ``close``. The answer is ``{"state": ...}`` or ``{"error": ...}``.
+    ``{"set": {...}}`` sets knobs. ``{"until": {"num_running": 3}}`` waits until a value of the state has at least this
+    size; for a list, its length counts. ``{"call": "fail"}`` calls a method: ``fail``, ``break`` or ``close``. The
+    answer is ``{"state": ...}`` or ``{"error": ...}``.
     """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -30,7 +30,7 @@ async def serve(engine: OracleEngine, port: int) -> asyncio.Server:
                 writer.write(msgspec.json.encode(reply) + b"\n")
                 await writer.drain()
         except ConnectionError:
-            pass  # the test is gone
+            pass  # the test has disconnected
         finally:
             writer.close()
 

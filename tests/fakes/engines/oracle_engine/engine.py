@@ -17,14 +17,14 @@ from tests.fakes.engines.oracle_engine import outputs
 from tests.fakes.engines.oracle_engine.knobs import Fault, Knobs, Point, changed
 
 REMEMBERED = 500
-"""Requests that ``state`` tells of."""
+"""Maximum number of requests that ``state`` reports."""
 DRAINING = finish_pb2.RequestError(
     code="UNAVAILABLE", message="the engine is shutting down", reason="DRAINING", retry_after=1.0
 )
 
 
 class OracleEngine(FakeEngine):
-    """``ended`` is set when the process is to end: drained, or dead. Prior output that is not the oracle's is refused."""
+    """Oracle engine. ``ended`` is set when the process must end: drained or dead. Wrong prior output is refused."""
 
     def __init__(
         self, engine_id: str, *, model: str, incarnation: str, max_model_len: int, drain_timeout: float
@@ -41,7 +41,7 @@ class OracleEngine(FakeEngine):
         self.eos_token_id = outputs.eos_token_id()
         self.knobs = Knobs()
         self.reached: list[str] = []
-        """Points at which something was done since faults were last set, in order."""
+        """Points at which faults have happened since faults were last set, in order."""
         self.ended = asyncio.Event()
         self.on_draining: Callable[[float], None] = lambda time_left: None
         self._drain_timeout = drain_timeout
@@ -99,13 +99,13 @@ class OracleEngine(FakeEngine):
             self._spawn(self._end_drained())
 
     def seconds_since_last_step(self) -> float:
-        """Age of the last step while there is work, 0 while there is none or a test holds the engine."""
+        """Return the age of the last step in seconds, or 0 if the engine has no work or a test holds it."""
         if self.knobs.step_age >= 0:
             return self.knobs.step_age
         return time.monotonic() - self._last_step if self.running and not self.knobs.held else 0.0
 
     async def run(self) -> None:
-        """Steps, until the process is to end."""
+        """Run steps until the process must end."""
         while not self.ended.is_set():
             self._end_expired()
             if not self.running or self._pausing():
@@ -132,7 +132,7 @@ class OracleEngine(FakeEngine):
         return answer
 
     def stats(self) -> stats_pb2.SchedulerStats:
-        """The load that the engine tells of, and whether it gets on with it."""
+        """Return the load that the engine reports, and whether it is wedged."""
         stats, age = self._stats(), self.seconds_since_last_step()
         stats.seconds_since_last_step, stats.wedged = age, age >= self.knobs.wedged_after
         return stats
@@ -149,7 +149,7 @@ class OracleEngine(FakeEngine):
             session.send(draining=pb.Draining(time_left=self._drain_timeout))
 
     def _output_of(self, message: pb.EngineCoreRequest) -> Sequence[int] | None:
-        """The whole output, as far as it can be asked for."""
+        """Return the complete output, up to the maximum length that a request can ask for."""
         params = message.sampling_params
         room = self.ready.max_model_len - len(message.prompt_token_ids)
         try:
@@ -166,7 +166,7 @@ class OracleEngine(FakeEngine):
             self._refuse(FakeRequest(message, session, None), error)
 
     def _problem(self, message: pb.EngineCoreRequest, session: FakeSession) -> str | None:
-        """Why the request cannot be one of a frontend that keeps the contract."""
+        """Return a violation of the contract by the request's frontend, or an empty text."""
         script = self._output_of(message)
         if script is None:
             return "the constraint is none of an oracle's"
@@ -220,7 +220,7 @@ class OracleEngine(FakeEngine):
         return again
 
     def _points(self, request: FakeRequest) -> Iterator[Point]:
-        """The points of a request that the step which is over has brought about."""
+        """Yield the points that a request has reached in the step that has just ended."""
         if request.num_sent <= len(request.message.prior_output_token_ids) + self.tokens_per_step:
             yield "after_first_token"
         yield "mid_stream"
@@ -238,7 +238,7 @@ class OracleEngine(FakeEngine):
                 self._notify()
 
     def _counts(self, fault: Fault, request: FakeRequest | None) -> bool:
-        """Whether it is this time that a fault happens."""
+        """Return whether a fault must happen now."""
         if request is None:
             return True
         if fault.salt and request.message.cache_salt != fault.salt:
@@ -272,7 +272,7 @@ class OracleEngine(FakeEngine):
                 self.request_drain()
 
     def fail(self, reason: str) -> None:
-        """Say engine_dead and end the process."""
+        """Send engine_dead and end the process."""
         self.die(reason)
         self.running.clear()
         self._spawn(self._end())
@@ -320,7 +320,7 @@ class OracleEngine(FakeEngine):
 
 
 def _spoil(frame: pb.SessionResponse) -> None:
-    """Make every token another one."""
+    """Change all tokens of a frame."""
     if frame.outputs.HasField("token_columns"):
         columns = columns_from_proto(frame.outputs.token_columns)
         columns.token_ids = array(UINT32, [(token + 1) % outputs.vocab_size() for token in columns.token_ids])
@@ -330,7 +330,7 @@ def _spoil(frame: pb.SessionResponse) -> None:
 
 
 def _lose_first(output: pb.EngineCoreOutput) -> None:
-    """Take the first token out of an output, as if it had been lost on the way."""
+    """Remove the first token of an output, as if it had been lost."""
     if not output.new_token_ids:
         return
     output.offset += 1

@@ -1,4 +1,4 @@
-"""How an oracle engine behaves, and where it fails."""
+"""Settings and faults of an oracle engine."""
 
 from typing import Literal
 

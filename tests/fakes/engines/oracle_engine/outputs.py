@@ -1,4 +1,5 @@
-"""Outputs of oracle engines: a function of the request alone, so that every engine can resume another one's output.
+"""Outputs of oracle engines. They depend only on the request, so that any engine can resume a request of another
+engine.
 
 The vocabulary is that of ``small_tokenizers.byte_level``. Output token i of a request with seed s is a printable token
 chosen by (s, i). Seeds from ``WALK`` on walk through ``WALKED``, whose characters span several tokens, and start again
@@ -18,7 +19,7 @@ WALKED = "größer über Ähren 你好世界 naïve 🙂🙂 café; "
 
 @functools.cache
 def eos_token_id() -> int:
-    """The token that ends a constrained output."""
+    """Return the token that ends a constrained output."""
     token_id: int | None = byte_level().token_to_id(EOS)
     assert token_id is not None
     return token_id
@@ -26,14 +27,14 @@ def eos_token_id() -> int:
 
 @functools.cache
 def vocab_size() -> int:
-    """Number of token ids."""
+    """Return the number of token ids."""
     size: int = byte_level().get_vocab_size()
     return size
 
 
 @functools.cache
 def _printable() -> tuple[int, ...]:
-    """Tokens that are one or more printable ASCII characters."""
+    """Return the tokens that consist of printable ASCII characters."""
     tokenizer = byte_level()
     texts = ((token_id, tokenizer.decode([token_id])) for token_id in range(vocab_size()))
     return tuple(token_id for token_id, text in texts if text and text.isascii() and text.isprintable())
@@ -45,7 +46,7 @@ def _walked() -> tuple[int, ...]:
 
 
 def token(seed: int, index: int) -> int:
-    """The token at an output index without a constraint."""
+    """Return the token at an output index of a request without a constraint."""
     if seed >= WALK:
         walked = _walked()
         return walked[index % len(walked)]
@@ -54,7 +55,7 @@ def token(seed: int, index: int) -> int:
 
 
 def output(params: sampling_pb2.SamplingParams, count: int) -> list[int]:
-    """All tokens of a request's output, ``count`` at most; shorter where a constraint ends it.
+    """Return the output tokens of a request, at most ``count``. A constraint may end the output earlier.
 
     Raises ValueError for a constraint other than ``choice``, and ``json_schema`` with an ``enum``.
     """
@@ -66,7 +67,7 @@ def output(params: sampling_pb2.SamplingParams, count: int) -> list[int]:
 
 
 def constrained_texts(params: sampling_pb2.SamplingParams) -> list[str]:
-    """The texts that a request's constraint allows. Raises ValueError when there is no saying."""
+    """Return the texts that a request's constraint allows. Raises ValueError for unsupported constraints."""
     constraint = params.structured_output
     if constraint.HasField("choice") and constraint.choice.options:
         return list(constraint.choice.options)
