@@ -1,4 +1,4 @@
-"""A media worker that a file has taken over. It sends answers that no correct worker sends."""
+"""Media worker that a malicious file controls. It sends answers that no correct worker sends."""
 
 import socket
 import sys
@@ -46,7 +46,7 @@ def _tensor(dtype: str, shape: list[int], size: int) -> dict[str, Any]:
 
 
 def main(number: int) -> None:
-    """Answer once, then end."""
+    """Send one answer and end."""
     with socket.socket(fileno=number) as channel, channel.makefile("rb") as reading:
         reading.read(*LENGTH.unpack(reading.read(LENGTH.size)))
         channel.sendall(framed(Ready()))

@@ -1,4 +1,4 @@
-"""Modules of an example, which are files of a folder and no package."""
+"""Import of an example's modules, which are files in a directory and not a package."""
 
 import importlib
 import sys
@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 @contextmanager
 def example_modules(folder: Path, names: Sequence[str]) -> Iterator[SimpleNamespace]:
-    """``names``, imported from their folder and forgotten again afterwards, with all that they import from there."""
+    """Import modules from a directory. At the end of the block, forget them and the modules that they import from
+    there.
+    """
     before, ours = dict(sys.modules), {path.stem for path in folder.glob("*.py")}
     for name in ours:
         sys.modules.pop(name, None)

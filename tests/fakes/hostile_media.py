@@ -66,7 +66,9 @@ URLS = [
     "data:{}",
     "",
 ]
-"""``{}``: a number, so that no two are the same. Names below images.test are those of ``addresses``."""
+"""URL templates. ``{}`` is replaced by a number, so that all URLs differ. ``addresses`` resolves names below
+images.test.
+"""
 
 _ARGUMENTS: list[dict[str, Any]] = [
     {},
@@ -86,7 +88,7 @@ _ADDRESSES = {
 
 
 class Addresses:
-    """A resolver; one name is public when it is asked for first, and never again."""
+    """Resolver. One name has a public address at the first query, and private addresses after that."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -101,7 +103,7 @@ class Addresses:
 
 
 def hostile(number: int) -> MediaPart:
-    """The ``number``th of them."""
+    """Return hostile media item ``number``."""
     dice = random.Random(number)
     modality, source = dice.choice(_KINDS)(dice)
     return MediaPart(
@@ -130,7 +132,7 @@ def _broken_sound(dice: random.Random) -> tuple[Modality, Source]:
 
 
 def _joined(dice: random.Random) -> tuple[Modality, Source]:
-    """The beginning of one file and the end of another."""
+    """Return a file that consists of the beginning of one file and the end of another file."""
     one, other = dice.choice(IMAGES + SOUNDS), dice.choice(IMAGES + SOUNDS + OTHERS)
     return dice.choice(("image", "audio")), _file(dice, one[: dice.randrange(64)] + other[dice.randrange(64) :])
 

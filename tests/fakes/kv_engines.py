@@ -33,7 +33,7 @@ FINGERPRINT = b"f" * 16
 
 
 def names_of(prompt: str, count: int, *, group: int = 0) -> list[BlockName]:
-    """Names of the blocks of a prompt."""
+    """Return the names of the blocks of a prompt."""
     return [
         BlockName(group, hashlib.blake2b(f"{prompt}:{place}".encode(), digest_size=16).digest())
         for place in range(count)
@@ -52,7 +52,7 @@ class Fetched:
 
     names: Sequence[BlockName]
     hold: bool = False
-    """Whether blocks are kept, instead of released at once."""
+    """Whether the fetched blocks are kept instead of released immediately."""
     contents: dict[BlockName, bytes] = field(default_factory=dict)
     held: list[PeerBlock] = field(default_factory=list)
     some: threading.Event = field(default_factory=threading.Event)
@@ -188,7 +188,7 @@ class FakeKvEngine:
         return self._reader.submit(copy)
 
     def fill(self, names: Sequence[BlockName]) -> list[Any]:
-        """Blocks with these contents, each with a reference."""
+        """Return blocks with the contents of these names, each with a reference."""
         blocks = self.pool.allocate(len(names))
         for block, name in zip(blocks, names, strict=True):
             self.pool.cache(block, name.hash, name.group)
@@ -196,7 +196,7 @@ class FakeKvEngine:
         return blocks
 
     def grant(self, names: Sequence[BlockName], now: float, lease_id: bytes = b"l" * 16) -> KvSource:
-        """A lease on new blocks with these contents."""
+        """Grant a lease on new blocks with the contents of these names."""
         blocks = self.fill(names)
         by_name = {name: block.block_id for name, block in zip(names, blocks, strict=True)}
         assert self.leases.grant(lease_id, [blocks], by_name, now) is not None

@@ -1,4 +1,4 @@
-"""A family of models that shows its media as they are, and fails on demand."""
+"""Media family whose features are the unchanged media, and that fails on demand."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ RATE = 16_000
 
 
 class PlainFamily:
-    """Every pixel row is a row of the tower's."""
+    """Family in which every pixel row is an embedding row."""
 
     modalities: frozenset[Modality] = frozenset({"image", "audio", "video"})
     identity = b"plain"
@@ -51,8 +51,8 @@ class PlainFamily:
 
 
 class PlainProcessor:
-    """Arguments: ``fault`` (exit, kill, hang, spin, memory, wrong, raise), once where ``once`` names a file that is not there;
-    ``torch`` tells whether it could be imported.
+    """Arguments: ``fault`` (exit, kill, hang, spin, memory, wrong, raise), once where ``once`` names a file that is not
+    there; ``torch`` tells whether it could be imported.
     """
 
     def __init__(self, fault: str) -> None:

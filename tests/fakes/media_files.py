@@ -1,4 +1,4 @@
-"""Small files of media."""
+"""Small media files."""
 
 import struct
 import zlib
@@ -12,14 +12,14 @@ from PIL import Image
 def image_file(
     kind: str = "PNG", size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB", **options: object
 ) -> bytes:
-    """A picture of random pixels."""
+    """Return an image file with random pixels."""
     channels = {"RGB": 3, "RGBA": 4, "L": 1, "CMYK": 4}[mode]
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], channels), np.uint8)
     return saved(Image.fromarray(pixels[..., 0] if channels == 1 else pixels, mode), kind, **options)
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
-    """The picture as a file."""
+    """Return an image as the content of a file."""
     file = BytesIO()
     image.save(file, kind, **options)
     return file.getvalue()
@@ -28,7 +28,7 @@ def saved(image: Image.Image, kind: str, **options: object) -> bytes:
 def sound_file(
     kind: str = "WAV", seconds: float = 0.1, rate: int = 16_000, channels: int = 1, subtype: str | None = None
 ) -> bytes:
-    """A tone of 440 Hz, the same in all channels."""
+    """Return a sound file with a tone of 440 Hz, the same in all channels."""
     time = np.arange(int(seconds * rate)) / rate
     tone = (0.5 * np.sin(2 * np.pi * 440 * time)).astype(np.float32)
     file = BytesIO()
@@ -37,7 +37,7 @@ def sound_file(
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A PNG file of so many black pixels that is a thousandth of their size."""
+    """Return a PNG file of this many black pixels. The file has a thousandth of the size of the pixels."""
     squeezed = zlib.compressobj(9)
     row = b"\0" * (1 + width * 3)
     data = b"".join(squeezed.compress(row) for _ in range(height)) + squeezed.flush()

@@ -1,4 +1,4 @@
-"""An engine whose steps find NaN wherever their requests may not look."""
+"""Engine whose KV cache has NaN at all positions that the requests of a step must not read."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ class PoisonedPool:
     def __init__(self, engine: EngineCore) -> None:
         self.steps = 0
         self._groups = engine.kv_cache_config.groups
-        self._writer = NativeAttention(open_library("auto", 1), CPUAttention())  # goes by the layout of each cache
+        self._writer = NativeAttention(open_library("auto", 1), CPUAttention())  # uses the layout of each cache
         executor: Any = engine.executor
         self._runner: GenerationRunner = executor._worker.runner
         self._run = self._runner._forward.run

@@ -1,4 +1,4 @@
-"""A plugin with which the connections that a rank of a data-parallel group makes to others go through a ``Cable`` of the test."""
+"""Plugin that routes the connections of a data-parallel rank to other ranks through a ``Cable`` of the test."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from tests.fakes.network.tcp_proxy import TcpProxy
 
 NAME = "rank-cables"
 VARIABLE = "PENSTOCK_RANK_CABLE"
-"""Names the cable's port."""
+"""Environment variable with the port of the cable."""
 _PORT = struct.Struct("!H")
 
 

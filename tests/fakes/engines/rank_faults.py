@@ -1,7 +1,7 @@
-"""A plugin with which a rank of a data-parallel group is killed at a point that has a name.
+"""Plugin that kills a rank of a data-parallel group at a named point.
 
-As ``worker_faults``: a ``Fault``, of rank 0, is armed by writing it to the file that ``VARIABLE`` names, of which each engine has
-its own.
+As with ``worker_faults``, a test arms a ``Fault`` of rank 0 by writing it to the file that ``VARIABLE`` names. Each
+engine has its own file.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Ranks of a data-parallel group as threads: engines over fake executors, collectives in memory, the coordinator's
 state machine.
 
-Each forward pass, also a dummy one, is a collective. A rank that steps alone or in another step breaks the group.
+Each forward pass, even a dummy pass, is a collective. A rank that steps alone or in another step breaks the group.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class ThreadLink:
-    """A link over a rank of a ``thread_group``, which all of an epoch find by its number."""
+    """Link over a rank of a ``thread_group``. All ranks of an epoch find the group by the epoch's number."""
 
     def __init__(self, groups: dict, lock: threading.Lock, group, rank: int) -> None:
         with lock:
@@ -61,7 +61,7 @@ class ThreadLink:
 
 
 class MachineRoom:
-    """The coordinator's machine; while ``away`` it hears and says nothing."""
+    """The coordinator's state machine. While ``away`` is set, it receives and sends no messages."""
 
     def __init__(self, size: int, min_size: int = 1) -> None:
         self.lock = threading.RLock()
@@ -142,7 +142,7 @@ class RankThread:
         self.room.hear(message)
 
     def tell_frontends(self, message: StartWave) -> None:
-        """A frontend passes it on to the other members that it knows."""
+        """Deliver a message to a frontend, which forwards it to the other members that it knows."""
         for name in self.room.machine.group.members:
             if name != self.name:
                 self.room.deliver(StartDpWave(name, message.epoch, message.wave, message.pauses))
@@ -168,7 +168,7 @@ class RankThread:
     def call(self, number: int, method: str, arguments: bytes = b"") -> None:
         self.loop.call_utility(CLIENT, number, method, arguments)
 
-    # The sink.
+    # Methods of the output sink.
 
     def emit(self, client_id, outputs) -> None:
         with self.changed:
@@ -195,7 +195,7 @@ class RankThread:
 
 
 class Ranks:
-    """A running group. ``room`` is its coordinator, ``config`` sections of its engines."""
+    """A running group. ``room`` is its coordinator; ``config`` has config sections of its engines."""
 
     def __init__(self, room: MachineRoom, **config: Any) -> None:
         self.room = room
@@ -214,7 +214,7 @@ class Ranks:
         return rank
 
     def kill(self, rank: RankThread) -> None:
-        """As if its process were gone: it says nothing more, and its connections break."""
+        """Simulate the death of a rank's process: it sends no more messages, and its connections break."""
         with self.room.lock:
             del self.room.ranks[rank.name]
         rank.driver.to_coordinator = lambda _: None
@@ -240,7 +240,7 @@ def wait_until(condition) -> None:
 
 @contextlib.contextmanager
 def running_ranks(count: int, *, min_size: int = 1, **config: Any) -> Iterator[Ranks]:
-    """``count`` ranks that have formed their group. ``config``: sections of their engines."""
+    """Start ``count`` ranks and wait until they have formed a group. ``config``: config sections of their engines."""
     ranks = Ranks(MachineRoom(count, min_size), **config)
     try:
         for i in range(count):

@@ -11,7 +11,7 @@ _LISTENS = "0A"
 
 
 class Remains:
-    """Of the workers of an engine in this process. Make it before the engine, and let it ``see`` the workers while they run."""
+    """Resources of an engine's workers. Create it before the engine, and call ``see`` while the workers run."""
 
     def __init__(self) -> None:
         gc.collect()  # collect leftovers of an earlier engine
@@ -25,13 +25,13 @@ class Remains:
         for pid in pids:
             self._pids.add(pid)
             self._sockets |= _sockets(pid)
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 maps = Path(f"/proc/{pid}/maps").read_text()
                 assert "/dev/shm/" not in maps, maps
 
     def left(self) -> list[str]:
-        """Processes, memory and ports that are still there."""
-        gc.unfreeze()  # a busy loop has put its engine out of the collector's way
+        """Return the processes, memory and ports that still exist."""
+        gc.unfreeze()  # the busy loop has excluded its engine from garbage collection
         gc.collect()
         found = [
             f"process {pid}" for pid in self._pids | (children() - self._children) if Path(f"/proc/{pid}").exists()
@@ -42,7 +42,7 @@ class Remains:
 
 
 def _memory_here() -> int:
-    """Files of memory that this process has, mapped or open."""
+    """Return the number of memory files that this process has mapped or open."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def _memory_here() -> int:
 
 
 def _sockets(pid: int) -> set[str]:
-    """Inodes of a process' sockets."""
+    """Return the inodes of a process's sockets."""
     found = set()
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -64,7 +64,7 @@ def _sockets(pid: int) -> set[str]:
 
 
 def _listening() -> set[str]:
-    """Inodes of the sockets of this machine that listen."""
+    """Return the inodes of all listening sockets of this machine."""
     rows = [
         line.split()
         for family in ("tcp", "tcp6")

@@ -1,6 +1,6 @@
-"""The other end of a ring, as a process: ``python -m tests.fakes.engines.ring_peer`` with the numbers of inherited descriptors.
+"""Other end of a ring buffer as a process: ``python -m tests.fakes.engines.ring_peer`` with numbers of descriptors.
 
-Message i is known in advance, so that one which is lost, torn or in another's place is found out.
+Message i is known in advance, so that the process detects lost, damaged and reordered messages.
 """
 
 import random
@@ -18,7 +18,9 @@ _NOISE = random.Random(1).randbytes(1 << 20)
 
 
 def message(number: int, slot_bytes: int) -> bytes:
-    """1 byte to ``MAX_SLOTS`` slots: noise from a place of its own, with its number at both ends where there is room."""
+    """Return message ``number``, of 1 byte to ``MAX_SLOTS`` slots: unique noise, with its number at both ends if it
+    fits.
+    """
     mixed = number * 2_654_435_761 % 2**32
     slots = (1, 1, 1, 1, 2, 3, 5, MAX_SLOTS)[mixed >> 29]
     size = 1 + mixed % (slots * slot_bytes)
@@ -30,7 +32,7 @@ def message(number: int, slot_bytes: int) -> bytes:
 
 
 def messages(count: int, slot_bytes: int) -> Iterator[bytes]:
-    """The first ``count``."""
+    """Yield the first ``count`` messages."""
     return (message(number, slot_bytes) for number in range(count))
 
 
@@ -49,7 +51,7 @@ def start_reader(
 
 
 def start_writer(ring: int, *, count: int, dies: bool = False, kind: str = "native") -> "subprocess.Popen[str]":
-    """A process that writes ``count`` messages. ``dies``: without closing the ring."""
+    """Start a process that writes ``count`` messages. If ``dies`` is set, it ends without closing the ring."""
     return _start(ring, map(str, ("write", ring, count, int(dies), 0.0, kind)))
 
 
@@ -87,7 +89,7 @@ def _write(memory: RingMemory, count: int, dies: int) -> int:
 
 
 def main(role: str, ring: int, first: int, second: int, slow: float, kind: str) -> int:
-    """Exit code 0 unless a message was wrong."""
+    """Run the reader or the writer. The exit code is 0 if no message was wrong."""
     memory = RingMemory(ring, {"native": NativeWords, "plain": PlainWords}[kind]())
     return _read(memory, first, second, slow) if role == "read" else _write(memory, first, second)
 

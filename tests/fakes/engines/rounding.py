@@ -1,4 +1,4 @@
-"""Kernels that may round inputs of products to bfloat16: emulated everywhere, and real where the processor has them."""
+"""Kernels that may round inputs of products to bfloat16: emulated on all machines, real if the processor has them."""
 
 import pytest
 
@@ -11,7 +11,7 @@ ROUNDING = [(isa, kind) for isa in ("amx", "avx512_bf16") for kind in ("emulated
 
 
 def open_rounding(isa: str, kind: str, num_threads: int = 2) -> NativeLibrary:
-    """One of ``ROUNDING``."""
+    """Return the kernels of an entry of ``ROUNDING``."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if kind == "emulated":
             pretend(monkeypatch, isa)

@@ -1,4 +1,4 @@
-"""What sampling parameters mean, token by token, in plain Python: the oracle of the sampler's tests."""
+"""Reference of the sampler's tests: the effect of sampling parameters in plain Python, token by token."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -15,7 +15,7 @@ def ruled_logits(
     eos_token_ids: Collection[int] = (),
     grammar: Collection[int] | None = None,
 ) -> list[float]:
-    """Logits after every rule. ``grammar``: the token ids it allows."""
+    """Return the logits after all rules. ``grammar``: token ids that the grammar allows."""
     result = []
     for token_id, logit in enumerate(logits):
         value = logit + params.logit_bias.get(token_id, 0.0)
@@ -43,7 +43,7 @@ def _is_bad(token_id: int, params: SamplingParams, output: Sequence[int]) -> boo
 
 
 def filtered_distribution(logits: Sequence[float], params: SamplingParams) -> list[float]:
-    """Probabilities after temperature, min_p, top_k and top_p, by token id. No two finite logits may be equal."""
+    """Return the probabilities after temperature, min_p, top_k and top_p, by token id. Finite logits must differ."""
     peak = max(logits)
     weights = [math.exp((logit - peak) / params.temperature) for logit in logits]
     weights = [weight if weight >= params.min_p else 0.0 for weight in weights]

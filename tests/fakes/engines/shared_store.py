@@ -1,4 +1,4 @@
-"""A connector as a plugin would bring it: blocks of requests that ask for it are kept in a store of this process."""
+"""KV connector of a plugin. For requests that ask for it, it keeps blocks in a store of this process."""
 
 import queue
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,14 @@ from penstock_enginecore.kv_transfer.core.registry import ConnectorContext, regi
 
 NAME = "shared_store"
 STORES: dict[str, dict[BlockName, bytes]] = {}
-"""Blocks by the name of a store, which ``kv_transfer_params`` has."""
+"""Blocks by name of the store. ``kv_transfer_params`` contain the name."""
 
 
 class StoreConnector:
-    """Takes ``{"store": NAME, "keep": BOOL}``: blocks of a request come from the store; with ``keep`` they also go there
-    when it has ended, and its answer says to which.
+    """Connector with the parameters ``{"store": NAME, "keep": BOOL}``.
+
+    It reads blocks of a request from the store. If ``keep`` is set, it also writes the request's blocks to the store
+    when the request has ended, and the answer names the store.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -126,5 +128,5 @@ class StoreConnector:
 
 
 def register() -> None:
-    """The plugin."""
+    """Register the plugin."""
     register_kv_connector(NAME, f"{__name__}:StoreConnector")

@@ -1,6 +1,7 @@
 """Plugin with which an engine, its nodes and its workers pause for a second after opening each listening socket.
 
-A rank listens for other ranks only for milliseconds, while they meet. With this pause, a test can connect first.
+A rank listens for other ranks only for milliseconds, while they form a group. With this pause, a test can connect
+first.
 """
 
 import functools
@@ -10,7 +11,7 @@ from typing import Any
 
 NAME = "slow-listeners"
 SECONDS = 1.0
-"""Far below the time in which ranks give up one another."""
+"""Duration of the pause in seconds, far below the time after which ranks stop waiting for each other."""
 
 
 def install() -> None:

@@ -1,4 +1,4 @@
-"""Adapters that identify themselves: the rows of the forward pass choose the token that their adapter names."""
+"""Adapters that identify themselves: each request samples the token that its adapter names."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.store import ReadAdapter
 
 PLAIN_KERNELS = {"decoder": False, "linear": False, "attention": False, "sampler": False}
-"""With these models are computed by ``ModulesForward``."""
+"""Kernel settings with which ``ModulesForward`` computes models."""
 NUM_BYTES = 2**20
-"""Of each adapter's matrices."""
+"""Size in bytes of each adapter's matrices."""
 
 
 def write_adapter(folder: Path, token: int) -> Named:
-    """An adapter whose requests get ``token`` again and again."""
+    """Write an adapter whose requests always sample ``token``."""
     folder.mkdir(exist_ok=True)
     (folder / "token").write_text(str(token))
     return Named(folder.name, str(folder), digest_of(token))
@@ -62,8 +62,9 @@ def size_adapter(path: str, config: LoraConfig) -> int:
 
 
 class Telling:
-    """Fake forward pass with the attributes of ``ModulesForward``. ``segments`` has those of each step with any;
-    ``num_tokens`` has one entry per step.
+    """Fake forward pass with the attributes of ``ModulesForward``.
+
+    ``segments`` has the adapter segments of each step that has any. ``num_tokens`` has one entry per step.
     """
 
     def __init__(self) -> None:
@@ -72,7 +73,7 @@ class Telling:
 
 
 def tell_adapters(monkeypatch: pytest.MonkeyPatch) -> Telling:
-    """Have ``ModulesForward`` take adapters, and rows of theirs choose their tokens."""
+    """Let ``ModulesForward`` accept adapters, and let rows with an adapter sample the adapter's token."""
     telling = Telling()
     run = ModulesForward.run
 

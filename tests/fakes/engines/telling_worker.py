@@ -1,4 +1,4 @@
-"""A worker process with a model whose forward pass tells adapters."""
+"""Worker process with a model whose forward pass shows the adapter of each row (``telling_adapters``)."""
 
 import sys
 

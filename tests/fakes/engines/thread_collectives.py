@@ -9,7 +9,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class ThreadCollectives:
-    """Ranks that are threads."""
+    """Collectives of one rank that is a thread of the test."""
 
     def __init__(self, rank: int, size: int, given: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, size
@@ -27,6 +27,6 @@ class ThreadCollectives:
 
 
 def thread_ranks(size: int) -> list[ThreadCollectives]:
-    """Of ``size`` threads, by rank."""
+    """Return the collectives of ``size`` threads, by rank."""
     given, barrier = [None] * size, threading.Barrier(size)
     return [ThreadCollectives(rank, size, given, barrier) for rank in range(size)]

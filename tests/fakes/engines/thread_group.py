@@ -78,6 +78,6 @@ class ThreadGroup:
 
 
 def thread_group(size: int) -> list[ThreadGroup]:
-    """Of ``size`` threads, by rank."""
+    """Return the groups of ``size`` threads, by rank."""
     mailbox = _Mailbox()
     return [ThreadGroup(rank, size, mailbox) for rank in range(size)]

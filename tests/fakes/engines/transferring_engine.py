@@ -1,4 +1,4 @@
-"""A real engine that gives blocks and takes them, driven from a test's own thread."""
+"""Real engine that sends and receives KV blocks, run by a test's own thread."""
 
 import time
 from contextlib import ExitStack
@@ -36,10 +36,10 @@ class TransferringEngine:
             )
         )
         self.first_output = 0.0
-        """When the last run had its first output, in monotonic seconds."""
+        """Time of the first output of the last run, in monotonic seconds."""
 
     def run(self, *requests: EngineCoreRequest) -> dict[str, list[EngineCoreOutput]]:
-        """Their outputs, by id."""
+        """Run requests to their ends. Returns their outputs, by id."""
         for request in requests:
             self.core.add(self.core.preprocess(CLIENT, request))
         found: dict[str, list[EngineCoreOutput]] = {request.request_id: [] for request in requests}
@@ -57,11 +57,11 @@ class TransferringEngine:
 
     @property
     def num_free_blocks(self) -> int:
-        """Of the pool."""
+        """Return the number of free blocks of the pool."""
         return self.core.scheduler.kv_cache.pool.num_free_blocks
 
     def value(self, name: str, **labels: str) -> float:
-        """Of a metric, all its series with these labels together."""
+        """Return the sum of all series of a metric that have these labels."""
         return sum(
             sample.value
             for family in self.registry.collect()

@@ -26,7 +26,7 @@ STEP_SECONDS = 0.002
 
 
 class SteadyCopier(FakeCopier):
-    """Copies at once, for any thread, blocks of one size."""
+    """Thread-safe copier that copies blocks of one size immediately."""
 
     block_bytes = BLOCK_SIZE * _SLOT_BYTES
 
@@ -48,7 +48,7 @@ class SteadyCopier(FakeCopier):
 
 
 class TransferringExecutor(PacedExecutor):
-    """A ``PacedExecutor`` whose KV cache is checked, and copied."""
+    """``PacedExecutor`` with a KV cache whose content is checked and copied."""
 
     def __init__(self, config: EngineCoreConfig) -> None:
         super().__init__(config, Pace(step_seconds=STEP_SECONDS))

@@ -1,4 +1,4 @@
-"""A real engine server inside the test's process that gives blocks to others and takes them."""
+"""Real engine server in the test's process, which sends and receives KV blocks."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +15,7 @@ from tests.fakes.engines.engine_server import EngineServer
 
 
 class TransferringServer(EngineServer):
-    """``load`` also has it listen for other engines, if the config says so."""
+    """Engine server whose ``load`` also starts the listener for other engines, if the config enables it."""
 
     def __init__(self, config: EngineCoreConfig) -> None:
         super().__init__(config, make_executor(config), make_grammar_backend)
@@ -46,7 +46,7 @@ class TransferringServer(EngineServer):
         self._ends.close()
 
     def value(self, name: str, **labels: str) -> float:
-        """Of a metric, all its series with these labels together."""
+        """Return the sum of all series of a metric that have these labels."""
         samples: list[Any] = [sample for family in self.io.registry.collect() for sample in family.samples]
         found: float = sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
         return found

@@ -49,20 +49,20 @@ POINTS: tuple[Point, ...] = get_args(Point)
     ending: The worker was told to end.
 """
 _FROM_OUTSIDE = ("idle", "draining")
-"""Points that a worker does not know."""
+"""Points at which the test itself, not the worker, causes the fault."""
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What happens when the worker of ``rank`` comes to ``point`` next. flip: its best logit changes sign."""
+    """Fault that happens when the worker of ``rank`` next reaches ``point``. flip: its largest logit changes sign."""
 
     rank: int
     point: str
     does: Literal["kill", "stop", "flip"]
     pid: int = 0
-    """The process that it happens to; 0: the worker."""
+    """Process that the fault affects; 0: the worker."""
 
     def arm(self, path: Path) -> None:
-        """For the worker to see, whole or not at all."""
+        """Write the fault to the file atomically, so that the worker never reads a part of it."""
         new = path.with_suffix(".new")
         new.write_bytes(msgspec.json.encode(self))
         new.rename(path)
@@ -75,8 +75,9 @@ def fired(path: Path) -> float | None:
 
 
 def installed(directory: Path, name: str = NAME, module: str = __name__) -> Mapping[str, str]:
-    """Make the plugin ``name``, the ``install`` of a module, a distribution in ``directory``. Returns the variables with which a
-    process finds it, and its tests.
+    """Create a distribution in ``directory`` with the plugin ``name``, which is ``install`` of a module.
+
+    Returns the environment variables with which a process finds the plugin and the tests.
     """
     described = directory / f"penstock_{name.replace('-', '_')}-1.dist-info"
     described.mkdir(parents=True)
@@ -89,7 +90,7 @@ def installed(directory: Path, name: str = NAME, module: str = __name__) -> Mapp
 
 
 class Faults:
-    """Of one process."""
+    """Faults of one process."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,7 +112,7 @@ class Faults:
         return fault
 
     def at(self, point: str) -> None:
-        """The process is here."""
+        """Report that the process has reached a point, and cause the fault that is armed for it."""
         fault = self.due(point, "kill", "stop")
         if fault is not None:
             os.kill(fault.pid or os.getpid(), signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
@@ -186,7 +187,7 @@ def _watch_worker(faults: Faults) -> None:
 
     def splits(*args: Any, **kwargs: Any) -> Any:
         faults.at("loading")
-        # Every rank has all logits: one that is changed then is that rank's alone.
+        # Every rank has all logits, so change them only on this rank.
         return dataclasses.replace(split(*args, **kwargs), vocabulary=None)
 
     loading.split_model = splits

@@ -52,12 +52,12 @@ class Misdeed(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> str:
-        """As ``model.path``."""
+        """Return the misdeed as a value of ``model.path``."""
         return msgspec.json.encode(self).decode()
 
 
 def main(descriptor: int) -> None:
-    """Until ``shutdown``."""
+    """Answer calls until ``shutdown``."""
     start, calls, answers = worker_channel.open_channel(descriptor)
     misdeed = msgspec.json.decode(start.config.engine.model.path, type=Misdeed)
     rank, step = start.config.rank, None
@@ -121,7 +121,7 @@ def main(descriptor: int) -> None:
 
 
 def result(method: str, argument: bytes, rank: int, *, differs: bool) -> Any:
-    """What a method returns."""
+    """Return the result of a method."""
     spec = KVCacheSpec(block_size=4, num_kv_heads=1, head_size=8, head_size_v=8, dtype_size=4)
     results = {
         "load_model": ModelInfo(max_len=100, vocab_size=1000 + differs),
@@ -133,7 +133,7 @@ def result(method: str, argument: bytes, rank: int, *, differs: bool) -> Any:
 
 
 def in_a_collective() -> None:
-    """For ever."""
+    """Wait in a collective forever."""
     threading.Event().wait()
 
 

@@ -29,7 +29,9 @@ from penstock_enginecore.worker.messages import WorkerConfig
 from tests.fakes.patience import PATIENCE
 
 _LOADING = threading.Lock()
-"""transformers loads one model at a time. Threads of an engine that was refused may still do so when the next one starts."""
+"""Lock, because transformers loads one model at a time. Threads of a refused engine may still load when the next
+starts.
+"""
 
 _CONNECTING = threading.Lock()
 
@@ -60,7 +62,7 @@ class Streams:
 
     @property
     def nothing_left(self) -> bool:
-        """Whether everything that was sent was asked for."""
+        """Return whether all sent messages were received."""
         return all(len(sent) <= self._asked.get(stream, 0) for stream, sent in self._sent.items())
 
 
@@ -80,7 +82,7 @@ class _Receiving:
 
 
 class ThreadTransport:
-    """A ``StageTransport``."""
+    """``StageTransport`` between threads."""
 
     def __init__(self, streams: Streams, stage: int, num_stages: int) -> None:
         self.stage, self.num_stages = stage, num_stages
@@ -117,7 +119,7 @@ class _Writer:
 
 
 class WorkerThreads:
-    """Stands for ``Workers``."""
+    """Replacement for ``Workers``."""
 
     def __init__(
         self,
@@ -149,22 +151,22 @@ class WorkerThreads:
         """Return immediately, because the workers are already running."""
 
     def write(self, message: bytes, timeout: float) -> None:
-        """Tell all of them."""
+        """Send a message to all threads."""
         for reader in self._readers:
             reader.queue.put(message)
 
     def look_again(self) -> None:
-        """Nothing watches them."""
+        """Do nothing, because no watcher exists for threads."""
 
     def has_ended(self, within: float) -> bool:
         """Do nothing; failed threads report their errors themselves."""
         return False
 
     def expect_ends(self) -> None:
-        """Threads may end at any time."""
+        """Do nothing, because threads may end at any time."""
 
     def end(self, *, told: bool) -> None:
-        """Joins threads that were told to end."""
+        """Join threads that were told to end."""
         for thread in self._threads if told else ():
             thread.join(PATIENCE)
 
@@ -178,8 +180,9 @@ def _run(loop: WorkerLoop, failed: Callable[[WorkersGone], None]) -> None:
 
 
 def use_threads(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """Have executors of this test start threads, which read their weights one after the other. What the first workers of the
-    stages of the first engine have sent.
+    """Let executors of this test start threads, which read their weights one after the other.
+
+    Returns the messages that the first workers of the first engine's stages send.
     """
     first = Streams()
     streams: dict[tuple[int, int], Streams] = {}

@@ -64,7 +64,7 @@ class FakeInference:
         port: int = 0,
         max_age: float = 0.0,
     ) -> None:
-        """``max_age``: seconds after which connections are moved; 0: they are not."""
+        """Create the server. ``max_age``: maximum age of connections in seconds; 0: no maximum."""
         self.host = host
         self.address = ""
         self.requests: list[messages_pb2.GenerateRequest] = []
@@ -120,21 +120,21 @@ class FakeInference:
         await self.stop()
 
     async def start(self) -> None:
-        """Serve, and know the address."""
+        """Start to serve, and set the address."""
         if self._tls is not None:
             encrypted = self._server.server.add_secure_port("localhost:0", grpc.ssl_server_credentials([self._tls]))
         port = await self._server.start()
         self.address = (
             f"{self.host}:{port}" if self._tls is None else f"localhost:{encrypted}"
-        )  # as the certificate says
+        )  # the host name in the certificate
         await self._server.set_serving(True)
 
     async def stop(self) -> None:
-        """End the server and every call."""
+        """Stop the server and cancel all calls."""
         await self._server.stop(grace=0)
 
     async def leave(self) -> None:
-        """End as a frontend does whose calls have ended, and which clients have left."""
+        """Stop like a frontend without running calls, after all clients have disconnected."""
         await self._server.stop(grace=PATIENCE)
 
     async def set_serving(self, serving: bool) -> None:
@@ -142,7 +142,7 @@ class FakeInference:
         await self._server.set_serving(serving)
 
     async def asked(self, seconds: float) -> None:
-        """Wait for the next request. Raises TimeoutError if none comes in so many seconds."""
+        """Wait for the next request. Raises TimeoutError if no request arrives within ``seconds``."""
         self._asked.clear()
         await asyncio.wait_for(self._asked.wait(), seconds)
 
@@ -152,7 +152,7 @@ class FakeInference:
         self.requests.append(request)
         self._asked.set()
         self.keys.append(dict(context.invocation_metadata() or ()).get("authorization", ""))
-        # Of token ids the fake makes as many words as are asked for.
+        # For a prompt of token ids, the fake returns max_tokens words.
         words = request.text.split() or ["word"] * request.sampling_params.max_tokens
         check(request)
         if self.shuts_down_after is not None and len(self.requests) > self.shuts_down_after:
@@ -269,7 +269,7 @@ def check(request: messages_pb2.GenerateRequest) -> None:
 def response(
     request: messages_pb2.GenerateRequest, index: int, words: list[str], sequence: int
 ) -> messages_pb2.GenerateResponse:
-    """The message for one word: the word's index is its token id."""
+    """Return the message for one word. The index of the word is its token id."""
     message = messages_pb2.GenerateResponse(
         request_id=request.request_id or "random",
         index=sequence,

@@ -1,4 +1,4 @@
-"""A real frontend inside the test's event loop, on free loopback ports, and its public client."""
+"""Real frontend in the test's event loop, on free loopback ports, and its public client."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +60,7 @@ class FrontendServer:
     async def __aexit__(self, *_: object) -> None:
         if not self.running.done():
             self.frontend.stop()
-            self.frontend.stop()  # no draining
+            self.frontend.stop()  # stop without draining
         await self.running
         await self.channel.close()
         await self.admin_channel.close()
@@ -70,7 +70,7 @@ class FrontendServer:
         await self.frontend.shutdown()
 
     def generate(self, text: str = "hi", *, timeout: float | None = PATIENCE, **fields: Any) -> Any:
-        """The call of a Generate; keywords that GenerateRequest does not have are sampling parameters."""
+        """Start a Generate call. Keywords that are not fields of GenerateRequest are sampling parameters."""
         return self.stub.Generate(make_request(text, **fields), timeout=timeout)
 
     async def outputs(self, text: str = "hi", **fields: Any) -> list[pb.GenerateResponse]:
@@ -82,7 +82,7 @@ class FrontendServer:
         await eventually(lambda: self.frontend._engines.view.num_engines == count)
 
     async def until_health(self, *, serving: bool, service: str = SERVICE) -> None:
-        """Watch the health service until it says so."""
+        """Watch the health service until it reports this status."""
         want = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         stub: Any = health_pb2_grpc.HealthStub(self.channel)
         async with asyncio.timeout(PATIENCE):
@@ -94,7 +94,7 @@ class FrontendServer:
 
 
 async def until_states(frontend: FrontendServer, want: Mapping[str, int]) -> admin_pb.GetClusterResponse:
-    """Ask for the cluster until the engines are in these states."""
+    """Poll the cluster until the engines have these states."""
     async with asyncio.timeout(PATIENCE):
         while True:
             response = await frontend.admin.GetCluster(admin_pb.GetClusterRequest())
@@ -103,7 +103,7 @@ async def until_states(frontend: FrontendServer, want: Mapping[str, int]) -> adm
 
 
 def make_request(text: str = "hi", **fields: Any) -> pb.GenerateRequest:
-    """A GenerateRequest; keywords that it does not have are sampling parameters."""
+    """Return a GenerateRequest. Keywords that are not its fields are sampling parameters."""
     own = {name: fields.pop(name) for name in list(fields) if name in pb.GenerateRequest.DESCRIPTOR.fields_by_name}
     request = pb.GenerateRequest(**({"text": text} | own if "token_ids" not in own else own))
     request.sampling_params.MergeFrom(sampling_pb2.SamplingParams(**fields))
@@ -119,7 +119,7 @@ async def collect(call: Any) -> list[Any]:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Poll until a condition holds that nothing announces. Raises TimeoutError after 10 s."""
+    """Poll a condition until it is true. Raises TimeoutError after 10 s."""
     async with asyncio.timeout(PATIENCE):
         while True:
             if condition():

@@ -14,7 +14,7 @@ from tests.fakes.patience import PATIENCE
 
 
 class OpenAIServer:
-    """A frontend that serves. ``client``: OpenAI's, which never tries again; ``http``: any HTTP."""
+    """A running frontend. ``client``: OpenAI's client, without retries. ``http``: a plain HTTP client."""
 
     def __init__(self, server: FrontendServer, client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
         self.server = server
@@ -27,7 +27,7 @@ class OpenAIServer:
 
     @property
     def num_live(self) -> int:
-        """Requests that the frontend has accepted and not released."""
+        """Number of requests that the frontend has accepted and not released."""
         return len(self.server.frontend._llm._live)
 
 
@@ -40,7 +40,9 @@ async def openai_server(
     wait: bool = True,
     **options: Any,
 ) -> AsyncIterator[OpenAIServer]:
-    """``model``: its directory, or its configuration; ``http``: fields of HttpConfig; options are fields of FrontendConfig."""
+    """Start a frontend. ``model``: directory or config; ``http``: fields of HttpConfig; options: fields of
+    FrontendConfig.
+    """
     if isinstance(model, ModelConfig):
         model, options["model"] = Path(model.path), model
     config = HttpConfig(host="127.0.0.1", port=0, **(http or {}))
@@ -48,7 +50,9 @@ async def openai_server(
         if wait:
             await server.until_health(serving=True)
         url = f"http://127.0.0.1:{server.frontend.http_port}"
-        plain = openai.DefaultAsyncHttpxClient(verify=False)  # reading certificates takes longer than a test
+        plain = openai.DefaultAsyncHttpxClient(
+            verify=False
+        )  # do not load CA certificates, because that takes longer than a test
         async with (
             openai.AsyncOpenAI(
                 base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE, http_client=plain

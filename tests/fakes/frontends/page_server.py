@@ -1,4 +1,4 @@
-"""The page in front of answers that a test makes up: the real page, its ``/cluster``, and an API of streams on command."""
+"""Server of the real web page and its ``/cluster``, with an API whose streamed answers a test sets."""
 
 import asyncio
 import json
@@ -17,10 +17,10 @@ from penstock_frontend.config import HttpConfig
 from penstock_frontend.interfaces import ModelLimits
 
 HOLD = "<hold>"
-"""A piece at which the stream stands still until ``go_on`` is set, or the client is gone."""
+"""Piece at which the stream waits until ``go_on`` is set or the client disconnects."""
 THOUGHT = "<thought>"
 CUT = "<cut>"
-"""A piece at which the connection ends without a word."""
+"""Piece at which the connection is closed without a message."""
 
 
 class PageServer:
@@ -78,12 +78,12 @@ class PageServer:
         await self.stop()
 
     async def stop(self) -> None:
-        """Vanish. Idempotent."""
+        """Stop the server. Idempotent."""
         self.go_on.set()
         await self._http.stop()
 
     def set_engine(self, **fields: Any) -> None:
-        """Change the one engine, e.g. ``state=EngineState.DRAINING``."""
+        """Change fields of the only engine, e.g. ``state=EngineState.DRAINING``."""
         known = {name: getattr(self.engines[0], name) for name in EngineStatus.__struct_fields__}
         self.engines = [EngineStatus(**known | fields)]
 
@@ -93,7 +93,7 @@ class PageServer:
         self.set_engine(state=EngineState.DEAD)
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """The engines, as the page shows them."""
+        """Return the engines that the page shows."""
         return self.engines
 
     async def _complete(self, request: Request) -> Response:
@@ -134,7 +134,7 @@ class PageServer:
 
 
 def content(text: str | dict[str, Any], *, chat: bool) -> dict[str, Any]:
-    """A piece as a choice of either API holds it."""
+    """Return a piece in the form of a choice in chat completions or completions."""
     if isinstance(text, dict):
         return {"delta": text}
     if text.startswith(THOUGHT):
@@ -143,5 +143,5 @@ def content(text: str | dict[str, Any], *, chat: bool) -> dict[str, Any]:
 
 
 def event(**fields: Any) -> str:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {json.dumps({'id': 'cmpl-1', 'model': 'tiny', **fields})}\n\n"

@@ -1,4 +1,6 @@
-"""A real frontend with a scripted model: only the engine's tokens are scripted; tokenizer, template and parsers are real."""
+"""A real frontend with a scripted model: only the engine's tokens are scripted; tokenizer, template and parsers are
+real.
+"""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -14,13 +16,13 @@ from tests.fakes.models.small_tokenizers import EOS, byte_level
 
 TOKENIZER = byte_level()
 ASIDE = "A title"
-"""The model's answer to requests without tools, which programs send to name a conversation."""
+"""The model's answer to requests without tools. Programs send such requests to get a title of a conversation."""
 
 
 class ScriptedModel:
     """The frontend's address, and the prompts that reached the model.
 
-    The model answers with the first of its turns whose earlier turns called as many tools as the prompt has tool results.
+    The model answers with the first turn before which its turns have as many tool calls as the prompt has tool results.
     """
 
     def __init__(self, server: OpenAIServer, engine: FakeEngine) -> None:
@@ -52,7 +54,7 @@ class ScriptedModel:
 
 @asynccontextmanager
 async def scripted_model(folder: Path, **http: Any) -> AsyncIterator[ScriptedModel]:
-    """``folder``: directory for the model's files. ``http``: fields of HttpConfig."""
+    """Start a frontend with the model. ``folder``: directory for the model's files. ``http``: fields of HttpConfig."""
     model = save_chat_model(folder / "model")
     (model / "generation_config.json").write_text(json.dumps({"max_new_tokens": 4096}), encoding="utf-8")
     engine = FakeEngine(vocab_size=TOKENIZER.get_vocab_size(), max_model_len=1_000_000)

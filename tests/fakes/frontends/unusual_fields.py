@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class UnusualField(NamedTuple):
-    """A field with a value. ``constrains``: whether the output would be another one where the field is honoured."""
+    """A field with a value. ``constrains``: whether the field would change the output on a server that supports it."""
 
     name: str
     value: Any
@@ -139,7 +139,7 @@ COMMON = (
     *(UnusualField(name, value, constrains=True) for name, value in _CONSTRAINING.items()),
     *(UnusualField(name, value, constrains=False) for name, value in _HINTS.items()),
 )
-"""Fields that mean the same on every route."""
+"""Fields with the same meaning on all routes."""
 _OF_CHAT: dict[str, Any] = {
     "functions": [{"name": "f"}],
     "function_call": {"name": "f"},

@@ -1,4 +1,4 @@
-"""Tiny models with adapters as PEFT saves them, and what PEFT itself answers: tokens, and log-probabilities of all."""
+"""Tiny models with adapters that PEFT has saved, and PEFT's own answers: tokens and all log-probabilities."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 ATOL = 1e-4
-"""How far a log-probability may be from PEFT's."""
+"""Maximum difference between a log-probability and PEFT's."""
 MARGIN = 1e-3
 """Minimum difference in log-probability between the likeliest and the next token, at each position of PEFT's answers.
 
@@ -38,12 +38,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "alpha_pattern": {r".*layers\.1\..*": 24},
     },
 }
-"""PEFT's settings by adapter. ``head``: with the lm_head beside all other linear layers."""
+"""PEFT's settings by adapter. ``head`` has the lm_head in addition to all other linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """``prompt`` asked of ``adapter``, and PEFT's answer."""
+    """A ``prompt`` for an ``adapter``, and PEFT's answer."""
 
     adapter: str
     prompt: list[int]
@@ -54,7 +54,7 @@ class AdaptedModel:
     """A tiny checkpoint in ``folder``, with one adapter of each kind in ``ADAPTERS``."""
 
     def __init__(self, architecture: str, folder: Path, **changes: Any) -> None:
-        """``changes``: of the model's configuration."""
+        """Create the model. ``changes``: changed fields of the model's config."""
         self.architecture = architecture
         self.path = folder / "model"
         self.base = save_tiny_model(architecture, self.path, **changes)
@@ -74,7 +74,7 @@ class AdaptedModel:
         return sorted({name.rpartition(".")[2] for name, layer in named if isinstance(layer, torch.nn.Linear)})
 
     def _ask(self) -> list[Question]:
-        """Two of each adapter and four of the base model; each prompt is asked of three."""
+        """Return two questions per adapter and four for the base model. Each prompt is used in three questions."""
         generator = torch.Generator().manual_seed(1)
         asked: list[Question] = []
         names = list(self.models)
@@ -95,12 +95,12 @@ class AdaptedModel:
         return torch.log_softmax(logits.float(), dim=-1)
 
     def margin(self, adapter: str, prompt: list[int], tokens: list[int]) -> float:
-        """The smallest difference between a likeliest token's log-probability and the next one's."""
+        """Return the smallest difference in log-probability between the most likely and the second most likely token."""
         top = self.logprobs(adapter, prompt, tokens).topk(2, dim=-1).values
         return float((top[:, 0] - top[:, 1]).min())
 
     def request(self, number: int, prefix: str = "r", **sampling: Any) -> EngineCoreRequest:
-        """Question ``number``, with all log-probabilities of the answer unless ``sampling`` says otherwise."""
+        """Return the request of question ``number``. By default it asks for all log-probabilities of the answer."""
         question = self.questions[number]
         params = {"temperature": 0.0, "max_tokens": NEW_TOKENS, "logprobs": -1, **sampling}
         return EngineCoreRequest(
@@ -111,12 +111,12 @@ class AdaptedModel:
         )
 
     def requests(self, prefix: str = "r", **sampling: Any) -> list[EngineCoreRequest]:
-        """All questions."""
+        """Return the requests of all questions."""
         return [self.request(number, prefix, **sampling) for number in range(len(self.questions))]
 
 
 def rows_of(logprobs: Logprobs, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
-    """All log-probabilities of consecutive positions by token, float32 ``[positions, vocabulary]``."""
+    """Return the log-probabilities of consecutive positions by token, float32 ``[positions, vocabulary]``."""
     rows = torch.full((len(logprobs), vocab_size), torch.nan)
     for i in range(len(logprobs)):
         start, end = logprobs.offsets[i : i + 2]
@@ -125,7 +125,7 @@ def rows_of(logprobs: Logprobs, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Within ``ATOL``, all of them. Returns the largest difference."""
+    """Check that all values are within ``ATOL``. Returns the largest difference."""
     assert found.shape == expected.shape
     difference = float((found - expected).abs().max())
     assert difference == pytest.approx(0.0, abs=ATOL)

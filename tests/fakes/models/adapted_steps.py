@@ -1,4 +1,4 @@
-"""Random adapters, PEFT's own arithmetic on them, and steps of prompts that have them."""
+"""Random adapters, models with these adapters by PEFT, and steps of prompts with adapters."""
 
 import copy
 import warnings
@@ -19,7 +19,7 @@ BLOCK_SIZE, BLOCKS_OF_A_REQUEST = 16, 6
 
 
 def linear_layers(module: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """All of a transformers model's by name, ``lm_head`` among them."""
+    """Return all linear layers of a transformers model by name, including ``lm_head``."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)}
 
 
@@ -51,7 +51,7 @@ def random_adapter(
 
 
 def with_peft(model: torch.nn.Module, adapter: LoraAdapter) -> Any:
-    """A copy of a transformers ``model`` that PEFT has put ``adapter`` on."""
+    """Return a copy of a transformers ``model`` to which PEFT has added ``adapter``."""
     ranks = {name: update.rank for name, update in adapter.updates.items()}
     config = LoraConfig(
         r=max(ranks.values()),
@@ -61,7 +61,7 @@ def with_peft(model: torch.nn.Module, adapter: LoraAdapter) -> Any:
         alpha_pattern={f"^{name}$": rank for name, rank in ranks.items()},
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of training, and of tied heads, whose embeddings stay as they are
+        warnings.simplefilter("ignore")  # warnings about training, and about tied heads, whose embeddings do not change
         adapted: Any = get_peft_model(copy.deepcopy(model), config)
     layers = dict(adapted.base_model.model.named_modules())
     with torch.no_grad():
@@ -74,19 +74,19 @@ def with_peft(model: torch.nn.Module, adapter: LoraAdapter) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``ids`` int64 ``[tokens]`` of a request, 90 at most, and its adapter's digest, None for the base model."""
+    """Token ids of a request, int64 ``[tokens]``, at most 90, and its adapter's digest, or None for the base model."""
 
     ids: np.ndarray
     digest: bytes | None = None
 
     @property
     def plain(self) -> "Prompt":
-        """For the base model."""
+        """Return the same prompt for the base model."""
         return Prompt(self.ids)
 
 
 def random_prompts(vocab_size: int, digests: Sequence[bytes | None], lengths: Sequence[int]) -> list[Prompt]:
-    """One of each of ``lengths``; ``digests`` in turn, those with the same one together."""
+    """Return one prompt per entry of ``lengths``, with ``digests`` in turn. Prompts with the same digest are adjacent."""
     generator = np.random.default_rng(0)
     made = [
         Prompt(generator.integers(1, vocab_size, length), digests[i % len(digests)]) for i, length in enumerate(lengths)
@@ -116,7 +116,7 @@ def adapted_step(prompts: Sequence[Prompt], done: Sequence[int], counts: Sequenc
 
 
 def _segments(digests: Sequence[bytes | None], starts: np.ndarray) -> list[LoraSegment]:
-    """Neighbours with one adapter are one."""
+    """Return the adapter segments. Adjacent prompts with the same adapter form one segment."""
     found: list[LoraSegment] = []
     for i, digest in enumerate(digests):
         first, end = int(starts[i]), int(starts[i + 1])
@@ -131,7 +131,9 @@ def _segments(digests: Sequence[bytes | None], starts: np.ndarray) -> list[LoraS
 def step_logits(
     forward: ForwardPass, prompts: Sequence[Prompt], cuts: Sequence[int] = (), *, together: bool = True
 ) -> list[torch.Tensor]:
-    """Logits of all tokens of each prompt: steps have all of them, cut at ``cuts``, or each alone. The cache is a new one."""
+    """Return the logits of all tokens of each prompt, with a new cache. Steps have all prompts, cut at ``cuts``, or one
+    each.
+    """
     longest = max(len(prompt.ids) for prompt in prompts)
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Adapters of tiny models, as PEFT itself makes, saves and merges them."""
+"""Adapters of tiny models, created, saved and merged by PEFT."""
 
 import copy
 import json
@@ -30,14 +30,14 @@ def save_adapter(model: PreTrainedModel, folder: Path, *, seed: int = 0, **setti
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> Any:
-    """PEFT's model with the adapter in ``folder``, as it was saved."""
+    """Return PEFT's model with the saved adapter in ``folder``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
 
 
 def merged(adapted: Any) -> PreTrainedModel:
-    """The model with the adapter in its weights; ``adapted`` is none any more."""
+    """Merge the adapter into the weights and return the model. ``adapted`` cannot be used after that."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model: PreTrainedModel = adapted.merge_and_unload()
@@ -45,7 +45,7 @@ def merged(adapted: Any) -> PreTrainedModel:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Give settings of an adapter other values."""
+    """Change settings in an adapter's config."""
     settings = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(settings | changes))
 

@@ -16,9 +16,9 @@ from tests.fakes.models.adapters import CONFIG, TENSORS, edit_config, edit_tenso
 
 R = LoraReason
 MAX_RANK = 16
-"""The limit of the engine that reads them."""
+"""Rank limit of the engine that reads the adapters."""
 FAMILY, CHANGES = "llama", {"tie_word_embeddings": False}
-"""The tiny model that they are for."""
+"""Model type, and config changes, of the tiny model for which the adapters are made."""
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj"
 A0, B0 = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight"
 HEAD_COPY = "base_model.model.lm_head.base_layer.weight"
@@ -31,7 +31,7 @@ def save_good_adapter(model: PreTrainedModel, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Broken:
-    """``do`` it to a good adapter's folder; it is refused for ``reason``, and the text has all of ``words``."""
+    """A defect. ``do`` applies it to a good adapter's directory. The error has ``reason`` and all of ``words``."""
 
     do: Callable[[Path], None]
     reason: LoraReason

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of well-known models, and directories of models that have them."""
+"""Chat templates like those of well-known models, and model directories with these templates."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ CHATML = """\
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}
 """
-"""As of Qwen3: reasoning, and tools in Hermes' form."""
+"""Template like Qwen3's: it supports reasoning, and tools in Hermes' format."""
 
 LLAMA = """\
 {{- bos_token }}
@@ -65,7 +65,7 @@ LLAMA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
-"""As of Llama 3: calls as bare JSON, one at a time."""
+"""Template like Llama 3's: tool calls are plain JSON, one per turn."""
 
 GEMMA = """\
 {{- bos_token }}
@@ -75,7 +75,7 @@ GEMMA = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<start_of_turn>model\\n' }}{%- endif %}
 """
-"""As of Gemma: contents are trimmed."""
+"""Template like Gemma's: contents are trimmed."""
 
 MISTRAL = """\
 {{- bos_token }}
@@ -85,7 +85,7 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}
 """
-"""As of Mistral: no role is named."""
+"""Template like Mistral's: it does not write roles."""
 
 DEEPSEEK = """\
 {{- bos_token }}
@@ -103,7 +103,7 @@ DEEPSEEK = """\
 """Template like DeepSeek R1's: it removes reasoning, and begins turns with tokens that are not marked special."""
 
 PHI = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}{{ '<|assistant|>' }}"
-"""As of Phi: tokens are put together of pieces."""
+"""Template like Phi's: it concatenates special tokens from parts."""
 
 
 def save_chat_model(folder: Path, template: Any = CHATML, **tokenizer_config: Any) -> Path:

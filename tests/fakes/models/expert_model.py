@@ -11,12 +11,13 @@ Expected = list[list[int]]
 
 
 def save_expert_model(folder: Path, prompts: Sequence[list[int]], count: int, **changes: Any) -> tuple[Path, Expected]:
-    """Write a checkpoint with a tokenizer to ``folder``. Returns the folder and transformers' ``count`` greedy tokens per prompt.
+    """Write a checkpoint with a tokenizer to ``folder``. Returns the folder and transformers' ``count`` greedy tokens
+    per prompt.
 
     Args:
         changes: Fields of the model's configuration.
     """
-    # Here, not above: of the processes that run tests, one loads torch for this.
+    # Imported here, so that only the test processes that need the model load torch.
     from tests.fakes.models.tiny_models import save_tiny_model
     from tests.fakes.models.transformers_greedy import greedy_tokens
 

@@ -3,7 +3,7 @@
 import torch
 
 LOST = 0xA5
-"""Value of each byte without memory. As a float, it is a number that no test uses."""
+"""Value of each byte that has no memory. As a float, it is a number that no test uses."""
 
 
 class FakeDriver:
@@ -24,12 +24,12 @@ class FakeDriver:
 
     @property
     def used(self) -> int:
-        """Bytes of the device that are taken."""
+        """Number of allocated bytes of the device."""
         return sum(self._created.values())
 
     @property
     def is_clean(self) -> bool:
-        """Whether everything was given back."""
+        """Whether all memory and addresses were freed."""
         return not (self._reserved or self._created or self._mapped)
 
     def reserve(self, num_bytes: int) -> int:

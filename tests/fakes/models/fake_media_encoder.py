@@ -15,15 +15,16 @@ BAD = "bad"
 
 
 def rows_of(identifier: str, num_embeds: int, width: int) -> torch.Tensor:
-    """Float32 ``[num_embeds, width]``."""
+    """Return the rows of an item, float32 ``[num_embeds, width]``."""
     generator = torch.Generator().manual_seed(sum(identifier.encode()))
     return torch.randn(num_embeds, width, generator=generator)
 
 
 class FakeMediaEncoder:
-    """A ``MediaEncoder`` of items whose rows are ``rows_of`` their identifiers; one embedding too few for a name with "short".
+    """``MediaEncoder`` whose rows are ``rows_of`` the identifiers. An identifier with "short" gets one row too few.
 
-    With ``has_sections`` every embedding of an item stands where the item begins, in time, and one behind the other in height.
+    If ``has_sections`` is set, the embeddings of an item have the item's start as time position, and increasing
+    heights.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class FakeMediaEncoder:
         self.num_slices = 0
 
     def start(self, item: EncoderItem) -> None:
-        """See ``MediaEncoder``. ValueError for one without data."""
+        """See ``MediaEncoder``. Raises ValueError for an item without data."""
         if not item.data:
             raise ValueError("there is no data")
         self.queue.append((item, 0))

@@ -45,8 +45,9 @@ FUSED_FAMILIES = (
 
 
 def save_varied_model(architecture: str, directory: Path, **changes: Any) -> PreTrainedModel:
-    """As ``save_tiny_model``, with norms whose weights differ from number to number and from norm to norm, and corrections of
-    experts' scores that are not zero.
+    """Write a checkpoint like ``save_tiny_model``, but with varied norms and experts.
+
+    All weights of all norms differ, and the corrections of the experts' scores are not zero.
     """
     model = save_tiny_model(architecture, directory, **changes)
     with torch.no_grad():
@@ -74,7 +75,7 @@ def prove(probed: ProbedModel, build: Callable[[], FusedForward]) -> Proven[Fuse
 
 
 def fused(path: Path, kernels: TorchKernels | None = None) -> FusedForward:
-    """The decoder of the checkpoint at ``path``, after it has taken over."""
+    """Return the fused decoder of the checkpoint at ``path``, after its activation."""
     probed = load_probed(path)
     proven = prove(probed, lambda: FusedForward(probed, kernels or TorchKernels()))
     assert proven.serves is not None, proven.reasons

@@ -1,4 +1,4 @@
-"""EAGLE heads of random weights, as their two layouts have them, and what they guess in plain torch."""
+"""EAGLE heads with random weights in both layouts, and their guesses in plain torch."""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Head:
 def random_head(
     kind: str, *, hidden: int, vocab: int, layers: tuple[int, ...] = (), normed_residual: bool = False, seed: int = 0
 ) -> Head:
-    """A head for a target of ``hidden`` and ``vocab``: EAGLE-3 guesses every second token, EAGLE all of them."""
+    """Return a head for a target with these sizes. The draft vocabulary is every second token (EAGLE-3) or all (EAGLE)."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def random_head(
 
 
 def save_head(head: Head, directory: Path, layout: str, *, hidden: int, vocab: int, **changes: Any) -> None:
-    """Write it to ``directory``. ``changes``: of its ``config.json``."""
+    """Write a head to ``directory``. ``changes``: changed fields of its ``config.json``."""
     layer = {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -109,7 +109,9 @@ class Reference:
 
     @torch.inference_mode()
     def drafts(self, token_ids: list[int], count: int) -> list[int]:
-        """The likeliest ``count`` tokens behind ``token_ids``, the last of which the target has not seen."""
+        """Return the ``count`` greedy drafts after ``token_ids``. The target has not computed the last of
+        ``token_ids``.
+        """
         given = self._target(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states
         states = torch.cat([given[layer][0] for layer in self._head.layers or (len(given) - 1,)], dim=-1)
         if self._head.kind == "eagle3":

@@ -1,4 +1,4 @@
-"""Triton's kernels in its interpreter, on CPU tensors. Which way they run is settled when their modules are imported."""
+"""Triton kernels in Triton's interpreter, on CPU tensors. The import of a module decides whether its kernels compile."""
 
 import functools
 import importlib
@@ -15,8 +15,9 @@ NO_TRITON = "Triton is in torch's CUDA build; beside the CPU build: pip install 
 
 
 def interpreted(name: str, room: str = _ROOM) -> ModuleType:
-    """The module ``name`` of the kernels in ``room``. RuntimeError where Triton was imported already, to compile: its own
-    functions are interpreted or compiled as ours are.
+    """Return the module ``name`` of the kernels in the package ``room``, with interpreted kernels.
+
+    Raises RuntimeError if Triton was already imported for compilation, because its own functions then also compile.
     """
     if "triton.language" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set")

@@ -1,4 +1,4 @@
-"""Tiny text models of checkpoints with towers, random, and the same by transformers' own attention."""
+"""Random tiny text models of multimodal checkpoints, and the same models with transformers' own attention."""
 
 import copy
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def _unasked(token_ids: Sequence[int], features: Sequence[MultiModalFeature]) ->
 
 
 class FakeEncoder:
-    """What a forward pass looks at of a ``MediaEncoder``, whose towers have no layers."""
+    """Attributes of a ``MediaEncoder`` that a forward pass reads. Its encoders have no layers."""
 
     modules = ()
 
@@ -96,13 +96,13 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llama")
 
 
 def make(family: str) -> tuple[LoadedModel, Any]:
-    """The model to be served, in float32, and its twin with transformers' own attention."""
+    """Return the model to serve, in float32, and the same model with transformers' own attention."""
     of = _families()[family]
     attention_hook.register()
     torch.manual_seed(0)
     twin = of.model._from_config(copy.deepcopy(of.config), attn_implementation="eager").eval()
     module = of.model._from_config(copy.deepcopy(of.config), attn_implementation=attention_hook.ATTENTION_NAME).eval()
-    for parameter in twin.parameters():  # norms and biases of more than one value
+    for parameter in twin.parameters():  # give norms and biases different values
         parameter.data.add_(torch.randn_like(parameter) * 0.05)
     module.load_state_dict(twin.state_dict())
     prepare_decoder(module, MAX_LEN, torch.device("cpu"))
@@ -111,7 +111,7 @@ def make(family: str) -> tuple[LoadedModel, Any]:
 
 
 def spans_masks(twin: Any, embedded: torch.Tensor, groups: torch.Tensor) -> Any:
-    """What transformers' Gemma 3 makes for images ``groups`` ``[1, tokens]``, -1 for text."""
+    """Return the attention masks of transformers' Gemma 3 for the images ``groups`` ``[1, tokens]``; -1 is text."""
     positions = torch.arange(embedded.shape[1])[None]
     return create_masks_for_vision_model(
         config=twin.config,

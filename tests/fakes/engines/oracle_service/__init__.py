@@ -1,1 +1,1 @@
-"""An engine process that is real but for its executor, and needs no torch. See ``__main__``."""
+"""Engine process that is real except for its executor, and needs no torch. See ``__main__``."""

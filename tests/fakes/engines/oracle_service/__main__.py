@@ -1,8 +1,9 @@
-"""``python -m tests.fakes.engines.oracle_service --config engine.yaml``: a drop-in for the enginecore's process, without torch.
+"""``python -m tests.fakes.engines.oracle_service --config engine.yaml``: a drop-in for the enginecore's process,
+without torch.
 
-Everything is the enginecore's own (settings, scheduler, sessions, health, metrics, drain), only the executor is an oracle's.
-Constraints are refused, since the grammars' library brings torch. ``ORACLE_STEP_SECONDS`` and ``ORACLE_LOAD_SECONDS`` say how
-fast it is.
+Settings, scheduler, sessions, health, metrics and drain are those of enginecore. Only the executor is an oracle.
+Constraints are refused, because the grammar library imports torch. ``ORACLE_STEP_SECONDS`` and ``ORACLE_LOAD_SECONDS``
+set its speed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The executor: known tokens, at a model's pace, of a checkpoint of which it reads ``config.json`` alone."""
+"""Executor with known tokens and configurable step times. It reads only ``config.json`` of a checkpoint."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from tests.fakes.engines.fake_executor import FakeExecutor
 from tests.fakes.engines.oracle_service.pace import Pace
 
 CHECKPOINTS_CACHE = 2**30
-"""Bytes of KV cache where the config names none."""
+"""Size of the KV cache in bytes if the config does not set it."""
 
 
 class PacedExecutor(FakeExecutor):
@@ -28,7 +28,7 @@ class PacedExecutor(FakeExecutor):
     """
 
     def __init__(self, config: EngineCoreConfig, pace: Pace, sleep: Callable[[float], None] = time.sleep) -> None:
-        """Raises ModelLoadError where there is no checkpoint of a causal language model."""
+        """Create the executor. Raises ModelLoadError if there is no checkpoint of a causal language model."""
         self._checkpoint = _read(config.model.path)
         self._pace = pace
         self._sleep = sleep
@@ -60,7 +60,7 @@ class PacedExecutor(FakeExecutor):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         super().execute_model(scheduler_output)
-        self.steps.clear()  # it runs for hours
+        self.steps.clear()  # free memory, because the process runs for hours
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
         sampled = super().sample_tokens(grammar)

@@ -1,4 +1,4 @@
-"""How fast an engine without a model is, from the environment: the config file has no key for that."""
+"""Speed of an engine without a model, read from the environment, because the config file has no key for it."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ PREFIX = "ORACLE_"
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """``step_seconds``: how long a step takes, whatever it holds. ``load_seconds``: how long the model loads."""
+    """Speed: ``step_seconds`` is the duration of every step, ``load_seconds`` that of loading the model."""
 
     step_seconds: float = 0.02
     load_seconds: float = 0.0
@@ -22,7 +22,7 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 def variable(field: str) -> str:
-    """The environment variable of a field."""
+    """Return the environment variable of a field."""
     return PREFIX + field.upper()
 
 
