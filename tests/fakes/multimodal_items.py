@@ -1,4 +1,4 @@
-"""Items for tiny checkpoints with towers: tensors of transformers' processors, and what transformers' models make of them."""
+"""Media items for tiny checkpoints: tensors from transformers' processors, and features from transformers' models."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,18 +22,18 @@ VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3
 def image_tensors(
     family: str, directory: Path, size: tuple[int, int] = (50, 40), *, raw: bool = True, seed: int = 0
 ) -> Tensors:
-    """Of an image of ``size`` (width, height). ``raw``: pixels as they are before rescaling and normalization."""
+    """Return the tensors of an image of ``size`` (width, height). ``raw``: pixels before rescaling and normalization."""
     make: Any = AutoImageProcessor
     processor = make.from_pretrained(directory, backend="pil")
     arguments = {**_ARGUMENTS.get(family, {}), **(_RAW if raw else {})}
     tensors = dict(processor(images=[make_image(*size, seed)], return_tensors="pt", **arguments))
-    if raw:  # those that cut patches out do so in float32
+    if raw:  # processors that cut out patches return them in float32
         tensors["pixel_values"] = tensors["pixel_values"].to(torch.uint8)
     return tensors
 
 
 def video_tensors(directory: Path, frames: int = 4, *, raw: bool = True) -> Tensors:
-    """Of a video of 48 x 40 pixels."""
+    """Return the tensors of a video of 48 x 40 pixels."""
     make: Any = AutoVideoProcessor
     processor = make.from_pretrained(directory)
     video = np.stack([np.asarray(make_image(48, 40, seed)) for seed in range(frames)])
@@ -42,7 +42,7 @@ def video_tensors(directory: Path, frames: int = 4, *, raw: bool = True) -> Tens
 
 
 def audio_tensors(family: str, directory: Path, seconds: float = 1.3) -> Tensors:
-    """Of a sound, as the processors of these families have it."""
+    """Return the tensors of a sound from the processor of this model type."""
     make: Any = AutoFeatureExtractor
     extractor = make.from_pretrained(directory)
     sound = make_sound(seconds)
@@ -60,7 +60,9 @@ def audio_tensors(family: str, directory: Path, seconds: float = 1.3) -> Tensors
 
 @torch.no_grad()
 def features(model: PreTrainedModel, modality: Modality, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Rows by transformers' own ``get_*_features`` of normalized tensors; of layers that deepstack feeds, behind each."""
+    """Return the rows of ``get_*_features`` for normalized tensors. Each row is followed by the rows for deepstack
+    layers.
+    """
     base: Any = model.model
     config: Any = model.config
     if config.model_type == "qwen2_audio":
@@ -88,7 +90,7 @@ def features(model: PreTrainedModel, modality: Modality, tensors: Mapping[str, t
 
 
 def _heard(model: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What Qwen2-Audio's text model gets in the place of a sound; transformers has no function for it."""
+    """Return the embeddings of a sound for Qwen2-Audio's text model, for which transformers has no function."""
     length = int(tensors["feature_attention_mask"].sum())
     rows = (((length - 1) // 2 + 1) - 2) // 2 + 1
     seen: list[torch.Tensor] = []
@@ -107,5 +109,5 @@ def _heard(model: Any, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def item(
     tensors: Mapping[str, torch.Tensor], num_embeds: int, modality: Modality = "image", identifier: str = "one"
 ) -> EncoderItem:
-    """To be encoded."""
+    """Return an item for the encoder."""
     return EncoderItem(identifier, modality, num_embeds, {name: to_data(each) for name, each in tensors.items()})

@@ -18,11 +18,11 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel, 
 from tests.fakes.models.small_tokenizers import byte_level
 
 SIDE = 32
-"""Pixels of the side of an image, or of a tile, that the towers take."""
+"""Width and height in pixels of an image or a tile for the vision encoders."""
 PATCH = 8
 VOCAB_SIZE = 512
 WINDOW = 24
-"""Of the sliding layer of gemma3."""
+"""Window of gemma3's sliding layer, in tokens."""
 _START, _END, _PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 _CLIP_MEAN, _CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 _HALF = [0.5, 0.5, 0.5]
@@ -41,7 +41,7 @@ _HEAD = {"head_dim": 16}
 _TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 _SQUARE = {**_TOWER, "image_size": SIDE, "patch_size": PATCH}
 _CLIP = {"model_type": "clip_vision_model", **_SQUARE, "num_hidden_layers": 3, "projection_dim": 32}
-"""The states behind all of its layers but one are used."""
+"""Config of CLIP's vision encoder. Models use the hidden states after the layer before the last."""
 _SIGLIP = {"model_type": "siglip_vision_model", **_SQUARE, "vision_use_head": False}
 _PIXTRAL = {"model_type": "pixtral", **_TOWER, "image_size": 8 * PATCH, "patch_size": PATCH, "head_dim": 16}
 _SECTIONS = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
@@ -110,8 +110,11 @@ _QWEN_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_
 
 @dataclass(frozen=True)
 class _Maker:
-    """``config``: of the model, where a string in a key with ``token`` becomes the id of that token. ``files``: of processors.
-    ``named``: tokens by the tokenizer's attributes that name them. ``marks``: what a chat template puts for a part.
+    """Description of a model type.
+
+    ``config``: config of the model; a string in a key with ``token`` becomes the id of that token. ``files``: files of
+    the processors. ``named``: tokens by tokenizer attribute. ``marks``: texts that a chat template writes for a media
+    part.
     """
 
     config: Mapping[str, Any]
@@ -557,7 +560,7 @@ _MAKERS: dict[str, _Maker] = {
     ),
 }
 FAMILIES = tuple(_MAKERS)
-"""Names for ``save_multimodal_model``: model types of transformers, LLaVA once for each kind of tower."""
+"""Names for ``save_multimodal_model``: model types of transformers, and LLaVA once per kind of vision encoder."""
 IMAGE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen2_audio", "voxtral"))
 AUDIO_FAMILIES = ("qwen2_audio", "voxtral")
 
@@ -565,8 +568,10 @@ AUDIO_FAMILIES = ("qwen2_audio", "voxtral")
 def save_multimodal_model(
     family: str, directory: Path, *, seed: int = 0, text: Mapping[str, Any] | None = None, **changes: Any
 ) -> PreTrainedModel:
-    """Write a checkpoint of one of ``FAMILIES`` to ``directory`` and return the model, in float32 with transformers' attention.
-    ``text`` and ``changes``: of the configuration of its text model, and of its own.
+    """Write a checkpoint of one of ``FAMILIES`` to ``directory``. Return the model in float32, with transformers'
+    attention.
+
+    ``text``: changed fields in the config of the text model. ``changes``: changed fields in the config of the model.
     """
     directory.mkdir(parents=True, exist_ok=True)
     maker = _MAKERS[family]
@@ -598,7 +603,7 @@ def save_multimodal_model(
 
 @torch.no_grad()
 def _randomize(model: PreTrainedModel) -> None:
-    """Wide enough that tokens depend on the image, and everything in it."""
+    """Randomize the weights, with a variance so large that the tokens depend on all parts of the image."""
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2 and "norm" not in name.rsplit(".", 2)[-2]:
             text = "language_model" in name or "lm_head" in name or "text_model" in name
@@ -640,7 +645,7 @@ def _chat_template(marks: Mapping[str, str]) -> str:
 
 
 def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Colours that change slowly, with some noise."""
+    """Return an image with slowly changing colors and some noise."""
     random = np.random.default_rng(seed)
     coarse = random.integers(0, 256, (4, 4, 3), dtype=np.uint8)
     image = np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC), dtype=np.int16)
@@ -649,7 +654,7 @@ def make_image(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def make_sound(seconds: float, seed: int = 0) -> npt.NDArray[np.float32]:
-    """Tones with some noise, 16000 samples a second."""
+    """Return tones with some noise, with 16000 samples per second."""
     random = np.random.default_rng(seed)
     time = np.arange(int(seconds * 16_000)) / 16_000
     tones = sum(np.sin(2 * np.pi * frequency * time) for frequency in random.uniform(100, 4000, 4))

@@ -1,4 +1,4 @@
-"""Prompts with images and sound as a frontend sends them, made by transformers' own processors, and the tokens it chooses."""
+"""Prompts with images and sound in the form that a frontend sends, and the tokens that transformers generates for them."""
 
 import hashlib
 import itertools
@@ -26,7 +26,9 @@ Item = Image.Image | Sound | Frames
 
 @dataclass(frozen=True)
 class MediaPrompt:
-    """``token_ids`` with the placeholders of ``features``; ``inputs``: what transformers' ``model`` takes for the same."""
+    """A prompt: ``token_ids`` with the placeholders of ``features``, and the equivalent ``inputs`` of transformers'
+    ``model``.
+    """
 
     token_ids: list[int]
     features: list[MultiModalFeature]
@@ -34,7 +36,7 @@ class MediaPrompt:
     model: Any
 
     def request(self, request_id: str, max_tokens: int, **params: Any) -> EngineCoreRequest:
-        """Greedy, to be continued whatever comes."""
+        """Return a greedy request whose output no token ends."""
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=self.token_ids,
@@ -68,7 +70,7 @@ class PromptMaker:
     def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         self.model = model
         smolvlm: Any = processing_smolvlm
-        smolvlm.num2words = smolvlm.num2words or str  # it asks for a package that it needs for videos alone
+        smolvlm.num2words = smolvlm.num2words or str  # it requires this package, but uses it only for videos
         processors: Any = AutoProcessor
         self.processor = processors.from_pretrained(directory)
         if isinstance(self.processor, VoxtralProcessor):
@@ -103,7 +105,7 @@ class PromptMaker:
         return MediaPrompt(token_ids, features, inputs, self.model)
 
     def _feature(self, token_ids: Sequence[int], item: Item, start: int) -> MultiModalFeature:
-        """The next one from position ``start`` on."""
+        """Return the feature of the next item from position ``start`` on."""
         modality = _modality(item)
         token = self._tokens[modality]
         alone = self._processed(self._marks[modality], [item])
@@ -143,7 +145,7 @@ class PromptMaker:
         """Return an item as a media worker does: alone, with pixels that are not normalized yet."""
         if isinstance(item, Image.Image):
             options = {"return_tensors": "np", "do_rescale": False, "do_normalize": False}
-            if (merge := getattr(self.processor, "spatial_merge_size", 1)) > 1:  # Pixtral's processor asks its own so
+            if (merge := getattr(self.processor, "spatial_merge_size", 1)) > 1:  # Pixtral's processor uses this key
                 options["patch_size"] = self.processor.patch_size * merge
             made = self._pixels(images=[item], **options)
             return {name: _tensor(np.asarray(value)) for name, value in made.items()}
@@ -156,17 +158,17 @@ class PromptMaker:
 
 
 class _VoxtralWithoutMistral:
-    """A ``VoxtralProcessor`` for checkpoints whose tokenizer is not Mistral's own, which puts the placeholders there."""
+    """``VoxtralProcessor`` for checkpoints without Mistral's own tokenizer. It inserts the placeholders itself."""
 
     TOKENS = 375
-    """Of a window of 30 seconds."""
+    """Number of tokens of a window of 30 seconds."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self.apply_chat_template = processor.tokenizer.apply_chat_template
 
     def __call__(self, text: list[str], audio: Sequence[Sound] = (), **_: Any) -> dict[str, torch.Tensor]:
-        """As other processors."""
+        """Return the inputs of a text with audio, as other processors do."""
         windows = [
             self._processor._retrieve_input_features(
                 [sound],
@@ -198,7 +200,7 @@ def _modality(item: Item) -> Any:
 
 
 def _tensor(array: npt.NDArray[Any]) -> TensorData:
-    if array.dtype == np.float32 and array.max(initial=0) > 100:  # pixels whose processor makes floats of them
+    if array.dtype == np.float32 and array.max(initial=0) > 100:  # pixels that the processor has converted to floats
         array = array.astype(np.uint8)
     dtype: Any = str(array.dtype)
     return TensorData(dtype=dtype, shape=array.shape, data=np.ascontiguousarray(array).tobytes())

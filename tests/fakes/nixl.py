@@ -1,11 +1,11 @@
-"""Agents of NIXL that are all in this process: a read is a copy, which takes a few looks at it."""
+"""NIXL agents in one process. A read is a copy, which is done after its state was queried a few times."""
 
 import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
 LOOKS = 3
-"""At a read until it is done."""
+"""Number of state queries until a read is done."""
 
 
 @dataclass
@@ -83,14 +83,14 @@ class FakeAgent:
 
 
 class NixlNetwork:
-    """``stuck``: reads do not get on. ``fails``: they fail."""
+    """Network of agents. ``stuck``: reads make no progress. ``fails``: reads fail."""
 
     def __init__(self) -> None:
         self.agents: dict[str, FakeAgent] = {}
         self.stuck = self.fails = False
 
     def agent(self, name: str) -> FakeAgent:
-        """A new one."""
+        """Return a new agent."""
         self.agents[name] = FakeAgent(name, self)
         return self.agents[name]
 

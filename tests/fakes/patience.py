@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 
 PATIENCE = 300.0
-"""Seconds until a test stops waiting for an event that must happen: more than it takes on a busy machine."""
+"""Seconds until a test stops waiting for an event that must happen. Long enough for a busy machine."""
 
 
 def deadlines(first: float = 0.2) -> Iterator[float]:
-    """Ever longer ones, in seconds, for a request that must have begun when its deadline passes: try again with the next
-    until it has. How long the first steps of a request take depends on the machine.
+    """Yield increasing deadlines in seconds, for a request that must have started when its deadline passes.
+
+    The time until a request starts depends on the machine. If it has not started in time, the test retries with the
+    next deadline.
     """
     seconds = first
     while seconds < PATIENCE:

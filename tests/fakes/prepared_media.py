@@ -1,4 +1,4 @@
-"""Media that are prepared in the process that asks, by a family's own processor."""
+"""Media preparation in the calling process, with the processor of a media family."""
 
 import hashlib
 import io
@@ -14,7 +14,7 @@ from penstock_frontend.processing.media.families.base import Family, PreparedMed
 
 
 class InProcessPreparer:
-    """A ``MediaPreparer`` without workers, limits and stores. Sound is taken as float32 samples, pictures as PNG."""
+    """``MediaPreparer`` without workers, limits and stores. Sound must be float32 samples, pictures PNG."""
 
     def __init__(self, family: Family) -> None:
         self.family = family
@@ -24,7 +24,7 @@ class InProcessPreparer:
     async def prepare(
         self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
-        """One after the other."""
+        """Prepare the parts one after the other."""
         self.asked.append((cache_salt, deadline, tenant))
         return [PreparedMedia(self._item(part), _identifier(part, cache_salt)) for part in parts]
 
@@ -44,14 +44,14 @@ class InProcessPreparer:
 
 
 def image_part(image: Image.Image, field: str = "media", **kwargs: Any) -> MediaPart:
-    """A picture as a client sends it. ``kwargs``: of the processor."""
+    """Return a picture as a client's media part. ``kwargs``: arguments for the processor."""
     return MediaPart(modality="image", source=EncodedFile(png(image)), field=field, processor_kwargs=kwargs)
 
 
 def video_part(
     images: Sequence[Image.Image], timestamps: Sequence[float], kwargs: Mapping[str, Any] | None = None
 ) -> MediaPart:
-    """Frames as a client sends them."""
+    """Return frames as a client's media part."""
     frames = [Frame(png(image), timestamp) for image, timestamp in zip(images, timestamps, strict=True)]
     return MediaPart(modality="video", source=Frames(frames), field="video", processor_kwargs=dict(kwargs or {}))
 
@@ -62,7 +62,7 @@ def part_of(modality: Modality, data: bytes = b"x", field: str = "media") -> Med
 
 
 def png(image: Image.Image) -> bytes:
-    """A picture as a file, no pixel of it changed."""
+    """Return a picture as a PNG file, without loss."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     return buffer.getvalue()

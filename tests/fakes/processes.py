@@ -1,4 +1,4 @@
-"""Services as processes of their own: start, kill, start again on the same port, stop as Kubernetes would."""
+"""Services as separate processes: start, kill, restart on the same port, and stop like Kubernetes."""
 
 import asyncio
 import contextlib
@@ -27,19 +27,19 @@ connected.
 
 
 def children() -> set[int]:
-    """Ids of the processes that this one has started and that have not ended."""
+    """Return the ids of this process's children that have not ended."""
     found: set[int] = set()
     for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
             found.update(map(int, (thread / "children").read_text().split()))
     return found
 
 
 class Service:
-    """``python -m module`` with these flags, listening on a loopback port that stays the same over restarts."""
+    """Service ``python -m module`` with flags, on a loopback port that stays the same after restarts."""
 
     warm: ClassVar[WarmPython | None] = None
-    """Starts the processes, if it is there and there are no ``enter`` words."""
+    """Forks the processes, if it is set and ``enter`` is empty."""
 
     def __init__(
         self, module: str, *words: str, host: str = "127.0.0.1", metrics_flag: str = "", **flags: object
@@ -65,7 +65,7 @@ class Service:
             self.metrics_port = named[metrics_flag] = free_port()
         self._arguments = [*words, *(f"--{key}={value}" for key, value in named.items())]
         self.environment: dict[str, str] = {}
-        """Variables on top of the test's own, for the next start."""
+        """Environment variables in addition to the test's own, for the next start."""
         self.enter: tuple[str, ...] = ()
         """Words before the command, for the next start."""
         self._folder = tempfile.TemporaryDirectory()
@@ -73,17 +73,19 @@ class Service:
         self._process: asyncio.subprocess.Process | Process | None = None
 
     def add_flag(self, key: str, value: object) -> None:
-        """One more flag, for the next start."""
+        """Add a flag for the next start."""
         self._arguments.append(f"--{key}={value}")
 
     def run_by(self, module: str, *words: object) -> None:
-        """From the next start on, another module runs this one: it gets ``words``, then the name of this one and the flags."""
+        """Let later starts run ``module`` with the arguments ``words``, the name of this service's module, and
+        the flags.
+        """
         self._arguments = [*map(str, words), self.module, *self._arguments]
         self.module = module
 
     @property
     def address(self) -> str:
-        """host:port of the gRPC server."""
+        """Address (host:port) of the gRPC server."""
         return with_port(self.host, self.port)
 
     @property
@@ -94,15 +96,15 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the process is running."""
         return self._process is not None and self._process.returncode is None
 
     def log(self) -> str:
-        """Everything the processes of this service have printed."""
+        """Return all output of this service's processes."""
         return self._log.read_text(errors="backslashreplace") if self._log.exists() else ""
 
     async def start(self) -> "Service":
-        """Start the process and return at once."""
+        """Start the process and return immediately."""
         environment = os.environ | self.environment
         with self._log.open("ab") as output:
             if self.warm is not None and not self.enter:
@@ -122,7 +124,7 @@ class Service:
         return self
 
     async def serving(self) -> "Service":
-        """Wait until the service accepts requests. RuntimeError, with its log, when it ends instead."""
+        """Wait until the service accepts requests. Raises RuntimeError with the log if the service ends instead."""
         async with asyncio.timeout(START_TIMEOUT), make_channel(self.address) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)  # its published types lack the methods
             while True:
@@ -150,7 +152,7 @@ class Service:
         return await self._process.wait()
 
     async def kill(self) -> None:
-        """SIGKILL, and wait until the process is gone."""
+        """Send SIGKILL, and wait until the process has ended."""
         assert self._process is not None
         self._process.kill()
         await self.ended()
@@ -161,7 +163,7 @@ class Service:
         self._process.send_signal(number)
 
     async def stop(self) -> int:
-        """SIGTERM, and wait. Returns the exit code. Idempotent."""
+        """Send SIGTERM, and wait until the process has ended. Returns the exit code. Idempotent."""
         assert self._process is not None
         if self.alive:
             self._process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A repository of its own with the files of this one as they are now, for tests that commit and tag."""
+"""Separate git repository with the current files of this repository, for tests that commit and tag."""
 
 import shutil
 import subprocess
@@ -8,14 +8,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """The output of git, which commits as nobody in particular."""
+    """Run git with a fixed author, and return its output."""
     who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
     done = subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
 
 def scratch_repository(folder: Path) -> Path:
-    """``folder`` with all tracked and untracked files in one commit."""
+    """Create a repository in ``folder`` with all tracked and untracked files in one commit."""
     for name in git(ROOT, "ls-files", "-co", "--exclude-standard").splitlines():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A family of which only the tokens matter."""
+"""Media family for tests of tokens only."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from penstock_frontend.processing.media.families.base import FamilyProcessor, Pr
 
 
 class TokenFamily:
-    """Takes images and sound, which stand at ``<image>`` and ``<audio>``."""
+    """Media family for images and sound, with the placeholders ``<image>`` and ``<audio>``."""
 
     modalities: frozenset[Modality] = frozenset({"image", "audio"})
     identity = b""
@@ -19,18 +19,18 @@ class TokenFamily:
         return f"<{modality}>"
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """One token for each row."""
+        """Return one token per row."""
         return [Replacement([1] * item.num_embeds) for item in items]
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """None is told."""
+        """Return None, because nothing is described."""
         raise ValueError(f"{modality} cannot be told from {sorted(data)}")
 
     def max_tokens(self, modality: Modality) -> int:
-        """A few."""
+        """Return a small number of tokens."""
         del modality
         return 4
 
     def make_processor(self) -> Callable[[], FamilyProcessor]:
-        """It has none."""
+        """Raise an error, because this family has no processor."""
         raise NotImplementedError

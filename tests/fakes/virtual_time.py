@@ -1,4 +1,4 @@
-"""An event loop whose clock stands still while anything is to be done, and jumps to the next timer when nothing is."""
+"""Event loop with virtual time: the clock stops while work is ready, and jumps to the next timer when no work is ready."""
 
 import asyncio
 import selectors
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """For code that has timers and does no I/O."""
+    """Event loop with virtual time, for code that uses timers and does no I/O."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -35,6 +35,6 @@ class _NeverWaits(selectors.SelectSelector):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``main``; its waits take no time."""
+    """Run ``main`` in virtual time, in which waits take no real time. Return its result."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         return runner.run(main)

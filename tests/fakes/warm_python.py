@@ -1,7 +1,8 @@
-"""Starts Python modules as processes that have already imported torch, xgrammar and gRPC, which takes seconds each time.
+"""Starts Python modules as processes that have already imported torch, xgrammar and gRPC, which takes seconds each
+time.
 
-One process per test session imports them; each started process is a fork of it, with its own arguments, environment, files and
-exit code. It dies when the process that started it ends. Tests about starting processes do not use this.
+One process per test session imports them; each started process is a fork of it, with its own arguments, environment,
+files and exit code. It dies when the process that started it ends. Tests about starting processes do not use this.
 """
 
 import contextlib
@@ -42,11 +43,11 @@ STARTING = ("penstock_enginecore.structured_output.grammar_processes", "penstock
 _MAX_REQUEST = 1 << 17
 _MAX_FILES = 64
 _FREE = 512
-"""Received files are kept from this descriptor on until each has its number."""
+"""Lowest descriptor for received files, until each file gets its final number."""
 
 
 class Request(msgspec.Struct):
-    """A module to run. ``files``: the descriptors that it gets, in the order of the files that come along."""
+    """A module to run. ``files``: descriptor numbers of the files that are sent with the request, in order."""
 
     module: str
     arguments: list[str]
@@ -92,13 +93,13 @@ class Process:
 
     def _look(self, timeout: float | None) -> int | None:
         if self._code is None and select.select([self._connection], [], [], timeout)[0]:
-            told = self._connection.recv(4, socket.MSG_PEEK)  # several threads may look
+            told = self._connection.recv(4, socket.MSG_PEEK)  # peek, because several threads may wait for the code
             self._code = struct.unpack("=i", told)[0] if told else -signal.SIGKILL
         return self._code
 
 
 class WarmPython:
-    """The process that is forked. ``start`` and ``start_python`` may be called from any thread and from any fork."""
+    """Process that is forked. Any thread of any fork may call ``start`` and ``start_python``."""
 
     def __init__(self, address: bytes) -> None:
         self._address = address
@@ -110,13 +111,13 @@ class WarmPython:
         descriptors: Sequence[int],
         environ: Mapping[str, str] | None = None,
     ) -> Process:
-        """Do what ``child_process.start_python`` does."""
+        """Start a module like ``child_process.start_python``."""
         return self.start(module, arguments, {each: each for each in (1, 2, *descriptors)}, environ)
 
     def start(
         self, module: str, arguments: Sequence[str], files: Mapping[int, int], environ: Mapping[str, str] | None = None
     ) -> Process:
-        """Run ``module``. ``files``: its descriptors from 1 on, and what each is here."""
+        """Run ``module``. ``files``: map from its descriptors, from 1 on, to the files of this process."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.connect(self._address)
         request = Request(
@@ -143,7 +144,7 @@ def warm_python() -> Iterator[WarmPython]:
 
 
 def use(warm: WarmPython, set_attribute: Callable[[object, str, object], None]) -> None:
-    """Have the modules of ``STARTING`` start their processes from ``warm``."""
+    """Let the modules of ``STARTING`` start their processes from ``warm``."""
     for name in STARTING:
         set_attribute(importlib.import_module(name), "start_python", warm.start_python)
 
@@ -159,7 +160,7 @@ def _serve(listener: socket.socket) -> Request:
     while True:
         ready, _, _ = select.select([listener, wake, *running.values()], [], [])
         for pid, connection in list(running.items()):
-            if connection in ready:  # whoever started it has ended
+            if connection in ready:  # the process that started it has ended
                 os.kill(pid, signal.SIGKILL)
                 running.pop(pid).close()
         if wake in ready:
@@ -185,7 +186,7 @@ def _serve(listener: socket.socket) -> Request:
 
 
 def _reap(running: dict[int, socket.socket]) -> None:
-    """Tell the exit codes of forks that have ended."""
+    """Send the exit codes of forks that have ended."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if (connection := running.pop(ended[0], None)) is not None:
@@ -195,7 +196,7 @@ def _reap(running: dict[int, socket.socket]) -> None:
 
 
 def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give the received files their numbers, and standard input nothing to read."""
+    """Move the received files to their descriptor numbers, and make standard input empty."""
     kept = [fcntl(each, F_DUPFD_CLOEXEC, _FREE) for each in (os.open(os.devnull, os.O_RDONLY), *files)]
     for each in files:
         os.close(each)
@@ -205,7 +206,7 @@ def _take(files: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def main(descriptor: str) -> None:
-    """Import everything, then serve; in a fork, run the module."""
+    """Import all modules, then serve. In a fork, run the requested module."""
     listener = socket.socket(fileno=int(descriptor))
     child_process.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)

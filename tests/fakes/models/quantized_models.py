@@ -19,12 +19,12 @@ Tensors = dict[str, torch.Tensor]
 
 GROUP = 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Index of the element at each place of a word, from the lowest bits up."""
+"""Index of the element at each position in a word, from the lowest bits up."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def into_words(levels: np.ndarray, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """``levels`` ``[rows, columns]`` packed along columns."""
+    """Return ``levels`` ``[rows, columns]`` packed into words along the columns."""
     per_word = 32 // bits
     order = order or tuple(range(per_word))
     rows, columns = levels.shape
@@ -40,7 +40,7 @@ def into_words(levels: np.ndarray, bits: int, order: tuple[int, ...] | None = No
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """A weight ``[out, in]`` as integers: ``dense`` is what they mean."""
+    """A weight ``[out, in]`` as integers. ``dense`` is the dequantized weight."""
 
     levels: np.ndarray
     zeros: np.ndarray
@@ -74,13 +74,13 @@ class Levels:
 
     @property
     def dense(self) -> torch.Tensor:
-        """float32."""
+        """Return the dequantized weight as float32."""
         factors = self.scales.astype(np.float32)[:, self.groups]
         return torch.from_numpy((self.levels - self.zeros[:, self.groups]).astype(np.float32) * factors)
 
 
 def awq(name: str, weight: torch.Tensor, group: int = GROUP) -> tuple[Tensors, torch.Tensor]:
-    """As AutoAWQ packs for its GEMM kernels."""
+    """Quantize a weight in the layout of AutoAWQ's GEMM kernels."""
     found = Levels.of(weight, group=group)
     layer = name.removesuffix(".weight")
     parts = {
@@ -94,7 +94,7 @@ def awq(name: str, weight: torch.Tensor, group: int = GROUP) -> tuple[Tensors, t
 def gptq(
     name: str, weight: torch.Tensor, bits: int = 4, group: int = GROUP, offset: int = 1, **how: bool
 ) -> tuple[Tensors, torch.Tensor]:
-    """As AutoGPTQ packs; ``offset`` 0 as GPTQModel does in the second version of the format."""
+    """Quantize a weight in AutoGPTQ's layout. With ``offset`` 0, use the second version of the format (GPTQModel)."""
     found = Levels.of(weight, bits, group, **how)
     layer = name.removesuffix(".weight")
     parts = {
@@ -115,7 +115,7 @@ def packed(
     symmetric: bool = True,
     shuffled: bool = False,
 ) -> tuple[Tensors, torch.Tensor]:
-    """As compressed-tensors packs integers."""
+    """Quantize a weight to integers in the layout of compressed-tensors."""
     found = Levels.of(weight, bits, group, symmetric=symmetric, shuffled=shuffled)
     parts = {
         f"{name}_packed": into_words(found.levels, bits),
@@ -132,7 +132,9 @@ def packed(
 def float8(
     name: str, weight: torch.Tensor, block: tuple[int, int] | None, scale: str, shape: tuple[int, ...] | None = None
 ) -> tuple[Tensors, torch.Tensor]:
-    """A scale for each ``block``, for all without one; ``shape``: of the scales."""
+    """Quantize a weight to float8, with a scale per ``block``, or one scale without a block. ``shape``: shape of the
+    scales.
+    """
     rows, columns = weight.shape
     height, width = block or (rows, columns)
     scales = torch.zeros(-(-rows // height), -(-columns // width))
@@ -147,7 +149,7 @@ def float8(
 
 
 def mxfp4(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Experts ``[experts, in, out]`` as gpt-oss has them."""
+    """Quantize experts ``[experts, in, out]`` to MXFP4 in the layout of gpt-oss."""
     values = weight.detach().float().transpose(1, 2)
     experts, rows, columns = values.shape
     blocks = values.reshape(experts, rows, columns // 32, 32)
@@ -177,7 +179,9 @@ def _compressed(form: str, **weights: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``config``: the checkpoint's ``quantization_config``. ``pack``: parts by name, and what they mean."""
+    """A format. ``config``: the checkpoint's ``quantization_config``. ``pack``: returns tensors by name, and their
+    meaning.
+    """
 
     config: Mapping[str, Any]
     pack: Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -237,7 +241,9 @@ FORMATS: Mapping[str, Format] = {
 
 
 def is_quantized(name: str, tensor: torch.Tensor, form: str) -> bool:
-    """Whether ``form`` quantizes a checkpoint's tensor: linear layers of attention and MLPs, but no routers; MXFP4 experts."""
+    """Return whether ``form`` quantizes a tensor: linear layers of attention and MLPs without routers; experts for
+    MXFP4.
+    """
     if form == "mxfp4":
         return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
     router = name.endswith(("gate.weight", "router.weight"))
@@ -247,8 +253,10 @@ def is_quantized(name: str, tensor: torch.Tensor, form: str) -> bool:
 def save_quantized_model(
     architecture: str, form: str, directory: Path, *, shards: int = 1, dense: Path | None = None, **changes: Any
 ) -> PreTrainedModel:
-    """Write a checkpoint of ``architecture`` in ``form``, one of ``FORMATS``, to ``directory``, and what it means to ``dense``.
-    Returns the model of the latter, in float32 with transformers' own attention.
+    """Write a checkpoint of ``architecture`` in ``form``, one of ``FORMATS``, to ``directory``.
+
+    Also writes a checkpoint with the dequantized weights to ``dense``. Returns the model of the second checkpoint, in
+    float32 with transformers' own attention.
     """
     dense = dense or directory / "dense"
     save_tiny_model(architecture, dense, **changes)
@@ -269,7 +277,7 @@ def save_quantized_model(
 
 
 def _save(tensors: Tensors, directory: Path, shards: int) -> None:
-    """Parts of one weight may come into different files."""
+    """Write the tensors to ``shards`` files. Tensors of one weight may be in different files."""
     if shards == 1:
         save_file(tensors, directory / "model.safetensors", {"format": "pt"})
         return

@@ -5,21 +5,21 @@ import pytest
 from tests.fakes.models.tiny_models import ARCHITECTURES
 
 KINDS = (
-    "deepseek_v3",  # keys and values in a latent
-    "gemma2",  # scores that are capped
-    "gemma3",  # windows beside full attention
+    "deepseek_v3",  # latent keys and values
+    "gemma2",  # capped scores
+    "gemma3",  # window layers and full-attention layers
     "gpt2",  # learned positions
     "gpt_bigcode",  # one key head
     "gpt_oss",  # sinks
     "llama",
     "llama4_text",  # chunks of attention, layers without positions
-    "mistral",  # windows alone
+    "mistral",  # only window layers
     "mixtral",  # experts
-    "phi",  # positions in a part of a head, attention beside the MLP
+    "phi",  # rotary positions in a part of each head, attention parallel to the MLP
     "qwen2",  # biases
     "qwen3",  # norms of queries and keys
 )
-"""One architecture of each kind of layer, for tests of one way of computing at a time."""
+"""One architecture for each kind of layer, for tests of a single kind of computation."""
 QUICK_ARCHITECTURES = tuple(
     name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
 )

@@ -24,7 +24,7 @@ VALUES: list[Any] = ["x", "zwei\n", '"', 1, -2.5, 1e30, True, None, [1, "a"], {"
 
 
 def random_schema(rng: random.Random, depth: int = 0) -> Any:
-    """A schema that some value fulfils."""
+    """Return a random schema that at least one value satisfies."""
     leaves = [_string, _integer, _number, _enum, _const, lambda _: {"type": "boolean"}, lambda _: {"type": "null"}]
     nested = [_object, _object, _array, _any_of] if depth < 2 else []
     write = rng.choice(nested if depth == 0 else leaves + nested)
@@ -91,20 +91,24 @@ def _any_of(rng: random.Random, depth: int) -> Any:
 
 
 class RandomModel:
-    """Samples allowed tokens evenly, except that a string, array or object is soon closed: the longer the output, the
-    likelier is a token that closes. Without that, a random walk through nested values need not end.
+    """Model that samples allowed tokens with equal probability, except for tokens that close a string, array or object.
+
+    The longer the output, the higher the probability of a closing token. Otherwise a random walk through nested values
+    might not end.
     """
 
     def __init__(self, tokens: list[bytes], eos_token_ids: set[int]) -> None:
         self.tokens = tokens
         self.eos_token_ids = eos_token_ids
-        # A full stop is what a pattern of the schemas asks for at the end of a string.
+        # The schemas' patterns require a full stop at the end of a string.
         self.closing = np.array(
             [i in eos_token_ids or (bool(t) and not t.strip(b'"]}.')) for i, t in enumerate(tokens)]
         )
 
     def run(self, grammar: Walk, rng: random.Random, budget: int = 3000) -> bytes:
-        """The output's bytes. Fails unless the grammar ends within ``budget`` tokens, with an end token at the end only."""
+        """Return the output's bytes. Fails if the grammar does not end within ``budget`` tokens, or allows an early end
+        token.
+        """
         row = np.empty(bitmask_words(len(self.tokens)), np.int32)
         output: list[int] = []
         while not grammar.terminated:

@@ -16,7 +16,7 @@ from tests.fakes.models.torch_kernels import TorchKernels
 from tests.fakes.models.torch_sampling import TorchSampling
 
 HOST = ("tolist", "numpy", "cpu", "item", "__bool__", "__int__", "__float__", "__index__", "__contains__")
-"""Methods of tensors that wait for a device. On a CPU some of them are no operations."""
+"""Methods of tensors that wait for a device. On a CPU, some of them do nothing."""
 READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal", "unique", "masked_select")
 COPIES = ("_to_copy", "copy_")
 WRITTEN = {
@@ -31,16 +31,16 @@ WRITTEN |= {"write": (3, 4), "product": (4,), "grouped_product": (4,), "weighted
 WRITTEN["quantized_grouped_product"] = (4,)
 WRITTEN["add_low_rank"] = (3, 5)
 WRITTEN |= {"latent_prologue": (6, 7), "turn_queries": (4,), "attend_latent": (4,)}
-"""By launch, which of its arguments it writes to."""
+"""Indexes of the arguments to which a launch writes, by launch."""
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Where the memory of ``tensor`` begins."""
+    """Return the address of the memory of ``tensor``."""
     return tensor.untyped_storage().data_ptr()
 
 
 def tensors_of(arg: Any) -> list[torch.Tensor]:
-    """The tensors in ``arg``, in order."""
+    """Return the tensors in ``arg``, in order."""
     if isinstance(arg, torch.Tensor):
         return [arg]
     if isinstance(arg, tuple | list):
@@ -50,7 +50,7 @@ def tensors_of(arg: Any) -> list[torch.Tensor]:
 
 
 class Reads(TorchFunctionMode):
-    """Refuses operations that read a tensor on the host, with ``error``."""
+    """Mode that refuses operations that read a tensor on the host. It raises ``error``."""
 
     def __init__(self, error: type[Exception]) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self.may_allocate = may_allocate
         self.allocated: dict[int, torch.Tensor] = {}
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By its address, memory that was written to, and what stood there."""
+        """Overwritten memory and its old content, by address."""
 
     def __enter__(self) -> "Recorder":
         self.reads.__enter__()
@@ -147,7 +147,7 @@ class Recorder(TorchDispatchMode):
             launch()
 
     def note(self, name: str, tensors: list[torch.Tensor], rest: list[Any], again: Callable[[], object]) -> None:
-        """An operation of ``tensors`` and other arguments."""
+        """Record an operation with its ``tensors`` and other arguments."""
         addresses = [0 if storage(tensor) in self.allocated else tensor.data_ptr() for tensor in tensors]
         shapes = [(*tensor.shape, *tensor.stride()) for tensor in tensors]
         self.seen.append((name, *zip(addresses, shapes, strict=True), *rest))
@@ -155,7 +155,7 @@ class Recorder(TorchDispatchMode):
 
 
 class RecordedKernels(TorchKernels):
-    """Kernels in plain torch, each launch of which is one operation to the ``recorder`` in force."""
+    """Kernels in plain torch. The active ``recorder`` sees each launch as one operation."""
 
     recorder: Recorder | None = None
 
@@ -167,7 +167,7 @@ class RecordedKernels(TorchKernels):
 
         @functools.wraps(found)
         def launch(*args: Any, **options: Any) -> None:
-            self.recorder = None  # operations within the launch are part of it
+            self.recorder = None  # operations inside a launch are not recorded separately
             try:
                 recorder.launch(name, functools.partial(found, *args, **options), WRITTEN[name])
             finally:
@@ -177,7 +177,7 @@ class RecordedKernels(TorchKernels):
 
 
 class RecordedSampling(TorchSampling):
-    """Sampling kernels in plain torch, whose launches are one operation to the recorder in force, if there is one."""
+    """Sampling kernels in plain torch. The active recorder, if any, sees each launch as one operation."""
 
     def sample(self, *args: Any, **options: Any) -> None:
         launch = functools.partial(super().sample, *args, **options)
@@ -216,7 +216,7 @@ class RecordedGraph:
             self.recorder.before.clear()
 
     def replay(self) -> None:
-        """In the order of the recording."""
+        """Repeat the operations in the order of the recording."""
         self.replays += 1
         for again in self.recorder.work:
             again()

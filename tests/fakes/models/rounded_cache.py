@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 Scales = Sequence[tuple[float, float]]
-"""Of keys and of values, by layer."""
+"""Scale of the keys and scale of the values, by layer."""
 
 
 class RoundedCache(DynamicCache):

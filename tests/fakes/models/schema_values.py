@@ -1,4 +1,4 @@
-"""Values that fulfil a schema of ``random_schemas``."""
+"""Values that satisfy a schema of ``random_schemas``."""
 
 import random
 from typing import Any
@@ -25,7 +25,7 @@ _OF_FORMAT = {
 
 
 def random_value(schema: Any, rng: random.Random) -> Any:
-    """A value, with properties in the schema's order."""
+    """Return a random value that satisfies the schema, with properties in the schema's order."""
     if "const" in schema:
         return schema["const"]
     if "enum" in schema:

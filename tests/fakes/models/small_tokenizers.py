@@ -36,7 +36,7 @@ def _byte_level_json() -> str:
 
 
 def byte_level() -> tokenizers.Tokenizer:
-    """Byte-level BPE, as of GPT-2, Llama 3 and Qwen: characters outside ASCII span several tokens."""
+    """Return a byte-level BPE tokenizer like that of GPT-2. Characters outside ASCII span several tokens."""
     return tokenizers.Tokenizer.from_str(_byte_level_json())
 
 
@@ -46,13 +46,13 @@ def _encoder() -> tokenizers.Tokenizer:
 
 
 def ids_of(text: str) -> list[int]:
-    """The tokens of a text in ``byte_level``, without one that begins it."""
+    """Return the tokens of a text in ``byte_level``, without a begin-of-sequence token."""
     ids: list[int] = _encoder().encode(text, add_special_tokens=False).ids
     return ids
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """SentencePiece style, as of Llama 2: words begin with U+2581, unknown characters are spelt in bytes."""
+    """Return a SentencePiece tokenizer like Llama 2's. Words begin with U+2581; unknown characters become byte tokens."""
     pieces = ["<unk>", BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with random weights, drawn wide enough that their output varies."""
+"""Tiny checkpoints with random weights. The weights have a large variance, so that outputs vary."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ _COMMON = {
 _HEAD = {"head_dim": 16}
 _WINDOW = {"sliding_window": SLIDING_WINDOW}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention"], **_WINDOW}
-_UNTIED = {"tie_word_embeddings": False}  # where tied ones would mostly repeat the input token
+_UNTIED = {"tie_word_embeddings": False}  # tied embeddings would mostly repeat the input token
 _ALL_HEADS = {"num_key_value_heads": 4}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -206,7 +206,7 @@ _RECURRENT: dict[str, dict[str, Any]] = {
 RECURRENT_ARCHITECTURES = tuple(_RECURRENT)
 """Model types whose layers have recurrent states, whose tokens the recurrent parity tests compare."""
 ARCHITECTURES = tuple(_FAMILIES)
-"""Model types, as transformers calls them (but ``gemma3``), whose tokens the parity tests compare."""
+"""Model types for the parity tests. Except ``gemma3``, the names are those of transformers."""
 
 
 def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
@@ -229,7 +229,7 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
                 parameter.normal_(0.0, 0.1)
             elif (
                 parameter.dim() == 2 and not parameter.any()
-            ):  # a router that would send all tokens to the same experts
+            ):  # otherwise the router would send all tokens to the same experts
                 parameter.normal_(0.0, config.initializer_range)
     model.save_pretrained(directory)
     return model
@@ -238,7 +238,7 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
 def save_narrow_model(
     architecture: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> PreTrainedModel:
-    """Write a 16-bit checkpoint to ``directory`` and return the transformers model of it in float32."""
+    """Write a 16-bit checkpoint to ``directory``. Return its transformers model in float32."""
     save_tiny_model(architecture, directory, **changes).to(dtype).save_pretrained(directory)
     made: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return made.eval()

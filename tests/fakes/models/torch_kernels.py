@@ -1,4 +1,4 @@
-"""Launches of the fused decoder in plain torch, row by row if that is simpler, as the reference for the real kernels."""
+"""Reference for the fused decoder's kernels: their launches in plain torch, row by row if that is simpler."""
 
 import torch
 
@@ -17,7 +17,7 @@ from penstock_enginecore.forward.cuda.kernel_api import (
 from penstock_enginecore.lora.device_slots import RowTiles, SlotMatrices, row_stride
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
-"""What 4 bits of a float mean."""
+"""Values of the 16 codes of a 4-bit float."""
 _ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -254,7 +254,7 @@ def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
 
 
 def _turned(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> torch.Tensor:
-    """``x`` ``[tokens, heads, size]``."""
+    """Return ``x`` ``[tokens, heads, size]`` after the rotation by its positions."""
     cosines, sines = rotary.cosines[positions.long()][:, None], rotary.sines[positions.long()][:, None]
     half = cosines.shape[-1]
     one, other, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -262,7 +262,7 @@ def _turned(x: torch.Tensor, rotary: RotaryTable, positions: torch.Tensor) -> to
 
 
 def _halves(x: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    """The numbers that turn together half the size apart."""
+    """Reorder the numbers so that the two numbers of each rotated pair are half the size apart."""
     return torch.cat([x[..., ::2], x[..., 1::2]], dim=-1) if interleaved else x
 
 

@@ -1,4 +1,4 @@
-"""The sampling kernels in plain torch: the same weights and limits, sorted and summed as is plainest."""
+"""Sampling kernels in plain torch, with the same weights and limits, but with simple sorting and summing."""
 
 import numpy as np
 import torch
@@ -47,7 +47,7 @@ class TorchSampling:
 
 
 def _limits(distance: torch.Tensor, weight: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Of each row, the distance within which its filters keep tokens."""
+    """Return, for each row, the distance up to which its filters keep tokens."""
     limits = draws.max_distance.clone()
     for row, (top_k, top_p) in enumerate(zip(draws.top_k.tolist(), draws.top_p.tolist(), strict=True)):
         ordered, order = distance[row].sort()

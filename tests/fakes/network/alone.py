@@ -28,14 +28,14 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Ended(NamedTuple):
-    """A program that has ended. ``output``: both of its streams."""
+    """A program that has ended. ``output``: its standard output and standard error."""
 
     code: int
     output: str
 
 
 def can_run_alone() -> bool:
-    """Whether this machine lets a program have a network namespace."""
+    """Return whether this machine allows network namespaces."""
     if shutil.which(UNSHARE[0]) is None:
         return False
     return subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0
@@ -85,7 +85,7 @@ def _to(connect: Callable[[], Awaitable[Streams]]) -> Callable[..., Awaitable[No
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):  # the program closes connections whenever it likes
+    with contextlib.suppress(ConnectionError):  # the program may close connections at any time
         while data := await reader.read(65_536):
             writer.write(data)
             await writer.drain()

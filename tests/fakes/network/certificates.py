@@ -1,4 +1,4 @@
-"""A throwaway certificate authority, and the files that a service reads of it."""
+"""Temporary certificate authority for tests, and the files that services read."""
 
 import datetime as dt
 import ipaddress
@@ -16,7 +16,7 @@ DAY = dt.timedelta(days=1)
 
 
 class Identity:
-    """A certificate (its issuer's follows in ``chain``), its key, and the CA that peers should trust, as PEM."""
+    """A certificate, its key, and the CA that peers must trust, as PEM. ``chain`` also has the issuer's certificate."""
 
     def __init__(self, certificate: bytes, key: bytes, ca: bytes) -> None:
         self.certificate = certificate
@@ -24,7 +24,7 @@ class Identity:
         self.ca = ca
 
     def write(self, directory: Path) -> "Files":
-        """Put them into a directory as ``tls.crt``, ``tls.key`` and ``ca.crt``, each replaced at once."""
+        """Write ``tls.crt``, ``tls.key`` and ``ca.crt`` into a directory. Each file is replaced atomically."""
         directory.mkdir(exist_ok=True)
         for name, data in (("tls.crt", self.certificate), ("tls.key", self.key), ("ca.crt", self.ca)):
             replace(directory / name, data)
@@ -32,7 +32,7 @@ class Identity:
 
 
 class Files:
-    """The paths that a configuration names, and the configurations that name them."""
+    """Paths of certificate files, and TLS configurations with these paths."""
 
     def __init__(self, directory: Path) -> None:
         self.certificate = str(directory / "tls.crt")
@@ -40,15 +40,15 @@ class Files:
         self.ca = str(directory / "ca.crt")
 
     def server(self, *, mutual: bool = True) -> TlsConfig:
-        """A listener's. ``mutual``: its clients need certificates."""
+        """Return the TLS config of a listener. ``mutual``: whether clients need certificates."""
         return TlsConfig(certificate=self.certificate, key=self.key, ca=self.ca if mutual else "")
 
     def client(self, *, server_name: str = "") -> ClientTlsConfig:
-        """A client's, which shows its certificate."""
+        """Return the TLS config of a client, which presents its certificate."""
         return ClientTlsConfig(ca=self.ca, certificate=self.certificate, key=self.key, server_name=server_name)
 
     def credentials(self, *, server_name: str = "") -> ClientCredentials:
-        """For channels of such a client."""
+        """Return credentials for channels of such a client."""
         return ClientCredentials(self.client(server_name=server_name), field="tls")
 
 
@@ -60,10 +60,10 @@ def replace(path: Path, data: bytes) -> None:
 
 
 class Authority:
-    """Issues certificates. ``ca`` is what its peers trust, as PEM."""
+    """Certificate authority. ``ca`` is its certificate as PEM, which peers must trust."""
 
     def __init__(self, name: str = "test CA", *, days: int = 1) -> None:
-        """``days``: how long its certificate lasts."""
+        """Create the authority. ``days``: lifetime of its certificate."""
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         certificate = (
@@ -82,11 +82,10 @@ class Authority:
         ca: bytes = b"",
         days: int = 1,
     ) -> Identity:
-        """A certificate for DNS names and URIs, good for 127.0.0.1 and localhost as well.
+        """Issue a certificate for DNS names and URIs. It is also valid for 127.0.0.1 and localhost.
 
-        ``expired``, ``early``: its time is over, or has not begun. ``ca``: what its bearer trusts, when not this
-            authority.
-        ``days``: how long it lasts.
+        ``expired``: it has expired. ``early``: it is not valid yet. ``ca``: CA that its owner trusts, by default this
+        authority. ``days``: lifetime.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0] if names else "nobody")])

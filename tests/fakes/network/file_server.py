@@ -9,14 +9,14 @@ Answer = bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 def answer(body: bytes = b"", status: str = "200 OK", **headers: str) -> bytes:
-    """A whole answer. ``headers``: underscores stand for hyphens; Content-Length is there unless it is given."""
+    """Return a complete answer. In ``headers``, underscores become hyphens. A missing Content-Length is added."""
     fields = {"Content-Length": str(len(body)), **{name.replace("_", "-"): value for name, value in headers.items()}}
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items() if value)
     return f"HTTP/1.1 {status}\r\n{head}\r\n".encode() + body
 
 
 class FileServer:
-    """``answers`` by path; other paths are not found. ``requests`` has the heads of received requests."""
+    """HTTP server with ``answers`` by path. Other paths get 404. ``requests`` has the heads of received requests."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.answers: dict[str, Answer] = {}

@@ -25,7 +25,7 @@ def missing() -> str:
 
 
 class Host:
-    """One of them: a network namespace with an address."""
+    """Simulated host: a network namespace with an address."""
 
     def __init__(self, number: int) -> None:
         self.address = f"{_NETWORK}.{number + 10}"
@@ -34,13 +34,13 @@ class Host:
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """The words before a command with which it runs there, as a process of the same id."""
+        """Return the words that, before a command, let it run on this host. The process id stays the same."""
         return "ip", "netns", "exec", self._name
 
     def lay(self) -> None:
-        """Make it, and connect it."""
+        """Create the host and connect it to the network."""
         self._names.parent.mkdir(parents=True, exist_ok=True)
-        self._names.write_text(f"nameserver {Hosts.own}\n")  # which ip lays over the machine's own
+        self._names.write_text(f"nameserver {Hosts.own}\n")  # ip mounts this file over the machine's own
         _ip("netns", "add", self._name)
         _ip("link", "add", self._cable, "master", _BRIDGE, "type", "veth", "peer", "name", "eth0", "netns", self._name)
         _ip("link", "set", self._cable, "up")
@@ -48,11 +48,11 @@ class Host:
             _ip("-n", self._name, *words.split())
 
     def cut_off(self) -> None:
-        """Nothing goes there or comes from there."""
+        """Drop all packets to and from this host."""
         _ip("link", "set", self._cable, "down")
 
     def connect(self) -> None:
-        """Everything does again."""
+        """Deliver packets to and from this host again."""
         _ip("link", "set", self._cable, "up")
 
     def lose(self, other: "Host") -> None:
@@ -76,13 +76,13 @@ class Host:
         _ip("-n", self._name, "neighbour", "delete", other.address, "dev", "eth0")
 
     def remove(self) -> None:
-        """Idempotent."""
+        """Remove the host. Idempotent."""
         _ip("netns", "delete", self._name, fails=True)
         shutil.rmtree(self._names.parent, ignore_errors=True)
 
 
 class Hosts:
-    """``count`` hosts on one network, and this one, ``own``, as another of it."""
+    """``count`` hosts on one network. This machine is also on the network, with the address ``own``."""
 
     own = f"{_NETWORK}.1"
 
@@ -98,7 +98,7 @@ class Hosts:
         return found
 
     def __enter__(self) -> "Hosts":
-        self._remove()  # of a run that was killed
+        self._remove()  # remove leftovers of a run that was killed
         _ip("link", "add", _BRIDGE, "type", "bridge")
         _ip("address", "add", f"{self.own}/24", "dev", _BRIDGE)
         _ip("link", "set", _BRIDGE, "up")
@@ -122,5 +122,5 @@ class Hosts:
 
 
 def _ip(*words: str, fails: bool = False) -> None:
-    """``fails``: it may, where there is nothing to do."""
+    """Run an ``ip`` command. ``fails``: whether it may fail, because there may be nothing to do."""
     subprocess.run(["ip", *words], check=not fails, stderr=subprocess.DEVNULL if fails else None)

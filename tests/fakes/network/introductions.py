@@ -20,7 +20,7 @@ def wait_readable(connection: socket.socket) -> None:
 
 
 def introduced(address: str, key: bytes, claim: bytes = b"") -> socket.socket:
-    """A non-blocking connection to host:port that has proven itself."""
+    """Return a non-blocking connection to host:port that has proved that it knows the key."""
     connection = connected(address)
     connection.setblocking(False)
     try:
@@ -32,13 +32,13 @@ def introduced(address: str, key: bytes, claim: bytes = b"") -> socket.socket:
 
 
 def asking(meeting: Meeting) -> tuple[socket.socket, MeetingStore]:
-    """A connection to the store of a meeting, and what asks over it."""
+    """Return a connection to the store of a meeting, and a client of the store that uses it."""
     connection = introduced(str(meeting.at), meeting.store_key)
     return connection, MeetingStore(connection, wait_readable)
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the other side closes the connection, which is waited for, and says nothing before."""
+    """Wait until the other side closes the connection. Return whether it sent nothing before."""
     wait_readable(connection)
     try:
         return not connection.recv(1)

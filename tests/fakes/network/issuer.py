@@ -15,7 +15,7 @@ ISSUER, AUDIENCE = "https://issuer.test", "penstock"
 
 
 class Issuer:
-    """Has a key and signs with it. ``kid``: what tokens and key set call it."""
+    """Issuer with a key that signs tokens. ``kid``: id of the key in tokens and in the key set."""
 
     def __init__(self, kid: str = "key-1") -> None:
         self.kid = kid
@@ -23,7 +23,7 @@ class Issuer:
 
     @property
     def jwk(self) -> dict[str, Any]:
-        """The public key as a member of a set."""
+        """Return the public key as a member of a key set."""
         public = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(self.key.public_key()))
         return public | {"kid": self.kid, "alg": "ES256", "use": "sig"}
 
@@ -34,13 +34,13 @@ class Issuer:
         return {name: value for name, value in (claims | changes).items() if value is not None}
 
     def token(self, *, headers: dict[str, Any] | None = None, **changes: Any) -> str:
-        """A signed token."""
+        """Return a signed token."""
         head = {"kid": self.kid} | (headers or {})
         head = {name: value for name, value in head.items() if value is not None}
         return jwt.encode(self.claims(**changes), self.key, algorithm="ES256", headers=head)
 
 
 def write_key_set(path: Path, *issuers: Issuer) -> JwtConfig:
-    """A key set's file, and a configuration that goes by it."""
+    """Write the file of a key set, and return a configuration that uses it."""
     replace(path, json.dumps({"keys": [issuer.jwk for issuer in issuers]}).encode())
     return JwtConfig(jwks=str(path), issuer=ISSUER, audience=AUDIENCE, leeway=0.0)

@@ -1,4 +1,4 @@
-"""A Kubernetes API server, as far as the coordinator uses one."""
+"""Kubernetes API server with the calls that the coordinator uses."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ REASONS = {403: "Forbidden", 404: "NotFound", 409: "Conflict", 500: "InternalErr
 
 
 class Server:
-    """An API server with one Deployment, that answers with ``status``, does not answer at 0, or speaks no JSON at -1."""
+    """API server with one Deployment. It answers with ``status``; 0: it does not answer; -1: it sends no JSON."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -30,7 +30,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL at which the server listens."""
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
@@ -75,6 +75,6 @@ class Server:
 
 
 def account_at(url: str) -> KubeConfig:
-    """What a pod of the namespace ``serving`` would find in its service account."""
+    """Return the service account config of a pod in the namespace ``serving``."""
     cluster = KubeConfig.from_server(url).get().cluster
     return KubeConfig.from_one(cluster=cluster, user=User(token="t"), namespace="serving")

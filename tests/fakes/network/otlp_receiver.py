@@ -1,4 +1,4 @@
-"""A collector of traces: OpenTelemetry's gRPC service, keeping every span it is sent."""
+"""Trace collector: OpenTelemetry's gRPC service, which stores all received spans."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 
 
 class ReceivedSpan(msgspec.Struct, frozen=True):
-    """A span as it came. Ids are hexadecimal, ``parent`` is empty at the root; times are nanoseconds since the epoch."""
+    """A received span. Ids are hexadecimal, ``parent`` is empty for a root span, times are nanoseconds since the epoch."""
 
     name: str
     service: str
@@ -41,7 +41,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         await self._server.stop(None)
 
     def named(self, name: str) -> ReceivedSpan:
-        """The only span of this name."""
+        """Return the only span with this name."""
         [span] = [span for span in self.spans if span.name == name]
         return span
 

@@ -1,4 +1,4 @@
-"""Ports for the services of tests, of which several run at once."""
+"""Ports for the services of tests, which may run concurrently."""
 
 import fcntl
 import os

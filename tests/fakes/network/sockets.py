@@ -1,4 +1,4 @@
-"""The TCP sockets of other processes of this machine, as the system lists them."""
+"""TCP sockets of other processes of this machine, according to the operating system."""
 
 import contextlib
 import socket
@@ -23,13 +23,13 @@ class Tcp(NamedTuple):
 
 
 def sockets_of(pids: Iterable[int]) -> list[Tcp]:
-    """The TCP sockets that any of these processes has open. Processes that have ended have none."""
+    """Return the open TCP sockets of these processes. Processes that have ended have none."""
     inodes = {inode for pid in pids for inode in _inodes(pid)}
     return [found for found in _all() if found.inode in inodes]
 
 
 def listening(pids: Iterable[int]) -> list[tuple[str, int]]:
-    """Host and port of every socket at which these processes take connections, in order of the ports."""
+    """Return host and port of all listening sockets of these processes, in order of the ports."""
     return sorted({(each.host, each.port) for each in sockets_of(pids) if each.listens}, key=lambda found: found[::-1])
 
 
@@ -39,7 +39,7 @@ def connections(pid: int) -> set[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """A process and all that it has started, and those these have started."""
+    """Return a process and all its descendants."""
     found = [pid]
     for each in found:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -65,7 +65,7 @@ def _all() -> Iterator[Tcp]:
 
 
 def _end(field: str, family: socket.AddressFamily) -> tuple[str, int]:
-    """The system writes each 32 bits of an address as a number of this machine's byte order."""
+    """Parse an address. The system writes each 32 bits of an address as a number in this machine's byte order."""
     address, _, port = field.partition(":")
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     found = socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words))

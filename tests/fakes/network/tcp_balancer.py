@@ -7,7 +7,7 @@ from tests.fakes.network.tcp_proxy import TcpProxy
 
 
 class TcpBalancer:
-    """Listens on ``port``. A port that is forgotten gets no new connections and keeps those that it has.
+    """Balancer that listens on ``port``. A forgotten target gets no new connections, but keeps existing ones.
 
     ``async with TcpBalancer([a, b])``.
     """
@@ -19,7 +19,7 @@ class TcpBalancer:
 
     @property
     def port(self) -> int:
-        """The one that clients connect to."""
+        """Port to which clients connect."""
         return self._proxy.port
 
     def forget(self, target: int) -> None:

@@ -1,4 +1,4 @@
-"""A cable between a client and a server on this machine: it can be cut, unplugged, and slow."""
+"""Proxy that simulates a cable between a client and a server: it can be cut, unplugged and slow."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ class TcpProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen, also again after ``refuse``."""
+        """Start to listen. May be called again after ``refuse``."""
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port)
 
     def cut(self) -> None:
@@ -36,11 +36,11 @@ class TcpProxy:
             writer.transport.abort()
 
     def unplug(self) -> None:
-        """Let nothing pass."""
+        """Hold all data."""
         self._plugged.clear()
 
     def plug_in(self) -> None:
-        """Let everything pass again."""
+        """Forward all held and new data again."""
         self._plugged.set()
 
     def refuse(self) -> None:
@@ -48,7 +48,7 @@ class TcpProxy:
         self._server.close()
 
     async def close(self) -> None:
-        """End all connections and listen no more."""
+        """End all connections and stop listening."""
         self._server.close()
         self.cut()
         tasks = list(self._tasks)
@@ -77,7 +77,7 @@ class TcpProxy:
             writer.transport.abort()
 
     async def _where(self, reader: asyncio.StreamReader) -> int:
-        """The port that a connection goes to."""
+        """Return the target port of a connection."""
         return self._target() if callable(self._target) else self._target
 
     async def _both_ways(
@@ -102,7 +102,7 @@ class TcpProxy:
         while True:
             try:
                 data = await reader.read(65_536)
-            except OSError:  # a reset, which is passed on
+            except OSError:  # a reset, which the proxy passes on
                 writer.transport.abort()
                 return
             await self._plugged.wait()
@@ -115,5 +115,5 @@ class TcpProxy:
                 self.num_bytes += len(data)
                 writer.write(data)
                 await writer.drain()
-            except OSError:  # the peer is gone, but data it has sent may still be in flight
+            except OSError:  # the peer has disconnected, but data from it may still be in flight
                 return

@@ -23,7 +23,7 @@ from tests.fakes.processes import KEPT, Service
 
 
 class Answer(msgspec.Struct):
-    """Everything a stream delivered."""
+    """Sum of all messages of a stream."""
 
     text: str = ""
     token_ids: list[int] = []
@@ -33,8 +33,10 @@ class Answer(msgspec.Struct):
 
 
 class Cluster:
-    """``async with Cluster(model)``: every service answers when the block begins, and is stopped by SIGTERM at its end. Unless
-    ``frontend_flags`` say so, frontends do not wait for connections to be moved then.
+    """Cluster of processes: ``async with Cluster(model)``. All services answer when the block begins.
+
+    At the end of the block, the services get SIGTERM. By default, frontends do not wait then until clients have closed
+    their connections; ``frontend_flags`` can change that.
     """
 
     def __init__(
@@ -51,8 +53,8 @@ class Cluster:
         frontend_flags: Mapping[str, object] | None = None,
         **engine_flags: object,
     ) -> None:
-        """``spares``: how many of the engines get no requests at first. ``hosts``: of the engines, where they have others than
-        this one.
+        """Create the cluster. ``spares``: number of engines that get no requests at first. ``hosts``: hosts of the
+        engines, if not this machine.
         """
         self.spares = spares
         self.coordinator = Service(
@@ -117,7 +119,7 @@ class Cluster:
         await self._stack.aclose()
 
     async def until_engines_are_seen(self, count: int) -> None:
-        """Wait until every frontend that runs routes to so many engines. TimeoutError after half a minute."""
+        """Wait until all running frontends route to ``count`` engines. Raises TimeoutError after half a minute."""
         async with asyncio.timeout(PATIENCE):
             for frontend in self.frontends:
                 async with make_channel(frontend.address) as channel:
@@ -129,7 +131,7 @@ class Cluster:
         return (await stub.ListModels(pb.ListModelsRequest())).models[0].num_engines
 
     async def stats(self) -> list[stats_pb2.SchedulerStats]:
-        """The load of every engine, asked of itself."""
+        """Return the load of every engine, queried from the engine itself."""
         found = []
         for engine in self.engines:
             async with make_channel(engine.address) as channel:
@@ -138,7 +140,7 @@ class Cluster:
         return found
 
     async def until_idle(self) -> None:
-        """Wait until no engine has a request. TimeoutError after half a minute."""
+        """Wait until no engine has a request. Raises TimeoutError after half a minute."""
         async with asyncio.timeout(PATIENCE):
             while any(s.num_running_reqs or s.num_waiting_reqs for s in await self.stats()):
                 await asyncio.sleep(0.05)
@@ -146,13 +148,13 @@ class Cluster:
     def generate(
         self, prompt: str, *, lora: str = "", **sampling: Any
     ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
-        """A stream that has begun. ``lora``: the name of an adapter, empty for none."""
+        """Start a stream and return its call. ``lora``: name of an adapter, or empty."""
         params = SamplingParams(**sampling)
         return self.stub.Generate(pb.GenerateRequest(text=prompt, lora=lora, sampling_params=params))
 
 
 async def read(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> Answer:
-    """Read a delta stream to its end, from wherever it is."""
+    """Read the remaining messages of a delta stream."""
     answer = Answer()
     while isinstance(response := await call.read(), pb.GenerateResponse):
         answer.text += response.text

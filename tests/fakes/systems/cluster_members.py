@@ -1,4 +1,4 @@
-"""A coordinator on a free port, and engines and frontends as it sees them: their real clients, without the services around."""
+"""Coordinator on a free port, and its real clients of engines and frontends, without the rest of these services."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ async def connected(address: str) -> "AsyncIterator[service_pb2_grpc.Coordinator
 
 
 class Engine:
-    """The engine's side of its client, with the answers of an engine process."""
+    """An engine's coordinator client, with the answers of an engine process."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Engine:
 
 
 class Frontend:
-    """The frontend's side of its client: remembers all views and lets tests wait for one."""
+    """A frontend's coordinator client, which stores all views and lets tests wait for a view."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Frontend:
 
 @contextlib.asynccontextmanager
 async def alive(*sides: Engine | Frontend) -> AsyncIterator[tuple[Engine | Frontend, ...]]:
-    """Engines or frontends whose clients run."""
+    """Run the clients of engines or frontends during the block."""
     tasks = [asyncio.create_task(side.client.run()) for side in sides]
     try:
         yield sides

@@ -1,4 +1,4 @@
-"""A data-parallel group whose processes are killed at points that have names."""
+"""Data-parallel group whose processes are killed at named points."""
 
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ class FaultyRanks(RankGroup):
         return self._directory / str(engine.port)
 
     def arm(self, engine: Service, point: str, victim: Service | None = None) -> None:
-        """When the engine comes to the point next, the victim is killed; the engine itself if there is none."""
+        """Let the victim be killed when the engine next reaches the point. Without a victim, the engine itself is
+        killed.
+        """
         self._armed(engine).with_suffix(".done").unlink(missing_ok=True)
         pid = 0 if victim is None or victim is engine else victim.pid
         Fault(0, point, "kill", pid).arm(self._armed(engine))
 
     def fired(self, engine: Service) -> bool:
-        """Whether the engine has come to the point that was armed last."""
+        """Return whether the engine has reached the point that was armed last."""
         return fired(self._armed(engine)) is not None

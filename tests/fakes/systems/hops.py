@@ -35,13 +35,14 @@ from tests.fakes.patience import PATIENCE
 from tests.fakes.systems.cluster_members import HELLO, address_of, register, running
 
 Attempt = Callable[[Identity | None, bytes], Awaitable[str]]
-"""Call with a certificate, or none, trusting a CA (nothing: without TLS). Returns the name of the code that came of it."""
+"""Call with a certificate or None, and a trusted CA (empty: without TLS). Returns the name of the resulting code."""
 Alive = Callable[[], Awaitable[None]]
 
 
 class Hop:
-    """``right`` is the name that the server lets in. ``attempt``: see Attempt. ``alive`` raises when the neighbour's stream,
-    which was there before, is not served any more.
+    """Connection between two services. ``right``: name that the server accepts. ``attempt``: see Attempt.
+
+    ``alive`` raises an error if the existing stream of the peer is no longer served.
     """
 
     def __init__(self, right: str, attempt: Attempt, alive: Alive) -> None:
@@ -51,7 +52,7 @@ class Hop:
 
 
 class Sites:
-    """Where the files of a test's services are."""
+    """Directory with the certificate files of a test's services."""
 
     def __init__(self, authority: Authority, directory: Path, model: Path) -> None:
         self.authority = authority
@@ -59,7 +60,7 @@ class Sites:
         self._directory = directory
 
     def files(self, name: str) -> Files:
-        """A certificate for this name, on disk."""
+        """Write a certificate for this name, and return its files."""
         return self.authority.issue(name).write(self._directory / name)
 
 
@@ -175,20 +176,20 @@ async def _frontend(sites: Sites) -> AsyncIterator[tuple[FrontendServer, Alive]]
         async def alive() -> None:
             reading = asyncio.ensure_future(anext(stream))
             async with asyncio.timeout(PATIENCE):
-                while not reading.done():  # text of half a character is not sent
+                while not reading.done():  # no text is sent for half a character
                     engine.step()
                     await asyncio.sleep(0.002)
             found = reading.result()
             assert found.token_ids or found.text, (
                 found
-            )  # text comes alone where its token has the begin of the next character
+            )  # the text ends before an incomplete character of its last token
 
         yield frontend, alive
 
 
 @contextlib.asynccontextmanager
 async def _coordinator(sites: Sites) -> AsyncIterator[tuple[int, Alive]]:
-    """A coordinator and an engine's session; ``alive`` registers one more engine by it."""
+    """Run a coordinator with a session of an engine. ``alive`` registers one more engine."""
     tls = sites.files("penstock-coordinator").server()
     async with running(server=ServerConfig(host="127.0.0.1", port=0, tls=tls)) as coordinator:
         credentials = sites.files("penstock-enginecore").credentials()
@@ -252,7 +253,7 @@ async def _metric_spec(channel: grpc.aio.Channel) -> None:
 
 
 async def _greet(call: Any, message: Any) -> None:
-    """Begin a session. Raises AioRpcError when it is refused."""
+    """Start a session. Raises AioRpcError if the session is refused."""
     with contextlib.suppress(grpc.aio.UsageError):  # refused before the write
         await call.write(message)
     await call.read()

@@ -1,6 +1,6 @@
-"""Two frontends in front of an engine for prompts and two for outputs, as processes, with cables between all of them.
+"""Two frontends, one prefill engine and two decode engines as processes, with proxies (cables) between them.
 
-A cell of the matrix has a request go over, and something happens to one of them, or to the network, when it is at a point.
+In a cell of the matrix, a request is handed over. At a point of the handoff, a process or the network fails.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ PROMPT_TOKENS = BLOCKS * BLOCK_SIZE + 5
 VOCAB = 2048
 POINTS = ("grant", "open", "first block", "middle block", "last block", "copy", "first token")
 SILENCE = 0.5
-"""Seconds until an engine takes another one for gone that owes it blocks."""
+"""Seconds without an answer after which an engine considers the source of blocks lost."""
 LEASE = 1.0
 Victim = Literal["source", "destination", "frontend", "network", "nobody"]
 How = Literal["killed", "restarted", "stopped", "cut off", "black-holed", "left alone"]
@@ -48,7 +48,7 @@ KINDS = {"delta": sampling_pb2.OUTPUT_KIND_DELTA, "final": sampling_pb2.OUTPUT_K
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """``victim`` is ``how`` when a request with outputs of a ``kind``, ``n`` sequences, is at ``point``."""
+    """Cell: ``victim`` fails in the way ``how`` when a request with ``n`` outputs of ``kind`` is at ``point``."""
 
     victim: Victim
     how: How
@@ -70,9 +70,9 @@ class Count(msgspec.Struct):
     duplicated: int = 0
     differing: int = 0
     own: int = 0
-    """Streams of a frontend that was killed, which ended with it."""
+    """Number of streams that ended because their frontend was killed."""
     left: int = 0
-    """Cells that left something behind."""
+    """Number of cells after which resources were left."""
 
     def add(self, other: "Count") -> None:
         for name in self.__struct_fields__:
@@ -80,12 +80,12 @@ class Count(msgspec.Struct):
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no cell had an error."""
         return not (self.failed or self.lost or self.duplicated or self.differing or self.left)
 
 
 class Rig:
-    """``async with Rig(model, folder, transport)``. ``expected``: the tokens of a prompt's sequences, by prompt and seed."""
+    """Rig: ``async with Rig(model, folder, transport)``. ``expected``: tokens of the sequences, by prompt and seed."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Rig:
             each.add_flag("kv-transfer.port", port)
             each.add_flag("kv-transfer.advertise", f"127.0.0.1:{cable.port}")
         self._cables = [[TcpProxy(each.port) for each in self.engines] for _ in range(2)]
-        """Of sessions, by frontend and engine."""
+        """Cables of sessions, by frontend and engine."""
         self.frontends = [
             Service(
                 "penstock_frontend",
@@ -153,7 +153,7 @@ class Rig:
             for number, cables in enumerate(self._cables)
         ]
         self._tasks: dict[Service, float] = {}
-        """Asyncio tasks of each while nothing runs."""
+        """Number of asyncio tasks of each service while no request runs."""
 
     @property
     def services(self) -> list[Service]:
@@ -207,7 +207,8 @@ class Rig:
         await self._heal()
         if cell.victim == "nobody" or (cell.point == "first token" and cell.victim in ("frontend", "network")):
             moved = [after - start for after, start in zip(await self._moved(), before, strict=True)]
-            # A request that loses its session may resume on the other engine, which does not have the prompt either.
+            # A request that loses its session may resume on the other engine, which also does not have the prompt's
+            # blocks.
             takers = 2 if cell.victim == "frontend" and cell.how in ("cut off", "black-holed", "stopped") else 1
             if moved not in [[engines * BLOCKS] * 2 for engines in range(1, takers + 1)]:
                 self._wrong(cell, count, "left", f"{BLOCKS} blocks were missing, and given and taken were {moved}")
@@ -285,7 +286,7 @@ class Rig:
     # Requests.
 
     def _prompt(self) -> list[int]:
-        """One that no other begins like."""
+        """Return a prompt that shares no prefix with other prompts."""
         self._num_requests += 1
         number = self._num_requests
         return [10 + (number * 7919 + place * (31 + number)) % 2000 for place in range(PROMPT_TOKENS)]
@@ -365,7 +366,7 @@ class Rig:
                 self._wrong(cell, count, "left", service.log()[-3000:])
 
     async def _clean(self) -> None:
-        """Wait until nothing is left anywhere."""
+        """Wait until no service has resources of requests."""
         for service in self.services:
             while await self._left_at(service):
                 await asyncio.sleep(0.02)
@@ -379,7 +380,7 @@ class Rig:
         return left
 
     async def _moved(self) -> list[float]:
-        """Blocks that the source has given, and that the others have taken."""
+        """Return the number of blocks that the source has sent, and the numbers that the other engines have received."""
         given, *taken = [(await self._metrics(each)) for each in self.engines]
         return [
             given.get("penstock:kv_transfer_blocks_total out", 0.0),
@@ -395,7 +396,7 @@ class Rig:
             await asyncio.sleep(0.02)
 
     async def _whole(self) -> None:
-        """Wait until all that live serve, and every frontend sees every engine."""
+        """Wait until all running services serve, and all frontends are connected to all engines."""
         async with asyncio.timeout(PATIENCE):
             for service in self.services:
                 await service.serving()
@@ -444,7 +445,7 @@ _OF_FRONTENDS = ("penstock:requests_in_flight", "penstock:requests_held")
 
 
 def _is(cell: Cell, point: Point) -> bool:
-    """Whether a request is at the cell's point."""
+    """Return whether a request is at the cell's point."""
     match cell.point:
         case "grant":
             return point.name == ("given" if cell.victim == "destination" else "granted")
@@ -463,7 +464,7 @@ def _is(cell: Cell, point: Point) -> bool:
 
 
 def _segments(pid: int) -> set[str]:
-    """Files in shared memory that a process has open."""
+    """Return the files in shared memory that a process has open."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):

@@ -24,29 +24,29 @@ MEMORY_ID = "the same memory"
 
 
 def item(name: str, *sizes: int, offset: int = 0, length: int = 1) -> MultiModalFeature:
-    """A feature whose tensors have so many bytes, which only the name and the size decide."""
+    """Return a feature with tensors of these sizes in bytes. Their content depends only on name and size."""
     data = {f"t{place}": tensor_of(f"{name}/{place}", size) for place, size in enumerate(sizes)}
     return MultiModalFeature(modality="image", identifier=identifier_of(name), offset=offset, length=length, data=data)
 
 
 def identifier_of(name: str) -> str:
-    """Of the item of that name."""
+    """Return the identifier of the item with this name."""
     return blake2b(name.encode(), digest_size=32).hexdigest()
 
 
 def tensor_of(name: str, size: int) -> TensorData:
-    """Bytes that only the name and the size decide."""
+    """Return a tensor whose bytes depend only on name and size."""
     digest = blake2b(name.encode()).digest()
     return TensorData(dtype="uint8", shape=(size,), data=(digest * (size // len(digest) + 1))[:size])
 
 
 def request_of(request_id: str, *features: MultiModalFeature) -> EngineCoreRequest:
-    """A request with these media."""
+    """Return a request with these media."""
     return EngineCoreRequest(request_id=request_id, prompt_token_ids=[1], mm_features=list(features))
 
 
 def ready_of(quota: int, *, memory_id: str = "", max_tensor_bytes: int = 4096) -> EngineReady:
-    """What the engine says of itself."""
+    """Return the engine's ready message."""
     return EngineReady(
         engine_id="e",
         incarnation="1",
@@ -62,11 +62,10 @@ def ready_of(quota: int, *, memory_id: str = "", max_tensor_bytes: int = 4096) -
 
 
 class MediaSessionPair:
-    """A stream from its begin to its end. ``received``: what the engine has taken, by request. ``refused``: what has ended with
-    an error that went further than the session.
+    """A stream with both ends. ``received``: features that the engine has received, by request.
 
-    ``spoil``: reasons, by request id, for which the engine's end finds the next sending of a request no good, before it
-        reads it.
+    ``refused``: requests that ended with an error outside the session. ``spoil``: reasons, by request id, with which
+    the engine's end refuses the next message of a request before it reads the message.
     """
 
     def __init__(
@@ -79,9 +78,9 @@ class MediaSessionPair:
         root: Path | None = None,
     ) -> None:
         self.up: deque[tuple[pb.SessionRequest, frozenset[str], int]] = deque()
-        """Messages on their way, and what the mirror thought when each had been made."""
+        """Messages in transit, each with the state of the mirror when the message was created."""
         self.down: deque[EngineCoreOutputs | None] = deque()
-        """Outputs on their way, None for ``media_cleared``."""
+        """Outputs in transit. None represents ``media_cleared``."""
         self.received: dict[str, list[MultiModalFeature]] = {}
         self.refused: dict[str, RequestError] = {}
         self.spoil: dict[str, RequestFailed] = {}
@@ -102,12 +101,12 @@ class MediaSessionPair:
 
     @property
     def mirror(self) -> MediaMirror:
-        """The frontend's."""
+        """Mirror of the frontend."""
         assert self.out.mirror is not None
         return self.out.mirror
 
     def send(self) -> bool:
-        """Make the next messages. Returns whether there were any to make."""
+        """Create the next messages. Returns whether any were created."""
         if not self.out:
             return False
         for message in self.out.next():
@@ -116,7 +115,7 @@ class MediaSessionPair:
         return True
 
     def deliver(self) -> bool:
-        """Have the engine read the next message. Returns whether there was one."""
+        """Let the engine read the next message. Returns whether there was a message."""
         if not self.up:
             return False
         message, _, _ = self.up.popleft()
@@ -142,7 +141,7 @@ class MediaSessionPair:
         return True
 
     def settle(self) -> None:
-        """Until nothing is on its way."""
+        """Deliver messages until none is in transit."""
         while self.send() or self.deliver() or self.hear():
             pass
 
@@ -152,13 +151,13 @@ class MediaSessionPair:
         self.down.append(None)
 
     def end(self, request_id: str) -> None:
-        """The engine is done with a request."""
+        """End a request on the engine."""
         del self.received[request_id]
         output = EngineCoreOutput(request_id=request_id, finish_reason=FinishReason.STOP)
         self.down.append(EngineCoreOutputs(outputs=[output]))
 
     def close(self) -> None:
-        """The stream breaks."""
+        """Break the stream."""
         self.kept.clear()
         self.out.close()
 

@@ -17,12 +17,14 @@ TIMEOUT = PATIENCE
 
 
 class OracleCluster:
-    """``async with OracleCluster(model, [engine, ...], **frontend options)``: all engines that live are connected."""
+    """Cluster: ``async with OracleCluster(model, [engine, ...], **frontend options)``. All running engines are
+    connected.
+    """
 
     def __init__(self, model: Path, engines: Sequence[OracleProcess], **options: Any) -> None:
         self.engines = engines
         self.num_deaths = 0
-        """Engines that ``kept_alive`` has started again."""
+        """Number of restarts by ``kept_alive``."""
         self._model = model
         self._options = options
         self._stack = contextlib.AsyncExitStack()
@@ -41,14 +43,14 @@ class OracleCluster:
         await self._stack.aclose()
 
     async def until_connected(self, count: int | None = None) -> None:
-        """Wait until the frontend uses so many engines; without a number, all."""
+        """Wait until the frontend uses ``count`` engines, or all engines without a number."""
         wanted = len(self.engines) if count is None else count
         async with asyncio.timeout(TIMEOUT):
             while self.frontend.frontend._engines.view.num_engines != wanted:
                 await asyncio.sleep(0.01)
 
     async def until_held(self, count: int) -> None:
-        """Wait until so many sequences have no engine."""
+        """Wait until ``count`` sequences wait for an engine."""
         async with asyncio.timeout(TIMEOUT):
             while self.frontend.frontend._engines._dispatch.num_held != count:
                 await asyncio.sleep(0.01)
@@ -66,7 +68,7 @@ class OracleCluster:
 
     @contextlib.asynccontextmanager
     async def kept_alive(self) -> AsyncIterator[None]:
-        """Engines that die are started again, as Kubernetes would."""
+        """Restart engines that die, as Kubernetes does."""
 
         async def keep() -> None:
             while True:

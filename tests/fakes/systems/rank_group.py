@@ -21,31 +21,32 @@ from tests.fakes.processes import Service
 from tests.fakes.systems.cluster import Cluster
 
 LEASE = 2.0
-"""Seconds of the coordinator's leases."""
+"""Duration of the coordinator's leases in seconds."""
 
 
 def _own(seen: admin_pb.GetClusterResponse) -> list[data_parallel_pb2.GroupView]:
-    """Groups of engines in other pools are others' business."""
+    """Return the groups of this pool's engines."""
     return [group for group in seen.groups if group.pool == DEFAULT_POOL]
 
 
 def metric(service: Service, name: str) -> float:
-    """The value of a metric that has one series."""
+    """Return the value of a metric that has only one series."""
     with urllib.request.urlopen(f"http://{with_port(service.host, service.metrics_port)}/metrics") as response:
         lines = response.read().decode().splitlines()
     return float(next(line for line in lines if line.startswith(f"{name}{{")).rpartition(" ")[2])
 
 
 async def until(condition: Callable[..., bool], *args: Any) -> None:
-    """Wait for a condition, which is asked in a thread."""
+    """Wait for a condition, which is evaluated in a thread."""
     async with asyncio.timeout(PATIENCE):
         while not await asyncio.to_thread(condition, *args):
             await asyncio.sleep(0.02)
 
 
 class RankGroup(Cluster):
-    """A group of ``size`` ranks, and ``spares``: engines that take the place of lost ones. ``admin`` calls the operators' API of
-    the frontend.
+    """Group of ``size`` ranks, and ``spares``, engines that replace lost ranks.
+
+    ``admin`` calls the operators' API of the frontend.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RankGroup(Cluster):
         return self
 
     async def members(self) -> list[tuple[Service, int]]:
-        """The engines in order of their ranks, each with the number under which requests may name it."""
+        """Return the engines in order of their ranks, each with the index that requests use for it."""
         seen = await self.admin.GetCluster(admin_pb.GetClusterRequest())
         by_id = {f"engine-{number}": engine for number, engine in enumerate(self.engines)}
         index = {engine.engine_id: engine.index for engine in seen.engines}
@@ -88,7 +89,7 @@ class RankGroup(Cluster):
         return [(by_id[member.engine_id], index[member.engine_id]) for member in told.group.members]
 
     async def whole(self, size: int | None = None) -> None:
-        """Wait until so many ranks (else ``self.size``) are in one group, and the frontend knows it."""
+        """Wait until ``size`` ranks (default ``self.size``) are in one group and the frontend knows the group."""
         async with asyncio.timeout(PATIENCE):
             while not await self._is_whole(self.size if size is None else size):
                 await asyncio.sleep(0.05)
@@ -101,7 +102,7 @@ class RankGroup(Cluster):
         return await asyncio.to_thread(lambda: all(_is_in(engine, told.group.epoch) for engine in ranks))
 
     async def scale(self, size: int) -> None:
-        """Have so many ranks, and wait for them; a change that is not over yet is waited for as well."""
+        """Change the group to ``size`` ranks and wait for it. Also waits for a change in progress."""
         async with asyncio.timeout(PATIENCE):
             while not await self._is_whole(size):
                 told = await self._told()
@@ -110,8 +111,9 @@ class RankGroup(Cluster):
                 await asyncio.sleep(0.05)
 
     async def ask_for(self, size: int) -> int:
-        """Ask for so many ranks, once the coordinator knows its group. Returns how many there were to be before. Raises what the
-        frontend refuses it with.
+        """Ask for ``size`` ranks, once the coordinator knows its group. Returns the previous target.
+
+        Raises the frontend's error if the call is refused.
         """
         async with asyncio.timeout(PATIENCE):
             while True:
@@ -129,12 +131,12 @@ class RankGroup(Cluster):
 
 
 def held(engine: Service) -> tuple[int, int]:
-    """Threads and file descriptors of a process."""
+    """Return the numbers of threads and of file descriptors of a process."""
     return tuple(len(list(Path(f"/proc/{engine.pid}/{what}").iterdir())) for what in ("task", "fd"))  # type: ignore[return-value]
 
 
 def resident(engine: Service) -> float:
-    """Memory of a process, in MiB."""
+    """Return the memory of a process in MiB."""
     lines = Path(f"/proc/{engine.pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS:")).split()[1]) / 1024
 
@@ -143,4 +145,4 @@ def _is_in(engine: Service, epoch: int) -> bool:
     try:
         return metric(engine, "penstock:group_epoch") == epoch and not metric(engine, "penstock:group_suspended")
     except OSError:
-        return False  # it does not listen yet, or any more
+        return False  # the service does not listen yet, or no longer listens

@@ -16,11 +16,11 @@ from tests.fakes.engines.in_process import CLIENT, build_engine
 NUM_LIKELIEST = 20
 """Number of log-probabilities at each position, in addition to that of the position's own token."""
 Position = tuple[tuple[int, ...], bytes, tuple[int, ...]]
-"""Token ids, their log-probabilities as float32, their ranks."""
+"""Entries of a position: token ids, their log-probabilities as float32 bytes, and their ranks."""
 
 
 class _Columns(Protocol):
-    """A ``penstock.common.v1.Logprobs``, or the engine's struct of that name."""
+    """Interface of ``penstock.common.v1.Logprobs`` and of the engine's struct with that name."""
 
     @property
     def offsets(self) -> Sequence[int]: ...
@@ -33,20 +33,20 @@ class _Columns(Protocol):
 
 
 class Scored(msgspec.Struct):
-    """An answer's tokens; and of each of the prompt's positions but the first, and of each token, log-probabilities."""
+    """An answer's tokens, and the log-probabilities of each token and of each prompt position except the first."""
 
     token_ids: list[int] = []
     prompt: list[Position] = []
     output: list[Position] = []
 
     def take(self, piece: pb.GenerateResponse) -> None:
-        """What came of a stream."""
+        """Add a message of a stream."""
         self.token_ids += piece.token_ids
         self.prompt += _positions(piece.prompt_logprobs)
         self.output += _positions(piece.logprobs)
 
     def difference(self, other: "Scored") -> str:
-        """Where it first differs from another one; empty where it does not."""
+        """Return a text about the first difference from another answer, or an empty text."""
         for name in self.__struct_fields__:
             own, others = getattr(self, name), getattr(other, name)
             for i, (one, another) in enumerate(itertools.zip_longest(own, others)):
@@ -56,8 +56,9 @@ class Scored(msgspec.Struct):
 
 
 def alone(path: Path, prompts: Sequence[Sequence[int]], count: int) -> list[Scored]:
-    """The ``count`` greedy tokens behind each prompt, of an engine in this process that has one request at a time, all experts,
-    and nobody to tell its log-probabilities to: as they leave its scheduler, they are float32.
+    """Return the ``count`` greedy tokens after each prompt, from an engine in this process with one request at a time.
+
+    The engine has all experts. Its log-probabilities are float32, because they come directly from the scheduler.
     """
     engine = build_engine(path, cache={"block_size": 16, "num_blocks": 128, "enable_prefix_caching": False})
     params = SamplingParams(

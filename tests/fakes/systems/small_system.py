@@ -1,4 +1,4 @@
-"""A whole system in a test's process: a coordinator, two engines over fake executors, a frontend, and every gauge they have."""
+"""System in a test's process: a coordinator, two engines with fake executors, and a frontend, with all their gauges."""
 
 import asyncio
 import contextlib
@@ -26,21 +26,21 @@ from tests.fakes.systems.cluster_members import address_of, running
 
 VOCAB = byte_level().get_vocab_size()
 OF_THE_PROCESS = ("process_", "python_", "penstock:threads", "penstock:asyncio_tasks")
-"""All services of a test share a process, with the test."""
+"""Prefixes of metrics about the process, which the test and all its services share."""
 ADAPTERS = {"pirate": "/adapters/pirate"}
-"""The LoRA adapters that there may be."""
+"""LoRA adapters that a test can enable."""
 PROMPT = pb.TokenIds(ids=range(5))
 POISON = 7
-"""No step with a prompt of so many tokens succeeds."""
+"""Prompt length in tokens with which every step fails."""
 MAX_RUNNING = 2
 MAX_WAITING = 4
-"""Requests that each engine runs at once, and takes into its queue."""
+"""Maximum number of running requests of an engine, and maximum number of requests in its queue."""
 
 Gauges = dict[tuple[str, str], float]
 
 
 def gauges(registries: Iterable[tuple[str, CollectorRegistry]]) -> Gauges:
-    """Every gauge by its service, name and labels."""
+    """Return all gauges by service, name and labels."""
     return {
         (service, f"{sample.name}{sorted(sample.labels.items())}"): sample.value
         for service, registry in registries
@@ -51,7 +51,9 @@ def gauges(registries: Iterable[tuple[str, CollectorRegistry]]) -> Gauges:
 
 
 class Engine(EngineServer):
-    """Computes only while ``open`` is set. A step with a prompt of ``POISON`` tokens fails. ``adapters``: it applies ADAPTERS."""
+    """Engine that computes only while ``open`` is set. A prompt of ``POISON`` tokens fails. ``adapters``: enables
+    ADAPTERS.
+    """
 
     def __init__(self, engine_id: str, coordinator: str, *, adapters: bool = False) -> None:
         self.open = threading.Event()
@@ -87,16 +89,16 @@ class Engine(EngineServer):
 
     @property
     def num_calls(self) -> int:
-        """What has come in and waits for the step to end."""
+        """Number of received messages that wait for the end of the step."""
         return self.busy_loop._queues._input.qsize()
 
     def break_sessions(self) -> None:
-        """Every frontend loses it, and may come back."""
+        """Break the sessions of all frontends, which may reconnect."""
         self.io._thread.loop.call_soon_threadsafe(self.io.sessions.close_all)
 
 
 class System:
-    """A coordinator, two engines over fake executors and a frontend, with every gauge they have."""
+    """Coordinator, two engines with fake executors, and frontend, with all their gauges."""
 
     def __init__(self, frontend: FrontendServer, engines: list[Engine], coordinator: CollectorRegistry) -> None:
         self.frontend = frontend
@@ -113,17 +115,17 @@ class System:
 
     @property
     def busy(self) -> int:
-        """Requests that run on engines."""
+        """Number of running requests on all engines."""
         return sum(engine.busy_loop.stats().num_running_reqs for engine in self.engines)
 
     @property
     def waiting(self) -> int:
-        """Requests in the queues of engines."""
+        """Number of requests in the queues of all engines."""
         return sum(engine.busy_loop.stats().num_waiting_reqs for engine in self.engines)
 
     @property
     def num_steps(self) -> int:
-        """Steps that engines have begun."""
+        """Number of steps that engines have started."""
         return sum(engine.executor.num_steps for engine in self.engines)  # type: ignore[attr-defined]
 
     def generate(self, **fields: Any) -> Any:
@@ -131,7 +133,7 @@ class System:
 
     @contextlib.asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Engines take requests inside, and start none."""
+        """Pause the engines during the block: they accept requests, but start none."""
         engines = self.frontend.frontend._engines
         await engines.call_utility("pause", ["keep", False])
         try:
@@ -141,7 +143,7 @@ class System:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Engines do not finish a step inside."""
+        """Hold the engines during the block: they finish no step."""
         for engine in self.engines:
             engine.open.clear()
         try:
@@ -153,7 +155,7 @@ class System:
 
 @contextlib.asynccontextmanager
 async def started(model: Path, *, adapters: bool = False) -> AsyncIterator[System]:
-    """``adapters``: requests may name those of ADAPTERS."""
+    """Start the system. ``adapters``: whether requests may use ADAPTERS."""
     async with running() as coordinator, contextlib.AsyncExitStack() as stack:
         engines = [Engine(f"engine-{number}", address_of(coordinator), adapters=adapters) for number in range(2)]
         for engine in engines:

@@ -1,4 +1,4 @@
-"""Engines that have a second node each, as processes at a loopback address of their own."""
+"""Engines with a second node each. Nodes are processes at separate loopback addresses."""
 
 from pathlib import Path
 from types import TracebackType
@@ -10,10 +10,12 @@ from tests.fakes.systems.cluster import Cluster
 
 
 class SpreadCluster(Cluster):
-    """``async with SpreadCluster(model)``: two stages of a pipeline, each on a node. ``nodes``: the second of each engine."""
+    """Cluster: ``async with SpreadCluster(model)``. Each pipeline stage runs on a node. ``nodes``: second node per
+    engine.
+    """
 
     def __init__(self, model: Path, *, engines: int, tensor_parallel_size: int = 1, **more: Any) -> None:
-        """``more``: flags of the engines and of their nodes."""
+        """Create the cluster. ``more``: flags of the engines and of their nodes."""
         flags: dict[str, Any] = more | {
             "executor__tensor_parallel_size": tensor_parallel_size,
             "executor__pipeline_parallel_size": 2,

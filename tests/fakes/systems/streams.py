@@ -1,4 +1,4 @@
-"""Greedy streams whose answers are known, and when each of their pieces came."""
+"""Greedy streams with known answers, and the arrival times of their pieces."""
 
 import asyncio
 import itertools
@@ -19,11 +19,10 @@ Known = Sequence[int] | Scored
 
 
 def greedy(prompt: Sequence[int], count: int, rank: int | None = None) -> pb.GenerateRequest:
-    """A request for ``count`` tokens and no text; ``rank``: the number of the engine that takes it.
+    """Return a request for ``count`` tokens without text. ``rank``: index of the engine that must serve it.
 
-    A frontend keeps up to eight tokens back that are no whole characters, of which a random model makes many: pieces of
-    such a
-    stream would come up to eight steps after one another.
+    For text, a frontend holds back up to eight tokens that do not form complete characters. A random model produces
+    many such tokens, so pieces of a text stream could arrive up to eight steps apart.
     """
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt),
@@ -35,7 +34,7 @@ def greedy(prompt: Sequence[int], count: int, rank: int | None = None) -> pb.Gen
 
 
 def asks_for(known: Known, prompt: Sequence[int], rank: int | None = None) -> pb.GenerateRequest:
-    """A request whose answer is ``known``."""
+    """Return a request whose answer is ``known``."""
     if not isinstance(known, Scored):
         return greedy(prompt, len(known), rank)
     request = greedy(prompt, len(known.token_ids), rank)
@@ -44,10 +43,10 @@ def asks_for(known: Known, prompt: Sequence[int], rank: int | None = None) -> pb
 
 
 class Stream:
-    """One that is read as it comes. ``times``: of its pieces, in seconds of ``time.monotonic``."""
+    """Stream that is read in the background. ``times``: arrival times of its pieces, by ``time.monotonic``."""
 
     def __init__(self, call: Any, expected: Known, engine: Service | None = None) -> None:
-        """``engine``: where it begins, if that was said."""
+        """Start to read. ``engine``: engine on which the stream begins, if known."""
         self.engine = engine
         self.times: list[float] = []
         self._answer = Scored()
@@ -57,7 +56,7 @@ class Stream:
         self._reading = asyncio.create_task(self._read())
 
     async def begun(self) -> None:
-        """Wait for its first token."""
+        """Wait for the first token of the stream."""
         await self._begun.wait()
 
     async def is_right(self) -> bool:
@@ -70,7 +69,9 @@ class Stream:
         return not difference
 
     def longest_gap(self, since: float) -> float:
-        """Most seconds between two pieces, the second of them behind ``since``; 0 where it was over."""
+        """Return the longest time in seconds between two pieces, with the second after ``since``; 0 if there is no such
+        pair.
+        """
         pairs = itertools.pairwise(self.times)
         return max((later - earlier for earlier, later in pairs if later > since), default=0.0)
 
@@ -85,7 +86,9 @@ class Stream:
 
 
 class Streams:
-    """Rounds of ``count`` streams, dealt out to the engines of ``order``; where that is empty, the frontend chooses."""
+    """Rounds of ``count`` streams on the engines of ``order`` in turn. If ``order`` is empty, the frontend chooses
+    engines.
+    """
 
     def __init__(
         self,
@@ -95,17 +98,19 @@ class Streams:
         order: Sequence[tuple[Service, int]] = (),
         count: int = 32,
     ) -> None:
-        """``expected``: the answer of each prompt. ``order``: engines with the number under which requests may name them."""
+        """Create the streams. ``expected``: answer of each prompt. ``order``: engines with the index that requests use
+        for them.
+        """
         self._cluster, self._prompts, self._expected = cluster, prompts, expected
         self._placed = [order[i % len(order)] if order else None for i in range(count)]
         self._streams: list[Stream] = []
 
     def placed_on(self, engine: Service) -> int:
-        """Streams of a round that begin on this engine."""
+        """Return the number of streams of a round that begin on this engine."""
         return sum(place is not None and place[0] is engine for place in self._placed)
 
     async def begin(self) -> "Streams":
-        """Begin a round: each of its streams has its first token."""
+        """Start a round, and wait until each of its streams has its first token."""
         self._streams = []
         for i, place in enumerate(self._placed):
             expected = self._expected[i % len(self._expected)]
@@ -119,12 +124,12 @@ class Streams:
         return (await asyncio.gather(*(stream.is_right() for stream in self._streams))).count(False)
 
     def longest_gap(self, since: float, *, but: Collection[Service] = ()) -> float:
-        """Of those that began elsewhere than on ``but``: ``Stream.longest_gap``."""
+        """Return the longest ``Stream.longest_gap`` of all streams that did not begin on an engine in ``but``."""
         return max(stream.longest_gap(since) for stream in self._streams if stream.engine not in but)
 
 
 class Load:
-    """As many streams at once, of which each that ends is followed by another, until the block ends; all have to be right."""
+    """Constant number of concurrent streams until the end of the block. All answers must be right."""
 
     def __init__(
         self, cluster: Cluster, prompts: Sequence[Sequence[int]], expected: Sequence[Known], count: int = 32
@@ -136,7 +141,7 @@ class Load:
 
     @property
     def num_answers(self) -> int:
-        """Streams that have ended."""
+        """Number of streams that have ended."""
         return len(self._over)
 
     async def __aenter__(self) -> "Load":
@@ -150,7 +155,7 @@ class Load:
         await asyncio.wait_for(asyncio.gather(*self._tasks), PATIENCE)
 
     async def answered(self, count: int) -> None:
-        """Wait for so many answers more."""
+        """Wait for ``count`` more answers."""
         wanted = self.num_answers + count
         async with asyncio.timeout(PATIENCE):
             while self.num_answers < wanted:
@@ -160,7 +165,7 @@ class Load:
                 await asyncio.sleep(0.05)
 
     def longest_gap(self, since: float) -> float:
-        """``Stream.longest_gap`` of all."""
+        """Return the longest ``Stream.longest_gap`` of all streams."""
         return max(stream.longest_gap(since) for stream in [*self._over, *self._current.values()])
 
     async def _go_on(self, number: int) -> None:

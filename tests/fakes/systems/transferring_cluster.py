@@ -1,4 +1,4 @@
-"""Engines that hand keys and values over to each other, with a frontend that sends prompts to one and outputs to another."""
+"""Engines that transfer KV blocks to each other, with a frontend that uses separate engines for prefill and decode."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from tests.fakes.systems.cluster import Cluster
 
 
 def transferring(model: Path, engines: int, transport: str, *roles: str, **flags: Any) -> Cluster:
-    """The cluster, not started. ``roles``: of the engines, where they have one."""
+    """Return the cluster, which is not started yet. ``roles``: roles of the engines, if any."""
     cluster = Cluster(
         model,
         engines=engines,

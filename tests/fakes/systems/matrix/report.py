@@ -1,4 +1,4 @@
-"""The page with the matrix's table, docs/reference/failure-matrix.md."""
+"""Writer of the page with the matrix's table, docs/reference/failure-matrix.md."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,17 +21,19 @@ WRONG = ("failed", "duplicated", "lost", "differing")
 
 
 class Report:
-    """A row per failure: how many streams there were per step, and how those of all steps went."""
+    """Table with a row per failure: number of streams per step, and the results of the streams of all steps."""
 
     def __init__(self) -> None:
         self._cells: list[CellResult] = []
 
     def add(self, cell: CellResult) -> None:
-        """A cell is done."""
+        """Add the result of a cell."""
         self._cells.append(cell)
 
     def table(self) -> str:
-        """As Markdown. A step's column has its streams, and behind a slash those that were wrong, if any."""
+        """Return the table as Markdown. A step's column has the number of streams and, after a slash, of wrong streams,
+        if any.
+        """
         steps = list(dict.fromkeys(cell.step for cell in self._cells))
         heads = ["failure", *steps, "cells", "streams", *WRONG, "neighbours", "disturbed"]
         lines = [f"| {' | '.join(heads)} |", f"|---|{'--:|' * (len(heads) - 1)}"]
@@ -41,7 +43,7 @@ class Report:
         return "\n".join(lines)
 
     def write(self, path: str) -> None:
-        """The page with the table into a file; nowhere without a path."""
+        """Write the page with the table to a file. Does nothing if the path is empty."""
         if path and self._cells:
             Path(path).write_text(f"{HEAD}\n{self.table()}\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""A frontend in front of oracle engines in processes of their own, and one cell of the matrix after the other on it."""
+"""Frontend with oracle engines in separate processes, on which the cells of the matrix run one after the other."""
 
 import asyncio
 import itertools
@@ -21,9 +21,9 @@ LIMIT = PATIENCE
 STEP_SECONDS = 0.005
 NEIGHBOUR_LENGTH = 40
 CACHED = 2
-"""Tokens of the prompt that engines have cached, unless it is their turn to fail."""
+"""Number of cached prompt tokens that engines report. The engine that is to fail reports another number."""
 BUSY = 100_000
-"""Requests that an engine says to have waiting so that the router takes another."""
+"""Number of waiting requests that an engine reports, so that the router chooses another engine."""
 CLEAN: dict[str, Any] = {
     "step_seconds": STEP_SECONDS,
     "held": False,
@@ -37,7 +37,7 @@ CLEAN: dict[str, Any] = {
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Where in a request the failure comes: when ``offset`` of its tokens are out. ``width``: tokens per step."""
+    """Time of the failure in a request: when ``offset`` of its tokens were sent. ``width``: tokens per step."""
 
     name: str
     offset: int
@@ -63,7 +63,7 @@ WIDE_STEPS = [
 
 
 class CellResult(msgspec.Struct, frozen=True):
-    """``streams``: of the requests on the engine that failed; ``neighbours``: of those on others, as they must be untouched."""
+    """Result of a cell. ``streams``: streams on the failed engine. ``neighbours``: streams on other engines."""
 
     failure: str
     step: str
@@ -73,12 +73,14 @@ class CellResult(msgspec.Struct, frozen=True):
 
     @property
     def wrong(self) -> list[str]:
-        """Everything that should not be."""
+        """Return all errors of the cell."""
         return [v.problem for v in (*self.streams, *self.neighbours) if v.kind != "right"] + list(self.problems)
 
 
 class Rig:
-    """``async with Rig(model, **frontend options)``. Engines take turns at failing and are mended while others do."""
+    """Rig: ``async with Rig(model, **frontend options)``. Engines fail in turn, and are repaired while other engines
+    fail.
+    """
 
     def __init__(self, model: Path, *, engines: int = 4, **options: Any) -> None:
         self.engines = [OracleProcess(f"oracle-{number}", drain_timeout=0.1, **CLEAN) for number in range(engines)]
@@ -147,26 +149,26 @@ class Rig:
         )
 
     async def heal(self, engine: OracleProcess) -> None:
-        """Make an engine well again, whatever it had, and wait until the frontend uses it."""
+        """Repair an engine after any failure, and wait until the frontend uses the engine."""
         engine.proxy.plug_in()
         engine.proxy.delay = 0.0
         if engine.alive:
             engine.go_on()
             try:
                 await engine.set(**CLEAN)
-            except OSError:  # it is about to end
+            except OSError:  # the engine is about to end
                 await engine.ended()
         if not engine.alive:
             await engine.restart()
         await self._until(lambda: self.serves(engine))
 
     async def healed(self) -> None:
-        """Wait until all engines are well."""
+        """Wait until all engines are repaired."""
         await asyncio.gather(*self._healing.values())
         self._healing.clear()
 
     async def until_moved(self, engine: OracleProcess) -> None:
-        """Wait until another engine has a request that was on this one, or nothing of the cell runs any more."""
+        """Wait until another engine has a request of this engine, or until no request of the cell runs."""
         others = [other for other in self.engines if other is not engine]
         async with asyncio.timeout(LIMIT):
             while not all(task.done() for task in self._running):
@@ -175,11 +177,11 @@ class Rig:
                 await asyncio.sleep(0.02)
 
     async def sleep(self, seconds: float) -> None:
-        """As long as a failure lasts."""
+        """Sleep for the duration of a failure."""
         await asyncio.sleep(seconds)
 
     def serves(self, engine: OracleProcess) -> bool:
-        """Whether the frontend gives new requests to an engine."""
+        """Return whether the frontend sends new requests to an engine."""
         status = self._status(engine)
         return status is not None and status.state is EngineState.SERVING
 
@@ -188,7 +190,9 @@ class Rig:
         return [engine for engine in self.engines if engine not in self._healing]
 
     async def _next_victim(self) -> tuple[OracleProcess, list[OracleProcess]]:
-        """The engine whose turn it is, as soon as it and one other at least are well, and the others that are."""
+        """Wait until the engine whose turn it is and another engine work. Return the engine and all other working
+        engines.
+        """
         victim = next(self._turns)
         if victim in self._healing:
             await self._healing.pop(victim)
@@ -202,7 +206,7 @@ class Rig:
         return victim, others
 
     async def _route_to(self, chosen: Sequence[OracleProcess]) -> None:
-        """Let the router take these engines, and none of the others unless it comes back in this very moment."""
+        """Let the router use only these engines. An engine that reconnects at this moment may also be used."""
         for engine in self.engines_alive():
             await engine.set(extra_waiting=0 if engine in chosen else BUSY)
         await self._until(
@@ -220,7 +224,7 @@ class Rig:
         return next((status for status in cluster if status.address == engine.reached_at), None)
 
     async def _until_added(self, prefix: str, count: int) -> None:
-        """Wait until so many sequences of this cell's requests with such ids are on engines."""
+        """Wait until engines have ``count`` sequences of this cell's requests whose ids have this prefix."""
         async with asyncio.timeout(LIMIT):
             while (
                 sum(name.startswith(self._prefix + prefix) for name, _, _ in await self._attempts(self.engines)) < count
@@ -228,19 +232,19 @@ class Rig:
                 await asyncio.sleep(0.005)
 
     async def _attempts(self, engines: Sequence[OracleProcess]) -> list[Any]:
-        """Id, attempt and number of prior tokens of all that engines were given of this cell, as far as they can be asked."""
+        """Return id, attempt and number of prior tokens of all requests of this cell on the engines that answer."""
         found = []
         for engine in engines:
             try:
                 given = (await engine.state())["attempts"] if engine.alive else []
-            except OSError:  # it comes up, or goes down
+            except OSError:  # the engine is starting or ending
                 continue
             found += [attempt for attempt in given if attempt[0].startswith(self._prefix)]
         return found
 
     @property
     def _prefix(self) -> str:
-        """What the ids of this cell's requests begin with."""
+        """Return the prefix of the ids of this cell's requests."""
         return f"{self._num_cells}-"
 
     def _begin(self, prefix: str, shapes: Sequence[Shape]) -> "list[asyncio.Task[Any]]":
@@ -267,7 +271,9 @@ class Rig:
         llm = self.frontend.frontend._llm
         if llm.num_live or len(llm._outputs):
             problems.append(f"the frontend still has {llm.num_live} requests and {len(llm._outputs)} sequences")
-        attempts = await self._attempts(self.engines)  # an engine that is well again by now may have taken some
+        attempts = await self._attempts(
+            self.engines
+        )  # an engine that has been repaired meanwhile may have accepted some requests
         for engine in self.engines_alive():
             try:
                 async with asyncio.timeout(PATIENCE):

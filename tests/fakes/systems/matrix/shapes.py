@@ -14,7 +14,7 @@ from tests.fakes.engines.oracle_engine import outputs
 from tests.fakes.models.small_tokenizers import byte_level
 
 LENGTH = 12
-"""Output tokens of every request that nothing stops before."""
+"""Number of output tokens of every request that no stop condition ends earlier."""
 PROMPT = "hello world"
 KINDS = {
     "delta": sampling_pb2.OUTPUT_KIND_DELTA,
@@ -25,7 +25,7 @@ _NEVER = "\x00"
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """All of one sequence, as a client must have it in the end. ``prompt_logprobs``: entries, as ``logprobs``."""
+    """Expected result of one sequence. ``prompt_logprobs`` has entries like ``logprobs``."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -47,7 +47,7 @@ class Entry(msgspec.Struct, frozen=True, order=True):
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """One request of a cell. ``name`` tells its kind and its number of sequences."""
+    """One request of a cell. ``name`` contains its kind and its number of sequences."""
 
     name: str
     request: pb.GenerateRequest
@@ -55,11 +55,10 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def shapes(offset: int, variants: Iterable[tuple[str, int]], *, every: bool, seed: int = 0) -> Iterator[Shape]:
-    """Every kind of request, for a failure that comes when ``offset`` tokens of each are out.
+    """Return requests of every kind, for a failure that happens when ``offset`` tokens of each request were sent.
 
-    Stop strings begin before that token and end behind it. ``variants``: output kinds and n; each shape has ``every``
-    one of
-    them, or else one after the other takes its turn.
+    Stop strings begin before that token and end after it. ``variants``: pairs of output kind and n. If ``every`` is
+    set, each shape has all variants; otherwise the shapes use the variants in turn.
     """
     variants = list(variants)
     if every:
@@ -75,13 +74,13 @@ def shapes(offset: int, variants: Iterable[tuple[str, int]], *, every: bool, see
 
 
 def plain(seed: int, length: int) -> Shape:
-    """A stream of tokens."""
+    """Return a request for a stream of tokens."""
     params = sampling_pb2.SamplingParams(seed=seed, max_tokens=length)
     return Shape("plain", pb.GenerateRequest(text=PROMPT, sampling_params=params), (_expected(params, 0),))
 
 
 def entries(message: logprobs_pb2.Logprobs, first: int = 0) -> tuple[Entry, ...]:
-    """The entries of log-probabilities whose first position is ``first``."""
+    """Return the entries of log-probabilities. ``first``: index of the first position."""
     found = []
     for position, (start, end) in enumerate(itertools.pairwise(message.offsets), start=first):
         for at in range(start, end):
@@ -97,7 +96,7 @@ def _plain(seed: int, offset: int, count: int) -> sampling_pb2.SamplingParams:
 
 
 def _walked(seed: int, offset: int, count: int) -> sampling_pb2.SamplingParams:
-    """Characters that several tokens make up."""
+    """Return parameters for characters that span several tokens."""
     return sampling_pb2.SamplingParams(seed=outputs.WALK + seed)
 
 
@@ -112,7 +111,7 @@ def _stop_included(seed: int, offset: int, count: int) -> sampling_pb2.SamplingP
 
 
 def _stop_after_min_tokens(seed: int, offset: int, count: int) -> sampling_pb2.SamplingParams:
-    """One that comes too early, and the one that counts."""
+    """Return parameters with a stop before min_tokens, which has no effect, and a stop after it."""
     params = _stop(seed, offset, count)
     params.min_tokens = 3
     params.stop.extend(_text(outputs.token(seed + i, 0)) for i in range(count))
@@ -120,12 +119,12 @@ def _stop_after_min_tokens(seed: int, offset: int, count: int) -> sampling_pb2.S
 
 
 def _stop_missed(seed: int, offset: int, count: int) -> sampling_pb2.SamplingParams:
-    """Text that is held back, and was no stop string after all."""
+    """Return parameters with a stop string whose beginning occurs, so that text is held back, but not its end."""
     return sampling_pb2.SamplingParams(seed=seed, stop=[_across(seed + i, offset) + _NEVER for i in range(count)])
 
 
 def _stop_token(seed: int, offset: int, count: int) -> sampling_pb2.SamplingParams:
-    """The token behind the failure, of each sequence; it does not count before the failure."""
+    """Return parameters with the token after the failure, of each sequence, as stop token."""
     at = min(offset, LENGTH - 1)
     tokens = sorted({outputs.token(seed + i, at) for i in range(count)})
     return sampling_pb2.SamplingParams(seed=seed, stop_token_ids=tokens, min_tokens=at)
@@ -182,7 +181,7 @@ def _across(seed: int, offset: int) -> str:
 
 @functools.cache
 def _options() -> list[str]:
-    """Texts of LENGTH - 1 tokens: with the token that ends them, LENGTH."""
+    """Return texts of LENGTH - 1 tokens. With the end-of-sequence token, they have LENGTH tokens."""
     return list(itertools.islice((text for text in _texts() if _num_tokens(text) == LENGTH - 1), 5))
 
 
@@ -228,7 +227,9 @@ def _expected(params: sampling_pb2.SamplingParams, index: int) -> Expected:
 
 
 def _cut(params: sampling_pb2.SamplingParams, tokens: Sequence[int]) -> tuple[str, int, int, str] | None:
-    """Return the text, the remaining tokens, the used tokens, and the first complete stop string. None if there is none."""
+    """Return the text, the remaining tokens, the used tokens, and the first complete stop string. None if there is
+    none.
+    """
     texts = [_text(token) for token in tokens]
     ends = list(itertools.accumulate(len(text) for text in texts))
     text = "".join(texts)

@@ -97,7 +97,7 @@ def _joined(messages: Sequence[pb.GenerateResponse]) -> _Got:
 
 
 def _cumulated(messages: Sequence[pb.GenerateResponse]) -> _Got | str:
-    """The last message, or how one contradicts the one before it."""
+    """Return the last message, or a text about a message that contradicts the previous message."""
     got = _Got()
     for message in messages:
         now = _Got(message.text, tuple(message.token_ids), entries(message.logprobs))

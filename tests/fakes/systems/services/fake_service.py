@@ -1,6 +1,6 @@
 """Services without a model: real processes with real gRPC servers, for tests of the command that runs them.
 
-``FAKE_<NAME>`` in the environment (``FAKE_ENGINE_1``) makes one of them misbehave: ``exit``, ``ignore-sigterm``.
+``FAKE_<NAME>`` in the environment (``FAKE_ENGINE_1``) makes a service misbehave: ``exit``, ``ignore-sigterm``.
 """
 
 import argparse
@@ -24,8 +24,8 @@ MODEL = messages_pb2.Model(name="fake", max_model_len=2048, num_engines=64)
 
 
 class FakeInference(service_pb2_grpc.InferenceServiceServicer):
-    """Repeats the prompt word by word, for each of n sequences in turn; the log-probability of word i is -i, and its rank
-    i + 1. ``wait`` hangs after the first word, ``wrong`` is refused.
+    """Repeats the prompt word by word, for each of n sequences in turn; the log-probability of word i is -i, and its
+    rank i + 1. ``wait`` hangs after the first word, ``wrong`` is refused.
     """
 
     def __init__(self, model_name: str = "fake") -> None:
@@ -69,7 +69,7 @@ class FakeInference(service_pb2_grpc.InferenceServiceServicer):
 
 
 def logprobs(text: str, i: int) -> logprobs_pb2.Logprobs:
-    """One position: the word, and one more."""
+    """Return the log-probabilities of one position: the word and one other word."""
     return logprobs_pb2.Logprobs(
         offsets=[0, 2], token_ids=[i, 0], logprobs=[-float(i), 0.0], ranks=[i + 1, 1], tokens=[text, " likely"]
     )

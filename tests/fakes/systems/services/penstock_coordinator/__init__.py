@@ -1,4 +1,4 @@
-"""Stands in for the coordinator. The command reads the real one's settings, before it starts this."""
+"""Replacement for the coordinator. The command reads the settings of the real coordinator before it starts this one."""
 
 import pkgutil
 

@@ -1,4 +1,4 @@
-"""Stands in for the coordinator where the command that starts it is tested."""
+"""Replacement for the coordinator in tests of the command that starts it."""
 
 from fake_service import main
 

@@ -1,4 +1,4 @@
-"""Stands in for the enginecore. The command reads the real one's settings, before it starts this."""
+"""Replacement for enginecore. The command reads the settings of the real enginecore before it starts this one."""
 
 import pkgutil
 

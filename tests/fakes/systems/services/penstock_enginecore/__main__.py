@@ -1,4 +1,4 @@
-"""Stands in for the enginecore where the command that starts it is tested."""
+"""Replacement for enginecore in tests of the command that starts it."""
 
 from fake_service import main
 

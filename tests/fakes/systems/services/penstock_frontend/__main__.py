@@ -1,4 +1,4 @@
-"""Stands in for the frontend where the command that starts it is tested."""
+"""Replacement for the frontend in tests of the command that starts it."""
 
 from fake_service import main
 
