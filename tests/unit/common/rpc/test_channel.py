@@ -1,4 +1,4 @@
-"""Peers that are there and say nothing, as processes that were stopped."""
+"""Connections to peers that are connected but do not answer, like stopped processes."""
 
 import asyncio
 import time

@@ -36,7 +36,7 @@ TIMEOUT = PATIENCE
 
 
 class RecordingSink:
-    """Keeps everything the loop says."""
+    """Records everything that the loop emits."""
 
     def __init__(self):
         self.changed = threading.Condition()

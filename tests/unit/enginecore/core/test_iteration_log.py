@@ -10,7 +10,7 @@ from penstock_enginecore.core.steps_in_flight import IterationLog
 
 
 class Engine:
-    """Steps at times that the test says."""
+    """Makes steps at times that the test sets."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.now = 1000.0

@@ -42,7 +42,7 @@ FAULTS = [
 
 
 def load(folder: Path, source: str) -> Any:
-    """The module of ``source``."""
+    """Import ``source`` as a module."""
     path = folder / f"mutated_{folder.name}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)

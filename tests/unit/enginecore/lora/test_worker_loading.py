@@ -1,4 +1,4 @@
-"""Facts that the engine gets about an adapter when several workers have loaded their parts of it."""
+"""Information about an adapter that the engine gets after several workers have loaded their parts of the adapter."""
 
 import pytest
 

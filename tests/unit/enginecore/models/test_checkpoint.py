@@ -61,7 +61,7 @@ def test_towers_and_pooling_models_are_compared_too(tmp_path: Path) -> None:
     edit_config(tmp_path, vision_config={**config["vision_config"], "intermediate_size": 40})
     with pytest.raises(ModelLoadError, match=r"tensor model.vision_tower.* has shape"):
         load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None, with_towers=True)
-    load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)  # which reads the text model alone
+    load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)  # reads only the text model
     save_tiny_model("llama", tmp_path / "pooled")
     edit_config(tmp_path / "pooled", intermediate_size=8)
     with pytest.raises(ModelLoadError, match="has shape"):

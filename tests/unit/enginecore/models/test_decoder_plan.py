@@ -105,7 +105,7 @@ def test_an_activation_that_is_not_known_is_refused_by_its_name(tmp_path: Path) 
 
 
 class Quantized(torch.nn.Linear):
-    """A linear layer by another rule."""
+    """A linear layer that computes something else."""
 
 
 def add_a_part(model: Any) -> None:

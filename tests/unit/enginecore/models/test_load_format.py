@@ -20,7 +20,7 @@ DEMO = Path("examples/demo_model/penstock-tiny")
 
 @pytest.fixture
 def without_weights(tmp_path: Path) -> Path:
-    """A checkpoint as one has it before the download."""
+    """Return a checkpoint without its weights, as it is before the weights are downloaded."""
     return shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
 
 

@@ -22,7 +22,7 @@ class MovedError(Exception):
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> torch.nn.Module:
-    """4 MiB of weights, of which two layers share what counts once."""
+    """Return a module with 4 MiB of weights. Weights that two layers share count once."""
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False), torch.nn.Linear(1024, 1024, bias=False))
     model[1].weight = model[0].weight
 

@@ -40,4 +40,4 @@ def test_a_checkpoints_code_runs_when_it_is_trusted(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     ran = checkpoint_with_code(tmp_path / "model")
     read_config(ModelConfig(path=str(tmp_path / "model"), trust_remote_code=True))
-    assert ran.exists()  # or the test above would show nothing
+    assert ran.exists()  # otherwise the test above would prove nothing

@@ -1,4 +1,6 @@
-"""A checkpoint with tensors that its model does not use is refused, by whichever way it is loaded; known extras are not."""
+"""A checkpoint with tensors that its model does not use is refused, by whichever way it is loaded; known extras are
+not.
+"""
 
 import json
 from collections.abc import Callable
@@ -40,7 +42,7 @@ def edit_config(path: Path, *without: str, **changes: object) -> None:
 
 
 def add(path: Path, *names: str) -> None:
-    """Write tensors into the checkpoint besides its own."""
+    """Add tensors to the checkpoint."""
     file = path / "model.safetensors"
     more = {name: torch.ones(2, 2) for name in names}
     save_file({**load_file(file), **more}, file, {"format": "pt"})

@@ -27,7 +27,9 @@ def library(request: pytest.FixtureRequest) -> NativeLibrary:
 
 
 def make(kind: str, width: int = 64) -> Any:
-    """Experts of random weights: of silu's gate, of a gate of their own with biases and inputs first, and without a gate."""
+    """Experts of random weights: of silu's gate, of a gate of their own with biases and inputs first, and without a
+    gate.
+    """
     sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": TOP}
     if kind == "mixtral":
         experts: Any = MixtralExperts(MixtralConfig(**sizes, num_local_experts=NUM_EXPERTS, intermediate_size=width))
@@ -53,7 +55,7 @@ def make(kind: str, width: int = 64) -> Any:
 
 
 def route(tokens: int, *, experts: int = NUM_EXPERTS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """States, and each token's experts, different ones, with their weights."""
+    """Return hidden states, and for each token different experts and their weights."""
     generator = torch.Generator().manual_seed(tokens)
     chosen = torch.stack([torch.randperm(experts, generator=generator)[:TOP] for _ in range(tokens)])
     return torch.randn(tokens, HIDDEN, generator=generator), chosen, torch.rand(tokens, TOP, generator=generator)

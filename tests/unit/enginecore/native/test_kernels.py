@@ -53,7 +53,7 @@ def linear(library: NativeLibrary, x: torch.Tensor, weight: torch.Tensor, bias: 
 
 
 def kept(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A weight that is packed as ``dtype``."""
+    """Return the values that a weight has after it is packed as ``dtype``."""
     return round_to_int8(weight) if dtype == torch.int8 else weight.to(dtype).float()
 
 
@@ -321,7 +321,7 @@ def test_a_draw_from_a_row_without_numbers_is_the_first_peak(library: NativeLibr
 
 
 def test_programs_give_the_same_with_more_threads_than_cores_and_others_beside_them() -> None:
-    """Threads that are put aside in the middle of a program come late to the next."""
+    """Threads that the system suspends in the middle of a program start the next program late."""
     weight, x = torch.randn(64, 48), torch.randn(9, 48)
     expected = F.linear(x, weight)
     wrong = []

@@ -1,4 +1,6 @@
-"""Attention of few queries over many keys: segments of keys are tasks of their own where there are more threads than tasks."""
+"""Attention of few queries over many keys: segments of keys are tasks of their own where there are more threads than
+tasks.
+"""
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ def open_with(isa: str, threads: int) -> NativeLibrary:
 
 @pytest.fixture(scope="module", params=[*runnable(), "rounding"])
 def alone_and_many(request: pytest.FixtureRequest) -> tuple[NativeLibrary, NativeLibrary]:
-    """The same kernels with one thread, which computes a query's keys in one task, and with eight."""
+    """Return the same kernels with one thread, which computes a query's keys in one task, and with eight threads."""
     return open_with(request.param, 1), open_with(request.param, 8)
 
 

@@ -97,7 +97,7 @@ def test_inputs_that_may_be_rounded_are_multiplied_as_one_part(rounding: NativeL
 
 @pytest.mark.skipif("avx512_bf16" not in runnable(), reason="this processor has no AVX512-BF16")
 def test_the_emulated_instruction_gives_the_bits_of_the_real_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers too small to be normal, infinite ones and none among them."""
+    """The numbers include subnormal and infinite ones and NaN."""
     real = open_library("avx512_bf16", 2, rounded=True)
     with monkeypatch.context() as patched:
         pretend(patched, "avx512_bf16")

@@ -1,4 +1,4 @@
-"""The kernels' threads end with their pool, in whatever order the system puts them aside."""
+"""The kernels' threads end with their pool, in whatever order the system suspends them."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Weights as 8-bit integers times a number per row."""
+"""Weights as 8-bit integers with one scale per row."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Exchanges between GPUs, as far as they go without one: the calls are torch's for any backend, and gloo answers them."""
+"""Collectives between GPUs, tested without a GPU: torch's calls are the same for every backend, and the tests use gloo."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,6 @@
-"""The driver of ranks, as threads: real busy loops and schedulers, collectives in memory, the coordinator's own machine."""
+"""The driver of ranks, as threads: real busy loops and schedulers, collectives in memory, the coordinator's own
+machine.
+"""
 
 import msgspec
 import pytest
@@ -264,7 +266,7 @@ def test_survivors_of_a_death_keep_their_adapters():
 
 
 class Hands:
-    """A clock that is set."""
+    """A clock whose time the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0

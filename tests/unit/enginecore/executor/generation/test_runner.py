@@ -210,7 +210,7 @@ def test_a_device_draws_the_same_tokens_in_a_batch_with_rules_if_configured(path
 
 
 class SlowForward:
-    """Takes a minute, the first time two."""
+    """A forward pass that takes two minutes the first time and one minute afterwards."""
 
     def __init__(self) -> None:
         self.specs = {"layer": SimpleNamespace(block_size=16)}
@@ -229,7 +229,9 @@ class SlowForward:
 
 @pytest.mark.parametrize("passes", [1, 2, 5])
 def test_a_worker_makes_all_passes_that_it_is_told_to_however_long_they_take(passes: int) -> None:
-    """Workers that share layers wait for each other in each pass: one that stopped by its own clock would leave the others."""
+    """Workers that share layers wait for each other in each pass: one that stopped by its own clock would leave the
+    others.
+    """
     forward: Any = SlowForward()
     assert fastest_pass(forward, 4, passes, lambda: float(forward.now)) == (60.0 if passes > 1 else 120.0)
     assert forward.passes == [4] * passes

@@ -55,7 +55,7 @@ class Paged:
     def attend(
         self, params: AttentionParams, tokens: int = 0, scales: KVScales = UNSCALED, *, invariant: bool = False
     ) -> torch.Tensor:
-        """Into NaN, with scratch of NaN. ``tokens``: to which the step is padded."""
+        """Compute attention with output and scratch memory that hold NaN before. The step is padded to ``tokens``."""
         query = self.step.query
         padding = query.new_full((max(tokens - len(query), 0), *query.shape[1:]), torch.nan)
         query = torch.cat([query, padding])

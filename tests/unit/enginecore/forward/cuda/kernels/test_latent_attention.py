@@ -41,7 +41,9 @@ def make_latent_step(
 
 
 def attended(step: Step, tokens: int = 0, requests: int = 0, *, invariant: bool = False) -> torch.Tensor:
-    """Into NaN, with scratch of NaN. ``tokens`` and ``requests``: to which the step is padded."""
+    """Compute attention with output and scratch memory that hold NaN before. The step is padded to ``tokens`` and
+    ``requests``.
+    """
     paged = Paged.of(step, requests=requests)
     padding = step.query.new_full((max(tokens - len(step.query), 0), *step.query.shape[1:]), torch.nan)
     query = torch.cat([step.query, padding])

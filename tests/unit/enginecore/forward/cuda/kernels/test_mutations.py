@@ -1,4 +1,6 @@
-"""Kernels with a fault put into their source: the oracles of each see an index, a bound, a scale or a mask that is wrong."""
+"""Kernels with a fault put into their source: the oracles of each see an index, a bound, a scale or a mask that is
+wrong.
+"""
 
 import importlib.util
 from collections.abc import Callable
@@ -150,7 +152,7 @@ CASES = [(name, *mutation) for name, mutations in MUTATIONS.items() for mutation
 
 
 def load(folder: Path, source: str) -> Any:
-    """The module of ``source``."""
+    """Import ``source`` as a module."""
     path = folder / f"mutated_{folder.name}.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
