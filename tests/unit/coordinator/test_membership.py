@@ -1,4 +1,4 @@
-""""""
+"""Membership of engines: indexes, incarnations, leases, drains and departures."""
 
 import pytest
 

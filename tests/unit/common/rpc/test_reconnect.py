@@ -1,4 +1,4 @@
-""""""
+"""Sessions that are started again when they end, and the end of the loop that does so."""
 
 import asyncio
 import random
@@ -10,9 +10,6 @@ from structlog.testing import capture_logs
 from penstock_common.errors import Unavailable
 from penstock_common.rpc.reconnect import Backoff, Reconnector, refuses
 from tests.fakes.patience import PATIENCE
-
-""""""
-
 
 TIMEOUT = PATIENCE
 

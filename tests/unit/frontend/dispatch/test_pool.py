@@ -1,4 +1,4 @@
-""""""
+"""Each frontend uses a limited subset of the engines, which is stable."""
 
 from collections import Counter
 

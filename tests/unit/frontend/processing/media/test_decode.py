@@ -1,4 +1,4 @@
-""""""
+"""Decoding of images, videos and sound: exact values, limits, and unreadable files."""
 
 import zlib
 from io import BytesIO

@@ -1,4 +1,4 @@
-""""""
+"""The HTTP client that downloads media: answers in any framing, bad answers, and limits."""
 
 import asyncio
 import ssl
@@ -26,9 +26,6 @@ from penstock_frontend.processing.media.http_client import BYTES_PER_TURN, Answe
 from tests.fakes.network.certificates import Authority
 from tests.fakes.network.file_server import FileServer, answer
 from tests.fakes.patience import PATIENCE
-
-""""""
-
 
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

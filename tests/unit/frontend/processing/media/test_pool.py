@@ -1,4 +1,4 @@
-""""""
+"""The pool of media workers: results, workers that end, and the queue that tenants share."""
 
 import asyncio
 import json

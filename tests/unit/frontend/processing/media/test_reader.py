@@ -1,4 +1,4 @@
-""""""
+"""Checks of media tensors from workers, and the identifiers of media items."""
 
 import hashlib
 import itertools

@@ -1,4 +1,4 @@
-""""""
+"""The media service and its cache: fetched media, limits, errors, and items that several requests share."""
 
 import asyncio
 import base64
