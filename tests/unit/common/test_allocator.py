@@ -60,7 +60,7 @@ def said(program: str, **environment: str) -> str:
 
 
 def test_large_blocks_go_back_to_the_system():
-    """Small ones between them would keep them in the heap."""
+    """Small blocks between the large ones would keep the large ones in the heap."""
     assert int(said(_HOLDS.format(calls=""))) > 60
     assert int(said(_HOLDS.format(calls="memory.give_back_large_blocks()"))) < 20
 

@@ -47,7 +47,7 @@ def scrape(port: int) -> bytes:
 
 
 def status(port: int, **headers: str) -> tuple[int, str]:
-    """The status and the body of a scrape with such headers."""
+    """Return the status and the body of a scrape with these headers."""
     url = f"http://127.0.0.1:{port}/metrics"
     sent = {name.replace("_", "-"): value for name, value in headers.items()}
     try:

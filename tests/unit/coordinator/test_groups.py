@@ -82,7 +82,7 @@ def test_a_coordinator_that_has_started_again_learns_the_target_of_the_newest_ep
     bench.register("b#1", group=group, target=2)
     bench.register(
         "c#1", group=RankGroup(6, ("a#1", "b#1", "c#1")), target=3
-    )  # which has left, and heard nothing since
+    )  # it has left, and has received nothing since
     bench.register("a#1", group=group, target=2)
     bench.group.recovered(5.0)
     assert bench.group.view("m", "p").target_size == 2
@@ -104,7 +104,7 @@ def test_ranks_are_told_of_a_target_with_their_group_and_when_it_changes():
     assert [(m.engine, m.target_size) for m in bench.sent] == [("a#1", 2), ("b#1", 2)]
     bench.switch()
     bench.sent.clear()
-    bench.group.scale(4, 0.0)  # for which there are no ranks yet
+    bench.group.scale(4, 0.0)  # there are no ranks for this size yet
     assert [(m.engine, m.group, m.target_size) for m in bench.sent] == [
         (rank, bench.group.machine.group, 4) for rank in ("a#1", "b#1")
     ]

@@ -13,7 +13,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _ACKNOWLEDGED = b"\x00\x00\x00\x04\x01\x00\x00\x00\x00"
 GRPCS_OWN = 60.0
-"""Seconds after which gRPC gives up a ping by itself."""
+"""Seconds after which gRPC itself gives up an unanswered ping."""
 
 
 @pytest.mark.asyncio

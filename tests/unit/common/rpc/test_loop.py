@@ -115,7 +115,9 @@ def test_grpcs_own_queue_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Loop:
-    """A loop whose beats are as late as the test says: its clock, its sleep, and the health that it told."""
+    """An event loop whose beats are as late as the test sets. Holds its clock, its sleep, and the health that it
+    reported.
+    """
 
     def __init__(self, *late: float) -> None:
         self.now = 0.0

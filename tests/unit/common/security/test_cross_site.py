@@ -14,7 +14,9 @@ NAVIGATION = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate", "sec
 def status(
     method: str = "GET", *, config: dict[str, Any] | None = None, **headers: str | tuple[str, ...]
 ) -> int | None:
-    """The status of the refusal, None where there is none. Underscores in names of headers are dashes."""
+    """Return the status of the refusal, or None if the call is accepted. Underscores in names of headers stand for
+    dashes.
+    """
     listed = {"host": HOST, **{name.replace("_", "-"): value for name, value in headers.items()}}
     sent = [
         (name.encode(), each.encode("latin-1"))

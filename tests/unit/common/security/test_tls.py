@@ -184,7 +184,7 @@ END = 100 * DAY
 
 
 def times(warnings: ExpiryWarnings, start: float, stop: float, step: float = 600.0) -> list[float]:
-    """Seconds before the end at which a look every ``step`` seconds warned."""
+    """Return the times of warnings, in seconds before the certificate's end, if it is checked every ``step`` seconds."""
     found, now = [], END - start
     while now <= END - stop:
         if warnings.due({"server.tls.certificate": END}, now):

@@ -155,7 +155,7 @@ def session(pool: TensorPool) -> IncomingTensors:
 
 
 def send(tensors: IncomingTensors, transfer_id: int, size: int, *, whole: bool = True) -> None:
-    """A tensor in pieces of up to 1 KiB; without ``whole`` its last byte does not come."""
+    """Send a tensor in pieces of up to 1 KiB. Without ``whole``, its last byte is not sent."""
     for offset in range(0, size, KIB):
         data = bytes(min(KIB, size - offset))
         if not whole and offset + KIB >= size:

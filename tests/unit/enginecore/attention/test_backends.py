@@ -96,7 +96,7 @@ def make_step(
 
 
 def random_lengths(seed: int) -> tuple[list[int], list[int]]:
-    """A mix of decodes, fresh prefills and chunks on top of cached tokens."""
+    """Return lengths of decodes, of new prefills, and of chunks after cached tokens."""
     generator = np.random.default_rng(seed)
     query_lens, seq_lens = [], []
     for _ in range(int(generator.integers(1, 12))):

@@ -117,7 +117,7 @@ def test_a_long_prompt_with_spans_is_computed_in_chunks(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["full", "window", "softcap and window", "chunk"])
 def test_a_prompt_in_pieces_gives_what_it_gives_at_once(backend: str, name: str) -> None:
-    """Cut between spans, as later pieces and prefix hits begin."""
+    """The prompt is cut between spans, where later pieces and prefix hits begin."""
     ends = np.arange(60) + 1
     ends[5:20] = 20
     ends[33:60] = 60

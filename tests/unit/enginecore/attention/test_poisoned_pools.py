@@ -1,4 +1,6 @@
-"""Attention reads nothing that a query does not see: pools full of NaN and infinities give the same numbers, bit by bit."""
+"""Attention reads nothing that a query does not see: pools full of NaN and infinities give the same numbers, bit by
+bit.
+"""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +32,7 @@ HEADS = {"all heads": (4, 4), "grouped": (4, 2), "one key head": (4, 1)}
 
 @dataclass(frozen=True)
 class Backend:
-    """``name`` of a backend, or the instruction set of kernels; ``rounding``: which may round, emulated or not."""
+    """A backend by ``name``, or kernels by their instruction set. Kernels with ``rounding`` may round inputs."""
 
     name: str
     rounding: str = ""
@@ -95,7 +97,7 @@ class Pool:
         self.write(slots, keys, values)
 
     def unseen(self, params: AttentionParams) -> np.ndarray:
-        """Slots that no query of the step sees, the null block's among them."""
+        """Return the slots that no query of the step sees, including those of the null block."""
         metadata = self.step.metadata
         seen = []
         for i, count in enumerate(np.diff(metadata.query_start_loc)):
@@ -110,7 +112,7 @@ class Pool:
 
 
 def first_key(params: AttentionParams, position: int) -> int:
-    """Written down a second time, so that the code's own is tested."""
+    """Return the first key that a query sees. This is independent of the tested code."""
     window = 0 if params.sliding_window is None else max(0, position - params.sliding_window + 1)
     chunk = 0 if params.attention_chunk is None else position - position % params.attention_chunk
     return max(window, chunk)
@@ -206,7 +208,7 @@ def test_whatever_the_layer_asks_for(
 
 
 def spoil(step: Step, request: int, position: int, number: float) -> Step:
-    """The step with ``number`` in keys and values of a request's tokens from ``position`` on, which are new ones."""
+    """Return the step with ``number`` in the keys and values of a request's new tokens from ``position`` on."""
     start, end = step.metadata.query_start_loc[request : request + 2]
     length = int(step.metadata.seq_lens[request])
     first = int(end) - (length - position)
@@ -249,7 +251,7 @@ def test_a_tokens_vectors_reach_no_token_before_it(
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("what", ["key", "value"])
 def test_nan_that_a_query_sees_reaches_its_output(backend: Backend, number: float, what: str) -> None:
-    """Nothing is hidden: an overflow is counted and told."""
+    """Overflows are not hidden, so that they are counted and reported."""
     for params in PARAMS.values():
         step = make_step([1, 60], [40, 200], block_size=16)
         spoiled = spoil(step, request=1, position=170, number=number)

@@ -337,7 +337,7 @@ _numbers = itertools.count(1)
 
 
 def serve(rig):
-    """A request of which one block becomes findable, whose end and cache events have been told."""
+    """Serve a request that adds one block to the prefix cache, and wait for its end and its cache events."""
     request = make_request([next(_numbers)] * 5, max_tokens=2)
     rig.loop.add(CLIENT, request)
     rig.sink.wait_for_ends(request)

@@ -144,7 +144,7 @@ def test_the_prefix_cache_is_not_reset_under_a_running_request_that_holds_no_blo
     assert EngineControl(engine).reset_prefix_cache(preempt_running=True) is True
 
 
-# Logits that are NaN or infinite end the request that they are of, and no other.
+# Logits that are NaN or infinite end their own request, and no other one.
 
 VOCAB, EOS = 1000, frozenset({2})
 
@@ -153,7 +153,7 @@ MODES = [{}, {"async_scheduling": True}, {"max_concurrent_batches": 3}, {"prefix
 
 
 class NanExecutor(FakeExecutor):
-    """Sees five NaN logits when it samples token number ``at``, from 1 on, of a request whose id begins with nan."""
+    """Reports five NaN logits for token number ``at`` (from 1) of each request whose id begins with nan."""
 
     at = 1
 

@@ -163,7 +163,7 @@ def test_where_the_model_runs_ahead_so_does_the_engine_unless_it_is_told_not_to(
     ids=str,
 )
 def test_steps_are_as_large_as_the_model_has_use_for_unless_told_otherwise(config, tokens):
-    """Prompts that are not split find room, and so does each of the requests that may run."""
+    """A step has room for prompts that are not split, and for a token of each request that may run."""
     executor = FakeExecutor(step_tokens=24)
     engine = make_engine(executor, **config)
     add(engine, make_request(90, max_tokens=1))
@@ -185,7 +185,7 @@ def test_steps_are_as_large_as_the_model_has_use_for_unless_told_otherwise(confi
     ids=str,
 )
 def test_prompts_begin_together_while_they_have_few_tokens(config, steps):
-    """A token of each is not counted, as of requests that decode."""
+    """One token of each prompt is not counted, like the tokens of decoding requests."""
     executor = FakeExecutor(prompt_batch_tokens=18)
     engine = make_engine(executor, max_num_batched_tokens=40, **config)
     for first, length in enumerate((9, 8, 4, 20, 9, 8)):

@@ -12,7 +12,7 @@ from penstock_enginecore.executor.device import prompt_batch_tokens, resolve_dev
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Path:
-    """Device files as on a machine with a GPU."""
+    """Create device files as on a machine with a GPU."""
     for name in ("nvidia0", "nvidiactl"):
         (tmp_path / name).touch()
     return tmp_path

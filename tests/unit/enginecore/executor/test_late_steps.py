@@ -63,7 +63,7 @@ def first(request_id: str = "a", params: SamplingParams = DRAWN, gone: tuple[str
 
 
 def nth(n: int, request_id: str = "a") -> SchedulerOutput:
-    """The step that computes output token ``n``, counting from 0."""
+    """Return the step that computes output token ``n``, counting from 0."""
     cached = CachedRequestData(request_ids=[request_id], num_computed_tokens=[len(PROMPT) + n], new_block_ids=[None])
     return SchedulerOutput(cached_requests=cached, num_scheduled_tokens={request_id: 1})
 
@@ -83,7 +83,7 @@ def tokens(future: "Future[ModelRunnerOutput]") -> list[int]:
 
 
 def waited_for(path: Path, count: int, params: SamplingParams = DRAWN) -> list[int]:
-    """The tokens of an engine that waits for each."""
+    """Return the tokens of an engine that waits for each token before the next step."""
     executor = make_executor(path)
     found = tokens(start(executor, first(params=params)))
     for n in range(count - 1):

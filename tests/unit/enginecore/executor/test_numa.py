@@ -88,7 +88,7 @@ def test_a_worker_is_left_where_it_is(
 class TestSettle:
     @pytest.fixture
     def two_nodes(self, monkeypatch: pytest.MonkeyPatch) -> dict[int, frozenset[int]]:
-        """The cores that this process may use, as if they were of two nodes."""
+        """Return the cores that this process may use, divided between two pretended nodes."""
         cores = sorted(os.sched_getaffinity(0))
         if len(cores) < 2:
             pytest.skip("two nodes need two cores")

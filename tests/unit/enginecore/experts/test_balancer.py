@@ -22,7 +22,7 @@ EXPERTS, TOP, HIDDEN, SIZE, SLOTS, LAYERS = 6, 2, 32, 2, 4, 2
 
 
 def whole(layer: int) -> Any:
-    """The layer's experts, all of them."""
+    """Return all experts of the layer."""
     config = MixtralConfig(hidden_size=HIDDEN, intermediate_size=32, num_local_experts=EXPERTS, num_experts_per_tok=TOP)
     config._experts_implementation = "eager"
     experts = MixtralExperts(config).requires_grad_(requires_grad=False)
@@ -41,7 +41,7 @@ def some(layer: int, held: tuple[int, ...]) -> Any:
 
 
 def tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Most go to the first two experts."""
+    """Return tokens with their experts. Most tokens go to the first two experts."""
     generator = torch.Generator().manual_seed(seed)
     odds = torch.tensor([9.0, 9.0, 1.0, 1.0, 1.0, 1.0]).expand(count, -1)
     chosen = torch.multinomial(odds, TOP, generator=generator)

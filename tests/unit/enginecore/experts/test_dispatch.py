@@ -58,7 +58,7 @@ def spread(size: int, slots: int, dispatch: str, num_layers: int = 1) -> list[Sp
 
 
 def compute(experts: SpreadExperts, step: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """A step of the first layer."""
+    """Compute a step of the first layer."""
     experts.begin_step(len(step[0]))
     return experts.layers[0](*step)  # type: ignore[no-any-return]
 

@@ -151,7 +151,7 @@ def test_a_group_that_serves_keeps_its_slots_until_all_join_the_next() -> None:
 
 
 def move(ranks: Sequence[Rank], layer: int, experts: Sequence[int]) -> None:
-    """Have other experts in the slots of a layer."""
+    """Put other experts into the slots of a layer."""
 
     def work(rank: int) -> None:
         moves = ExpertMoves(ranks[rank].spread, ranks[rank].spread.placement.with_layer(layer, experts), 1)

@@ -173,7 +173,7 @@ def test_stepping_before_the_cache_is_there_is_an_error(path: Path) -> None:
 
 
 class Marked:
-    """A ``TokenLauncher`` whose tokens are numbers of rows that it was given, from 100 on."""
+    """A ``TokenLauncher`` whose tokens are 100 plus the row's number."""
 
     def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
         """Return tokens for as many rows as there are draws."""

@@ -176,7 +176,7 @@ def test_sampling_without_a_forward_pass_is_an_error() -> None:
     ],
 )
 def test_a_worker_that_ends_ends_all(when: str, does: Any) -> None:
-    """Includes the last worker, for whose results alone no call waits."""
+    """The cases include the last worker. No call waits only for that worker's results."""
     failed = threading.Event()
     how = "ended with exit code 3" if does == "exit" else "was killed by SIGKILL"
     with executor_of(Misdeed(rank=1, when=when, does=does)) as executor:
@@ -272,7 +272,7 @@ def test_an_error_of_one_worker_is_raised_with_its_rank(when: str) -> None:
 
 
 def test_workers_that_wait_for_one_that_failed_are_not_waited_for() -> None:
-    """For instance in loading, where all workers take part in a sum."""
+    """An example is loading, in which all workers take part in a sum."""
     misdeed = Misdeed(rank=0, when="load_model", does="hang", other_raises=True)
     with executor_of(misdeed) as executor, pytest.raises(WorkerError, match="worker 1: ValueError: load_model"):
         executor.load_model(lambda line: None)

@@ -98,7 +98,9 @@ BUILT = [
 def test_logits_of_a_mixed_batch_are_those_of_the_modules(
     architecture: str, build: Callable[[Path], Any], tmp_path: Path
 ) -> None:
-    """Prompts, pieces of them and decodes, launched, captured and replayed, of ranks of their own by layer."""
+    """The batch has prompts, pieces of prompts and decodes. Its steps are launched, captured and replayed. Ranks differ
+    by layer.
+    """
     save_varied_model(architecture, tmp_path)
     expected, forward = reference(tmp_path), build(tmp_path)
     assert isinstance(forward, AdaptedForward)
@@ -389,7 +391,7 @@ def test_blank_steps_capture_what_steps_with_adapters_replay(tmp_path: Path) -> 
 
 
 class Late:
-    """Copies that are done when they are waited for, as they may be on a device."""
+    """Makes copies only when they are waited for, as may happen on a device."""
 
     def __init__(self) -> None:
         self.waiting: list[Callable[[], None]] = []
@@ -460,7 +462,7 @@ def test_slots_that_do_not_fit_end_the_start(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Faulty(TorchKernels):
-    """Adds to every row of ``out``, or too much."""
+    """Adds adapters with a fault: to every row of ``out``, or too much."""
 
     def __init__(self, fault: str) -> None:
         super().__init__()

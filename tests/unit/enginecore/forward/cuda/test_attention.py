@@ -50,7 +50,7 @@ def arena(backend: TritonAttention, step: Step) -> KVCache:
 
 
 def attend(backend: TritonAttention, step: Step, params: AttentionParams) -> torch.Tensor:
-    """Earlier tokens are written as one step, the new ones as another, each from tensors of heads before tokens."""
+    """Write earlier tokens as one step and new ones as another. Tensors have heads before tokens."""
     cache, metadata = arena(backend, step), step.metadata
     new = np.diff(metadata.query_start_loc)
     earlier = [
@@ -67,7 +67,9 @@ def attend(backend: TritonAttention, step: Step, params: AttentionParams) -> tor
 
 
 def heads_first(x: torch.Tensor) -> torch.Tensor:
-    """The same numbers as modules hand them over: ``[tokens, heads, size]``, tokens of a head side by side in memory."""
+    """Return the numbers in the layout of modules: ``[tokens, heads, size]``, with the tokens of a head adjacent in
+    memory.
+    """
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 

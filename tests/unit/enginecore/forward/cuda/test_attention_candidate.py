@@ -147,7 +147,7 @@ def test_an_engine_on_a_cpu_imports_no_kernels_of_gpus() -> None:
 
 @pytest.fixture
 def on_a_gpu(tmp_path: Path) -> ProbedModel:
-    """A model that says that it is on a GPU."""
+    """Return a model that claims to be on a GPU."""
     save_varied_model("llama", tmp_path)
     return dataclasses.replace(load_probed(tmp_path), device=torch.device("cuda"))
 

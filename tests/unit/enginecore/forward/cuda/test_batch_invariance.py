@@ -47,7 +47,9 @@ class HalfInterpreted(TorchKernels):
     """
 
     def __init__(self, *, batch_invariant: bool = True) -> None:
-        from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # Triton is to interpret, see above
+        from penstock_enginecore.forward.cuda.triton_kernels import (
+            TritonKernels,
+        )  # the interpreter is chosen
 
         super().__init__(batch_invariant=batch_invariant)
         kernels = TritonKernels(batch_invariant=batch_invariant)
@@ -111,7 +113,7 @@ def test_a_sequence_has_the_same_logits_alone_and_in_a_crowd(name: str, tmp_path
 
 
 def split(product: Callable[..., None], x: torch.Tensor, weight: torch.Tensor, *rest: Any, **kwargs: Any) -> None:
-    """The columns of a product of few rows in two parts, as libraries split them to keep a device busy."""
+    """Compute the columns of a product of few rows in two parts, as libraries do to keep a device busy."""
     if len(x) > 8:
         product(x, weight, *rest, **kwargs)
         return

@@ -26,7 +26,7 @@ WIDTHS = Widths(hidden=8, qkv=24, attended=12, intermediate=20, vocab=30)
 
 
 def metadata(lengths: list[int], query_lens: list[int], *, first_block: int = 1) -> AttentionMetadata:
-    """Requests of ``lengths`` tokens, the last ``query_lens`` of which are new, in blocks of 4."""
+    """Return metadata of requests with ``lengths`` tokens in blocks of 4. The last ``query_lens`` tokens are new."""
     starts = np.cumsum([0, *query_lens])
     width = -(-max(lengths) // 4)
     table = first_block + np.arange(len(lengths) * width, dtype=np.int32).reshape(-1, width)

@@ -20,7 +20,7 @@ BLOCK_SIZE = 16
 OTHER = torch.zeros(3)
 NEWEST = torch.zeros(100, dtype=torch.int32)
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "dots1")
-"""Families whose steps allocate: a graph has memory for that, of sizes that the shape alone says."""
+"""Families whose steps allocate memory. The sizes depend only on the step's shape, and a graph has memory for them."""
 
 
 class Spied(FusedForward):
@@ -55,7 +55,7 @@ def spied(path: Path, architecture: str, *, batch_invariant: bool = False) -> Fu
 
 
 def decodes(lengths: list[int], seed: int) -> tuple[ForwardBatch, np.ndarray]:
-    """The next token of sequences of ``lengths``, in blocks drawn by ``seed``."""
+    """Return a step with the next token of sequences of ``lengths``, in random blocks."""
     count = len(lengths)
     generator = np.random.default_rng(seed)
     table = generator.permutation(63)[: count * 4].reshape(count, 4).astype(np.int32) + 1
@@ -84,7 +84,7 @@ def draws(count: int, generator: np.random.Generator) -> PlainDraws:
 
 
 def mixed(seed: int) -> tuple[ForwardBatch, np.ndarray]:
-    """A piece of a prompt and two decodes: seven tokens."""
+    """Return a step of seven tokens: a piece of a prompt, and two decodes."""
     generator = np.random.default_rng(seed)
     table = generator.permutation(63)[:12].reshape(3, 4).astype(np.int32) + 1
     starts, ends = np.array([0, 1, 6, 7]), generator.integers(8, 60, 3)
@@ -139,7 +139,7 @@ def test_steps_that_mix_prompts_and_decodes_do_so_too(architecture: str, batch_i
 def test_steps_that_cannot_be_captured_are_found(
     name: str, fault: Any, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recorder itself: faults in place of a launch, which is not covered by ``RecordedKernels`` then."""
+    """Tests the recorder itself, with faulty operations that ``RecordedKernels`` does not cover."""
     forward = spied(tmp_path, "llama")
     monkeypatch.setattr(RecordedKernels, "__getattribute__", object.__getattribute__)
     monkeypatch.setattr(TorchKernels, name, fault)

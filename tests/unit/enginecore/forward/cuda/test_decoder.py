@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PRODUCTS = [(torch, name) for name in ("mm", "addmm", "bmm", "matmul")]
 PRODUCTS += [(torch.nn.functional, name) for name in ("linear", "grouped_mm")]
-"""Torch's, whose order of sums goes by the number of rows."""
+"""Products of torch, whose order of summation depends on the number of rows."""
 
 
 @pytest.fixture
@@ -262,7 +262,7 @@ def test_layers_of_different_sizes_are_no_candidate(tmp_path: Path) -> None:
 
 
 def batch(tokens: int, forward: ForwardPass) -> ForwardBatch:
-    """A prompt of ``tokens`` tokens on a cache of its own."""
+    """Return a step with a prompt of ``tokens`` tokens and its own cache."""
     blocks = -(-tokens // 16)
     forward.bind(forward.memory.throwaway(16, 1 + blocks))
     table = np.arange(1, 1 + blocks, dtype=np.int32)[None]

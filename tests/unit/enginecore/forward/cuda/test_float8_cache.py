@@ -83,7 +83,7 @@ def test_a_checkpoint_without_scales_has_ones(tmp_path: Path) -> None:
 
 
 class WithoutValueScales(TorchKernels):
-    """Attends as if values had not been divided."""
+    """Computes attention as if values had not been divided by their scale."""
 
     def attend(self, *args: Any) -> None:
         *rest, scales = args

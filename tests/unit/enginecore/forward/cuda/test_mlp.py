@@ -29,7 +29,7 @@ SHAPE = StepShape(16, 16)
 
 
 def step(num_tokens: int) -> StepInputs:
-    """Inputs of a step of ``num_tokens`` tokens, padded."""
+    """Return padded inputs of a step with ``num_tokens`` tokens."""
     inputs = InputBuffers(SHAPE, 1, 1, HostSlots.on(CPU), CPU).of(SHAPE)
     inputs.groups[0].query_start_loc.fill_(num_tokens)
     return inputs
@@ -84,7 +84,7 @@ KEPT = [form for form in FORMATS if form not in NOT_KEPT]
 
 
 def stack(form: str, sizes: tuple[int, ...] = (40, 24), columns: int = COLUMNS) -> QuantizedStack:
-    """Experts of matrices of ``sizes`` rows; of MXFP4 one that is as large as they together."""
+    """Return experts with matrices of ``sizes`` rows. MXFP4 has one matrix of the total size instead."""
     torch.manual_seed(0)
     scheme = recognise(FORMATS[form].config)
     if form == "mxfp4":
@@ -143,7 +143,8 @@ def test_weights_that_no_product_takes_are_refused(form: str) -> None:
 @pytest.mark.parametrize(
     ("architecture", "form", "num_bytes"),
     [
-        # Of each of 2 layers 4 experts of 3 * 32 rows of 64 columns: numbers, 2 scales of 4 bytes a row (1 of down's rows).
+        # Of each of 2 layers 4 experts of 3 * 32 rows of 64 columns: numbers, 2 scales of 4 bytes a row (1 of down's
+        # rows).
         ("qwen3_moe", "fp8-blocks", 2 * 4 * (3 * 32 * 64 + 4 * (2 * 64 + 64))),
         # And 4 of 3 * 64 rows of 64: half a byte each, and a byte for each 32 of them.
         ("gpt_oss", "mxfp4", 2 * 4 * (3 * 64 * 64 // 2 + 3 * 64 * 2)),

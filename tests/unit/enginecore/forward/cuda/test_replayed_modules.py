@@ -47,7 +47,7 @@ class Spied(ReplayedModules):
 
 
 class Idle:
-    """A graph of nothing."""
+    """A graph that does nothing."""
 
     def capture(self, launch: Any) -> torch.Tensor:
         return torch.empty(0)

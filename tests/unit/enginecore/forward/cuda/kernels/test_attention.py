@@ -162,7 +162,7 @@ MUTATIONS = {
 
 
 def mutate(folder: Path, old: str, new: str, patch: pytest.MonkeyPatch) -> None:
-    """Attend with kernels of a copy of the source in which ``old`` is ``new``."""
+    """Compute attention with a copy of the kernels' source in which ``old`` is replaced by ``new``."""
     source = Path(attention.__file__).read_text()
     assert old in source
     name = f"mutated_{folder.name}"

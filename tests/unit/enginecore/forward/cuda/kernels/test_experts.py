@@ -107,7 +107,9 @@ def test_4_bits_mean_the_sixteen_numbers_of_the_format_and_their_powers() -> Non
 
 
 def test_the_decoder_launches_it() -> None:
-    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # Triton is to interpret, see above
+    from penstock_enginecore.forward.cuda.triton_kernels import (
+        TritonKernels,
+    )  # the interpreter is chosen
 
     x, weight, ends = torch.randn(3, 64), of_4_bit_floats(2, 8, 64), torch.tensor([1, 3], dtype=torch.int32)
     out, expected = torch.empty(2, 3, 8).unbind()
@@ -161,7 +163,7 @@ def test_what_sums_depend_on_follows_from_the_weight_alone(kind: Any) -> None:
 
 
 def without_the_expert(real: Any) -> Any:
-    """Every expert's rows times the first one's weight."""
+    """Return the product with a fault: it multiplies every expert's rows by the first expert's weight."""
 
     def find(*args: Any) -> Any:
         there, expert, begin, end = real(*args)

@@ -117,7 +117,7 @@ def one_slot_late(real: Any) -> Any:
 
 
 def without_what_turns(real: Any) -> Any:
-    """The rotary part is read where the latent begins."""
+    """Return the function with a fault: it reads the rotary part where the latent begins."""
     return lambda cache, table, stride, positions, there, block, width, first, *rest: real(
         cache, table, stride, positions, there, block, width, 0, *rest
     )

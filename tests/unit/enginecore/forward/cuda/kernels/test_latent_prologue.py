@@ -84,7 +84,7 @@ def test_queries_are_turned_and_stand_behind_the_latent(
 ) -> None:
     generator = torch.Generator().manual_seed(tokens + heads)
     size, latent = 10 + 2 * half, 16
-    rows = torch.randn(tokens, heads * size + 5, generator=generator).to(dtype)  # which lie apart
+    rows = torch.randn(tokens, heads * size + 5, generator=generator).to(dtype)  # rows with gaps between them
     product = rows[:, : heads * size].unflatten(1, (heads, size))
     rotary = RotaryTable(torch.rand(64, half, generator=generator), torch.rand(64, half, generator=generator))
     positions = torch.randint(64, (tokens,), generator=generator, dtype=torch.int32)
@@ -113,7 +113,9 @@ def test_a_norm_that_is_left_out_and_pairs_that_are_others_are_seen(monkeypatch:
 
 
 def test_the_decoder_launches_them() -> None:
-    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # Triton is to interpret, see above
+    from penstock_enginecore.forward.cuda.triton_kernels import (
+        TritonKernels,
+    )  # the interpreter is chosen
 
     arguments = drawn(2, 12, 16, 4, torch.float32, biased=True, low=True)
     expected = arguments["cache"].clone()

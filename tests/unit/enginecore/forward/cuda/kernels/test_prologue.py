@@ -55,7 +55,7 @@ class Case:
         self.slots[torch.rand(self.tokens, generator=generator) < 0.2] = -1
 
     def memory(self, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The arena, the keys and values of a layer of it, and queries."""
+        """Return the arena, the keys and values of one of its layers, and queries."""
         shape = (BLOCKS, LAYERS, 2, self.kv_heads, self.block_size, self.size)
         arena = torch.full(shape, torch.nan).to(dtype or self.dtype)
         query = torch.full((self.tokens, self.heads, self.size), torch.nan, dtype=self.dtype)

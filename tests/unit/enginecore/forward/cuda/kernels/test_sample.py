@@ -110,7 +110,9 @@ def test_rows_without_a_finite_peak_are_greedy(peculiar: float) -> None:
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.7])
 def test_draws_are_the_cpus(temperature: float) -> None:
-    """Few, as each takes the interpreter some hundredths of a second; ``test_sampler.py`` compares ten thousand of the twin's."""
+    """The test makes few draws, because the interpreter is slow. ``test_sampler.py`` compares ten thousand draws in
+    plain torch.
+    """
     rows, rounds = 40, 3
     drawn = set()
     for i in range(rounds):
@@ -195,7 +197,7 @@ def test_tokens_that_are_out_are_never_drawn() -> None:
 
 @pytest.mark.slow
 def test_random_numbers_are_the_cpus_bit_for_bit() -> None:
-    """Among 2**18 tokens of one weight the first 18 of its 53 bits decide."""
+    """If 2**18 tokens have equal weights, the first 18 of a number's 53 bits choose the token."""
     rows, vocab = 6, 2**18
     settings = Settings.of(rows, seed=11)
     settings.seeds[0], settings.indices[1] = 2**64 - 1, 2**63 - 1
