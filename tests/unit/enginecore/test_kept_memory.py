@@ -83,7 +83,7 @@ def test_a_deeper_sleep_forgets_what_a_lighter_one_kept() -> None:
     kept.sleep(2)
     assert kept.weights == "dropped"
     assert kept.wake_weights() is False
-    assert kept.weights == "dropped"  # until they have been read, which may fail
+    assert kept.weights == "dropped"  # until they have been read again, which may fail
     kept.sleep(1)
     assert kept.weights == "dropped"
     assert kept.wake_weights() is False

@@ -27,7 +27,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(original: Path, tmp_path: Path) -> Path:
-    """The same checkpoint in another directory, to be changed."""
+    """Copy the checkpoint into another directory, where the test changes it."""
     return shutil.copytree(original, tmp_path / "elsewhere")
 
 

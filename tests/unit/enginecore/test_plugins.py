@@ -1,4 +1,4 @@
-"""Packages that add to an engine by entry point."""
+"""Packages that extend an engine through entry points."""
 
 from importlib.metadata import EntryPoint
 from typing import Any

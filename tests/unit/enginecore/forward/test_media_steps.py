@@ -124,7 +124,7 @@ def expected_logits(family: str, model: LoadedModel, twin: Any, prompt: Prompt) 
 def batch_of(
     forward: ForwardPass | Backbone, model: LoadedModel, parts: Sequence[tuple[int, Prompt, slice]]
 ) -> ForwardBatch:
-    """A step of ``parts``: each the number of a request, its prompt and which tokens of it."""
+    """Return a step of ``parts``. Each part is a request's number, its prompt, and the tokens to compute."""
     demands = demands_of(model)
     counts = [part.stop - part.start for _, _, part in parts]
     table = np.stack([1 + index * BLOCKS + np.arange(BLOCKS, dtype=np.int32) for index, _, _ in parts])
@@ -405,7 +405,7 @@ def test_a_model_that_would_take_media_for_something_else_is_refused(encoder: An
 
 
 def test_kernels_that_leave_media_out_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof at the start has an image: a decoder that took it for text does not serve."""
+    """The check at the start has an image, so a decoder that treats it as text is not used."""
     for family in ("qwen2_vl", "qwen3_vl", "gemma3"):
         model, _ = make(family)
         run = NativeForward.run

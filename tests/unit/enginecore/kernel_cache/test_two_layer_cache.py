@@ -25,7 +25,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def places(tmp_path: Path) -> Iterator[Path]:
-    """Triton's own settings come back."""
+    """Restore Triton's own settings after the test."""
     knobs.cache.dir = str(tmp_path / "own")
     yield tmp_path
     knobs.cache.manager_class = None
@@ -33,7 +33,7 @@ def places(tmp_path: Path) -> Iterator[Path]:
 
 
 def compiled(place: Path, key: str = "6b6579") -> None:
-    """A kernel called ``k``, compiled into ``place`` as Triton does it."""
+    """Write a compiled kernel called ``k`` into ``place``, as Triton does."""
     before, knobs.cache.dir = knobs.cache.dir, str(place)
     manager = FileCacheManager(get_cache_manager(key).key)
     group = {name: manager.put(name.encode(), name) for name in ("k.json", "k.cubin")}

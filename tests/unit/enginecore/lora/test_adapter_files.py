@@ -1,4 +1,4 @@
-"""Adapters whose files were read before: hashed once, and again when anything about the files is another."""
+"""Adapters whose files were read before are hashed once, and again after any change of the files."""
 
 import json
 import os
@@ -27,7 +27,7 @@ LIMITS = LoraLimits(64)
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Digests that were computed."""
+    """Return the list of computed digests."""
     found: list[bytes] = []
     compute = peft_adapter.adapter_digest
 

@@ -55,7 +55,7 @@ def test_more_adapters_than_slots_are_refused() -> None:
 
 @given(st.lists(st.one_of(st.sets(st.integers(0, 6), max_size=3), st.integers(0, 6), st.integers(10, 16))))
 def test_a_step_s_adapters_have_slots_of_their_own_with_what_was_written_last(events: list[set[int] | int]) -> None:
-    """Sets are steps; of numbers the small ones are offered, others removed."""
+    """Each set is the adapters of a step. Small numbers are offered adapters, others are removed adapters."""
     slots, held = DeviceSlots(3), dict[int, int]()
     for event in events:
         if isinstance(event, set):

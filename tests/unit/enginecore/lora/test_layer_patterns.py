@@ -26,12 +26,12 @@ try:
 except LoraError as e:
     print(e)
 """
-"""A program that may use 128 MiB more than when it has started, and matches its argument."""
+"""A program that matches its argument, and may use 128 MiB more memory than at its start."""
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The jobs of processes that were started."""
+    """Return the list of jobs of started processes."""
     jobs: list[bytes] = []
     run = layer_patterns.run_script
 

@@ -28,7 +28,7 @@ def target_of(folder: Path) -> AdapterTarget:
 
 
 def adapted(folder: Path, **settings: Any) -> tuple[Path, Any]:
-    """An adapter of a LLaVA, and PEFT's model with it."""
+    """Return an adapter of a LLaVA model, and PEFT's model with the adapter."""
     whole = save_multimodal_model("llava", folder / "model")
     return folder / "adapter", save_adapter(whole, folder / "adapter", **{"target_modules": TEXT, "r": 4} | settings)
 

@@ -48,7 +48,9 @@ def read(folder: Path, model: PreTrainedModel) -> LoraAdapter:
 
 
 def assert_merges(adapter: LoraAdapter, base: PreTrainedModel, wanted: PreTrainedModel) -> None:
-    """W + B A is the weight of PEFT's merged model in each layer, and that of others the base model's."""
+    """Check each layer's weight. It is W + B A in adapted layers, like PEFT's merged model, and the base model's in
+    others.
+    """
     changed = 0
     for name, module in base.named_modules():
         if not isinstance(module, torch.nn.Linear):

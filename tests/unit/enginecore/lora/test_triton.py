@@ -102,7 +102,7 @@ class Adapted:
 
 
 def _random(size: tuple[int, int], generator: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """float32 that ``dtype`` holds."""
+    """Return random float32 numbers that ``dtype`` can represent."""
     return (torch.randn(*size, generator=generator) / size[1] ** 0.5).to(dtype).float()
 
 
@@ -152,7 +152,7 @@ def test_any_rank(ranks: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 def test_many_columns_and_features() -> None:
-    """A sum over chunks of columns, and several pieces of the features."""
+    """The sum covers several chunks of columns, and the features are in several pieces."""
     shape = ProductShape(2100, (300, 130))
     assert shape.chunks == 3
     check(Adapted.of(shape, [(5, 8), (16, 0), (0, 2)], torch.float32), 5, [LoraSegment(ONE, 1, 5)], torch.float32)

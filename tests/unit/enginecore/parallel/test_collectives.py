@@ -99,7 +99,7 @@ def test_nccl_listens_on_loopback_unless_the_environment_overrides_it(monkeypatc
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Group, raising=False)
     monkeypatch.setattr("torch.cuda.set_device", lambda _: None)
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # whatever is set is put back at the end
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # restored at the end of the test
     for given, expected in ((None, "=lo"), ("eth0", "eth0")):
         monkeypatch.delenv("NCCL_SOCKET_IFNAME")
         if given is not None:

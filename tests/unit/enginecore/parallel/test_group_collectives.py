@@ -31,7 +31,7 @@ def meeting() -> Iterator[Meeting]:
 
 
 def run(groups: list[Any], work: Callable[[Any], Any]) -> list[Future[Any]]:
-    """``work`` of each rank, in threads, until all have ended."""
+    """Run ``work`` of each rank in threads, and wait until all have ended."""
     with ThreadPoolExecutor(len(groups)) as pool:
         return [pool.submit(work, group) for group in groups]
 

@@ -1,4 +1,4 @@
-"""A port at which strangers come: those that know the key get in whatever the others do."""
+"""A port to which strangers connect. Peers that know the key are admitted, whatever the strangers do."""
 
 import errno
 import logging
@@ -93,7 +93,7 @@ def port(listener: Listener) -> Iterator[Port]:
 
 @pytest.fixture
 def stranger(port: Port) -> Iterator[Callable[[], socket.socket]]:
-    """Makes one more connection."""
+    """Return a function that opens one more connection."""
     made: list[socket.socket] = []
 
     def make() -> socket.socket:

@@ -35,7 +35,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[MeetingServer]:
 
 @pytest.fixture
 def store(server: MeetingServer) -> Iterator[Callable[[], MeetingStore]]:
-    """Makes one more client."""
+    """Return a function that makes one more client."""
     made: list[socket.socket] = []
 
     def make() -> MeetingStore:
@@ -50,7 +50,7 @@ def store(server: MeetingServer) -> Iterator[Callable[[], MeetingStore]]:
 
 @pytest.fixture
 def peer(server: MeetingServer) -> Iterator[socket.socket]:
-    """A connection that has proven itself."""
+    """Yield a connection that has proven that it knows the secret."""
     with introduced(server.address, Meeting(server.address, secret=SECRET).store_key) as made:
         yield made
 
@@ -86,7 +86,7 @@ def test_messages_of_a_connection_are_forgotten_when_it_closes(
     assert [reader.get("a"), reader.get("b")] == [b"of", b"it"]
     peer.shutdown(socket.SHUT_WR)
     peer.setblocking(True)
-    while peer.recv(100):  # the server's answers; it closes when it has seen the end
+    while peer.recv(100):  # the server's answers; the server closes after it has seen the end
         pass
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(reader.get, "a")

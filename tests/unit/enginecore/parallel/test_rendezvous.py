@@ -111,7 +111,7 @@ class Ranks:
         monkeypatch.setattr(module, "_listener", noted)
 
     def start(self, rank: int, size: int, timeout_s: float = PATIENCE, meeting: Meeting | None = None) -> Future[None]:
-        """Begins to connect; returns once its port is open."""
+        """Start to connect the rank. Returns once its port is open."""
         mesh = Mesh("group", rank, size, 0.0)
         self.meshes.append(mesh)
         future = self.threads.submit(mesh.connect, meeting or self.meeting, timeout_s)
@@ -134,7 +134,7 @@ def ranks(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 def said_at_the_store(meeting: Meeting, rank: int) -> tuple[bytes, str]:
-    """The token and the address of a rank, once it has said them."""
+    """Return a rank's token and address, once the rank has published them."""
     connection, store = asking(meeting)
     with connection:
         found = store.get(f"group/{rank}")
@@ -252,7 +252,7 @@ def test_no_rank_takes_the_group_for_formed_when_one_fails_at_its_end(ranks: Ran
         ends.append(introduced(address, key_of(meeting, rank, token), CLAIM.pack(2)))
     for end in ends:
         end.setblocking(True)
-        assert end.recv(1) == b"r"  # each has all its connections, and has not returned
+        assert end.recv(1) == b"r"  # each rank has all its connections, and has not returned
     assert not any(each.done() for each in both)
     for end in ends:
         end.close()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not collectives.available(), reason="the package
 
 
 class Ranks:
-    """Ranks in a thread each, with a mapping of its own."""
+    """Ranks that each have a thread and a mapping of the memory."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -58,7 +58,7 @@ def test_numbers_that_do_not_sum_up_are_refused() -> None:
         deal_layers("Model", [1] * 6, behind=0, num_stages=2, stage_layers=(3, 4))
 
 
-# Groups of layers that mean the same in every stage, and take what the stage's own layers take.
+# Groups of layers that are the same in every stage. Their memory is that of the stage's own layers.
 
 FULL = KVCacheSpec(block_size=4, num_kv_heads=2, head_size=8, head_size_v=8, dtype_size=4)
 WINDOW = msgspec.structs.replace(FULL, sliding_window=8)
@@ -66,7 +66,7 @@ KINDS = {"f": FULL, "w": WINDOW}
 
 
 def stages_of(*kinds: str) -> list[dict[str, KVCacheSpec]]:
-    """A string of ``f`` and ``w`` for each stage."""
+    """Return the layers' specs of each stage. Each string has an ``f`` or a ``w`` for each layer."""
     return [{f"layers.{s}.{i}": KINDS[kind] for i, kind in enumerate(of_stage)} for s, of_stage in enumerate(kinds)]
 
 

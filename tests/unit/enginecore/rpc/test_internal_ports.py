@@ -34,7 +34,7 @@ SECRET, OTHER = b"s" * 32, b"o" * 32
 
 
 class Events:
-    """Nodes that attached."""
+    """Records the nodes that attached."""
 
     def __init__(self) -> None:
         self.indices: list[int] = []
@@ -57,7 +57,7 @@ Secret = Callable[[bytes | None], ParallelConfig]
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Secret:
-    """Writes a secret into a file and returns the section that names it."""
+    """Write a secret into a file, and return the section that names the file."""
 
     def make(value: bytes | None) -> ParallelConfig:
         if value is None:
@@ -249,7 +249,7 @@ async def test_a_stranger_pulls_nothing(secret: Secret) -> None:
         assert await asyncio.to_thread(lambda: source.transfer.num_pulls) == (0, 0)
 
 
-# A loop in a thread of its own.
+# An event loop in a separate thread.
 
 
 def test_running_calls_end_with_the_loop() -> None:

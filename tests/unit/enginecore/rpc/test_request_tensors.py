@@ -1,4 +1,4 @@
-"""Features of media as an engine reads them, whatever a message says of them."""
+"""Features of media as an engine reads them, from valid and invalid messages."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -158,7 +158,7 @@ STAYS: dict[tuple[type, str], str] = {
 
 
 def whole(kind: type, turn: int = 0, **fields: Any) -> Any:
-    """A value whose fields all arrive; those in ``STAYS`` have their defaults."""
+    """Return a value in which all fields that arrive are set. Fields in ``STAYS`` have their defaults."""
     made = Whole(GIVEN | {key: defaults(*key) for key in STAYS}, turn)
     return made.struct(kind, **fields)
 
@@ -169,7 +169,7 @@ def defaults(kind: type, name: str) -> Any:
 
 
 def structs_of(*modules: ModuleType) -> list[type[msgspec.Struct]]:
-    """The structs that are defined in these modules."""
+    """Return the structs that these modules define."""
     return [
         kind
         for module in modules
@@ -326,7 +326,9 @@ CONVERTED: dict[type[msgspec.Struct], tuple[Any, set[str]]] = {
     Variant: (admin_pb.Variant, set()),
     WaveComplete: (data_parallel_pb2.GroupWave, {"engine"}),
 }
-"""By struct, its message and the fields that the message does not have. Structs of which callers give fields have other tests:"""
+"""By struct, its message and the fields that the message does not have. Structs of which callers give fields have other
+tests:
+"""
 GIVEN_BY_CALLERS = {
     BlockRemoved,
     BlockStored,

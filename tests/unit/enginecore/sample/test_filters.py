@@ -12,7 +12,7 @@ from penstock_enginecore.sample.sampler import TorchSampler
 sample = TorchSampler().sample
 
 VOCAB = 9001
-"""Not a multiple of any block, and wide enough for every stage."""
+"""Size of the vocabulary: no multiple of any block, and large enough for every stage."""
 
 
 def make_inputs(rows: int, **values: float) -> SamplingInputs:
@@ -23,7 +23,7 @@ def make_inputs(rows: int, **values: float) -> SamplingInputs:
 
 
 def exact_token(row: torch.Tensor, inputs: SamplingInputs, i: int) -> int:
-    """The token of row ``i`` in float64, every filter over the whole sorted row."""
+    """Return the token of row ``i``, computed in float64 with every filter over the whole sorted row."""
     logits, settings = row.double().numpy(), inputs.settings
     weights = np.exp((logits - logits.max()) / settings.temperature[i])
     order = np.argsort(-logits, kind="stable")

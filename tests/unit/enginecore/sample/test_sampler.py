@@ -44,7 +44,7 @@ def logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
 
 
 def exact_distribution(row: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Temperature, min_p, top_k, top_p in plain numpy, one token after the other in order of probability."""
+    """Apply temperature, min_p, top_k and top_p in plain numpy, token by token in order of probability."""
     scaled = row.double().numpy() / temperature
     weights = np.exp(scaled - scaled.max())
     weights[weights < min_p] = 0

@@ -41,7 +41,7 @@ KERNELS = [(isa, False) for isa in runnable()] + [(isa, True) for isa in runnabl
 
 
 class Step(DraftStep):
-    """Requests with so many tokens of ``tokens`` each, whose keys and values lie in blocks of their own."""
+    """A step of requests that each have some of ``tokens``, and separate blocks for keys and values."""
 
     def __init__(
         self, tokens: Sequence[np.ndarray], wanted: Sequence[int], num_groups: int, settings: dict[str, float]
@@ -76,7 +76,7 @@ class Step(DraftStep):
 
 
 class Counted:
-    """A pass whose ``chain`` counts its calls."""
+    """A forward pass that counts the calls of ``chain``."""
 
     def __init__(self, forward: NativeForward) -> None:
         self.calls = 0
@@ -149,7 +149,7 @@ def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(autouse=True)
 def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that are caught up with in several steps."""
+    """Limit the tokens in a pass, so that the drafter needs several steps for a prompt."""
     monkeypatch.setattr(draft_model, "_MOST_BEHIND", 100)
 
 

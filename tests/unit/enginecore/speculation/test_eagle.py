@@ -1,4 +1,4 @@
-"""Hidden states that wait: of final positions only, and no more memory than theirs."""
+"""Pending hidden states: only those of final positions are kept, and they use no other memory."""
 
 import torch
 

@@ -36,7 +36,7 @@ KINDS = ("right", "wrong", "right up to", "allowed", "ended", "none")
 
 @pytest.fixture(scope="module")
 def backend() -> Iterator[XgrammarBackend]:
-    """Nothing is too slow for it: each mask that may be looked at is."""
+    """Yield a backend whose time limit for a token is so long that every mask is computed."""
     config = EngineCoreConfig(
         model=ModelConfig(path=str(MODEL)), structured_output=StructuredOutputConfig(token_budget=10.0)
     )
@@ -116,7 +116,7 @@ class Walked:
         return []
 
     def take(self) -> int:
-        """The next token, seldom another that may come: then that is all that is known of the output."""
+        """Take the next token, or rarely another allowed token, after which the rest of the output is unknown."""
         if self._rng.random() < 0.1 and (may := sorted(allowed(self.masks([])[0]) - EOS)):
             self.output = [*self.taken, self._rng.choice(may)]
         token = self.output[len(self.taken)]

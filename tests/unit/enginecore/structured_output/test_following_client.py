@@ -58,7 +58,7 @@ def may(followed: Followed) -> set[int]:
 
 
 def worker(follower: GrammarFollower) -> int:
-    """The process that follows: the only child of the one that was started."""
+    """Return the pid of the process that follows tokens: the only child of the started process."""
     pid = follower.pid
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
     return int(child)
@@ -180,7 +180,7 @@ def test_a_late_mask_is_told_and_only_then(follower: GrammarFollower):
 
 
 def test_a_process_that_ends_once_at_a_token_is_followed_by_another(follower: GrammarFollower):
-    """Twice is the constraint's fault; once may be a busy machine's."""
+    """If the process ends twice, the constraint is at fault. If it ends once, the machine may have been busy."""
     pairs = begun(follower, PAIRS)
     suspect = pairs.grammar.number  # type: ignore[attr-defined]
     told = follower._take_over(Ready(follower._generation, [suspect], costly=True))

@@ -47,7 +47,7 @@ def walk(backend: XgrammarBackend, constraint: dict[str, object]) -> None:
 
 
 def code(backend: XgrammarBackend, constraint: dict[str, object]) -> set[str]:
-    """The code of the error that a constraint ends with."""
+    """Return the code of the error that ends a constraint."""
     try:
         walk(backend, constraint)
     except RequestFailed as e:

@@ -35,7 +35,7 @@ def backend_with(children: Children | None = None, path: Path = MODEL, eos: int 
 
 @pytest.fixture
 def started() -> Iterator[Children]:
-    """Processes that were started early."""
+    """Yield the processes that were started early."""
     children = Children(StructuredOutputConfig())
     children.start_early()
     yield children

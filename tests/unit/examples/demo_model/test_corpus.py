@@ -27,7 +27,7 @@ def demo() -> Iterator[SimpleNamespace]:
 
 
 def rendered(demo: SimpleNamespace, seed: int, count: int) -> list[str]:
-    """The text of the first documents of a seed."""
+    """Return the text of a seed's first documents."""
     return [demo.corpus.render(document) for document in itertools.islice(demo.corpus.documents(seed), count)]
 
 

@@ -53,7 +53,7 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture(scope="module")
 def head(demo: SimpleNamespace, model: LlamaForCausalLM) -> torch.nn.Module:
-    """A head of random weights with every third token as its vocabulary, more or less."""
+    """Return a head with random weights, whose vocabulary is about every third token."""
     torch.manual_seed(3)
     built = demo.eagle3_training.build_head(model, torch.randperm(2048)[:700].tolist())
     for weight in built.parameters():
@@ -203,7 +203,7 @@ def test_training_lowers_the_loss_and_repeats(demo: SimpleNamespace, model: Llam
 
 
 def test_measuring(demo: SimpleNamespace, model: LlamaForCausalLM, head: torch.nn.Module) -> None:
-    """A head of random weights brings next to nothing, and every step its own token."""
+    """A head with random weights adds almost no tokens to the one token of each step."""
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     found = demo.eagle3_training.measure_head(model, head, tokenizer, batches=1, size=3)
     assert 1 <= found["tokens per step, own greedy text"] < 1.3

@@ -47,9 +47,7 @@ class HalfInterpreted(TorchKernels):
     """
 
     def __init__(self, *, batch_invariant: bool = True) -> None:
-        from penstock_enginecore.forward.cuda.triton_kernels import (
-            TritonKernels,
-        )  # the interpreter is chosen
+        from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # after the interpreter is set
 
         super().__init__(batch_invariant=batch_invariant)
         kernels = TritonKernels(batch_invariant=batch_invariant)

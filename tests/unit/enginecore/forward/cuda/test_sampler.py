@@ -18,7 +18,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def random_settings(rows: int, seed: int) -> tuple[DrawSettings, np.ndarray, np.ndarray]:
-    """Temperature, top_k, top_p and min_p of all kinds, seeds, and output indices."""
+    """Return temperature, top_k, top_p and min_p of all kinds, seeds, and output indices."""
     random = np.random.default_rng(seed)
     return (
         DrawSettings.off(rows)._replace(
@@ -42,8 +42,8 @@ def random_logits(rows: int, vocab: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("plain", [True, False], ids=["whole rows", "what filters leave"])
 def test_ten_thousand_draws_are_the_cpus(plain: bool) -> None:
-    """Six thousand of whole rows and more than four of others, by the kernels' twin in plain torch. Tests of the kernels
-    themselves, interpreted, compare some hundreds.
+    """Six thousand of whole rows and more than four of others, by the kernels' twin in plain torch. Tests of the
+    kernels themselves, interpreted, compare some hundreds.
     """
     launcher = DeviceLauncher(500, CPU, TorchSampling)
     count, drawn = 0, set()

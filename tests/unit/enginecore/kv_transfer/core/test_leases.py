@@ -20,7 +20,7 @@ NAMES = [BlockName(0, bytes([i]) * 16) for i in range(8)]
 
 
 class Pool(BlockPool):
-    """Nine blocks, eight of which can be had."""
+    """A pool of nine blocks, of which eight can be allocated."""
 
     def __init__(self) -> None:
         super().__init__(9)

@@ -116,7 +116,7 @@ def test_requests_of_one_prompt_wait_for_one_load():
 
 
 def test_preempted_requests_come_back_from_the_host():
-    """Their blocks are taken by others, which run on."""
+    """Other requests, which continue to run, take the blocks of the preempted ones."""
     engine = engine_of(num_blocks=26)
     engine.executor.copier.at_once = True
     requests = [make_request(prompt(i, 24), seed=i, max_tokens=50) for i in range(3)]
@@ -138,7 +138,7 @@ def test_a_host_with_fewer_slots_than_a_prompt_hands_all_of_it_on_to_the_disk():
 
 
 def waiting_for_its_load(engine: EngineCore, transcript: Transcript) -> str:
-    """A request whose blocks are on their way."""
+    """Start a request whose blocks are being loaded, and return its id."""
     for number in (0, 1, 2, 3):
         turn(engine, number)
     request = make_request(prompt(0))
@@ -359,7 +359,7 @@ PLACES = [Place(BlockName(0, each), 10 + i) for i, each in enumerate(HASHES)]
 
 
 class Copier:
-    """Writes on command."""
+    """A copier that writes when the test tells it to."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], list[bytes], Future[None]]] = []

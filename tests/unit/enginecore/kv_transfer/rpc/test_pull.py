@@ -41,7 +41,7 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
 
 
 def moved(engine: FakeKvEngine, direction: str) -> tuple[int, int]:
-    """Blocks and bytes, on the transport that was asked for."""
+    """Return the numbers of blocks and bytes moved over the requested transport."""
     key = direction, engine.config.kv_transfer.transport
     assert set(engine.counts.num_blocks) <= {key}
     return engine.counts.num_blocks[key], engine.counts.num_bytes[key]

@@ -18,12 +18,12 @@ from tests.fakes.network.tcp_proxy import TcpProxy
 BLOCKS = 64
 MOST = 1.02
 FRAME = 5
-"""Bytes in front of each message of gRPC."""
+"""Number of bytes before each gRPC message."""
 Codec = Callable[[Any], Any]
 
 
 class Counted:
-    """Bytes of the messages of a stream, by end and direction, with their frames."""
+    """Counts the bytes of a stream's messages, with their frames, by end and direction."""
 
     def __init__(self) -> None:
         self.num_bytes: Counter[str] = Counter()
@@ -43,7 +43,7 @@ class Counted:
         return counting
 
     def channel(self, channel: grpc.aio.Channel) -> Any:
-        """A channel whose streams are counted at the end that pulls."""
+        """Return a channel whose streams are counted at the pulling end."""
         of_the_channel = channel.stream_stream
 
         def stream_stream(method: str, request_serializer: Codec, response_deserializer: Codec, **more: Any) -> Any:
@@ -58,7 +58,7 @@ class Counted:
         return channel
 
     def handlers(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Engines that start from now on are counted as sources."""
+        """Count the streams of engines that start from now on as sources."""
         made = grpc.stream_stream_rpc_method_handler
 
         def handler(behavior: Any, request_deserializer: Codec, response_serializer: Codec) -> Any:
@@ -75,7 +75,7 @@ class Counted:
 async def test_a_pull_takes_little_more_than_its_blocks(
     block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """384 KiB: 16 tokens of a model of 100 million parameters."""
+    """A block has 384 KiB, like 16 tokens of a model with 100 million parameters."""
     counted, count = Counted(), BLOCKS if block_bytes < 1 << 20 else 8
     with ExitStack() as ends:
         counted.handlers(monkeypatch)

@@ -76,7 +76,7 @@ def test_the_core_is_woken_when_a_load_ends() -> None:
     assert not engine.has_work
     executor_of(engine).finish_load()
     assert engine.queues.get(block=False, timeout=None) is not None
-    assert engine.has_work  # though there are no requests
+    assert engine.has_work  # even without requests
     step(engine, Transcript())
     assert answer.done()
     assert not engine.has_work

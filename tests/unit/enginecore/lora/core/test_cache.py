@@ -44,7 +44,7 @@ def test_a_cache_of_adapters_in_use_is_full_and_says_when_to_come_back() -> None
         cache.add(C, 16)
     assert e.value.reason == "LORA_CACHE_FULL"
     assert e.value.retry_after == 1.0
-    assert cache.digests == (B, A)  # nothing went for nothing
+    assert cache.digests == (B, A)  # nothing was evicted needlessly
 
 
 def test_an_adapter_larger_than_the_budget_is_refused_for_good() -> None:
@@ -112,7 +112,7 @@ def test_room_that_is_not_needed_is_given_back_once() -> None:
     cache = LoraCache(30)
     cache.add(A, 10)
     cache.reserve(20)
-    assert cache.add(A, 10, 5) == []  # it had come another way
+    assert cache.add(A, 10, 5) == []  # it was already loaded in another way
     cache.cancel(15)
     assert cache.num_reserved == 0
     with pytest.raises(ValueError, match="only 0 bytes are reserved; cannot cancel 1"):
@@ -159,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert evicted == may_go[: len(evicted)]
         room = free + sum(SIZES[d] for d in evicted)
         assert room >= size
-        assert not evicted or room - SIZES[evicted[-1]] < size  # no more than had to
+        assert not evicted or room - SIZES[evicted[-1]] < size  # no more than necessary
         for other in evicted:
             self.gone(other)
         return True
@@ -241,13 +241,13 @@ class CacheMachine(RuleBasedStateMachine):
 TestCacheMachine = CacheMachine.TestCase
 
 
-# Room for adapters on their way: in order, once, and given back.
+# Memory reserved for adapters that are being loaded: in order, once, and released again.
 
 HELD = b"held"
 
 
 class Rooms:
-    """A cache for 30 bytes, of which an adapter that is in use has 10."""
+    """A cache of 30 bytes, of which an adapter in use takes 10."""
 
     def __init__(self) -> None:
         self.cache = LoraCache(30)

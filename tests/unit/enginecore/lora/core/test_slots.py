@@ -1,4 +1,4 @@
-"""Adapters among running requests: never too many, and none that waits for ever."""
+"""Adapters of running requests: never more than the slots, and no request waits forever."""
 
 import pytest
 from hypothesis import given, settings
@@ -174,7 +174,7 @@ def test_starting_without_a_slot_is_a_defect() -> None:
 def test_no_adapter_waits_longer_than_max_wait_and_the_longest_running_request(
     max_loras: int, max_wait: int, lengths: list[int], others: list[tuple[int, int]], hot: int
 ) -> None:
-    """``hot`` adapters have requests all the time, four others now and then."""
+    """The ``hot`` adapters always have requests. Four others have requests at times."""
     queue = Queue(max_loras, float(max_wait))
     ends: dict[str, int] = {}
     crowded: set[str] = set()

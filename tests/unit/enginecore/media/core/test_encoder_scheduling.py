@@ -48,7 +48,7 @@ def media_engine(*, size=0, media=(IMAGE,), unreadable=None, executor=None, **co
 
 
 class StopsAtTheEnd:
-    """Ends a loop once a request has ended."""
+    """A sink that ends a loop after a request has ended."""
 
     def __init__(self):
         self.transcript = Transcript()

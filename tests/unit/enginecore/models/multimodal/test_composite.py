@@ -93,7 +93,7 @@ _FORMS = {
     "vision_tower.": "model.vision_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
-"""Prefixes of weights' names in older checkpoints, and in newer ones."""
+"""Prefixes of weight names in older checkpoints, and in newer ones."""
 
 
 @pytest.mark.parametrize("older", [False, True])

@@ -47,7 +47,7 @@ def encoder(loaded: MediaEncoder) -> Iterator[MediaEncoder]:
 
 @pytest.fixture(scope="module")
 def image(directory: Path) -> Callable[[str], EncoderItem]:
-    """An image of its own for each identifier."""
+    """Return a function that makes a different image for each identifier."""
 
     def make(identifier: str) -> EncoderItem:
         return item(image_tensors("llava", directory, seed=sum(identifier.encode())), 16, identifier=identifier)

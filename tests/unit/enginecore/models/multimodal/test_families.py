@@ -85,7 +85,7 @@ def items(model: Model) -> Iterator[tuple[Modality, Tensors, Tensors]]:
 
 
 def encode(encoder: MediaEncoder, wanted: EncoderItem, budget: int = ALL_AT_ONCE) -> tuple[EncodedItem, int]:
-    """The item, and how many slices it took."""
+    """Return the encoded item, and the number of slices that it took."""
     encoder.start(wanted)
     for slices in range(1, 100):
         if done := encoder.advance(budget):

@@ -30,7 +30,7 @@ class Model(NamedTuple):
 
 
 class Part(NamedTuple):
-    """``tokens`` of text, or where that is 0 a grid of embeddings. ``frames``: 0 for an image."""
+    """A text of ``tokens`` tokens, or a grid of embeddings if ``tokens`` is 0. An image has 0 ``frames``."""
 
     tokens: int = 0
     frames: int = 0
@@ -49,7 +49,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiModalFeature]]:
-    """Tokens and features as a frontend would have them."""
+    """Return tokens and features as a frontend makes them."""
     config: Any = model.oracle.config
     tokens: list[int] = []
     features: list[MultiModalFeature] = []
@@ -85,7 +85,9 @@ def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiMo
 
 
 def of_transformers(model: Model, tokens: list[int], parts: Sequence[Part]) -> RopePositions:
-    """By the model's ``get_rope_index``; its delta, which ``generate`` does not use, would put outputs behind the last frame."""
+    """Return the positions that the model's ``get_rope_index`` computes. Its delta is not used, as in ``generate``: it
+    would put outputs after the last frame.
+    """
     oracle: Any = model.oracle
     config, base = oracle.config, oracle.model
     kinds = {config.image_token_id: 1, config.video_token_id: 2}

@@ -37,7 +37,7 @@ def num_steps(engine: Any) -> int:
 
 
 def outputs_of(engine: Any) -> dict[str, Any]:
-    """Runs to the end. Tokens by request, and the last outputs."""
+    """Run the engine to the end. Returns the tokens and the last output of each request."""
     tokens: dict[str, list[int]] = {}
     last = {}
     while engine.has_work:

@@ -8,7 +8,7 @@ import pytest
 from penstock_enginecore.speculation.core.policy import DraftHistory, DraftPolicy, StepCost, time_steps
 
 CPU = {1: 12.8, 2: 12.9, 4: 13.0, 8: 13.3, 12: 15.3, 16: 19.0, 24: 27.5, 32: 33.8, 64: 66.0}
-"""Milliseconds of a model on two cores."""
+"""Milliseconds of a step by its number of rows, for a model on two cores."""
 
 
 def policy(points: dict[int, float] = CPU, max_drafts: int = 5, adaptive: bool = True) -> DraftPolicy:
@@ -55,7 +55,9 @@ def test_nothing_is_gained_by_drafts_that_a_search_over_all_choices_does_not_fin
 
 
 def run(made: DraftPolicy, history: DraftHistory, steps: int, held: float, num_rows: int = 1) -> tuple[float, float]:
-    """Tokens per millisecond with drafts of which each holds with the probability ``held``, and without."""
+    """Return tokens per millisecond with drafts, each of which is accepted with probability ``held``, and without
+    drafts.
+    """
     tokens = seconds = 0.0
     random = Random(1)
     for _ in range(steps):
@@ -105,7 +107,7 @@ def test_a_full_engine_drafts_nothing() -> None:
 
 
 def test_no_step_has_more_rows_than_something_is_known_of() -> None:
-    """Along the line beyond the last point they seem to pay."""
+    """If the line is extended beyond the last point, more rows seem to pay."""
     points = {1: 12.0, 8: 14.2, 12: 17.1, 16: 20.8}
     eight = [with_held(policy(points), [0.95] * 5) for _ in range(8)]
     assert 0 < sum(policy(points).choose(eight, [5] * 8, 8, drafting=True)) <= 24
@@ -168,7 +170,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class SlowWorkers:
-    """Take ``seconds`` by rows, the first time of each twice as long."""
+    """Workers whose steps take ``seconds`` by rows. The first step of each size takes twice as long."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self.now = 0.0
@@ -192,7 +194,7 @@ def test_what_the_first_pass_takes_does_not_count():
 
 
 def test_steps_of_many_rows_are_timed_in_fewer_passes_where_that_takes_long():
-    """100 million parameters on two cores."""
+    """The times are those of a model with 100 million parameters on two cores."""
     workers = SlowWorkers(dict(zip(ROWS, (0.012, 0.012, 0.013, 0.014, 0.021, 0.036, 0.067), strict=True)))
     assert list(timed(workers)) == list(ROWS)
     assert workers.now < 0.6

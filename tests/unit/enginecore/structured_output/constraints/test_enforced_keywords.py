@@ -1,4 +1,6 @@
-"""Keywords that constrain: of values that are tried, a grammar lets through exactly those that ``jsonschema`` finds valid."""
+"""Keywords that constrain: of values that are tried, a grammar lets through exactly those that ``jsonschema`` finds
+valid.
+"""
 
 import itertools
 import json
@@ -32,7 +34,7 @@ COMPILER = xgrammar.GrammarCompiler(
 
 
 class Written:
-    """The compact JSON texts that a schema's grammar has."""
+    """The compact JSON texts that a schema's grammar admits."""
 
     def __init__(self, schema: Any) -> None:
         text = schema if isinstance(schema, str) else json.dumps(schema)
@@ -51,7 +53,7 @@ class Written:
 
 
 def objects(*members: tuple[str, list[Any]]) -> list[Any]:
-    """Every object with some of the members, in their order, and each of their values."""
+    """Return all objects with some of the members, in their order, and with each possible value."""
     choices = [[None, *((name, value) for value in values)] for name, values in members]
     return [dict(filter(None, chosen)) for chosen in itertools.product(*choices)]
 

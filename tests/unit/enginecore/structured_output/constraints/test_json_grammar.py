@@ -41,7 +41,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Compiled:
-    """Constraints compiled here."""
+    """Constraints that the test compiles in its own process."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokens = token_bytes(tokenizer, VOCAB_SIZE)

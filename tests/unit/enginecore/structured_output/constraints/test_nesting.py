@@ -1,4 +1,4 @@
-"""Client-shaped nesting on an engine's way: whatever its depth, it is taken or refused with the limit, never anything else."""
+"""Nested values from clients are accepted or refused with the limit, whatever their depth."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Every keyword at every place of a schema with every kind of value: taken or refused, never anything else."""
+"""Every keyword, at every place of a schema and with every kind of value, is accepted or refused."""
 
 import copy
 import json
@@ -97,7 +97,7 @@ VALUES = [
 
 
 def places(name: str) -> Iterator[str]:
-    """Schemas with the keyword ``name`` and the value VALUE at each place where a schema may stand."""
+    """Yield schemas with the keyword ``name`` and the value VALUE, at each place where a schema is possible."""
     base: dict[str, Any] = {name: "VALUE"}
     kinds = [kind for kind, names in KEYWORDS.items() if name in names]
     typed = base | {"type": kinds[0]} if kinds else base
@@ -120,7 +120,7 @@ def places(name: str) -> Iterator[str]:
 
 
 def verdict(constraint: StructuredOutput) -> str:
-    """``taken``, or why not. Anything else than these two is an error."""
+    """Return ``taken``, or the reason of the refusal. Any other exception fails the test."""
     try:
         check_constraint(constraint, 256 * 1024)
     except (InvalidArgument, Unimplemented) as e:

@@ -18,7 +18,7 @@ LIMIT = 256 * 1024
 
 
 def refused(**constraint: Any) -> str:
-    """Why the constraint is refused; the error's field is that of the constraint."""
+    """Return why the constraint is refused. Checks that the error's field is the constraint's."""
     with pytest.raises(InvalidArgument) as error:
         check_constraint(StructuredOutput(**constraint), LIMIT)
     kind = next(iter(constraint)) if len(constraint) == 1 else ""

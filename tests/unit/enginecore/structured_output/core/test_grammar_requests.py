@@ -1,4 +1,4 @@
-"""Requests with a constraint: compiled aside, held meanwhile, obeyed, ended."""
+"""Requests with a constraint: they wait while it is compiled, follow it, and end."""
 
 from concurrent.futures import Future
 
@@ -250,7 +250,7 @@ def test_a_grammar_is_given_up_with_its_request():
 
 
 class DefectError(RuntimeError):
-    """Not a RequestFailed: a defect."""
+    """An error that is a defect, not a RequestFailed."""
 
 
 class BrokenAccept(FakeGrammar):
@@ -269,7 +269,7 @@ class BrokenMask(FakeGrammar):
 
 
 class BrokenStart(FakeGrammars):
-    """``at_once``: starting raises; otherwise its future does."""
+    """Grammars that cannot start: with ``at_once`` the start raises, otherwise its future does."""
 
     at_once = False
 

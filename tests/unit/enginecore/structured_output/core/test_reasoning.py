@@ -49,7 +49,7 @@ def asking(regex="even:4", *, tokens=TOKENS, reasoning_ended=None, prompt=5, **f
 
 
 def undisturbed(request, at):
-    """The tokens of a request whose output begins at ``at``, and why it ends."""
+    """Return the tokens of a request whose output begins at ``at``, and its finish reason."""
     params = request.sampling_params
     grammars = FakeGrammars(VOCAB, EOS)
     grammars.start(params.structured_output, [], lambda: None)
@@ -242,7 +242,7 @@ def test_a_request_that_moves_goes_on_where_it_was(at, config):
 
 
 class NoMask(FakeGrammar):
-    """Must not be followed."""
+    """A grammar whose mask must not be used."""
 
     @property
     def mask(self):

@@ -107,9 +107,7 @@ def test_4_bits_mean_the_sixteen_numbers_of_the_format_and_their_powers() -> Non
 
 
 def test_the_decoder_launches_it() -> None:
-    from penstock_enginecore.forward.cuda.triton_kernels import (
-        TritonKernels,
-    )  # the interpreter is chosen
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # after the interpreter is set
 
     x, weight, ends = torch.randn(3, 64), of_4_bit_floats(2, 8, 64), torch.tensor([1, 3], dtype=torch.int32)
     out, expected = torch.empty(2, 3, 8).unbind()

@@ -113,9 +113,7 @@ def test_a_norm_that_is_left_out_and_pairs_that_are_others_are_seen(monkeypatch:
 
 
 def test_the_decoder_launches_them() -> None:
-    from penstock_enginecore.forward.cuda.triton_kernels import (
-        TritonKernels,
-    )  # the interpreter is chosen
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # after the interpreter is set
 
     arguments = drawn(2, 12, 16, 4, torch.float32, biased=True, low=True)
     expected = arguments["cache"].clone()

@@ -56,9 +56,7 @@ def test_the_tiles_of_prompts(rows: int) -> None:
 
 
 def test_the_decoder_launches_it() -> None:
-    from penstock_enginecore.forward.cuda.triton_kernels import (
-        TritonKernels,
-    )  # the interpreter is chosen
+    from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels  # after the interpreter is set
 
     x, weight, bias = draw(3, 8, 64, 32, torch.float32)
     out, expected = torch.empty(2, 3, 8).unbind()
