@@ -120,7 +120,7 @@ def test_any_parts_of_http(turns: list[Any], options: dict[str, Any]) -> None:
 
 
 def text(body: Any) -> bytes:
-    """JSON."""
+    """Return the body as JSON."""
     return json.dumps(body).encode()
 
 

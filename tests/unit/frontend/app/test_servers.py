@@ -1,10 +1,10 @@
-"""When a frontend that drains is done."""
+"""Tests of when a draining frontend has finished."""
 
 from penstock_frontend.app.servers import QUIET, Draining
 
 AGE = 100.0
 MOVED = 110.1
-"""Seconds after which a connection has been moved, for sure."""
+"""Seconds after which a connection has certainly been moved."""
 
 
 def test_it_is_done_when_for_a_while_nothing_ran_and_no_connection_was_open() -> None:

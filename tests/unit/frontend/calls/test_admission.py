@@ -1,4 +1,4 @@
-"""Requests that a frontend admits, and errors of the others."""
+"""Requests that a frontend admits, and the errors of refused ones."""
 
 import contextlib
 import time
@@ -242,7 +242,7 @@ def test_a_weight_out_of_range_is_refused_with_its_tenant(weight: float) -> None
         FairnessConfig(weights={"gold": weight})
 
 
-# When a frontend is to be sent requests.
+# When a frontend is ready for requests.
 
 
 def test_it_is_ready_from_the_first_engine_on_whatever_becomes_of_it() -> None:

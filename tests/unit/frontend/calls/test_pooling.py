@@ -1,4 +1,4 @@
-"""Pooling calls against engines that answer, fail or say nothing."""
+"""Pooling calls to engines that answer, fail, or do not answer."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ EMBED = PoolingParams(task=PoolingTask.EMBED)
 
 
 class SilentEngines:
-    """Takes requests and answers when told to."""
+    """Engines that accept requests, and answer when the test tells them to."""
 
     capabilities = ("embed", "token_embed")
     limits = ModelLimits(max_model_len=64, vocab_size=1000, embedding_size=8192)
@@ -67,7 +67,7 @@ def done(request: EngineCoreRequest) -> EngineCoreOutput:
 
 
 class Rig:
-    """A PoolingCalls over engines that wait."""
+    """A ``PoolingCalls`` with engines that wait."""
 
     def __init__(self) -> None:
         tokenizer = Tokenizer(small_tokenizers.byte_level())
@@ -134,7 +134,7 @@ async def test_answers_of_all_calls_at_once_are_bounded_until_they_are_dropped(r
     result = await task
     assert rig.answers.num_bytes == 4 * SMALL
     del task, result
-    await asyncio.sleep(0)  # the loop holds the task that it has just gone on with
+    await asyncio.sleep(0)  # the event loop still refers to the task that it ran last
     gc.collect()
     assert rig.answers.num_bytes == 0
 

@@ -43,7 +43,7 @@ class Rig:
         )
 
     def plan(self, entry: JournalEntry, **cached: int) -> tuple[str, int]:
-        """Keys of the engines, and after how many tokens."""
+        """Return the keys of the engines, and the number of tokens after which the first one hands over."""
         found = self.legs.plan(entry, self.engines, cached)
         return "".join(c.key for c in found.candidates), found.handoff_after_tokens
 

@@ -1,4 +1,6 @@
-"""Requests on engines that come, go, refuse and lie, explored at random: nothing is lost, repeated or out of order."""
+"""Random tests of requests on engines that come, go, refuse, and send wrong data. No output is lost, repeated or out of
+order.
+"""
 
 import asyncio
 import itertools
@@ -68,12 +70,12 @@ class Simulated:
         self.late: list[tuple[str, EngineCoreOutput]] = []
         self.moves: list[str] = []
         self.sent: list[tuple[str, EngineCoreRequest]] = []
-        self.alone: Counter[str] = Counter()  # engines in a row that were lost with nothing else, and brought nothing
-        self.brought: set[str] = set()  # requests that got something of their engine
+        self.alone: Counter[str] = Counter()  # consecutive lost engines that had only this request, and sent nothing
+        self.brought: set[str] = set()  # requests that got outputs from their engine
         self.unsendable: set[str] = set()
         self.aborts: list[tuple[str, str]] = []
-        self.closed: set[str] = set()  # engines that are there and take nothing
-        self.fates: dict[str, bool] = {}  # engines that were lost in doubt, and whether they live
+        self.closed: set[str] = set()  # connected engines that accept no requests
+        self.fates: dict[str, bool] = {}  # engines of which it is unknown whether they survived, and whether they did
         self.variants: dict[str, str] = {}  # of the engines that are not of variant ""
         self.num_held_changes = 0
         self.num_moved = 0
@@ -184,7 +186,7 @@ class Simulated:
         self.moves.extend(ids)
         self.brought.difference_update(ids)
 
-    # What happens.
+    # Events.
 
     def add(self, *request_ids: str, rank: int | None = None, **params: object) -> None:
         self.dispatch.add(
@@ -200,11 +202,11 @@ class Simulated:
         )
 
     def where(self, request_id: str) -> str:
-        """The engine that has it, "" for none."""
+        """Return the engine that has the request, or "" if none has it."""
         return next((engine for engine, running in self.running.items() if request_id in running), "")
 
     def advance(self, engine: str, request_id: str, count: int = 1) -> EngineCoreOutput:
-        """The next output of a request, as its engine makes it."""
+        """Return the next output of a request, as its engine makes it."""
         request, offset = self.running[engine][request_id]
         tokens = [token_of(request_id, i) for i in range(offset, min(offset + count, MAX_TOKENS))]
         output = EngineCoreOutput(request_id=request_id, attempt=request.attempt, offset=offset, new_token_ids=tokens)
@@ -218,7 +220,7 @@ class Simulated:
         return output
 
     def give_away(self, engine: str, *request_ids: str, source: KvSource | None = None) -> None:
-        """Engines end these without more tokens."""
+        """Let the engine end these requests without more tokens."""
         outputs = []
         for request_id in request_ids:
             request, offset = self.running[engine].pop(request_id)
@@ -239,7 +241,7 @@ class Simulated:
                 self.give_away(engine, request_id, source=source_at(engine))
 
     def deliver(self, engine: str, *outputs: EngineCoreOutput, counts: bool = True) -> None:
-        """A frame. ``counts``: it tells the engine's load as well."""
+        """Deliver a frame of outputs. With ``counts``, it also has the engine's load."""
         copies = [
             EngineCoreOutput(
                 request_id=o.request_id,
@@ -261,7 +263,7 @@ class Simulated:
             self.dispatch.take(engine, engine, EngineCoreOutputs(outputs=copies))
 
     def _row(self, output: EngineCoreOutput) -> tuple[int, int, list[int]] | None:
-        """The output as a row of columns, if it is tokens and nothing else."""
+        """Return the output as a row of columns, if it has only tokens."""
         if output.finish_reason is not None or output.error is not None or not output.new_token_ids:
             return None
         names = (
@@ -311,8 +313,8 @@ class Simulated:
         self.dispatch.drain(engine, time_left)
 
     def kill(self, engine: str, *ended_there: str, in_doubt: bool = False) -> None:
-        """``ended_there``: requests whose last output was made, and has not come. ``in_doubt``: it is known only when it starts
-        again.
+        """``ended_there``: requests whose last output was made, and has not come. ``in_doubt``: it is known only when
+        it starts again.
         """
         on_engine = list(dict.fromkeys([*self.running[engine], *ended_there]))
         one_call = len({request_id.split("-")[0] for request_id in on_engine}) == 1
@@ -562,7 +564,7 @@ async def test_a_request_that_waits_for_a_rank_ends_when_there_is_none_any_more(
 
 
 def mixed(**variants: str) -> Simulated:
-    """Engines by name, each of a variant."""
+    """Return engines by name, each with a variant."""
     world = Simulated(*variants)
     world.variants = variants
     return world
@@ -1399,7 +1401,7 @@ async def test_what_cannot_be_written_down_of_columns_ends_its_request_alone(
 
 
 def two_kinds(*names: str, prefill: str = "a") -> Simulated:
-    """Engines of one fingerprint, one of them for prompts."""
+    """Return engines with the same fingerprint, of which one computes prompts."""
     world = Simulated(*names)
     world.roles, world.fingerprint = {prefill: EngineRole.PREFILL}, FINGERPRINT
     return world

@@ -12,7 +12,9 @@ NOW = 100.0
 
 
 def entry(name: str, *, max_tokens: int | None = 100, pace: float | None = None) -> JournalEntry:
-    """A request that has 11 tokens at ``NOW``, the later ten of them at ``pace`` seconds each; without it none."""
+    """Return a request with 11 tokens at ``NOW``. The last ten took ``pace`` seconds each. Without ``pace`` it has no
+    tokens.
+    """
     clock = NOW - 10 * pace if pace is not None else NOW
     journal = Journal(lambda: clock, on_left=lambda engine, request_id: None)
     request = EngineCoreRequest(

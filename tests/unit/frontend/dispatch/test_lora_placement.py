@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters among engines: where adapters are at home, and when they are loaded elsewhere."""
+"""Requests with LoRA adapters: the home engine of each adapter, and when it is loaded on other engines."""
 
 import hashlib
 import random
@@ -176,7 +176,9 @@ def test_of_many_engines_the_home_is_among_those_that_are_compared() -> None:
 
 
 class Simulated:
-    """Engines that run 8 requests at once, each for 20 turns, keep the 16 adapters that they used last, and say so every turn."""
+    """Engines that run 8 requests at once, each for 20 turns, keep the 16 adapters that they used last, and say so
+    every turn.
+    """
 
     def __init__(self, policy: RoutingPolicy) -> None:
         self.turns = 0

@@ -1,4 +1,6 @@
-"""Prompts looked up in the caches of engines: hashed as engines hash them, and followed through everything that happens."""
+"""Prompts looked up in the frontend's copy of engines' caches. Hashes are those of engines, and all cache events are
+applied.
+"""
 
 import itertools
 
@@ -62,11 +64,11 @@ class Engine:
         return Request(request, client_id="c", max_model_len=200)
 
     def cached(self, request: EngineCoreRequest) -> int:
-        """Tokens that it need not compute."""
+        """Return the number of tokens that the engine does not need to compute."""
         return self.manager.get_computed_blocks(self.request(request)).num_tokens
 
     def compute(self, asked: EngineCoreRequest) -> list[KvCacheEvent]:
-        """Compute a prompt. Returns what it tells of that."""
+        """Compute a prompt. Returns the cache events."""
         request = self.request(asked)
         found = self.manager.get_computed_blocks(request)
         assert self.manager.admit(request, found, request.num_tokens - found.num_tokens, reserve=0)
@@ -392,7 +394,7 @@ def test_nothing_is_kept_of_engines_that_have_blocks_in_their_kv_cache_alone() -
 
 ENGINES = st.sampled_from([f"e{number}" for number in range(5)])
 PROMPTS = st.text("ab", min_size=1, max_size=9)
-"""Every beginning of one is a block."""
+"""Prompts. Each prefix of a prompt is a block."""
 
 
 def blocks_of(prompt: str, first: int = 0) -> list[bytes]:
@@ -400,7 +402,9 @@ def blocks_of(prompt: str, first: int = 0) -> list[bytes]:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """``model``: by engine, the blocks that it has, with each all those before it."""
+    """Compares the index with ``model``, which has each engine's blocks. An engine that has a block has all blocks
+    before it.
+    """
 
     @initialize(limit=st.sampled_from([0, 3, 10, 1000]), stride=st.sampled_from([1, 2, 3, 16]))
     def start(self, limit: int, stride: int) -> None:

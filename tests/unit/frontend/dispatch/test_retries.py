@@ -19,7 +19,7 @@ def entry() -> JournalEntry:
 def lose(
     retries: Retries, entry: JournalEntry, engine: str, blame: Blame = Blame.ALONE, *, in_doubt: bool = True
 ) -> str:
-    """The reason that it ends with."""
+    """Lose the request's engine. Returns the reason of the error that ends the request, or "" if it is tried again."""
     entry.engine = engine
     error = retries.verdict(entry, f"{engine} is gone", blame, in_doubt=in_doubt)
     if error is None:

@@ -1,4 +1,4 @@
-"""The router: least loaded first, ties in turn, never an engine that takes nothing."""
+"""The router picks the least loaded engine, equal ones in turn, and never one that accepts no requests."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ ENGINES = [Candidate(f"e{i}", i) for i in range(4)]
 
 
 def send(router: Router, engines: list[Candidate], *request_ids: str) -> str:
-    """Pick an engine for these and send them there."""
+    """Pick one engine, and send the requests to it. Returns the engine."""
     chosen = router.pick(engines)
     for request_id in request_ids:
         router.sent(chosen, request_id)

@@ -69,7 +69,7 @@ async def answer(send: Send, body: bytes, status: int = 200) -> None:
 
 
 class Listener:
-    """Makes connections of one listener. ``events``: of the parser, in this turn of the loop."""
+    """Makes connections of one listener. ``events`` counts the parser's events in this turn of the loop."""
 
     def __init__(self, app: Handler, **settings: Any) -> None:
         self._class = connection_class(HttpConfig(**settings))

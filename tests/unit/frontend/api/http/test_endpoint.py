@@ -19,7 +19,7 @@ from penstock_frontend.tenants import TenantRefusals
 
 
 class Chunk(msgspec.Struct):
-    """An event."""
+    """An event of a stream."""
 
     number: int
 
@@ -59,7 +59,7 @@ async def headers_of(handler: Any) -> dict[str, str]:
     async def receive() -> Any:
         if given:
             return given.pop()
-        return await asyncio.Event().wait()  # the client stays
+        return await asyncio.Event().wait()  # the client stays connected
 
     async def send(message: Any) -> None:
         sent.append(message)

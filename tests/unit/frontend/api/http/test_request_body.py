@@ -101,7 +101,7 @@ def test_a_window_beyond_https_is_refused() -> None:
         decompressed("zstd", body)
 
 
-# How much there is in a JSON text, counted before it is decoded.
+# The number of values in a JSON text, counted before the text is decoded.
 
 TEXT = rb'{"a": [1, 2, "x,{[", "\\", "q\"{,"], "b\\\"{": {}, "c": [{"d": "\\\\\\"}, null]}'
 

@@ -78,7 +78,7 @@ def test_each_request_is_counted_anew(size: RequestSize) -> None:
 
 
 class Sender:
-    """A connection with so many slices to parse."""
+    """A connection that has a number of slices to parse."""
 
     def __init__(self, name: str, turns: ParsingTurns, slices: int, parsed: list[str], *, events: int = 1) -> None:
         self._name, self._turns, self._slices, self._parsed, self._events = name, turns, slices, parsed, events

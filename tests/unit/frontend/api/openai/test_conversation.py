@@ -19,7 +19,7 @@ VIDEO = "data:video/jpeg;base64," + ",".join(FRAMES)
 
 
 def parsed(*parts: Any, options: MediaOptions = MediaOptions(), **fields: Any) -> list[ContentPart]:  # noqa: B008 - immutable
-    """The content of the second message of a body."""
+    """Return the content of the second message of a body."""
     turn = {"role": "user", "content": list(parts)}
     body = {"messages": [{"role": "system", "content": "look"}, turn], **fields}
     messages = messages_of(decode(msgspec.json.encode(body), ChatCompletionRequest).messages, options)

@@ -16,7 +16,7 @@ SMILE = "🙂".encode()
 
 
 class Offsets:
-    """Bytes, each a token of its own, and other tokens, to offsets."""
+    """Computes offsets for a vocabulary with a token for each byte, and other tokens."""
 
     def __init__(self, directory: Path, tokenizer: tokenizers.Tokenizer, byte_tokens: Sequence[str]) -> None:
         directory.mkdir()
@@ -26,7 +26,7 @@ class Offsets:
         self._byte_tokens = byte_tokens
 
     def ids(self, *parts: bytes | str) -> list[int]:
-        """Token ids of bytes, and of tokens by their names."""
+        """Return the token ids of bytes, and of tokens given by name."""
         found: list[int] = []
         for part in parts:
             names = [part] if isinstance(part, str) else [self._byte_tokens[byte] for byte in part]
@@ -46,7 +46,7 @@ class Offsets:
 
 
 def byte_level_alphabet() -> list[str]:
-    """The token of every byte, as byte-level BPE names them."""
+    """Return the token of every byte, as byte-level BPE names it."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]

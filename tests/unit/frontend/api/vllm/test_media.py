@@ -34,7 +34,7 @@ def converted(ids: list[int] = IDS, **fields: Any) -> MixedPrompt:
 
 
 def shape_of(prompt: MixedPrompt) -> list[Any]:
-    """Media as the tensors of each, the rest as it is."""
+    """Return the prompt's parts. Media are given as their tensors, other parts are unchanged."""
     found: list[Any] = []
     for part in prompt.parts:
         if isinstance(part, MediaPart):

@@ -1,4 +1,6 @@
-"""Conversations with media: templates get parts as they read them, media stand where they were given, whatever a text says."""
+"""Conversations with media: templates get parts as they read them, media stand where they were given, whatever a text
+says.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,15 +30,15 @@ PARTS = (
     "{%- endif %}{%- endfor %}{%- endif %}[/{{ message['role'] }}]{%- endfor %}"
     "{%- if add_generation_prompt %}[assistant]{%- endif %}"
 )
-"""Reads parts."""
+"""Template that reads parts."""
 PARTS_ALONE = (
     "{% for m in messages %}{% if m.content[0].type == 'image' %}I:{% endif %}"
     "{% for line in m.content %}{% if line.type == 'text' %}{{ line.text }}{% else %}<image>{% endif %}{% endfor %}"
     "{% endfor %}"
 )
-"""Reads parts and no text."""
+"""Template that reads parts, but no texts."""
 TEXTS = "{% for message in messages %}{{ message.role }}: {{ message.content | trim }}\n{% endfor %}"
-"""Reads texts."""
+"""Template that reads texts."""
 IMAGES_TWICE = PARTS.replace("{{ '<image>' }}", "{{ '<image><image>' }}")
 
 

@@ -82,7 +82,7 @@ def test_nothing_but_text_is_changed() -> None:
 
 TURN = "{{ '<' ~ m.role ~ '>' ~ m.content }}"
 ANY = f"{{% for m in messages %}}{TURN}{{% endfor %}}"
-"""Writes whatever role it is given."""
+"""Template that writes every role."""
 STRICT = f"""
 {{%- for m in messages %}}
 {{%- if m.role == 'system' and not loop.first %}}{{{{ raise_exception('System message must be at the beginning.') }}}}

@@ -253,7 +253,7 @@ def test_a_rate_beyond_reason_is_unreadable(rate: int) -> None:
 
 
 EDGE = 0.05
-"""Seconds at either end, where silence begins."""
+"""Seconds at each end, at the border to silence, that are not compared."""
 
 
 def tone(hertz: float, rate: int, seconds: float = 0.5) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":

@@ -192,7 +192,7 @@ async def host(send: Sender, tls: ssl.SSLContext | None = None) -> Any:
 
 @pytest.fixture
 def contexts(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """The host's, and ours, which trusts it."""
+    """Return the host's TLS context, and the client's, which trusts the host."""
     authority = Authority()
     files = authority.issue("images.test").write(tmp_path)
     theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

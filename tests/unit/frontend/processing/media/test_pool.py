@@ -342,7 +342,7 @@ TENANTS = "abc"
 
 
 def filled(text: str) -> FairQueue[str]:
-    """Items by their tenant's letter and their number of the tenant's."""
+    """Return a queue of items. Each item is named by its tenant's letter and its number within the tenant."""
     queue: FairQueue[str] = FairQueue()
     for index, tenant in enumerate(text):
         queue.put(tenant, f"{tenant}{text[:index].count(tenant)}")

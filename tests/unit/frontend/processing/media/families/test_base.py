@@ -1,4 +1,4 @@
-"""Arguments of processors that requests give: those that are known, within what the checkpoint itself asks for."""
+"""Processor arguments in requests: known ones are accepted within the checkpoint's own limits."""
 
 from collections.abc import Mapping
 from pathlib import Path

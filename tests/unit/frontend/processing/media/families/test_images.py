@@ -29,7 +29,7 @@ from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, save_multi
 from tests.fakes.prepared_media import InProcessPreparer, image_part
 
 SIZES = [(1, 1), (32, 32), (64, 32), (33, 97), (7, 190), (200, 11), (96, 96), (300, 260), (1, 40)]
-"""Widths and heights that are not drawn."""
+"""Widths and heights that are always tested, in addition to random ones."""
 PIECES = ("", " ", "what", "\n", "\n\n", " of\n", "is 7", "<|im_start|>", ".\n\n\n", "und ä")
 FAST, ALL = 24, 200
 NARROW = {"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "llava_next", "llava_onevision", "idefics3", "smolvlm"}
