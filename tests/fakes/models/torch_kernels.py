@@ -229,7 +229,7 @@ def _low_rank(x: torch.Tensor, matrices: SlotMatrices, slot: int) -> torch.Tenso
 
 
 def _dense(weight: StackedWeight, numbers: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-    """What ``numbers`` and ``rest``, of one matrix, mean, float64."""
+    """Return the float64 weights that ``numbers`` and ``rest`` of one matrix represent."""
     columns = torch.arange(weight.in_features)
     if not isinstance(weight, Int4Weight | Mxfp4Weight):
         return numbers.double() * rest[0].t()[:, columns // weight.width].double()

@@ -1,4 +1,6 @@
-"""Both ends of a session's media transfer, without gRPC. Messages of each end wait in a queue until they are delivered."""
+"""The two ends of a session's media transfer, without gRPC. Messages of each end wait in a queue until they are
+delivered.
+"""
 
 from collections import deque
 from collections.abc import Sequence

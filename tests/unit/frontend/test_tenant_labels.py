@@ -1,4 +1,4 @@
-"""Tenants that have a metric series of their own."""
+"""Tenants that have a separate metric series."""
 
 from penstock_frontend.tenants import MAX_LABELS, OTHER, TenantLabels, own_label
 from tests.fakes.engines.engine_harness import FakeClock

@@ -1,4 +1,4 @@
-"""The joined log."""
+"""The joined log of several processes."""
 
 import io
 

@@ -326,7 +326,7 @@ CONVERTED: dict[type[msgspec.Struct], tuple[Any, set[str]]] = {
     Variant: (admin_pb.Variant, set()),
     WaveComplete: (data_parallel_pb2.GroupWave, {"engine"}),
 }
-"""For each struct, its message and the fields that the message does not have. Structs whose fields callers give are in
+"""The message of each struct, and the fields that the message does not have. Structs whose fields callers give are in
 ``GIVEN_BY_CALLERS``.
 """
 GIVEN_BY_CALLERS = {

@@ -18,7 +18,7 @@ SIZES = {"a": (300,), "b": (400, 50), "c": (900,), "d": (3, 2), "e": (1001,), "f
 """Bytes of items: some go inline, some in chunks, some are too large to be kept."""
 ITEMS = {name: item(name, *sizes) for name, sizes in SIZES.items()}
 LIMITS = Limits(400, 4096)
-"""Messages so small that tensors of 200 bytes and more go in chunks."""
+"""Limits of messages so small that tensors of 200 bytes or more are sent in chunks."""
 
 
 def ids(*names: str) -> list[str]:
@@ -191,7 +191,7 @@ ERRORS = {
 
 
 class Checked:
-    """A pair of ends, and the conditions that must always hold."""
+    """The two ends of a session. Checks the conditions that must always hold."""
 
     def __init__(self) -> None:
         self.cache = ReceiverCache(QUOTA)
@@ -276,7 +276,9 @@ class Checked:
         self.other.settle()
 
     def check_end(self) -> None:
-        """Nothing is on its way: both ends agree, and every request has come whole or was refused for a reason of its own."""
+        """Check the state after all messages: both ends agree, and every request arrived whole or was refused for its
+        own fault.
+        """
         pair = self.pair
         for each in (pair, self.other):
             assert each.kept.identifiers == each.mirror.identifiers

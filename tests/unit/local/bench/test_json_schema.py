@@ -1,4 +1,4 @@
-"""Requests for JSON: schemas that are made, which engines take, and those of a file."""
+"""Requests for JSON: generated schemas, which engines accept, and schemas from a file."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Prompts that begin alike."""
+"""Prompts with equal beginnings."""
 
 import itertools
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The prompts of a file of the user's own."""
+"""Prompts from the user's own file."""
 
 from pathlib import Path
 

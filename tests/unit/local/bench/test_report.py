@@ -1,4 +1,4 @@
-"""A run in slices."""
+"""Reports of a run, divided into time slices."""
 
 from array import array
 

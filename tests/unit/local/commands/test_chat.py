@@ -24,7 +24,7 @@ async def server() -> AsyncIterator[FakeInference]:
 
 
 async def piped(address: str, text: str, *flags: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a chat whose input is ``text``."""
+    """Return the exit code, standard output and standard error of a chat whose input is ``text``."""
     process = await asyncio.create_subprocess_exec(
         *PENSTOCK,
         *("chat", "--address", address, *flags),
@@ -38,7 +38,7 @@ async def piped(address: str, text: str, *flags: str) -> tuple[int, str, str]:
 
 
 def turns(server: FakeInference, index: int = -1) -> list[tuple[str, str]]:
-    """The conversation that a request had."""
+    """Return the conversation in a request."""
     return [(message.role, message.content) for message in server.chats[index].messages]
 
 

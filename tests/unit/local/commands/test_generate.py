@@ -88,7 +88,7 @@ async def test_the_table_of_each_of_several_outputs_has_its_number(
 
 @pytest.fixture
 def folder_with_schema(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working directory has a file ``schema.json``."""
+    """Change to a working directory with a file ``schema.json``."""
     (tmp_path / "schema.json").write_text('{"type": "object"}')
     monkeypatch.chdir(tmp_path)
 

@@ -22,7 +22,9 @@ WHOLE = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": WEI
 
 
 def command(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """``penstock ARGUMENTS``. In a process of its own: the hub's library reads its settings when it is imported."""
+    """Run ``penstock ARGUMENTS`` in a separate process, because the hub's library reads its settings when it is
+    imported.
+    """
     return subprocess.run(
         [sys.executable, "-m", "penstock_local", *arguments],
         env={"HF_HOME": str(home), "PATH": "", "HF_HUB_DISABLE_XET": "1", **environ},
@@ -33,7 +35,7 @@ def command(home: Path, *arguments: str, **environ: str) -> subprocess.Completed
 
 
 def cached(home: Path, name: str, files: dict[str, bytes]) -> None:
-    """A model in the cache, as the hub's library lays it out."""
+    """Write a model into the cache, in the layout of the hub's library."""
     folder = home / "hub" / f"models--{name.replace('/', '--')}"
     (folder / "snapshots" / COMMIT).mkdir(parents=True)
     (folder / "refs").mkdir()

@@ -24,7 +24,7 @@ URL = "https://example.org/a.png"
 
 
 class FakeFamily:
-    """Images and sounds, each of them one token."""
+    """A media family in which each image or sound is one token."""
 
     modalities = frozenset({"image", "audio"})
 
@@ -46,7 +46,7 @@ def one(prompt: Any) -> UnplacedPrompt:
 
 
 def parts_of(prompt: Any) -> list[Any]:
-    """Media as their modalities."""
+    """Return the prompt's parts, with modalities in place of media."""
     given = placed(one(prompt), FakeFamily(), FakeTokenizer())  # type: ignore[arg-type]
     return [part.modality if isinstance(part, MediaPart) else part for part in given.parts]
 
@@ -63,7 +63,7 @@ def pixels_of(data: bytes) -> Any:
 
 
 def shown_of(image: Image.Image) -> list[int]:
-    """The grey of each pixel that the model sees."""
+    """Return the grey level of each pixel that the model sees."""
     limits = DecodeLimits(max_pixels=10, max_frames=1, max_audio_seconds=1.0)
     shown = np.asarray(decode_image(open_image(source_of("image", image).data, limits)))
     assert (shown == shown[..., :1]).all()

@@ -17,7 +17,7 @@ from tests.fakes.network.certificates import Authority
 
 
 class Seen(grpc.aio.ServerInterceptor):
-    """Notes the authorization of each call."""
+    """Records the authorization of each call."""
 
     def __init__(self) -> None:
         self.authorization: list[object] = []

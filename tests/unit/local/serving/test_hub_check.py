@@ -1,4 +1,4 @@
-"""A model that is no directory: whether the hub has it is asked before anything starts."""
+"""Before anything starts, the hub is asked whether it has a model that is no directory."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def said(cache: Path, revision: str = "", **environ: str) -> str:
 
 @contextmanager
 def hub(status: int, code: str) -> Iterator[str]:
-    """A hub that answers everything alike. Yields its address."""
+    """Run a hub that gives the same answer to every request. Yields its address."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -29,7 +29,7 @@ def specs(cores: int = 4, gpus: Sequence[str] = (), **options: Any) -> dict[str,
 
 
 def read(config_type: type[T], spec: ProcessSpec, tmp_path: Path) -> T:
-    """The config as the service reads it."""
+    """Return the config as the service reads it."""
     file = tmp_path / f"{spec.name}.yaml"
     file.write_bytes(msgspec.yaml.encode(spec.config))
     return load(config_type, file=file, environ={})

@@ -28,7 +28,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def server(serve: Serve) -> AsyncIterator[tuple[str, int]]:
-    """A server that does this with each connection, and then ends it."""
+    """Run a server that calls ``serve`` with each connection, and then closes the connection."""
     served: set[asyncio.Task[None]] = set()
 
     async def ending(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

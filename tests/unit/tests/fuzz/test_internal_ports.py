@@ -27,7 +27,7 @@ class _Call:
 
 
 class _System:
-    """Answers the first round rightly, and one stream of the others with another token."""
+    """A system that answers the first round correctly. In later rounds, one stream has a wrong token."""
 
     def __init__(self) -> None:
         self.stub = self

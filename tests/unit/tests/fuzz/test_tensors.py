@@ -1,4 +1,4 @@
-"""Short campaigns of tensors that do not come as they should."""
+"""Short campaigns of tensors that arrive incomplete or wrong."""
 
 import pytest
 

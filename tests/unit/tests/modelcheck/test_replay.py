@@ -1,4 +1,4 @@
-"""Traces replay where nothing was done to them; whatever was done to one is found, and so is a defect of a machine."""
+"""Unchanged traces replay. Every change of a trace is detected, and so is a defect of a machine."""
 
 import shutil
 from collections import deque
@@ -84,7 +84,7 @@ class Network:
 
 
 def record(folder: Path, **defects: Any) -> Path:
-    """A group of two ranks, which becomes one of three: waves, a pause that waits, one that keeps, a change of size."""
+    """Record a group of two ranks that grows to three, with waves, a pause that waits, and a pause that keeps requests."""
     folder.mkdir()
     with Recorder(folder) as recorder:
         live(Network(recorder, **defects))
@@ -130,7 +130,7 @@ class Lines:
         self.lines = [msgspec.json.decode(line) for line in self._written.splitlines()]
 
     def write(self, lines: list[Any], *, numbered: bool = True) -> None:
-        """``numbered``: so that no number tells."""
+        """Write the lines. With ``numbered`` they are numbered again, so that the numbers do not show the change."""
         if numbered:
             lines = [lines[0], *({**line, "number": number} for number, line in enumerate(lines[1:], 1))]
         self.path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))

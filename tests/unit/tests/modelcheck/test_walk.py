@@ -1,4 +1,6 @@
-"""Eight ranks, three frontends, any order of events and faults: too many states for all, so some ways through them."""
+"""Random walks with eight ranks, three frontends, and any order of events and faults. There are too many states to
+explore all.
+"""
 
 import pytest
 

@@ -6,7 +6,7 @@ from tests.soak.watch import IDLE, Held, Watch, gauge
 
 
 def watch_of(*fds: int, pid: int = 7) -> Watch:
-    """Idle, three times busy, idle: that many files open."""
+    """Return a watch of a process with ``fds`` open files: when idle, three times when busy, and when idle again."""
     phases = (IDLE, "soak", "soak", "soak", IDLE)
     watch = Watch({})
     watch.samples = [

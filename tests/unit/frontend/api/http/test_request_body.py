@@ -101,7 +101,7 @@ def test_a_window_beyond_https_is_refused() -> None:
         decompressed("zstd", body)
 
 
-# The number of values in a JSON text, counted before the text is decoded.
+# The values and objects in a JSON text, counted before the text is decoded.
 
 TEXT = rb'{"a": [1, 2, "x,{[", "\\", "q\"{,"], "b\\\"{": {}, "c": [{"d": "\\\\\\"}, null]}'
 

@@ -62,7 +62,7 @@ def logprobs_of(token_ids: list[int], offset: int) -> Logprobs:
 
 
 def serve(ids: list[int], frames: list[Frame], params: SamplingParams, reason: FinishReason) -> Read:
-    """Put ``ids`` out in ``frames``, the last with ``reason``, and read all there is after each."""
+    """Send ``ids`` in ``frames``, the last one with ``reason``. The client reads all pending output after each frame."""
     metrics = FrontendMetrics("demo")
     processor = OutputProcessor(TOKENIZER, metrics)
     journal = Journal(time.monotonic, on_left=lambda engine, request_id: None)
@@ -251,7 +251,7 @@ def _drafts(num_drafts: int, num_accepted: int) -> SpecDecodingStats:
 
 
 class Drafted:
-    """A sequence whose frames are all told by ``say``, each of one step with drafts."""
+    """A sequence whose frames ``say`` sends. Each frame has one step with drafts."""
 
     def __init__(self, **params: Any) -> None:
         self.processor, self.journal = OutputProcessor(TOKENIZER, FrontendMetrics("demo")), _journal()
@@ -275,7 +275,7 @@ class Drafted:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Accepted and rejected drafts of the sequence, which has ended."""
+        """Return the accepted and rejected drafts of the ended sequence."""
         assert self.state.finish is not None
         usage = self.state.finish.usage
         return usage.accepted_draft_tokens, usage.rejected_draft_tokens

@@ -23,7 +23,7 @@ def output_text(**options: object) -> OutputText:
 
 
 def run(ids: list[int], step: int = 1, **options: object) -> tuple[list[str], list[int], str]:
-    """Pieces of text, tokens, and the stop string, for an output that comes ``step`` tokens at a time."""
+    """Return the pieces of text, the tokens, and the stop string, for an output that arrives ``step`` tokens at a time."""
     output = output_text(**options)
     pieces: list[str] = []
     tokens: list[int] = []
@@ -91,7 +91,7 @@ def test_without_stop_strings_everything_comes_out(text: str, step: int) -> None
 
 
 def of(token_ids: list[int]) -> Logprobs:
-    """Log-probabilities that show which tokens they belong to: two entries a position."""
+    """Return log-probabilities that identify their tokens, with two entries for each position."""
     logprobs = Logprobs()
     for token_id in token_ids:
         logprobs.add([token_id, 0], [-float(token_id), 0.0], [token_id + 1, 1])
@@ -177,7 +177,7 @@ STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max
 
 
 def first_complete(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """The definition, by trying everything: (end, stop)."""
+    """Find the first complete stop string by trying all of them. Returns its end and the string."""
     found = [(end, -len(s), s) for end in range(1, len(text) + 1) for s in stops if text[:end].endswith(s)]
     return (min(found)[0], min(found)[2]) if found else None
 

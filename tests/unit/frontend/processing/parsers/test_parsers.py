@@ -41,7 +41,7 @@ def parser(tool: str, *, prompt: str = "") -> AnswerParser:
 
 
 def joined(pieces: Sequence[str], tool: str, *, prompt: str = "") -> Answer:
-    """Content, reasoning, and name and arguments of the calls, as a client puts the deltas together."""
+    """Join the deltas as a client does: content, reasoning, and the names and arguments of calls."""
     answer = parser(tool, prompt=prompt)
     content, reasoning = "", ""
     calls: list[ToolCallDelta] = []
@@ -290,7 +290,7 @@ def test_an_unknown_parser_is_a_config_error_with_those_there_are() -> None:
 
 
 class Plugin(HermesToolParser):
-    """A parser that another distribution brings."""
+    """A parser from another distribution."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Facts about a model's reasoning that the frontend sends to engines."""
+"""Information about a model's reasoning that the frontend sends to engines."""
 
 from collections.abc import Iterator
 

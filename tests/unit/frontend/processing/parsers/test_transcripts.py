@@ -103,7 +103,7 @@ def test_a_transcript_is_read_the_same_however_it_is_cut(corpus: dict[str, Any],
 
 @st.composite
 def mutated(draw: st.DrawFn, corpus: dict[str, Any]) -> str:
-    """A transcript that was cut off, has lost a part, or has got a part of another one."""
+    """Return a transcript that is cut off, lacks a part, or has a part of another transcript."""
     texts = st.sampled_from([case["text"] for case in corpus["cases"]])
     text: str = draw(texts)
     for _ in range(draw(st.integers(1, 3))):

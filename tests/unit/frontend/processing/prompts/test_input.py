@@ -42,7 +42,7 @@ def inputs(tokenizer: Tokenizer) -> InputProcessor:
 
 
 async def process(inputs: InputProcessor, **fields: Any) -> EngineCoreRequest:
-    """``fields``: of the request and of its context."""
+    """Process a request. ``fields`` are those of the request and of its context."""
     context = {name: fields.pop(name) for name in RequestContext.__struct_fields__ if name in fields}
     request = GenerateRequest(**fields, context=RequestContext(**context))
     return await inputs.process(request, inputs.request_id(request.context.external_request_id))

@@ -1,4 +1,4 @@
-"""Prompts with media: tokens as transformers' own processor makes them, and an item wherever a part stands, nowhere else."""
+"""Prompts with media have the tokens of transformers' own processor, and one item for each part."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -10,7 +10,7 @@ SHORT, LONG = "hello", "the quick brown fox jumps over the lazy dog, hello world
 
 
 def backend(*, longest: int | None = None, at: End = "end") -> tokenizers.Tokenizer:
-    """Byte-level BPE with tokens around texts and between those of a pair."""
+    """Return a byte-level BPE tokenizer that adds tokens around texts, and between the texts of a pair."""
     made = byte_level()
     made.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", pair="<s> $A </s> $B:1 </s>:1", special_tokens=[("<s>", 0), ("</s>", 1)]

@@ -19,7 +19,7 @@ def asked(kind: str, name: str = "plain") -> Shape:
 
 
 def messages(shape: Shape) -> list[pb.GenerateResponse]:
-    """A right stream of deltas, a token each."""
+    """Return a correct stream of deltas with one token each."""
     [expected] = shape.expected
     found = [pb.GenerateResponse(token_ids=[token], text=byte_level().decode([token])) for token in expected.token_ids]
     if expected.logprobs:
