@@ -17,23 +17,25 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class _Taps:
-    """Sources of the convolution's inputs in a step, for kernels of one size. Indices are int64 on the device.
+    """Places of the convolution's inputs in a step, for kernels of one size. Indices are int64 on the device.
 
-    The inputs before a request's first token come from its ring, or from the tail of its closed state. They are placed
-    before the inputs of all tokens.
+    The inputs before a request's first token come from its ring, or from the tail of its closed state. They stand before
+    the inputs of the request's tokens, so that every window of the convolution is one run of rows.
 
     Attributes:
         from_ring: Sources in the rings ``[rings * length]``, ``[requests * (kernel - 1)]``.
         from_tail: Sources in the tails ``[slots * (kernel - 1)]``, ``[requests * (kernel - 1)]``.
         in_ring: Whether the ring is the source, bool ``[requests * (kernel - 1), 1]``.
-        of_tokens: Inputs of each token, oldest first, ``[tokens, kernel]``.
+        sizes: Numbers of tokens of the requests.
+        windows: First row of each token's window, ``[tokens]``, or None for one request, whose windows are all rows.
         of_writes: Inputs before each written state, oldest first, ``[writes, kernel - 1]``.
     """
 
     from_ring: torch.Tensor
     from_tail: torch.Tensor
     in_ring: torch.Tensor
-    of_tokens: torch.Tensor
+    sizes: list[int]
+    windows: torch.Tensor | None
     of_writes: torch.Tensor
 
 
@@ -72,34 +74,30 @@ class RowStates:
             taps = self._taps[kernel] = self._plan(kernel)
         rings, tails = layer.inputs.flatten(0, 1), layer.tails.flatten(0, 1)
         before = torch.where(taps.in_ring, rings[taps.from_ring], tails[taps.from_tail])
-        inputs = torch.cat([before, call.inputs])
+        parts = zip(before.split(kernel - 1), call.inputs.split(taps.sizes), strict=True)
+        inputs = torch.cat([part for pair in parts for part in pair])
         rings[self._kept_rows] = call.inputs[self._kept_tokens]
         layer.tails[self._written_slots] = inputs[taps.of_writes]
-        return _convolved(inputs, taps.of_tokens, call)
+        return _convolved(inputs, taps.windows, call)
 
     def _plan(self, kernel: int) -> _Taps:
         sequences, length, before = self.step.sequences, self._length, kernel - 1
-        from_ring, from_tail, in_ring, of_tokens, of_writes = [], [], [], [], []
-        num_before = len(sequences) * before
+        from_ring, from_tail, in_ring, windows, of_writes = [], [], [], [], []
         for index, s in enumerate(sequences):
-            own, tokens = index * before, num_before + s.first
-
-            def source(offset: int, own: int = own, tokens: int = tokens) -> int:
-                """Return the place of the input that is ``offset`` tokens after the request's first."""
-                return tokens + offset if offset >= 0 else own + before + offset
-
             for position in range(s.start - before, s.start):
                 in_ring.append(position >= s.base)
                 from_ring.append(s.state.rows * length + position % length)
                 from_tail.append(s.state.closed * before + min(position - s.base, -1) + before)
-            of_tokens += [[source(t - before + tap) for tap in range(kernel)] for t in range(s.count)]
-            of_writes += [[source(end - s.start - before + tap) for tap in range(before)] for end, _ in s.state.writes]
+            first = s.first + index * before  # the row of the request's oldest input
+            windows += range(first, first + s.count)
+            of_writes += [range(first + end - s.start, first + end - s.start + before) for end, _ in s.state.writes]
         return _Taps(
             from_ring=self._indices(from_ring),
             from_tail=self._indices(from_tail),
             in_ring=torch.tensor(in_ring, device=self._device)[:, None],
-            of_tokens=torch.tensor(of_tokens, device=self._device),
-            of_writes=torch.tensor(of_writes, dtype=torch.int64, device=self._device).reshape(-1, before),
+            sizes=[s.count for s in sequences],
+            windows=self._indices(windows) if len(sequences) > 1 else None,
+            of_writes=self._indices([row for rows in of_writes for row in rows]).reshape(-1, before),
         )
 
     def scan(self, call: ScanCall) -> torch.Tensor:
@@ -220,16 +218,20 @@ def _by_head(keys: torch.Tensor, repeats: int) -> torch.Tensor:
     return keys.transpose(0, 1).repeat_interleave(repeats, dim=0) if repeats > 1 else keys.transpose(0, 1)
 
 
-def _convolved(inputs: torch.Tensor, of_tokens: torch.Tensor, call: ConvCall) -> torch.Tensor:
-    """Return the convolution over ``inputs`` ``[places, channels]``, where ``of_tokens`` ``[tokens, kernel]`` names the
-    places of each token's inputs. Sums are float32.
+def _convolved(inputs: torch.Tensor, windows: torch.Tensor | None, call: ConvCall) -> torch.Tensor:
+    """Return the convolution over ``inputs`` ``[rows, channels]`` for the windows that begin at ``windows`` ``[tokens]``,
+    or at every row. Sums are float32.
     """
-    dtype = call.weight.dtype
+    dtype, kernel = call.weight.dtype, call.weight.shape[1]
     given, weight = inputs.to(dtype).float(), call.weight.float()
-    total = sum(given[of_tokens[:, tap]] * weight[:, tap] for tap in range(of_tokens.shape[1]))
-    total = torch.as_tensor(total)
+    count = len(given) - kernel + 1
+    total = given[:count] * weight[:, 0]
+    for tap in range(1, kernel):
+        total.addcmul_(given[tap : tap + count], weight[:, tap])
+    if windows is not None:
+        total = total[windows]
     if call.bias is not None:
-        total = total + call.bias.float()
+        total += call.bias.float()
     result = total.to(dtype)
     if call.activation is not None:
         result = ACT2FN[call.activation](result)
