@@ -149,6 +149,14 @@ def _state_demand(config: EngineCoreConfig, model: ModelInfo) -> StateDemand | N
     )
 
 
+def _within_states(config: EngineCoreConfig, sized: KVCacheConfig) -> EngineCoreConfig:
+    """Return the settings with ``max_num_seqs`` lowered to the requests that the state pool allows."""
+    if sized.states is None or sized.states.num_requests >= config.scheduler.max_num_seqs:
+        return config
+    scheduling = msgspec.structs.replace(config.scheduler, max_num_seqs=sized.states.num_requests)
+    return msgspec.structs.replace(config, scheduler=scheduling)
+
+
 def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, progress: Progress) -> None:
     """Report the size of the state pool, and warn if it limits the number of running requests."""
     needs = model.states
@@ -162,8 +170,8 @@ def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, p
     )
     if pool.num_requests < max_num_seqs:
         logger.warning(
-            "memory for recurrent states limits running requests max_num_seqs=%d running_requests=%d; a larger "
-            "cache.kv_cache_memory allows more",
+            "memory for recurrent states lowers the limit of running requests; set cache.kv_cache_memory to more "
+            "configured_max_num_seqs=%d max_num_seqs=%d",
             max_num_seqs,
             pool.num_requests,
         )
@@ -224,6 +232,7 @@ class EngineCore:
         self.config = config = msgspec.structs.replace(config, scheduler=settled(config, model))
         max_steps = max_steps_of(config)
         self.kv_cache_config = size_engine(config, executor, model, progress, max_steps=max_steps)
+        self.config = config = _within_states(config, self.kv_cache_config)
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
