@@ -68,6 +68,8 @@ def make_config(
     sessions: SessionsConfig | None = None,
     host_blocks: int = 0,
     min_load_tokens: int = 8,
+    state_interval: int | None = None,
+    state_share: float = 0.5,
     **scheduler: Any,
 ) -> EngineCoreConfig:
     """Return the config of a small engine. Further arguments are fields of SchedulerConfig."""
@@ -80,6 +82,8 @@ def make_config(
             enable_kv_events=enable_kv_events,
             host_memory=host_blocks * BLOCK_BYTES,
             min_load_tokens=min_load_tokens,
+            state_interval=state_interval,
+            state_share=state_share,
         ),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 32, "max_num_seqs": 8, "watermark": 0.0} | scheduler),
         executor=ExecutorConfig(

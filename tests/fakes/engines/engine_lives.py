@@ -73,6 +73,8 @@ class EngineLives(RuleBasedStateMachine):
         fails_late: bool,
         executor: dict[str, Any],
         grammars: Any = None,
+        model_max_len: int = 48,
+        available_memory: int = 0,
         **config: Any,
     ) -> None:
         """Start an engine. ``executor`` has additional options of the executor."""
@@ -82,8 +84,8 @@ class EngineLives(RuleBasedStateMachine):
         made = FakeExecutor(
             vocab_size=VOCAB,
             block_size=block_size,
-            model_max_len=48,
-            available_memory=0,
+            model_max_len=model_max_len,
+            available_memory=available_memory,
             unhurried=True,
             late=late,
             windows=windows,
@@ -95,7 +97,7 @@ class EngineLives(RuleBasedStateMachine):
             self.prepared(made),
             self.clock,
             grammars,
-            num_blocks=1 + (num_blocks - 1) * len(set(windows)),
+            num_blocks=1 + (num_blocks - 1) * max(len(set(windows)), 1),
             block_size=block_size,
             max_num_batched_tokens=budget,
             long_prefill_token_threshold=threshold,

@@ -37,8 +37,10 @@ from penstock_enginecore.core.scheduler.output import (
 )
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom, PartlyLoadedError
+from penstock_enginecore.states.core.spec import StateNeeds
 from tests.fakes.engines.fake_copier import FakeCopier
 from tests.fakes.engines.fake_encoder import WIDTH, FakeEncoder, embed_positions, value_of
+from tests.fakes.engines.fake_states import FakeStates
 
 PARTLY_LOADED_BYTES = 2**20
 """Memory that is reserved for an adapter that only some workers can load. It is reserved before the load fails."""
@@ -164,6 +166,8 @@ class FakeExecutor:
         pooling: Pooling task. Without one, the executor generates.
         media: Modalities that its encoders accept. Embeddings are part of the block contents.
         unreadable: Items that fail after a number of blocks.
+        states: Memory needs of recurrent layers. With them, states are checked as block contents are.
+        breaks: Returns whether the state of a request is not finite after a number of tokens.
     """
 
     experts: Any = None
@@ -190,6 +194,8 @@ class FakeExecutor:
         drafter: Drafts | None = None,
         media: tuple[MediaInfo, ...] = (),
         unreadable: Callable[[str], int | None] = lambda identifier: None,
+        states: StateNeeds | None = None,
+        breaks: Callable[[str, int], bool] = lambda key, num_tokens: False,
     ) -> None:
         self.vocab_size = vocab_size
         self._model = ModelInfo(
@@ -203,7 +209,10 @@ class FakeExecutor:
             prompt_batch_tokens=prompt_batch_tokens,
             media=media,
             embed_bytes=4 * WIDTH,
+            states=states,
         )
+        self.states: FakeStates | None = None
+        self._breaks = breaks
         self._kv: dict[int, Any] = {}
         self._queued: deque[Callable[[], None]] = deque()
         self.copier = FakeCopier(self._kv, block_size, self.work)
@@ -277,13 +286,14 @@ class FakeExecutor:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         assert self._loaded, "load_model comes first"
         self._config = config
+        self.states = None if config.states is None else FakeStates(config.states, self._breaks)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         assert self._config is not None, "initialize_kv_cache comes first"
         assert self._pending is None, "the previous step was not sampled"
         self._check_device()
         self._pending = scheduler_output
-        if not self._late and not self._execute(scheduler_output) and not self.fails_late:
+        if not self._late and not self._execute_now(scheduler_output) and not self.fails_late:
             self._pending = None
             raise self._failed
 
@@ -358,6 +368,8 @@ class FakeExecutor:
             self._states[key].num_computed_tokens -= count
             self._states[key].forget_drafts()
         self.encoder.forget()  # the progress of the step is unknown
+        if self.states is not None:
+            self.states.spoil(step)
 
     def work(self, count: int | None = None) -> None:
         """Run ``count`` of the steps given to a late device; None means all. If a step fails, later steps do not wait
@@ -367,11 +379,20 @@ class FakeExecutor:
             self._queued.popleft()()
             count = None if count is None else count - 1
 
+    def _execute_now(self, scheduler_output: SchedulerOutput) -> bool:
+        try:
+            return self._execute(scheduler_output)
+        except AssertionError as e:
+            self._failed = e
+            raise
+
     def _execute(self, scheduler_output: SchedulerOutput) -> bool:
         """Execute the first half of a step. Returns False if this step or an earlier step fails."""
         if self._failed is None and self.fails(scheduler_output):
             self.num_failures += 1
             self._failed = RuntimeError("the fake model cannot compute this")
+            if self.states is not None:
+                self.states.spoil(scheduler_output)
         if self._failed is not None:
             return False
         self.num_steps += 1
@@ -435,6 +456,8 @@ class FakeExecutor:
     def recover(self) -> None:
         self.work()
         self._check_device()
+        if isinstance(self._failed, AssertionError):  # The step broke the contract, which no retry may hide.
+            raise self._failed
         self._states.clear()
         self.encoder.forget()
         self._pending = self._failed = None
@@ -449,6 +472,8 @@ class FakeExecutor:
         self.rpcs.append((method, list(arguments)))
         if method == "sleep" and arguments[0]:
             self._kv.clear()
+            if self.states is not None:
+                self.states.clear()
             self.encoder.forget()
         result = self.rpc_results.get(method)
         if isinstance(result, Exception):
@@ -462,6 +487,8 @@ class FakeExecutor:
         for key in [*step.finished_request_ids, *step.preempted_request_ids]:
             assert key in self._states, f"{key} was never known, or has ended already"
             del self._states[key]
+        if self.states is not None:
+            self.states.forget(step.finished_request_ids)
         for new in step.new_requests:
             assert new.request_id not in self._states, f"{new.request_id} is known already"
             assert 0 < new.num_prompt_tokens <= len(new.token_ids)
@@ -560,6 +587,8 @@ class FakeExecutor:
         return block_id * self._block_size + position % self._block_size
 
     def _compute(self, step: SchedulerOutput) -> None:
+        if self.states is not None:
+            self.states.check(step)
         for key, count in step.num_scheduled_tokens.items():
             state = self._states[key]
             end = state.num_computed_tokens + count
@@ -572,6 +601,8 @@ class FakeExecutor:
                     held = -1 if state.means_nothing else state.prefix_hash(position)
                     for group in range(len(state.block_ids)):
                         self._kv[self._slot(state, group, position)] = group, held
+            if self.states is not None:
+                self.states.compute(key, step.states[key], end - count, end, state.prefix_hash)
             state.num_computed_tokens = end
 
     def _sample(self, step: SchedulerOutput, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
@@ -594,6 +625,8 @@ class FakeExecutor:
                 self.num_accepted += len(sampled) - 1
             output.request_ids.append(key)
             output.sampled_token_ids.append(sampled)
+            if self.states is not None and key in self.states.broken:
+                output.num_nans_in_logits[key] = 1
         assert not rows, "a bitmask for requests that get no token"
         return output
 

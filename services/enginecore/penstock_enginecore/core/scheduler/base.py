@@ -265,8 +265,8 @@ class Scheduler(Protocol):
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
         """Undo a step that was not computed. The step must be the only one in flight.
 
-        The step's tokens are scheduled again. The workers have already applied the step's changes to requests and
-        blocks.
+        Its tokens are scheduled again. If the model has recurrent states, the step's requests are preempted. The workers
+        have already applied the step's changes to requests and blocks.
         """
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:

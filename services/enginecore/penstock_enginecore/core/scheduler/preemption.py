@@ -1,6 +1,6 @@
 """Preemption: running requests lose their KV blocks and are recomputed later."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from penstock_common.types.outputs import EventType
 from penstock_enginecore.core.request import Hold, Request, RequestStatus
@@ -61,6 +61,14 @@ class Preemption:
         if request.status is RequestStatus.RUNNING:
             self._state.running.remove(request)
             request.hold |= hold
+            self._preempt(request)
+            self.preempted_keys.append(request.key)
+
+    def preempt(self, keys: Iterable[str]) -> None:
+        """Preempt the running requests among ``keys``, between steps."""
+        keys = set(keys)
+        for request in [request for request in self._state.running if request.key in keys]:
+            self._state.running.remove(request)
             self._preempt(request)
             self.preempted_keys.append(request.key)
 

@@ -340,6 +340,9 @@ class DefaultScheduler(Scheduler):
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
         count_as_not_computed(scheduler_output, self._requests.by_key)
+        if self.kv_cache.states is not None:
+            # The step may have overwritten open rows that its tokens need, so they start from the last closed state.
+            self._preemption.preempt(scheduler_output.num_scheduled_tokens)
         for resource in self._resources:
             resource.workers_reset()
 
