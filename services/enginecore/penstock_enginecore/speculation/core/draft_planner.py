@@ -67,7 +67,8 @@ class DraftPlanner(StepResource):
             return
         num_rows = min(num_rows, self._max_num_tokens)
         histories = [_history(request, self._policy, forced=request.drafts_forced) for request, _ in drafting]
-        limits = [min(len(drafts), _room(request)) for request, drafts in drafting]
+        # Forced text can be longer than drafts. States of recurrent layers are lost if a step verifies more tokens.
+        limits = [min(len(drafts), self._max_drafts, _room(request)) for request, drafts in drafting]
         chosen = self._policy.choose(histories, limits, num_rows, drafting=False)
         beside_prompts = num_rows > len(requests) or len(self._waiting) > self._waiting.num_held
         left = self._max_num_tokens // _SHARE_BESIDE_PROMPTS if beside_prompts else self._max_num_tokens - num_rows

@@ -9,7 +9,7 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import SpeculativeConfig
 from tests.fakes.engines.engine_harness import make_engine, make_request
 from tests.fakes.engines.fake_executor import Drafts, FakeExecutor, oracle_token, oracle_tokens
-from tests.fakes.engines.fake_grammars import FakeGrammars
+from tests.fakes.engines.fake_grammars import FakeGrammar, FakeGrammars
 
 VOCAB = 50
 
@@ -150,3 +150,21 @@ def test_a_request_that_outlives_an_engine_goes_on_with_the_same_tokens(drafter:
     tokens, last = outputs_of(engine)["r"]
     assert tokens == expected[7:]
     assert last.finish_reason is FinishReason.LENGTH
+
+
+class TalkativeGrammar(FakeGrammar):
+    """Forces a long text."""
+
+    @property
+    def forced(self) -> list[int]:
+        return [0] * 32
+
+
+def test_forced_text_that_is_longer_than_the_limit_is_verified_in_parts() -> None:
+    grammars = FakeGrammars(VOCAB)
+    grammars.make = TalkativeGrammar
+    engine = engine_with(right, num_drafts=4, grammars=grammars)
+    add(engine, make_request(5, max_tokens=20, structured_output=StructuredOutput(regex="even"), ignore_eos=True))
+    outputs_of(engine)
+    drafted = [len(each) for step in engine.executor.steps for each in step.scheduled_spec_decode_tokens.values()]
+    assert max(drafted) == 4
