@@ -250,9 +250,9 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes and kept states. Return False, and do nothing, while a request holds blocks."""
-        if self.states is not None and not self.states.forget():
-            return False
-        return self.pool.forget()
+        if self.states is None:
+            return self.pool.forget()
+        return not self.states.in_use and self.pool.forget() and self.states.forget()
 
     def record_events(self, on: bool) -> None:
         """Start or stop recording changes of the prefix cache. If events are enabled, changes are always recorded."""

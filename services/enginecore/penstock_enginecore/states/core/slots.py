@@ -1,6 +1,6 @@
 """Slots of closed states: the two slots of each running request, and the kept states of the prefix cache."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import StateStats
@@ -130,13 +130,11 @@ class StateSlots:
         starts = {new.request_id: new.num_computed_tokens for new in output.new_requests}
         cached = output.cached_requests
         starts.update(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
-        drafts = output.scheduled_spec_decode_tokens
         return {
-            key: self._step(requests[key], starts[key], count, len(drafts.get(key, ())))
-            for key, count in output.num_scheduled_tokens.items()
+            key: self._step(requests[key], starts[key], count) for key, count in output.num_scheduled_tokens.items()
         }
 
-    def _step(self, request: Request, start: int, count: int, num_drafts: int) -> StateStep:
+    def _step(self, request: Request, start: int, count: int) -> StateStep:
         states = self._requests[request.key]
         base, last = span_start(start), span_start(start + count)
         closed = states.at(base)
@@ -144,36 +142,35 @@ class StateSlots:
             raise RuntimeError(f"no state at token {base} of request {request.key!r}")
         if last == base:
             return StateStep(states.rows, closed.block_id)
-        writes = []
-        for end in self._kept_ends(request, states, base, span_start(start + count - num_drafts)):
-            writes.append((end, states.shared[end].block_id))
-            if end in states.ends:  # A rejected draft had completed the span.
-                states.ends[states.ends.index(end)] = _UNWRITTEN
+        writes = [(end, states.shared[end].block_id) for end in self._kept_ends(request, states, base, last)]
         if not writes or writes[-1][0] != last:
             index = 1 - states.own.index(closed) if closed in states.own else int(states.ends[0] == base)
             states.ends[index] = last
             writes.append((last, states.own[index].block_id))
         return StateStep(states.rows, closed.block_id, writes)
 
-    def _kept_ends(self, request: Request, states: _States, base: int, final: int) -> list[int]:
-        """Return the positions in ``(base, final]`` whose states the prefix cache keeps, with a slot each in ``shared``.
+    def _kept_ends(self, request: Request, states: _States, base: int, last: int) -> list[int]:
+        """Return the positions in ``(base, last]`` whose states the prefix cache keeps, with a slot each in ``shared``.
 
-        A position is left out if no slot is free.
+        If slots are short, the end of the prompt and the branch come first, because later requests reuse them most. A
+        rejected draft may have completed a span of ``shared``. The step that completes the span again writes the same
+        slot.
         """
-        if not self._keeps or not request.block_hashes:
+        if not self._keeps:
             return []
         interval = self.config.interval
-        wanted = set(range((base // interval + 1) * interval, final + 1, interval))
         prompt_end = span_start(request.num_prompt_tokens - 1)
-        wanted.update(end for end in (prompt_end, states.branch) if base < end <= final)
-        kept = []
-        for end in sorted(wanted):
-            if end not in states.shared:
-                if not self.pool.num_free_blocks:
-                    continue
+        wanted = [end for end in (prompt_end, states.branch) if base < end <= last]
+        wanted += range((base // interval + 1) * interval, last + 1, interval)
+        for end in wanted:
+            if end not in states.shared and self._can_keep:
                 states.shared[end] = self.pool.allocate(1)[0]
-            kept.append(end)
-        return kept
+        return sorted({end for end in wanted if end in states.shared})
+
+    @property
+    def _can_keep(self) -> bool:
+        """Whether a slot is free besides the slots for requests that can still start."""
+        return self.pool.num_free_blocks > SLOTS_PER_REQUEST * len(self._free_rows)
 
     def settle(self, request: Request, num_processed_tokens: int) -> None:
         """Make written states findable whose tokens are final, and release states that no later step reads."""
@@ -214,6 +211,11 @@ class StateSlots:
             self._events.lost(KvMedium.STATE, block_hash)
         return True
 
+    @property
+    def in_use(self) -> bool:
+        """Whether a request owns slots."""
+        return bool(self._requests)
+
     def stats(self) -> StateStats:
         """Return the use of the pool. Thread-safe."""
         pool = self.pool
@@ -225,8 +227,3 @@ class StateSlots:
             num_recomputed_tokens=self._num_recomputed_tokens,
             max_running_reqs=self.config.num_requests,
         )
-
-    @property
-    def keys(self) -> Iterable[str]:
-        """Keys of the requests that own slots."""
-        return self._requests.keys()
