@@ -21,6 +21,7 @@ from penstock_enginecore.forward.base import ChainedDraws, ChainedForward, Forwa
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
+from penstock_enginecore.models.support import is_recurrent
 from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
 from penstock_enginecore.speculation.base import DraftStep, Stateless, WithLayers
@@ -342,6 +343,10 @@ def load_draft_model(
             raise ModelLoadError(f"it is a model that {task}s and cannot generate")
         check_vocabulary(Path(config.model.path), Path(speculative.model))
         drafter = load_model(checkpoint, forward.device, progress)
+        if is_recurrent(drafter.module.config):
+            raise ModelLoadError(
+                "it has recurrent layers, and a drafter keeps no states; use a model of attention layers"
+            )
     except ModelLoadError as e:
         words = str(e)
         if words.startswith("speculative.model"):

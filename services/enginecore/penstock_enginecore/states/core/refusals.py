@@ -21,7 +21,6 @@ def check_states(config: EngineCoreConfig, model: ModelInfo) -> None:
             "1",
         ),
         f"data_parallel.size is {config.data_parallel.size}": (config.data_parallel.grouped, "1"),
-        "expert_parallel.enabled is true": (config.expert_parallel.enabled, "false"),
         f"cache.host_memory is {cache.host_memory}": (bool(cache.host_memory), "0"),
         f"kv_transfer.transport is {transfer.transport!r}": (transfer.enabled, "'off'"),
         f"kv_transfer.connector is {transfer.connector!r}": (bool(transfer.connector), "''"),
