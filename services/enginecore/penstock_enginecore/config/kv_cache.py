@@ -12,6 +12,9 @@ from penstock_common.config.sections import ClientTlsConfig
 from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
 
+_SPAN = 16
+"""Tokens between the states of recurrent layers, ``SPAN`` of ``states.core.spec``."""
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The paged KV cache, with its tiers in host memory and on disk."""
@@ -83,12 +86,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         Annotated[
             int,
             Meta(
-                ge=16,
-                multiple_of=16,
+                ge=_SPAN,
                 description=(
                     "Tokens between the states that the prefix cache keeps of a sequence, for models with recurrent "
-                    "layers. A later request with the same prefix recomputes at most this many tokens. Unset: the "
-                    "distance at which states and KV blocks fill their memory at the same rate."
+                    "layers; a multiple of 16. A later request with the same prefix recomputes at most this many "
+                    "tokens. Unset: the distance at which states and KV blocks fill their memory at the same rate."
                 ),
             ),
         ]
@@ -129,6 +131,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         check_fields("cache", self)
+        if self.state_interval is not None and self.state_interval % _SPAN:
+            raise ConfigError(
+                f"cache.state_interval is {self.state_interval}; it must be a multiple of {_SPAN}, the tokens of a block"
+            )
         if self.host_memory and not self.enable_prefix_caching:
             raise ConfigError(
                 f"cache.host_memory is {self.host_memory}, but cache.enable_prefix_caching is false; blocks are found "

@@ -2,7 +2,7 @@
 
 import bisect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -81,6 +81,10 @@ def size_kv_cache(
     available_bytes = cache.kv_cache_memory or available_bytes
     state_pool = None
     if states is not None:
+        pool.least_bytes, pool.left_by_states = (
+            available_bytes,
+            lambda size: states.sized(size, cache, pool.token_bytes)[1],
+        )
         state_pool, available_bytes = states.sized(available_bytes, cache, pool.token_bytes)
     num_blocks = cache.num_blocks or pool.num_blocks_in(available_bytes, states)
     fits = pool.longest(num_blocks)
@@ -106,7 +110,12 @@ def num_blocks_for(groups: Sequence[KVCacheGroup], num_blocks: int) -> int:
 
 
 class _Pool:
-    """Sizes of a block pool before its number of blocks is known."""
+    """Sizes of a block pool before its number of blocks is known.
+
+    Attributes:
+        least_bytes: Bytes of cache memory that are too few or just enough.
+        left_by_states: Returns the bytes that recurrent states leave to KV blocks, of a size of at least ``least_bytes``.
+    """
 
     def __init__(
         self, specs: Mapping[str, KVCacheSpec], max_len: int, max_tokens_in_flight: int, block_size: int
@@ -118,6 +127,8 @@ class _Pool:
             self.groups = group_layers(specs, max_len=max_len, max_tokens_in_flight=max_tokens_in_flight)
             self.block_bytes = block_bytes(specs, self.groups)
         self._most = -(-max_len // self.block_size)
+        self.least_bytes = 0
+        self.left_by_states: Callable[[int], int] = lambda size: size
 
     @property
     def token_bytes(self) -> int:
@@ -142,9 +153,13 @@ class _Pool:
         return max(count - 1, 0) * self.block_size
 
     def size_for(self, num_tokens: int) -> str:
-        """Return the memory for a sequence of ``num_tokens`` tokens, as text."""
+        """Return the memory for a sequence of ``num_tokens`` tokens, and for recurrent states, as text."""
         num_blocks = num_blocks_for(self.groups, -(-num_tokens // self.block_size)) + 1
-        return _size(num_blocks * self.block_bytes)
+        needed = num_blocks * self.block_bytes
+        size = _rounded(max(needed, self.least_bytes))
+        while (left := self.left_by_states(size)) < needed:
+            size = _rounded(size + needed - left)
+        return _size(size)
 
 
 def _common_block_size(specs: Mapping[str, KVCacheSpec]) -> int:
@@ -181,8 +196,18 @@ def _max_model_len(requested: int | None, model_max_len: int, fits: int, pool: _
 
 def _size(num_bytes: int) -> str:
     """Return the size, rounded up, as text that ``penstock_common.config.parse_bytes`` accepts."""
-    unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
-    return f"{-(-num_bytes // unit)}{name}"
+    unit, name = _unit(num_bytes)
+    return f"{_rounded(num_bytes) // unit}{name}"
+
+
+def _rounded(num_bytes: int) -> int:
+    """Return a size in whole units, rounded up."""
+    unit, _ = _unit(num_bytes)
+    return -(-num_bytes // unit) * unit
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    return (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
 
 
 # Models without a KV cache: encoders, which compute a complete prompt in one step.

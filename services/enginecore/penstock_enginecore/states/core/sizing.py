@@ -1,5 +1,7 @@
 """Size of the state pool: running requests first, then kept states and KV blocks in proportion."""
 
+import math
+
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig
 from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StateNeeds, StatePoolConfig
@@ -73,4 +75,4 @@ def interval_of(needs: StateNeeds, token_bytes: int, share: float) -> int:
     if not token_bytes:
         return _INTERVAL_WITHOUT_KEYS
     tokens = needs.slot_bytes * (1 - share) / (share * token_bytes)
-    return max(-(-int(tokens) // SPAN) * SPAN, SPAN)
+    return max(math.ceil(tokens / SPAN) * SPAN, SPAN)
