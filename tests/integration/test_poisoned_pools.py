@@ -11,9 +11,12 @@ from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.executor.generation.drafting import Drafting
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from tests.fakes.engines.in_process import CLIENT, build_engine, generate
+from tests.fakes.engines.known_drafter import KINDS, KnownDrafter
 from tests.fakes.engines.poisoned_pool import PoisonedPool
+from tests.fakes.engines.poisoned_states import PoisonedStates
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -21,6 +24,7 @@ pytestmark = pytest.mark.slow
 NEW_TOKENS = 24
 # Full and windowed layers of decoders that are one call, mixed kinds, soft caps, sinks, chunks, multi-head latent attention.
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3")
+RECURRENT = ("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "mamba2")
 LAYER_NORM = "starcoder2"
 """A family with a window whose norms make NaN of vectors as large as can be."""
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -75,6 +79,48 @@ def test_logits_are_the_same_to_the_last_bit_in_a_pool_full_of_nan(
         assert pool is None or pool.steps > NEW_TOKENS
         engine.shutdown()
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("drafts", ["", "by chance", "wrong"])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_logits_are_the_same_to_the_last_bit_if_states_are_full_of_nan(
+    family: str, drafts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute prompts in chunks, mixed with decodes, then once more on their kept states, also with drafts."""
+    torch.set_num_threads(1)
+    save_tiny_model(family, tmp_path)
+    plain = recurrent_engine(tmp_path)
+    outputs = {tuple(prompt): tokens for prompt, tokens in zip(prompts(), greedy(plain, "plain"), strict=True)}
+    plain.shutdown()
+    logits = spy_on_logits(monkeypatch)
+    runs = []
+    for poisoned in (False, True):
+        engine = recurrent_engine(tmp_path, num_drafts=5 if drafts else 0)
+        executor: Any = engine.executor
+        drafter = KnownDrafter(outputs, KINDS[drafts or "right"], VOCAB_SIZE)
+        if drafts:
+            executor._worker.runner._drafting = Drafting(drafter)
+        states = PoisonedStates(engine) if poisoned else None
+        blocks = PoisonedPool(engine) if poisoned and family != "mamba2" else None
+        logits.clear()
+        tokens = [greedy(engine, name) for name in ("fresh", "cached")]
+        runs.append((tokens, list(logits)))
+        assert states is None or states.steps
+        assert blocks is None or states is None or blocks.steps == states.steps
+        assert engine.scheduler.kv_cache.prefix_stats.hits == 16 + 32
+        assert bool(drafter.proposed) == bool(drafts)
+        assert tokens == [list(outputs.values())] * 2
+        engine.shutdown()
+    assert runs[0] == runs[1]
+
+
+def recurrent_engine(path: Path, num_drafts: int = 0) -> EngineCore:
+    return build_engine(
+        path,
+        cache={"block_size": 16, "state_interval": 16, "kv_cache_memory": 2**22, "num_blocks": None},
+        scheduler={"max_num_batched_tokens": 17, "max_num_seqs": 4},
+        speculative={"method": "ngram", "num_speculative_tokens": num_drafts, "adaptive": False} if num_drafts else {},
+    )
 
 
 def overflowing(name: str, num_tokens: int) -> EngineCoreRequest:
