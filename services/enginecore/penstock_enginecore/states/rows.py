@@ -55,7 +55,8 @@ class RowStates:
         length = next(iter(layers.values())).inputs.shape[1]
         self._taps: dict[int, _Taps] = {}
         sequences = step.sequences
-        written = [write for sequence in sequences for write in sequence.state.writes]
+        written = [(index, slot) for index, each in enumerate(sequences) for _, slot in each.state.writes]
+        self._writers = [index for index, _ in written]
         self._written_slots = self._indices([slot for _, slot in written])
         kept = [(s, position) for s in sequences for position in range(max(s.start, s.end - SPAN), s.end)]
         self._kept_tokens = self._indices([s.first + position - s.start for s, position in kept])
@@ -77,7 +78,11 @@ class RowStates:
         parts = zip(before.split(kernel - 1), call.inputs.split(taps.sizes), strict=True)
         inputs = torch.cat([part for pair in parts for part in pair])
         rings[self._kept_rows] = call.inputs[self._kept_tokens]
-        layer.tails[self._written_slots] = inputs[taps.of_writes]
+        tails = inputs[taps.of_writes]
+        layer.tails[self._written_slots] = tails
+        if layer.closed is None:  # ``scan`` checks the states of other layers, which tails are part of.
+            finite = tails.isfinite().flatten(1).all(1).tolist()
+            self.step.broken.update(index for index, good in zip(self._writers, finite, strict=True) if not good)
         return _convolved(inputs, taps.windows, call)
 
     def _plan(self, kernel: int) -> _Taps:

@@ -164,6 +164,20 @@ def test_requests_whose_new_state_is_not_finite_are_reported() -> None:
     assert step.step.broken == {1}
 
 
+def test_requests_whose_new_inputs_of_a_short_convolution_are_not_finite_are_reported() -> None:
+    spec = StateSpec(channels=CHANNELS, kernel=KERNEL, input_size=4)
+    pool = StatePoolConfig(num_slots=7, num_requests=3, rows_per_request=SPAN, interval=SPAN)
+    layer = StateMemory({"": spec}, torch.float32, DEVICE).allocate(pool)[""]
+    states = [StateStep(0, 0, [(16, 1)]), StateStep(1, 0, [(16, 3)]), StateStep(2, 0)]
+    sequences = [SequenceStep(20 * i, 0, count, states[i]) for i, count in enumerate((20, 20, 5))]
+    step = RowStates({MIXER: layer}, StateMetadata(sequences), DEVICE)
+    call = conv_call(45)
+    call.inputs[35] = torch.inf  # the last input before the second request's state
+    call.inputs[42] = torch.nan  # belongs to no state yet
+    step.convolve(call)
+    assert step.step.broken == {1}
+
+
 def _whole(length: int) -> tuple[IntArray, IntArray]:
     return np.array([0, length]), np.array([length])
 
