@@ -97,7 +97,7 @@ def test_logits_are_the_same_to_the_last_bit_if_states_are_full_of_nan(
     for poisoned in (False, True):
         engine = recurrent_engine(tmp_path, num_drafts=5 if drafts else 0)
         executor: Any = engine.executor
-        drafter = KnownDrafter(outputs, KINDS[drafts or "right"], VOCAB_SIZE)
+        drafter: Any = KnownDrafter(outputs, KINDS[drafts or "right"], VOCAB_SIZE)
         if drafts:
             executor._worker.runner._drafting = Drafting(drafter)
         states = PoisonedStates(engine) if poisoned else None

@@ -19,7 +19,6 @@ from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 SPAN = 16
 SYSTEM_TOKENS = 2000
 INTERVAL = 256
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
 FAMILIES = ("qwen3_5", "granitemoehybrid", "lfm2", "mamba2")
 BAD_TOKEN = 7
 """Token whose embedding is NaN in a broken model."""
@@ -47,6 +46,10 @@ def engine(model: Path) -> Iterator[EngineCore]:
     made.shutdown()
 
 
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
 def some_tokens(count: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(BAD_TOKEN + 1, VOCAB_SIZE, (count,), generator=generator).tolist()
@@ -55,8 +58,7 @@ def some_tokens(count: int, seed: int) -> list[int]:
 def run(engine: EngineCore, prompt: list[int], *, max_tokens: int = 4) -> tuple[list[int], int]:
     """Return the tokens of a request, and the number of prompt tokens that it did not compute."""
     before = engine.scheduler.kv_cache.prefix_stats.hits
-    params = SamplingParams(max_tokens=max_tokens, **GREEDY)
-    tokens = generate(engine, [("r", prompt, params)]).tokens["r"]
+    tokens = generate(engine, [("r", prompt, greedy(max_tokens))]).tokens["r"]
     return tokens, engine.scheduler.kv_cache.prefix_stats.hits - before
 
 
@@ -96,9 +98,7 @@ def test_a_turn_that_drops_the_first_answer_computes_at_most_an_interval_of_the_
 def test_hits_and_misses_give_the_same_tokens_around_every_snapshot(model: Path, interval: int) -> None:
     """Compute prompts of 1 to 100 tokens alone, then on states that longer and shorter prompts have left."""
     tokens = some_tokens(100, seed=5)
-    requests = [
-        (f"{length}", tokens[:length], SamplingParams(max_tokens=5, **GREEDY)) for length in range(1, len(tokens) + 1)
-    ]
+    requests = [(f"{length}", tokens[:length], greedy(5)) for length in range(1, len(tokens) + 1)]
     without = engine_of(model, cache={"enable_prefix_caching": False})
     expected = generate(without, requests).tokens
     assert without.scheduler.kv_cache.prefix_stats.hits == 0
@@ -147,7 +147,7 @@ def test_states_that_are_not_finite_end_the_request_and_are_not_found_again(mode
     bad = EngineCoreRequest(
         request_id="bad",
         prompt_token_ids=[*prompt[:60], BAD_TOKEN, *prompt[61:]],
-        sampling_params=SamplingParams(max_tokens=4, **GREEDY),
+        sampling_params=greedy(4),
     )
     for _ in range(2):  # The second time, it begins with the states that the first one left.
         ended = answer(engine, [bad], refused={"bad"})

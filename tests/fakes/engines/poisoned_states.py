@@ -1,5 +1,6 @@
 """An engine whose steps find NaN in every slot and open row that their requests may not read."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ class PoisonedStates:
         self.steps = 0
         executor: Any = engine.executor
         self._runner: GenerationRunner = executor._worker.runner
-        self._run = self._runner._forward.run
-        self._runner._forward.run = self._poisoned  # type: ignore[method-assign]
+        self._run: Callable[..., ForwardOutput] = self._runner._forward.run
+        self._runner._forward.run = self._poisoned
 
     def _poisoned(self, batch: ForwardBatch, rows: Any, **named: Any) -> ForwardOutput:
         assert batch.states is not None
@@ -54,7 +55,8 @@ def _slots(step: StateMetadata, length: int) -> tuple[set[int], set[int]]:
 
 def _rows(step: StateMetadata, length: int) -> tuple[set[int], set[int]]:
     """Return the places in rings of ``length`` that a step reads, and those that it writes."""
-    read, written = set(), set()
+    read: set[int] = set()
+    written: set[int] = set()
     for sequence in step.sequences:
         ring = sequence.state.rows * length
         read.update(ring + position % length for position in range(sequence.base, sequence.start))

@@ -32,14 +32,17 @@ CPU = torch.device("cpu")
 NEEDS = StateNeeds(num_layers=1, slot_bytes=1, row_bytes=1)
 RECURRENT = ModelInfo(max_len=100, vocab_size=10, eos_token_ids=frozenset(), states=NEEDS)
 ATTENTION = msgspec.structs.replace(RECURRENT, states=None)
-GROUP = {"data_parallel": DataParallelConfig(size=2), "coordinator": CoordinatorClientConfig(address="c:1")}
+GROUP: dict[str, Any] = {
+    "data_parallel": DataParallelConfig(size=2),
+    "coordinator": CoordinatorClientConfig(address="c:1"),
+}
 
 
 def config_of(**sections: Any) -> EngineCoreConfig:
     return EngineCoreConfig(**({"model": ModelConfig(path="m")} | sections))
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "executor.tensor_parallel_size is 2": (
         {"executor": ExecutorConfig(kind="multiproc", tensor_parallel_size=2)},
         "1",
