@@ -260,7 +260,7 @@ def test_the_complete_set_of_files_is_a_deployment_that_knows_who_calls(folder: 
     shell("\n".join(texts[:first]), folder)
     services = [Process(text.removesuffix("&").split(), folder) for text in started]
     try:
-        services[-1].until("[info] serving")
+        services[-1].until("[info] serving requests")
         as_clients = "\n".join(texts[first + len(started) :]).replace("curl ", "curl -sS --fail ")
         for default, flags in (
             ("generate", "--address localhost:50051"),

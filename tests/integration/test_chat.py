@@ -162,7 +162,10 @@ async def test_the_tenant_is_in_the_log(chat: FrontendServer, writer: FakeEngine
     with structlog.testing.capture_logs() as logs:
         await answers(chat, request_id="r", routing=pb.RoutingHints(tenant="t"))
         await collect(chat.generate(request_id="s", routing=pb.RoutingHints(tenant="u")))
-    assert [(log["request"], log["tenant"]) for log in logs if log["event"] == "request"] == [("r", "t"), ("s", "u")]
+    assert [(log["request"], log["tenant"]) for log in logs if log["event"] == "accepted a request"] == [
+        ("r", "t"),
+        ("s", "u"),
+    ]
 
 
 REQUIRED, NONE, AUTO = (pb.ToolChoice(mode=mode) for mode in ("required", "none", "auto"))

@@ -121,7 +121,7 @@ async def test_a_service_takes_another_log_level_and_goes_on(component: str, tmp
         await followed.until("config: reloaded", 2)
         assert followed.service.pid == pid
         assert await followed.service.stop() == 0
-        ended = {"coordinator": "coordinator stopped", "enginecore": "stopped", "frontend": "frontend stopped"}
+        ended = {"coordinator": "coordinator stopped", "enginecore": "engine stopped", "frontend": "frontend stopped"}
         assert followed.lines(ended[component]), "at info, by a logger that has been used before"
 
 

@@ -312,7 +312,7 @@ async def test_a_frontend_that_stops_leaves_and_one_that_vanishes_is_lost():
             session.cancel()
             await eventually(lambda: any(line["event"] == "frontend lost" for line in lines))
     [lost] = [line for line in lines if line["event"] == "frontend lost"]
-    assert (lost["log_level"], lost["frontend"], lost["why"]) == (
+    assert (lost["log_level"], lost["frontend"], lost["reason"]) == (
         "warning",
         "f",
         "the stream ended without a goodbye message",
@@ -329,7 +329,7 @@ async def test_a_frontend_whose_report_is_refused_is_lost_for_that_reason():
             await session.write(HELLO)
             await eventually(lambda: any(line["event"] == "frontend lost" for line in lines))
     [lost] = [line for line in lines if line["event"] == "frontend lost"]
-    assert lost["why"] == "report refused: hello was sent before on this stream"
+    assert lost["reason"] == "report refused: hello was sent before on this stream"
 
 
 async def test_a_coordinator_that_stops_has_lost_no_frontend():

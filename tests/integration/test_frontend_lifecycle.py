@@ -128,7 +128,7 @@ async def test_a_drain_that_is_too_short_to_move_connections_is_warned_of(
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=60.0)
     async with FrontendServer(model, engines=["127.0.0.1:1"], server=server, drain_timeout=60.0):
         pass
-    assert "drain_timeout is too short for all clients to move" in capsys.readouterr().out
+    assert "drain_timeout is too short for all clients to move to another frontend" in capsys.readouterr().out
 
 
 async def test_a_request_that_waits_for_an_engine_ends_with_the_frontend(model: Path) -> None:
@@ -178,7 +178,7 @@ async def test_a_taken_http_port_is_a_config_error(model: Path) -> None:
             await server.__aenter__()
         with capture_logs() as logs:
             await server.frontend.shutdown()
-        assert "draining" not in [log["event"] for log in logs]
+        assert "frontend is draining" not in [log["event"] for log in logs]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

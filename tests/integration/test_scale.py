@@ -88,7 +88,7 @@ async def test_a_pool_grows_and_goes_to_zero_and_comes_back(frontend: FrontendSe
 async def test_both_services_log_the_change(frontend: FrontendServer) -> None:
     with structlog.testing.capture_logs() as logs:
         await scale(frontend, 5)
-    told = [log for log in logs if log["event"] == "scaled"]
+    told = [log for log in logs if log["event"] == "changed the number of engines in a pool"]
     assert [(log["pool"], log["replicas"], log["previous"]) for log in told] == [("default", 5, 2)] * 2
     assert [log["deployment"] for log in told if "deployment" in log] == ["engines"]
 

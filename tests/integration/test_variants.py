@@ -84,9 +84,9 @@ async def test_a_mixture_is_logged_once_for_each_change(model: Path, capsys: pyt
         await a.kill()
         await eventually(lambda: num_variants(frontend) == 1)
     said = capsys.readouterr().out
-    assert said.count("engines have different variants") == 1
+    assert said.count("engines have different configurations, so their outputs can differ") == 1
     assert "b: dtype=bfloat16 (hash of bfloat16); a: dtype=float32 (hash of float32)" in said
-    assert said.count("all engines have the same variant") == 1
+    assert said.count("all engines have the same configuration again") == 1
 
 
 async def test_new_requests_go_to_every_variant(frontend: FrontendServer, engines: tuple[FakeEngine, ...]) -> None:

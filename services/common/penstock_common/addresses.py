@@ -93,7 +93,7 @@ def warn_of_plaintext(host: str, *, field: str, reads: bool = False) -> None:
         return
     can = "read" if reads else "read, change and send"
     get_logger().warning(
-        f"{field} listens without TLS: anyone who can reach {host} can {can} its data; "
+        f"{field} listens without TLS, so anyone who can reach {host} can {can} the data; "
         f"set {field}.tls.certificate, {field}.tls.key and {field}.tls.ca, or {field}.host to 127.0.0.1",
         host=host,
     )

@@ -57,7 +57,7 @@ class ConfigFile(Generic[T]):
             try:
                 await self.look(apply)
             except Exception as e:  # keep the current configuration and continue
-                incident(e, request="", doing="reading the config file again")
+                incident(e, request="", doing="reading the changed configuration file")
 
     @contextlib.asynccontextmanager
     async def followed(self, apply: Callable[[T], None]) -> AsyncIterator[None]:

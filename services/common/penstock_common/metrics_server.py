@@ -67,7 +67,7 @@ class MetricsServer:
         self._server.tls = context
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
-        get_logger().info("metrics", address=with_port(config.host, self._server.server_port))
+        get_logger().info("serving metrics", address=with_port(config.host, self._server.server_port))
 
     def stop(self) -> None:
         """Close the port. Idempotent."""

@@ -129,7 +129,11 @@ class Adapters:
         refused, self._refusals = self._refusals, []
         if refused:
             get_logger().warning(
-                "LoRA adapters refused", model=model, count=len(refused), name=refused[0].name, why=refused[0].reason
+                "refused LoRA adapters of a frontend; name and reason describe the first",
+                model=model,
+                count=len(refused),
+                name=refused[0].name,
+                reason=refused[0].reason,
             )
         return changed, refused
 

@@ -146,7 +146,7 @@ class Cluster:
             if isinstance(effect, SessionEnded):
                 raise Unavailable(effect.reason, reason="NOT_A_MEMBER")
             if isinstance(effect, IdTaken):
-                get_logger().warning("engine refused", reason=effect.reason)
+                get_logger().warning("refused the registration of an engine", reason=effect.reason)
                 raise AlreadyExists(effect.reason, field="register.engine_id", reason="ENGINE_ID_TAKEN")
             log = get_logger().warning if effect.change is Change.EXPIRED else get_logger().info
             log(f"engine {effect.change.value}", engine=effect.engine_id, index=effect.index)

@@ -141,10 +141,16 @@ class GroupOfPool:
             case RankReport():
                 step = machine.report(message)
             case PeerLost():
-                get_logger().warning("collective failed", rank=message.engine, epoch=message.epoch)
+                get_logger().warning(
+                    "a rank reported that a collective operation of its data-parallel group failed",
+                    rank=message.engine,
+                    epoch=message.epoch,
+                )
                 step = machine.peer_lost(message)
             case PrepareFailed():
-                get_logger().warning("rank cannot join", rank=message.engine, epoch=message.epoch)
+                get_logger().warning(
+                    "a rank cannot join its data-parallel group", rank=message.engine, epoch=message.epoch
+                )
                 self._steer_at = now + RETRY_AFTER
                 step = machine.prepare_failed(message)
             case FirstRequest():
@@ -219,7 +225,9 @@ class GroupOfPool:
         self._machine, sent = machine.scale(size)
         for message in sent:
             if isinstance(message, ScaleRefused):
-                get_logger().info("change of group size postponed", reason=message.reason)
+                get_logger().info(
+                    "postponed a change of the number of ranks in a data-parallel group", reason=message.reason
+                )
             else:
                 self._tell(message)
 
@@ -228,9 +236,11 @@ class GroupOfPool:
         self._machine, sent = step
         group = self._machine.group
         if group.epoch != epoch:
-            get_logger().info("new epoch of group", epoch=group.epoch, ranks=len(group.members))
+            get_logger().info(
+                "membership of a data-parallel group changed", epoch=group.epoch, ranks=len(group.members)
+            )
         elif self._machine.finished and not finished:
-            get_logger().info("all ranks joined the group", epoch=group.epoch, ranks=len(group.members))
+            get_logger().info("all ranks joined the data-parallel group", epoch=group.epoch, ranks=len(group.members))
         for message in sent:
             self._tell(message)
         self._steer(now)

@@ -22,7 +22,7 @@ class Change(enum.Enum):
     RECONNECTED = "reconnected"
     DRAINING = "draining"
     WEDGED = "wedged"
-    UNWEDGED = "wedged no more"
+    UNWEDGED = "no longer wedged"
     LEFT = "left"
     EXPIRED = "lost: its lease expired"
 

@@ -77,8 +77,8 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         model = read_json(folder / "config.json")
     except (OSError, ValueError) as e:
         get_logger().warning(
-            "cannot read the checkpoint's files again; this engine forms a separate variant",
-            why=str(e),
+            "cannot read the checkpoint's files again, so this engine counts as having another configuration",
+            reason=str(e),
         )
         return values | {"weights": f"unreadable: {type(e).__name__}"}
     if rotary_length := _rotary_length(model, config.max_model_len or loaded.max_len):

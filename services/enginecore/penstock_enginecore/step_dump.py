@@ -35,6 +35,6 @@ def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStat
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, json.dumps(dump, indent=1).encode())
     except OSError as e:  # Only log this error, because the step's own error is more important.
-        logger.error("error_dump.directory: %s cannot be written: %s", path, e)
+        logger.error("error_dump.directory: the dump of the failed step cannot be written to %s: %s", path, e)
     else:
-        logger.error("the scheduler output of the failed step was written to %s", path)
+        logger.error("wrote the scheduler output of the failed step to %s", path)

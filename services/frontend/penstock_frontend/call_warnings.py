@@ -141,7 +141,9 @@ class WarningLog:
         if self._count is not None:
             self._count.labels(kind.value).inc()
         if self._logged.new(client, [kind]):
-            get_logger().warning("request served with changes", kind=kind.value, field=field, client=client)
+            get_logger().warning(
+                "served a request, but ignored or changed a field", kind=kind.value, field=field, client=client
+            )
 
 
 def warn(kind: WarningKind, field: str, text: str) -> None:

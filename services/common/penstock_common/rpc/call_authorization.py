@@ -107,7 +107,13 @@ def _check_peer(context: Context, method: str, allowed: frozenset[str]) -> None:
     names = peer_names(context)
     if allowed.isdisjoint(map(_folded, names)):
         seen = ", ".join(names) or "no name"
-        get_logger().warning("refused a peer", method=method, peer=context.peer(), names=seen, allowed=sorted(allowed))
+        get_logger().warning(
+            "refused a call: no allowed name in the certificate",
+            method=method,
+            peer=context.peer(),
+            names=seen,
+            allowed=sorted(allowed),
+        )
         raise PermissionDenied(
             f"the peer's certificate has the names {seen}; {method} requires one of {', '.join(sorted(allowed)) or 'none'}",
             reason="PEER_NOT_ALLOWED",
@@ -244,7 +250,10 @@ class SecretGuard(grpc.aio.ServerInterceptor):
 def _secret_refusal(method: str, why: str, reason: str, token: str) -> Handler:
     async def refuse(requests: Any, context: Context) -> NoReturn:
         get_logger().warning(
-            "refused a peer because of the shared secret", method=method, peer=context.peer(), reason=reason
+            "refused a call: the caller and this service do not have the same shared secret",
+            method=method,
+            peer=context.peer(),
+            reason=reason,
         )
         if not token:  # clients with a token wait for the answer before they send anything
             await read_first(requests)  # read the bytes without decoding them

@@ -104,8 +104,8 @@ class Liveness:
         self._alive = alive
         await self._health.set_serving(alive, LIVENESS)
         if alive:
-            get_logger().info("alive again: the event loop is no longer blocked")
+            get_logger().info("liveness check passes again: the event loop is no longer blocked")
         elif ended:
-            get_logger().error("not alive: essential tasks have ended", tasks=ended)
+            get_logger().error("liveness check fails: essential tasks have ended", tasks=ended)
         else:
-            get_logger().error("not alive: the event loop is blocked", seconds=round(late, 1))
+            get_logger().error("liveness check fails: the event loop is blocked", seconds=round(late, 1))

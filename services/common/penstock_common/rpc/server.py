@@ -123,7 +123,9 @@ class RunningCalls(grpc.aio.ServerInterceptor):
         _, left = await asyncio.wait(running, timeout=seconds)
         if left:
             methods = sorted({running[task] for task in left})
-            get_logger().warning("calls still run", count=len(left), methods=methods, seconds=seconds)
+            get_logger().warning(
+                "calls did not end within the time limit", count=len(left), methods=methods, seconds=seconds
+            )
 
 
 # Access to the sockets of gRPC's server, which has no API for that.

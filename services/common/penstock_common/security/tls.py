@@ -126,7 +126,9 @@ class Certificates(Collector):
             due = self._warnings.handshake_is_due(field, end, now)
         if due:
             get_logger().error(
-                "TLS handshake with an expired certificate", field=f"{field}.certificate", ended=_utc(end)
+                "a client started a TLS handshake, but this service's certificate has expired",
+                field=f"{field}.certificate",
+                ended=_utc(end),
             )
 
     def _all_ends(self) -> dict[str, float]:

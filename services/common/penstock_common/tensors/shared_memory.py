@@ -101,7 +101,9 @@ class SegmentWriter:
             name = f"{_PREFIX}{self._owner}-{self._last}"
             self._fill(self._root / name, data)
         except OSError as e:
-            get_logger().warning("cannot write shared memory; sending tensors in messages for 60 s", why=str(e))
+            get_logger().warning(
+                "cannot write to shared memory; tensors are sent in gRPC messages for 60 s", reason=str(e)
+            )
             self._tried_again_at = self._clock() + PAUSE
             return None
         self._unread[name] = len(data), self._clock()

@@ -140,7 +140,7 @@ class Failures:
         error = errors[0]
         if self._rights.failed(error.right, error.reason, self._now()):
             get_logger().warning(
-                "Kubernetes request failed; the coordinator continues, and retries later",
+                "request to the Kubernetes API server failed; the coordinator retries it later",
                 right=error.right.value,
                 namespace=self._namespace,
                 reason=error.reason,
@@ -150,4 +150,4 @@ class Failures:
     def worked(self, right: Right) -> None:
         """Record a successful use of a permission."""
         if self._rights.worked(right):
-            get_logger().info("Kubernetes requests succeed again", right=right.value)
+            get_logger().info("requests to the Kubernetes API server succeed again", right=right.value)

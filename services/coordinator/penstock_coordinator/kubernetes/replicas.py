@@ -74,7 +74,9 @@ class Replicas:
         async with self._changing:
             previous = await self._change(self._api, workload, replicas)
         changed = {workload.kind.value: workload.name}
-        get_logger().info("scaled", pool=pool, replicas=replicas, previous=previous, **changed)
+        get_logger().info(
+            "changed the number of engines in a pool", pool=pool, replicas=replicas, previous=previous, **changed
+        )
         return previous
 
     def check_ranks(self, pool: str, ranks: int) -> None:
@@ -172,7 +174,13 @@ class GroupPods:
             if previous != wanted:
                 await self._api.set_replicas(workload, wanted)
                 self._failures.worked(rights.patch)
-                get_logger().info("scaled", pool=pool, replicas=wanted, previous=previous, stateful_set=name)
+                get_logger().info(
+                    "changed the number of engines in a pool",
+                    pool=pool,
+                    replicas=wanted,
+                    previous=previous,
+                    stateful_set=name,
+                )
         except KubernetesError as e:
             self._failures.failed(e)
         else:

@@ -169,7 +169,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
             if left:
                 get_logger().info("frontend left", frontend=hello.frontend_id)
             elif not self._stopping.is_set():
-                get_logger().warning("frontend lost", frontend=hello.frontend_id, peer=context.peer(), why=why)
+                get_logger().warning("frontend lost", frontend=hello.frontend_id, peer=context.peer(), reason=why)
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
         """Return the current view. Shortly after a start, this method returns a view before frontends get views."""

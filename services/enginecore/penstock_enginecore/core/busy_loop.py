@@ -98,7 +98,7 @@ class UtilityAnswers:
 
     def _send_failure(self, call: UtilityCall, error: BaseException) -> None:
         if not isinstance(error, RequestFailed):
-            logger.error("utility method %s failed", call.method, exc_info=error)
+            logger.error("utility call failed method=%s", call.method, exc_info=error)
             error = Internal(f"{call.method} failed: {''.join(traceback.format_exception_only(error)).strip()}")
         answer = UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(error))
         self._send(call.client_id, answer)
@@ -280,7 +280,7 @@ class BusyLoop:
                 message.request_ids.clear()
             case HandOver(client_id, request_ids):
                 give = partial(self._engine.scheduler.abort_requests, client_id, request_ids, hand_over=True)
-                _attempt(give, doing="handing requests over", requests=request_ids)
+                _attempt(give, doing="handing over requests to another engine", requests=request_ids)
             case UtilityCall():
                 self._utilities.answer(message)
             case UtilityDone(call, outcome):
@@ -290,7 +290,7 @@ class BusyLoop:
             case ClientGone(client_id):
                 self._tell_of_cache(self._cache_followers - {client_id})
                 gone = partial(self._engine.scheduler.abort_client, client_id)
-                _attempt(gone, doing=f"ending the requests of {client_id}, which has disconnected")
+                _attempt(gone, doing=f"ending the requests of the disconnected frontend {client_id}")
             case ExecutorFailed(error):
                 raise EngineDeadError(f"the executor failed: {error}") from error
             case GroupChanged(event):
@@ -377,7 +377,7 @@ class BusyLoop:
         self._sink.emit(client_id, frame)
 
     def _send_answer(self, client_id: str, answer: UtilityOutput) -> None:
-        """Send pending outputs before the answer, such as the end of a request that the call caused."""
+        """Send pending outputs, then the answer to a utility call. The call may have ended requests, for example."""
         self._emit(self._engine.scheduler.take_outputs())
         self._sink.emit(client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
 

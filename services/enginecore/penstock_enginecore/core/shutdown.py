@@ -21,8 +21,8 @@ class ShutdownPhase(enum.IntEnum):
 class ShutdownEffect(enum.Enum):
     """Action that the busy loop must carry out."""
 
-    ANNOUNCE_DRAINING = "tell the frontends that new requests are refused"
-    ABORT_REQUESTS = "end the remaining requests and the leases"
+    ANNOUNCE_DRAINING = "telling the frontends that the engine refuses new requests"
+    ABORT_REQUESTS = "ending the remaining requests and the leases of KV blocks"
 
 
 class ShutdownState:

@@ -94,7 +94,7 @@ class StepRecovery:
         try:
             self._executor.recover()
         except Exception as e:
-            logger.warning("executor failed: %s: %s", type(e).__name__, e)
+            logger.warning("executor cannot continue after a failed step: %s: %s", type(e).__name__, e)
             raise self._dead(scheduled, error) from error
         stats = self._scheduler.stats()
         culprit = self._scheduler.step_failed(scheduled)
@@ -107,11 +107,17 @@ class StepRecovery:
         else:
             num_requests, name = len(scheduled.num_scheduled_tokens), type(error).__name__
             logger.warning(
-                "a step of %d requests failed (%s); retrying the requests in smaller groups", num_requests, name
+                "a step with %d requests failed (%s); the engine retries these requests in smaller groups",
+                num_requests,
+                name,
             )
 
     def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
-        logger.error("a step failed; scheduler output without tokens: %s", summarize(scheduled), exc_info=error)
+        logger.error(
+            "a step failed, and the engine stops; scheduler output of the step, without token ids: %s",
+            summarize(scheduled),
+            exc_info=error,
+        )
         self._keep(scheduled, error, self._scheduler.stats())
         return EngineDeadError(f"a step failed: {type(error).__name__}: {error}")
 
@@ -311,8 +317,8 @@ class IterationLog:
     def _log(self, now_there: SchedulerStats) -> None:
         seconds = max(self._until - self._since, 1e-6)
         logger.info(
-            "%.1f steps/s, %.0f tokens/s computed, %.0f tokens/s produced, %d running, %d waiting (%d held), "
-            "KV cache %.1f%% used, prefix hits %.1f%%, %d preemptions",
+            "%.1f steps/s, %.0f tokens/s computed, %.0f tokens/s generated, %d requests running, %d requests waiting "
+            "(%d of them held), KV cache %.1f%% used, prefix cache hits %.1f%%, %d preemptions",
             self._steps / seconds,
             self._computed / seconds,
             self._sampled / seconds,

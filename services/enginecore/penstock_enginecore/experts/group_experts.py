@@ -145,7 +145,11 @@ class GroupExperts:
                 except BaseException:
                     del self._prepared[epoch]
                     raise
-                logger.info("epoch %d: read %d experts from the checkpoint", epoch, self.num_read - before)
+                logger.info(
+                    "read experts from the checkpoint for the data-parallel group epoch=%d experts=%d",
+                    epoch,
+                    self.num_read - before,
+                )
         except (ConfigError, ModelLoadError, ValueError) as e:
             raise UnpreparedError(str(e)) from e
 

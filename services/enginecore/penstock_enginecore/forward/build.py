@@ -305,7 +305,10 @@ def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[F
 def _settle(*modules: torch.nn.Module) -> None:
     """Convert 16-bit weights that no kernel uses to the compute dtype."""
     if num_bytes := sum(map(settle, modules)):
-        logger.info("converted weights that no native kernel uses to the compute dtype memory=%s", in_units(num_bytes))
+        logger.info(
+            "converted 16-bit weights to the compute dtype, because no native kernel uses these weights memory=%s",
+            in_units(num_bytes),
+        )
 
 
 def _dequantize(model: LoadedModel) -> None:

@@ -86,5 +86,9 @@ def use_cache(shipped: Path) -> Lookups:
         writable = False
     if not writable:
         knobs.cache.dir = tempfile.mkdtemp(prefix="penstock-kernels-")
-        logger.warning("%s is not writable, compiling kernels into %s", place, knobs.cache.dir)
+        logger.warning(
+            "the kernel cache directory %s is not writable, so compiled kernels are stored in %s",
+            place,
+            knobs.cache.dir,
+        )
     return LayeredCache.lookups

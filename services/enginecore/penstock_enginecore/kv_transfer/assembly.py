@@ -151,7 +151,7 @@ def _begin(
     copier, settings = engine.executor.block_copier(), config.kv_transfer
     fingerprint = _fingerprint(engine, ready, copier)
     if not fingerprint:
-        log.warning("KV transfer switched off: the weights have no hash, so the engine cannot recognize equal blocks")
+        log.warning("KV transfer is off, because the weights have no hash and engines cannot recognize equal KV blocks")
         return ready
     transfer.start()
     ends.callback(transfer.stop)

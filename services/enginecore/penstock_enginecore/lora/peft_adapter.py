@@ -85,7 +85,9 @@ def read_adapter(
             stored = file.read()
     _check_copies(tensors, stored, target)
     if _differs(config, target):
-        logger.info("lora: %s was trained on %s; this model is %s", path, config.base_model, target.model)
+        logger.info(
+            "LoRA adapter %s was trained on %s, but this engine serves %s", path, config.base_model, target.model
+        )
     updates = [
         StoredUpdate(tensors.naming.in_model(layer), chosen.scale, *(stored[names[side]] for side in "AB"))
         for layer, chosen in layers.items()

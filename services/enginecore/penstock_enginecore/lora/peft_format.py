@@ -199,7 +199,7 @@ def _check(key: str, value: Any) -> None:
     if key in _Settings.__struct_fields__ or key in _WITHOUT_EFFECT or value in _NONE:
         return
     if key.startswith(_NOTES):
-        logger.info("lora: %s: ignoring %r, which is not a PEFT setting", CONFIG_FILE, key[:100])
+        logger.info("%s of a LoRA adapter: ignoring %r, because PEFT has no such setting", CONFIG_FILE, key[:100])
         return
     if key == "bias":
         if value == "none":

@@ -171,9 +171,11 @@ def find_library(isa: str, *, rounded: bool = False) -> tuple[Path, str]:
         except OSError as e:
             if isa != "auto":
                 raise KernelsError(
-                    f"kernels.isa is {name!r}, but the system does not permit it to this process: {e}"
+                    f"kernels.isa is {name!r}, but the operating system does not let this process use it: {e}"
                 ) from e
-            logger.warning("the system does not permit %s to this process, skipping its kernels: %s", name, e)
+            logger.warning(
+                "the operating system does not let this process use %s, so other kernels are tried reason=%s", name, e
+            )
             continue
         return path, name
     raise KernelsError("the package was built without kernels; install it again with a C++ compiler available")

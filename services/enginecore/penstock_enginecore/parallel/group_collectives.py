@@ -309,7 +309,7 @@ class SocketLink:
 
 
 class SocketLinks:
-    """Creates links to data-parallel groups. Also runs the meeting store for groups in which this rank is the first."""
+    """Creates links to data-parallel groups. Also runs the rendezvous store for groups in which this rank is the first."""
 
     def __init__(self, config: DataParallelConfig, rank: str, secret: SharedSecret | None = None) -> None:
         """Listen on a free port. Raises ConfigError if this host does not have the configured address.
@@ -332,7 +332,7 @@ class SocketLinks:
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> SocketLink:
         """Create the link of a group that contains this rank. Raises CollectiveBroken if the address of the first
-        rank's meeting store is unknown.
+        rank's rendezvous store is unknown.
         """
         if group.members[0] not in meetings:
             raise CollectiveBroken(f"the meeting address of {group.members[0]} is unknown")

@@ -192,7 +192,7 @@ class Admission:
         self._paused_until = time.monotonic() + _PAUSE
 
     def _log_pause(self, error: OSError) -> None:
-        self._log.warning("internal port cannot accept connections for now", port=self._port, error=str(error))
+        self._log.warning("internal port temporarily cannot accept connections", port=self._port, error=str(error))
 
 
 # The connecting side.

@@ -1,4 +1,4 @@
-"""Client of the meeting store: a small key-value store through which processes of a group find each other.
+"""Client of the rendezvous store: a small key-value store through which processes of a group find each other.
 
 torch's ``TCPStore`` is not used, because it does not authenticate clients. It also resolves the names of its peers on
 both sides of each connection, and serves no other client during that time (ADR 86).

@@ -1,4 +1,4 @@
-"""Server of the meeting store: a small key-value store through which processes of several hosts find each other."""
+"""Server of the rendezvous store: a small key-value store through which processes of several hosts find each other."""
 
 import logging
 import os
@@ -71,7 +71,7 @@ class MeetingServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ)
         key = (secret or NO_SECRET).key(PURPOSE)
-        self._admission = Admission(self._listener, key, self._selector, port=f"meeting store {self.address}")
+        self._admission = Admission(self._listener, key, self._selector, port=f"rendezvous store {self.address}")
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="meeting", daemon=True)
         self._thread.start()
@@ -104,14 +104,17 @@ class MeetingServer:
 
     def _admit(self, connection: socket.socket) -> None:
         if len(self._asking) >= MAX_ASKING:
-            self._log.warning("meeting store is full and refused a connection", limit=MAX_ASKING)
+            self._log.warning(
+                "rendezvous store of a data-parallel group refused a connection, because it has too many connections",
+                limit=MAX_ASKING,
+            )
             connection.close()
             return
         try:
             give_up_after(connection, _SILENCE)
             self._selector.register(connection, selectors.EVENT_READ)
         except OSError as e:  # The client has disconnected, or memory is exhausted.
-            self._log.warning("meeting store could not accept a connection", error=str(e))
+            self._log.warning("rendezvous store could not accept a connection", error=str(e))
             connection.close()
             return
         self._asking[connection] = _Asking()
@@ -172,7 +175,7 @@ class MeetingServer:
             self._asking[whose].said.discard(key)
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        self._log.warning("meeting store closed a connection", reason=reason)
+        self._log.warning("rendezvous store closed a connection", reason=reason)
         self._hang_up(connection)
 
     def _hang_up(self, connection: socket.socket) -> None:

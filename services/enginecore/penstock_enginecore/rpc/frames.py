@@ -84,7 +84,7 @@ def _sendable_answer(answer: UtilityOutput) -> UtilityOutput:
     try:
         to_message(answer, pb.UtilityOutput)
     except Exception as e:
-        failed = incident(e, request="", doing="encoding the answer of a utility call")
+        failed = incident(e, request="", doing="encoding the answer to a utility call")
         return UtilityOutput(call_id=answer.call_id, error=RequestError.from_exception(failed))
     return answer
 
@@ -93,7 +93,7 @@ def _sendable_events(events: list[KvCacheEvent]) -> list[KvCacheEvent]:
     try:
         convert.outputs_to_proto(EngineCoreOutputs(kv_events=events))
     except Exception as e:
-        incident(e, request="", doing="encoding cache events")
+        incident(e, request="", doing="encoding events of the prefix cache")
         return []
     return events
 

@@ -344,7 +344,7 @@ class Sessions:
             try:
                 self._posted.popleft()()
             except Exception as e:
-                incident(e, request="", doing="delivering the engine's messages")
+                incident(e, request="", doing="delivering the engine's messages to frontends")
 
     def _deliver(self, client_id: str, outputs: EngineCoreOutputs) -> None:
         outputs.engine_index = self.engine_index
@@ -372,7 +372,7 @@ class Sessions:
                 session.put(pb.SessionResponse(media_cleared=pb.MediaCleared()))
 
     def _announce_draining(self, time_left: float) -> None:
-        log.info("draining: new requests are refused", sessions=len(self._sessions))
+        log.info("engine is draining and refuses new requests", sessions=len(self._sessions))
         self._drained_at = time.monotonic() + time_left
         for session in self._sessions.values():
             self._put_draining(session, time_left)

@@ -123,7 +123,7 @@ class IoThread:
         self.port = await self._server.start()
         if self._config_file is not None:
             self._tasks.append(asyncio.create_task(self._config_file.follow(_apply), name="config file"))
-        log.info("listening", address=with_port(self._config.server.host, self.port))
+        log.info("listening for frontends", address=with_port(self._config.server.host, self.port))
 
     async def _attach(self, busy_loop: BusyLoop, ready: EngineReady, rank: EngineRank | None) -> None:
         self._servicer.attach(busy_loop, ready)
@@ -197,10 +197,10 @@ class IoThread:
             stats = busy_loop.stats()  # While the busy loop hangs in a step, it cannot send its statistics.
             self.sessions.broadcast(EngineCoreOutputs(scheduler_stats=stats, timestamp=time.monotonic()))
             if alive:
-                log.info("steps continue")
+                log.info("engine is no longer wedged: it completes steps again")
             else:
                 age = round(stats.seconds_since_last_step, 1)
-                log.error("wedged: the engine has work, but no step has ended", seconds=age)
+                log.error("engine is wedged: it has work, but completes no step", seconds=age)
 
     async def _stop(self) -> None:
         await self._server.set_serving(False)
@@ -212,7 +212,7 @@ class IoThread:
                 await task
         self.sessions.close_all()
         await self._server.stop(FLUSH_TIMEOUT)
-        log.info("stopped")
+        log.info("engine stopped")
 
 
 def _apply(config: EngineCoreConfig) -> None:

@@ -79,7 +79,9 @@ class NodeClient:
                     f"(executor.nodes.timeout): {advised(failed.message)}"
                 )
             if not told:
-                log.info("waiting for the engine", address=self._address, why=advised(failed.message))
+                log.info(
+                    "waiting until the engine can be reached", address=self._address, reason=advised(failed.message)
+                )
                 told = True
             await asyncio.sleep(_AGAIN)
 

@@ -168,7 +168,7 @@ class NodeListener:
         """Serve one stream of one node."""
         index = self._admit(await first_message(requests, "attach"))
         commands = self._nodes[index] = Commands()
-        log.info("node attached", node=index, peer=context.peer())
+        log.info("a node is attached to this engine", node=index, peer=context.peer())
         commands.put_nowait(pb.NodeCommand(attached=pb.Attached(engine_id=self._config.name, meeting=self._meeting)))
         self._events.attached(index)
         reader = asyncio.create_task(self._read(index, requests))
@@ -251,7 +251,7 @@ class NodeListener:
         )
         service_pb2_grpc.add_WorkerServiceServicer_to_server(_Servicer(self), self._server.server)
         self.port = await self._server.start()
-        log.info("listening for nodes", address=with_port(config.host, self.port))
+        log.info("listening for nodes of this engine", address=with_port(config.host, self.port))
 
     def _tell(self, command: pb.NodeCommand) -> None:
         self._soon(partial(self._put, command))

@@ -51,7 +51,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         hello = await _hello(request_iterator)
         revision = min(hello.protocol_revision, PROTOCOL_REVISION)
         session = self._sessions.open(hello, revision)
-        log.info("session opened", frontend=session.client_id)
+        log.info("a frontend opened its session", frontend=session.client_id)
         welcome = to_message(ready, pb.Ready, protocol_revision=revision)
         self._sessions.welcome(session, welcome, hello.shared_memory_probe)
         if hello.follows_cache:
@@ -71,7 +71,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
             reader.cancel()
             self._sessions.close(session)
             busy_loop.client_gone(session.client_id)
-            log.info("session closed", frontend=session.client_id)
+            log.info("the session of a frontend ended", frontend=session.client_id)
 
     async def _read(
         self, requests: AsyncIterator[pb.SessionRequest], session: FrontendSession, busy_loop: BusyLoop

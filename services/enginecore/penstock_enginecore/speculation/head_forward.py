@@ -287,7 +287,7 @@ def build_head(
     proven = first_proven(candidates, run, config.agree)
     logger.log(
         logging.WARNING if proven.refuted else logging.INFO,
-        "the head computes with %s%s",
+        "the draft head computes with %s%s",
         proven.name or "torch",
         proven.reasons,
     )

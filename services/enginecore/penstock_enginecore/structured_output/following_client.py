@@ -381,7 +381,8 @@ class GrammarFollower:
                 )
         if ready.suspects:
             logger.warning(
-                "the process that computes grammar masks ended and was replaced", extra={"costly": ready.costly}
+                "the process that computes grammar masks ended unexpectedly and was replaced",
+                extra={"costly": ready.costly},
             )
         for grammar in list(self._living.values()):
             if grammar.failure is None and not grammar.terminated:

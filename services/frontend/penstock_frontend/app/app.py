@@ -170,7 +170,7 @@ class Frontend:
                 return
             if told != self._readiness.ready:
                 told = self._readiness.ready
-                get_logger().info("serving" if told else f"not serving: {self._readiness.why}")
+                get_logger().info("serving requests" if told else f"not serving requests: {self._readiness.why}")
             await self._servers.tell_health()
 
     def stop(self) -> None:
@@ -192,7 +192,7 @@ class Frontend:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         if left := self._llm.num_live:
-            get_logger().warning("ending requests that are still running", count=left)
+            get_logger().warning("ending requests that are still running after the drain", count=left)
         self._llm.tenants.flush()
         self._llm.end_all(ended_by)
         await self._servers.stop(_CLOSE_GRACE)
@@ -218,7 +218,7 @@ class Frontend:
         if self._living is None:  # startup failed, so there are no clients
             return ""
         timeout, clock = self._config.drain_timeout, asyncio.get_running_loop().time
-        get_logger().info("draining", timeout=timeout)
+        get_logger().info("frontend is draining", timeout=timeout)
         draining = Draining(clock(), timeout=timeout, max_age=self._config.server.max_connection_age)
         self._servers.drain()
         while not self._servers.drained(draining, now := clock()):
@@ -237,7 +237,8 @@ class Frontend:
         needed = Draining(0.0, timeout=0.0, max_age=server.max_connection_age).moved_after + QUIET
         if server.max_connection_age and self._config.drain_timeout < needed:
             get_logger().warning(
-                "drain_timeout is too short for all clients to move; raise it, or lower server.max_connection_age",
+                "drain_timeout is too short for all clients to move to another frontend; increase drain_timeout, or decrease "
+                "server.max_connection_age",
                 drain_timeout=self._config.drain_timeout,
                 max_connection_age=server.max_connection_age,
                 needed=round(needed, 1),

@@ -466,7 +466,7 @@ class AdapterDirectory:
         left_out = self._adapters.follow_directory(
             {name: self._at(name) for name in found}, {name: self._at(name) for name in changed}
         )
-        get_logger().info("LoRA adapters in lora.directory changed", come=come, gone=gone, changed=sorted(changed))
+        get_logger().info("LoRA adapters in lora.directory changed", added=come, removed=gone, changed=sorted(changed))
         if left_out:
             self._warn(f"has names that were refused (taken, not valid, or too many): {', '.join(left_out[:_SHOWN])}")
 

@@ -210,7 +210,10 @@ class AsyncLLM:
         """
         live = self.accept(request.context.external_request_id, demand_of(request), abortable=abortable)
         get_logger().debug(
-            "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
+            "accepted a request",
+            request=live.request_id,
+            tenant=request.context.tenant,
+            priority=request.context.priority,
         )
         try:
             request = live.request = live.observed.begin(request)
@@ -317,7 +320,10 @@ class AsyncLLM:
         live.lora = await self.adapters.of_request(request.context)
         core_request = msgspec.structs.replace(core_request, lora=live.lora, kv_source=request.context.kv.source)
         get_logger().debug(
-            "request", request=live.request_id, tenant=request.context.tenant, priority=request.context.priority
+            "accepted a request",
+            request=live.request_id,
+            tenant=request.context.tenant,
+            priority=request.context.priority,
         )
         await self._pace.take(core_request.sampling_params.n)
         sequences = sampling_params.sequences(core_request)

@@ -188,9 +188,12 @@ class EngineEvents:
         if not hashes or hashes == self._variants:
             return
         if len(variants) > 1:
-            get_logger().warning("engines have different variants", variants=describe_variants(variants))
+            get_logger().warning(
+                "engines have different configurations, so their outputs can differ",
+                variants=describe_variants(variants),
+            )
         elif len(self._variants) > 1:
-            get_logger().info("all engines have the same variant", variant=hashes[0])
+            get_logger().info("all engines have the same configuration again", variant=hashes[0])
         self._variants = hashes
 
 
@@ -398,4 +401,4 @@ class GrpcEngineClient:
         try:
             self._tell_change()
         except Exception as e:  # a failing callback must not end requests or sessions
-            incident(e, request="", doing="reporting a change of the engines")
+            incident(e, request="", doing="reporting that the engines changed")

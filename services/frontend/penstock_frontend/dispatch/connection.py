@@ -143,7 +143,10 @@ class EngineConnection:
         not know the engine yet.
         """
         if not named and not self._lease_lost and self.session is not None:
-            get_logger().warning("engine missing in the coordinator's view; its connection is open", engine=self.name)
+            get_logger().warning(
+                "the coordinator does not list an engine; the frontend keeps using it while it responds",
+                engine=self.name,
+            )
         self._lease_lost = not named
 
     def heard(self) -> None:

@@ -81,7 +81,11 @@ class Choice:
             cached = self._caches.cached_tokens(entry.request, entry.token_ids)
             return with_media(cached, self._engines.holding(features)) if features else cached
         except Exception as e:  # without this information, the least loaded engine is chosen
-            incident(e, request=entry.request.context.external_request_id, doing="looking up its cached prefix")
+            incident(
+                e,
+                request=entry.request.context.external_request_id,
+                doing="looking up the cached prefix of the request",
+            )
             return {}
 
 
@@ -232,7 +236,7 @@ class Dispatch:
         blame = Blame.ALONE if alone else Blame.SHARED
         moved = self._move([(entry, why, blame) for entry in entries], in_doubt=in_doubt)
         if moved:
-            get_logger().warning("engine lost; its requests resume on other engines", count=moved, why=why)
+            get_logger().warning("engine lost; its requests resume on other engines", count=moved, reason=why)
         return moved
 
     def acquit(self, engine: str) -> None:
@@ -379,10 +383,10 @@ class Dispatch:
                 changed.update((e.variant, picked.variant) for e in call if e.variant not in (None, picked.variant))
         for (variant, now), count in changed.items():
             get_logger().warning(
-                "requests resume on another variant of the model, because no engine of their variant accepts them",
+                "requests resume on engines with another configuration, because no engine with theirs accepts them",
                 count=count,
                 variant=variant,
-                now=now,
+                new_variant=now,
             )
 
     def _send(self, entries: Sequence[JournalEntry], picked: Candidate | None) -> None:
@@ -420,7 +424,10 @@ class Dispatch:
     def _end_moving(self, entry: JournalEntry, error: RequestFailed) -> None:
         request = entry.request.context.external_request_id
         get_logger().error(
-            "request ended after engine losses", request=request, reason=error.reason, why=entry.last_loss
+            "request failed after its engines were lost",
+            request=request,
+            reason=error.reason,
+            last_loss=entry.last_loss,
         )
         self._end(entry, error)
 

@@ -158,7 +158,7 @@ class Drains:
             if len(asking) == room:
                 break
         if asking:
-            get_logger().info("draining engine asked to hand over requests", count=len(asking))
+            get_logger().info("asked a draining engine to hand over requests", count=len(asking))
             for entry in asking:
                 entry.asked_away = True
             asked += asking

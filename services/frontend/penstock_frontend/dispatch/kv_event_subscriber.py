@@ -77,7 +77,7 @@ class CacheFollower:
             get_logger().warning(
                 "engine did not list its cached blocks; the router knows only blocks cached from now on",
                 engine=connection.name,
-                why=str(e) or f"no answer within {_ANSWER_WITHIN:g} s",
+                reason=str(e) or f"no answer within {_ANSWER_WITHIN:g} s",
             )
             self._caches.settle(connection.address, None)
         except Exception as e:
@@ -86,14 +86,14 @@ class CacheFollower:
 
     def _give_up(self, connection: EngineConnection, error: Exception) -> None:
         """Stop tracking the engine's cache until its next session."""
-        incident(error, request="", doing=f"following the prefix cache of engine {connection.name}")
+        incident(error, request="", doing=f"tracking the prefix cache of engine {connection.name}")
         self._caches.gone(connection.address)
 
     def _warn_when_full(self) -> None:
         if self._caches.full and not self._told_full:
             self._told_full = True
             get_logger().warning(
-                "too many cached blocks to track all of them; raise routing.max_cached_blocks",
+                "engines have more cached blocks than the router can track; increase routing.max_cached_blocks",
                 max_cached_blocks=self._caches.num_blocks,
             )
 

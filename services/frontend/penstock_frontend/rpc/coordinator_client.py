@@ -233,9 +233,9 @@ class CoordinatorClient:
             )
         for refused in message.refused:
             get_logger().warning(
-                "the coordinator rejected a LoRA adapter, so other frontends do not know it",
+                "the coordinator rejected a LoRA adapter, so other frontends do not get the adapter",
                 name=refused.name,
-                why=refused.reason,
+                reason=refused.reason,
             )
         self._news.set()
 

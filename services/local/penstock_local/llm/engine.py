@@ -209,7 +209,7 @@ class InProcessEngine:
         try:
             self._busy_loop.run()
         except Exception as e:
-            logger.error("engine died", exc_info=e)
+            logger.error("the engine stopped after an error", exc_info=e)
 
     def _check(self) -> None:
         if self._dead is not None:

@@ -254,7 +254,9 @@ def tools_of(tools: Iterable[Mapping[str, Any]] | None) -> list[Tool]:
     for index, tool in enumerate(listed):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if isinstance(kind, str) and kind != "function":
-            get_logger().warning("request served with changes", kind="tool_left_out", field=f"tools[{index}]")
+            get_logger().warning(
+                "served a request, but ignored or changed a field", kind="tool_left_out", field=f"tools[{index}]"
+            )
             continue
         try:
             found.append(msgspec.convert(_without_function(tool), Tool))

@@ -236,7 +236,11 @@ def test_the_log_says_so_at_handshakes() -> None:
             certificates.handshake("http.tls", {"certificate": 1000.0})
         certificates.handshake("server.tls", {"certificate": 1e12})
     assert [(log["event"], log["field"], log["ended"]) for log in logs] == [
-        ("TLS handshake with an expired certificate", "http.tls.certificate", "1970-01-01 00:16 UTC")
+        (
+            "a client started a TLS handshake, but this service's certificate has expired",
+            "http.tls.certificate",
+            "1970-01-01 00:16 UTC",
+        )
     ]
     ClientCredentials(ClientTlsConfig(), field="x", certificates=certificates)
 

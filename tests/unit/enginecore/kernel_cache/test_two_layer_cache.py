@@ -87,7 +87,7 @@ def test_where_nothing_can_be_written_kernels_are_compiled_elsewhere(
     knobs.cache.dir = str(tmp_path / "file" / "cache")
     with caplog.at_level(logging.WARNING):
         use_cache(tmp_path)
-    assert "file/cache is not writable, compiling kernels into" in caplog.text
+    assert "file/cache is not writable, so compiled kernels are stored in" in caplog.text
     assert Path(get_cache_manager("6b6579").put(b"code", "k.cubin")).read_bytes() == b"code"
     shutil.rmtree(knobs.cache.dir)
 

@@ -309,7 +309,7 @@ def test_a_model_of_another_name_is_told_and_served(tmp_path: Path, caplog: pyte
     target = AdapterTarget.of(model)
     with caplog.at_level("INFO"):
         read_adapter(tmp_path, AdapterTarget("/models/base-v1", target.linears, heads=target.heads), LIMITS)
-    assert "was trained on /home/alice/models/base-v2; this model is /models/base-v1" in caplog.text
+    assert "was trained on /home/alice/models/base-v2, but this engine serves /models/base-v1" in caplog.text
 
 
 @pytest.mark.parametrize(("base", "told"), [("/home/alice/base-v2", True), ("/home/alice/base-v1", False)])

@@ -199,9 +199,10 @@ def test_without_leave_of_the_system_the_next_instruction_set_is_taken(
     monkeypatch.setitem(library_module._PERMISSIONS, "amx", refuse)
     with caplog.at_level(logging.WARNING):
         assert open_library("auto", 1).isa == "baseline"
-    assert "the system does not permit amx to this process, skipping its kernels: " in caplog.text
+    assert "the operating system does not let this process use amx, so other kernels are tried reason=" in caplog.text
     with pytest.raises(
-        KernelsError, match=r"kernels.isa is 'amx', but the system does not permit it to this process: .*not supported"
+        KernelsError,
+        match=r"kernels.isa is 'amx', but the operating system does not let this process use it: .*not supported",
     ):
         open_library("amx", 1)
 

@@ -198,4 +198,4 @@ def test_a_port_goes_on_after_accepting_has_failed(
     with introduced(port.address, KEY, b"here"):
         port.wait_for([b"here"])
     assert not listener.errors
-    assert ("internal port cannot accept connections for now" in caplog.text) is (error != errno.ECONNABORTED)
+    assert ("internal port temporarily cannot accept connections" in caplog.text) is (error != errno.ECONNABORTED)

@@ -233,7 +233,7 @@ def test_heads_that_the_kernels_do_not_know_run_by_their_modules(
     with caplog.at_level(logging.INFO):
         of = drafter(model, HEADS["eagle3"] | changes)
     assert isinstance(of._forward, HeadForward)
-    assert f"the head computes with linear; {reason}" in caplog.text
+    assert f"the draft head computes with linear; {reason}" in caplog.text
     assert any(len(each) == 7 for proposed in drafts(of) for each in proposed)
 
 

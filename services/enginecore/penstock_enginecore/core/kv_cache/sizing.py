@@ -175,7 +175,7 @@ def _max_model_len(requested: int | None, model_max_len: int, fits: int, pool: _
     if requested is None:
         if fits < model_max_len:
             logger.warning(
-                "max_model_len lowered from %d to %d tokens, the capacity of the KV cache; the full length needs "
+                "lowered max_model_len from %d to %d tokens, the capacity of the KV cache; the full length needs "
                 "cache.kv_cache_memory of %s",
                 model_max_len,
                 fits,

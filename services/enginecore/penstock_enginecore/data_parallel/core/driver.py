@@ -301,7 +301,7 @@ class GroupDriver:
             self._standstill.switching()
         self._apply(rank, effects)
         if opened and self._standstill.opened():
-            logger.info("data-parallel group resumed in epoch %d", rank.group.epoch)
+            logger.info("the data-parallel group works again after a failure epoch=%d", rank.group.epoch)
 
     def _joined(self, epoch: int) -> bool:
         """Switch the experts to the group of this epoch. Return False if that fails."""
@@ -317,10 +317,10 @@ class GroupDriver:
     def _broke(self, epoch: int, why: str, *, unprepared: bool = False) -> None:
         rank = self._rank
         if epoch == rank.standby.epoch and not rank.ready:
-            logger.warning("cannot prepare the data-parallel group of epoch %d: %s", epoch, why)
+            logger.warning("this rank cannot join the data-parallel group epoch=%d reason=%s", epoch, why)
             self._apply(*rank.prepare_failed(epoch))
         elif epoch == rank.group.epoch:
-            logger.warning("a collective of epoch %d failed: %s", epoch, why)
+            logger.warning("a collective operation of the data-parallel group failed epoch=%d reason=%s", epoch, why)
             # Otherwise other ranks would wait for results that this rank does not compute.
             self.links.give_up_before(epoch + 1)
             self._standstill.lost()
@@ -423,7 +423,7 @@ class GroupDriver:
                 self._leave_experts()
                 self.links.open(group, self._meetings)
                 self._meetings = {rank: self._meetings[rank] for rank in group.members if rank in self._meetings}
-                logger.info("joined data-parallel group: epoch %d, %d ranks", group.epoch, len(group.members))
+                logger.info("joined the data-parallel group epoch=%d ranks=%d", group.epoch, len(group.members))
             case Leave():
                 self._leave()
             case _:

@@ -41,7 +41,7 @@ class Broke(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """Event: the coordinator has announced a group. ``meetings`` has the address of each rank's meeting store."""
+    """Event: the coordinator has announced a group. ``meetings`` has the address of each rank's rendezvous store."""
 
     message: Reconfigure
     meetings: Mapping[str, str]
@@ -168,7 +168,7 @@ class Meets(Protocol):
     """Connects a rank to other ranks."""
 
     meeting_address: str
-    """The host:port of this rank's meeting store. A group connects through the meeting store of its first rank."""
+    """The host:port of this rank's rendezvous store. A group connects through the rendezvous store of its first rank."""
     lease: float
     """Seconds after which a silent rank counts as dead. The coordinator uses this value, and so do links that are
     created after it is set. 0 if unknown.

@@ -149,7 +149,7 @@ class Drafting:
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
         logger.error(
-            "the drafter %s has failed and is switched off; requests continue without drafts",
+            "the drafter %s failed and is switched off; requests continue without speculative decoding",
             self.drafter.name,
             exc_info=error,
         )

@@ -100,17 +100,22 @@ class GraphCapture:
         """
         before, begun = free(), self._clock()
         told = begun
-        logger.info("capturing decode steps as graphs step_sizes=%d", len(sizes))
+        logger.info("capturing decode steps as CUDA graphs step_sizes=%d", len(sizes))
         for count, size in enumerate(sizes, 1):
             for adapted in self._variants:
                 self._forward.run(*blank_decodes(size, num_groups, block_size, self._room(), adapted=adapted))
             if not self._stats().captured:
                 return
             if (now := self._clock()) - told >= _SILENCE:
-                logger.info("captured graphs for %d of %d step sizes in %.1f s", count, len(sizes), now - begun)
+                logger.info("captured CUDA graphs for %d of %d step sizes in %.1f s", count, len(sizes), now - begun)
                 told = now
         took = in_units(max(before - free(), 0))
-        logger.info("captured %d decode steps in %.1f s: graph memory is %s", len(sizes), self._clock() - begun, took)
+        logger.info(
+            "captured CUDA graphs for all %d step sizes in %.1f s; the graphs use %s",
+            len(sizes),
+            self._clock() - begun,
+            took,
+        )
 
     @torch.inference_mode()
     def measure(self, sizes: Sequence[int], block_size: int, free: Callable[[], int]) -> int:

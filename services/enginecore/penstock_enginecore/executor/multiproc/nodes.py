@@ -127,7 +127,7 @@ async def _serve(config: EngineCoreConfig, module: str) -> None:
     secret_of(config, address)  # check the secret before any worker starts
     client = NodeClient(config)
     attached = await client.attach()
-    log.info("attached", engine=attached.engine_id, node=nodes.index)
+    log.info("this node is attached to the engine", engine=attached.engine_id, node=nodes.index)
     for number in (signal.SIGTERM, signal.SIGINT):  # The engine drains before it stops, and needs this node meanwhile.
         asyncio.get_running_loop().add_signal_handler(number, _leave_it_to_the_engine)
     count = config.executor.num_workers // nodes.size
@@ -144,11 +144,11 @@ async def _serve(config: EngineCoreConfig, module: str) -> None:
         await asyncio.to_thread(workers.end, told=told)
     if workers.error is not None:
         raise workers.error
-    log.info("stopped")
+    log.info("node stopped")
 
 
 def _leave_it_to_the_engine() -> None:
-    log.info("ignored a signal to stop: only the engine stops its nodes")
+    log.info("ignored a stop signal, because only the engine stops this node")
 
 
 class NodeWorkers:
@@ -184,7 +184,7 @@ class NodeWorkers:
 
     def _fail(self, error: WorkersGone) -> None:
         self.error = self.error or error
-        log.error("the workers of this node have ended", why=str(error))
+        log.error("the worker processes of this node ended unexpectedly", reason=str(error))
         self._client.give_up(str(error))
 
 
@@ -332,7 +332,7 @@ class SpreadWorkers:
             try:
                 self._hear(*said)
             except Exception as e:  # Callers that wait for answers must not wait forever.
-                logger.exception("cannot handle an answer node=%d", index)
+                logger.exception("cannot process an answer from the workers of a node node=%d", index)
                 self._fail_here(WorkersGone(f"answers of node {index} cannot be read: {e}"))
                 self._local.end(told=False)
 

@@ -210,7 +210,7 @@ class Workers:
         except RingClosed:
             return
         except Exception as e:  # Callers that wait for answers must not wait forever.
-            logger.exception("cannot handle an answer worker=%d", rank)
+            logger.exception("cannot process an answer from a worker process worker=%d", rank)
             self._failed(WorkersGone(f"answers of worker {rank} cannot be read: {e}"))
 
     def _watched(self) -> WorkersGone | None:
@@ -251,7 +251,7 @@ class Workers:
                 process.popen.wait(max(until - time.monotonic(), 0))
             except subprocess.TimeoutExpired:
                 logger.warning(
-                    "worker process %d did not stop within %g s and is killed", process.popen.pid, LAST_MOMENT
+                    "worker process %d did not stop within %g s, so the engine kills it", process.popen.pid, LAST_MOMENT
                 )
 
     def _kill(self) -> None:

@@ -462,7 +462,7 @@ def proved_launcher(
         reason = f"{type(e).__name__}: {e}"
     if not reason:
         return launcher
-    logger.warning("device sampling failed its check, so the host samples tokens, which is slower reason=%s", reason)
+    logger.warning("sampling on the GPU failed its check, so the CPU samples tokens, which is slower reason=%s", reason)
     return None
 
 

@@ -112,7 +112,9 @@ class StepGraphs:
         except RuntimeError as e:
             self.failure = str(e)
             logger.warning(
-                "a step cannot be captured, so steps run without graphs, which is slower shape=%s reason=%s", shape, e
+                "a step cannot be captured as a CUDA graph, so steps run without graphs, which is slower shape=%s reason=%s",
+                shape,
+                e,
             )
 
 

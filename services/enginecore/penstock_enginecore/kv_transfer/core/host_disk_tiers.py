@@ -204,7 +204,9 @@ class HostTier:
     def fail(self, error: BaseException) -> None:
         """Switch the tier off after a failed copy. Only the first failure is logged."""
         if not self._off:
-            logger.warning("host memory tier switched off after an error: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "the KV cache tier in host memory is switched off after an error: %s: %s", type(error).__name__, error
+            )
         self._off = True
         self.clear()
 
@@ -379,6 +381,6 @@ class DiskTier:
             return
         self.index.give_back(slot)
         if error is not None and not self._off:
-            logger.warning("disk tier switched off after an error: %s", error)
+            logger.warning("the KV cache tier on disk is switched off after an error: %s", error)
             self._off = True
             self.index.clear()

@@ -392,7 +392,7 @@ class LeasedBlocks:
     def revoke_all(self) -> None:
         """End all leases to empty the pool, and wait for copies in flight."""
         if not self.leases.settle(_SETTLE):
-            logger.error("copies of leased KV blocks have not ended within %g s", _SETTLE)
+            logger.error("copies of leased KV blocks did not end within %g s", _SETTLE)
 
     def stats(self, found: PrefixCacheStats) -> KvTransferStats:
         """Return statistics of leases and of external cache hits. ``found`` counts the external cache hits."""

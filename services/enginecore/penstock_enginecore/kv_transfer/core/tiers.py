@@ -155,7 +155,7 @@ class _PeerLoad:
             self._writing = more
             tell = self._has_ended and not more
         if error is not None:
-            logger.warning("cannot store KV blocks that came from another engine: %s: %s", type(error).__name__, error)
+            logger.warning("cannot store KV blocks that another engine sent: %s: %s", type(error).__name__, error)
         if more:
             self._write()
         elif tell:

@@ -61,15 +61,15 @@ class Offers:
         remove_orphans(self._root)
         self.shared_memory_id = shared_memory_id(self._root)
         if not self.shared_memory_id:
-            log.warning("shared memory is not usable; blocks are sent with another transport")
+            log.warning("shared memory is not usable; KV blocks are sent with another transport")
             return
         size = self._config.arena
         try:
             self._arena = Arena(incarnation, size=size, slot_bytes=self._block_bytes, root=self._root)
         except OSError as e:
             log.warning(
-                "cannot allocate shared memory; blocks are sent with another transport",
-                why=str(e),
+                "cannot allocate shared memory; KV blocks are sent with another transport",
+                reason=str(e),
                 kv_transfer_arena=size,
             )
 
@@ -88,7 +88,7 @@ class Offers:
         except Exception as e:  # NIXL backends raise various exceptions.
             if asked_for:
                 raise ConfigError(f"kv_transfer.transport is 'nixl', but NIXL cannot be used: {e}") from e
-            log.warning("NIXL is not available; blocks are sent with another transport", why=str(e))
+            log.warning("NIXL is not available; KV blocks are sent with another transport", reason=str(e))
 
     @property
     def num_slots_used(self) -> int:

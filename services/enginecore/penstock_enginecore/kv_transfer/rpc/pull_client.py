@@ -168,13 +168,17 @@ class PullClient:
         except FailedPrecondition as e:
             reason = "unreadable"
             if not self.failed:
-                log.warning("cannot read the memory of another engine", address=self._address, why=str(e))
+                log.warning(
+                    "cannot read KV blocks in the memory of another engine", address=self._address, reason=str(e)
+                )
         except Unauthenticated as e:
             reason = "refused"
-            log.warning("a source of blocks failed to authenticate", address=self._address, why=str(e))
+            log.warning(
+                "the engine that should send KV blocks failed to authenticate", address=self._address, reason=str(e)
+            )
         except (Broken, RequestFailed) as e:
             reason = "protocol"
-            log.warning("a source of blocks violated the protocol", address=self._address, why=str(e))
+            log.warning("the engine that sends KV blocks violated the protocol", address=self._address, reason=str(e))
         finally:
             self.fail(reason)
             call.cancel()
@@ -218,7 +222,7 @@ class PullClient:
             self._failure = reason
             if not self._wishes:
                 self._observe(self._began, reason)
-            log.info("a pull of blocks from another engine failed", address=self._address, why=reason)
+            log.info("fetching KV blocks from another engine failed", address=self._address, reason=reason)
             self._carry_out(self._pull.fail(reason))
 
     def look(self, now: float) -> None:
@@ -269,7 +273,7 @@ class PullClient:
         counts.moved("in", self._transport, size)
         if data is None:
             counts.failures[CHECKSUM] += 1
-            log.warning("a block of another engine arrived with a wrong checksum", address=self._address)
+            log.warning("another engine sent a KV block with a wrong checksum", address=self._address)
             if (reason := self._bad_block()) is not None:
                 self.fail(reason)
                 return

@@ -270,7 +270,7 @@ class _Stream:
         try:
             contents = await asyncio.shield(asyncio.wrap_future(reading.future))
         except (OSError, MemoryError) as e:
-            log.warning("cannot read blocks for another engine", why=str(e))
+            log.warning("cannot read KV blocks that another engine requested", reason=str(e))
             self._source.counts.failures["read"] += 1
             return nothing
         found = iter(contents)

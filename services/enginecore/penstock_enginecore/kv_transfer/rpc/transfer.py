@@ -233,7 +233,7 @@ class Peers:
         peer.users -= 1
         peer.idle_since = self._settings.clock()
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("a pull failed", exc_info=error)
+            log.error("fetching KV blocks from another engine failed unexpectedly", exc_info=error)
 
     def _fetch(
         self,
@@ -262,7 +262,7 @@ class Peers:
         peer.num_bad_blocks = 0
         peer.alone_until = self._settings.clock() + _LEFT_ALONE
         log.error(
-            "an engine sent several blocks with wrong checksums; requesting no blocks from it for a while",
+            "another engine sent several KV blocks with wrong checksums; temporarily requesting none from that engine",
             address=address,
         )
         return CHECKSUM
@@ -370,7 +370,7 @@ class KvTransfer:
         except BaseException:
             await self._server.server.stop(None)
             raise
-        log.info("listening for engines that pull blocks", address=with_port(config.host, self.port))
+        log.info("listening for engines that fetch KV blocks", address=with_port(config.host, self.port))
 
     async def _attach(self, source: PullSource, peers: Peers) -> None:
         self._servicer.source, self._peers = source, peers

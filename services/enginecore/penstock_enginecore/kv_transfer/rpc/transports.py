@@ -143,7 +143,7 @@ class SlotSender(GrpcSender):
         try:
             offset = self._arena.put(data)
         except OSError as e:
-            log.warning("cannot write to shared memory; blocks are sent in messages", why=str(e))
+            log.warning("cannot write to shared memory; KV blocks are sent in gRPC messages", reason=str(e))
             offset = None
         if offset is None:
             yield from super().messages(fetch_id, name, data)

@@ -195,7 +195,7 @@ class TowerEncoder:
             except ItemError as e:
                 done.append(self._fail(item, str(e)))
             except Exception as e:
-                logger.warning("media encoder failed num_embeds=%d", item.num_embeds, exc_info=True)
+                logger.warning("media encoder failed on a media item num_embeds=%d", item.num_embeds, exc_info=True)
                 done.append(self._fail(item, f"the model's media encoder failed: {type(e).__name__}: {_first_line(e)}"))
         return done
 

@@ -263,7 +263,7 @@ def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool
     with open_tensors(found.directory) as every:
         stored = {name: tensor for name, tensor in every.items() if not name.endswith(SUFFIXES + _OF_ACTIVATIONS)}
         if unused := sum(name.endswith(_OF_ACTIVATIONS) for name in every):
-            logger.info("ignoring %d activation scales: activations are not quantized", unused)
+            logger.info("ignoring %d activation scales, because the engine does not quantize activations", unused)
         weights = dense_weights(stored, found.scheme, dense)
         kept = kept_modules(_skeleton(found), weights) if keep else []
         _tell(found.scheme, weights, kept, dense)
@@ -307,7 +307,7 @@ def _tell(scheme: Scheme, weights: DenseWeights, kept: Sequence[Kept], dtype: to
     dense = weights.dense_bytes - sum(prod(tensor.shape) * dtype.itemsize for tensor in tensors)
     if kept:
         linears = sum(isinstance(each, KeptLinear) for each in kept)
-        experts = f" and the experts of {len(kept) - linears}" if len(kept) > linears else ""
+        experts = f" and the experts of {len(kept) - linears} layers" if len(kept) > linears else ""
         logger.info("%d linear layers%s keep their quantized weights (%s)", linears, experts, scheme.name)
     if stored:
         logger.warning(

@@ -89,9 +89,12 @@ class GrammarIntake:
         try:
             self._backend.warm_up().result()
         except Unimplemented as e:
-            logger.info("constraints are not served", extra={"reason": e.message})
+            logger.info(
+                "structured outputs are not available; requests with a constraint are refused",
+                extra={"reason": e.message},
+            )
         except Exception as e:
-            logger.error("preparing for constraints failed; each constrained request will try again", exc_info=e)
+            logger.error("preparing structured outputs failed; each request with a constraint tries again", exc_info=e)
 
     def start(self, request: Request, constraint: StructuredOutput) -> None:
         """Start the grammar of a request, which is held until the grammar has started."""

@@ -228,7 +228,11 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         replicas = request.replicas if request.HasField("replicas") else None
         previous = await self._coordinator.scale(request.pool, replicas)
         get_logger().info(
-            "scaled", pool=request.pool or DEFAULT_POOL, replicas=replicas, previous=previous, by=_caller(context)
+            "changed the number of engines in a pool",
+            pool=request.pool or DEFAULT_POOL,
+            replicas=replicas,
+            previous=previous,
+            by=_caller(context),
         )
         return pb.ScaleResponse(previous_replicas=previous)
 

@@ -126,7 +126,9 @@ class GenerateSession:
         except RequestFailed as e:
             await self._fail(request_id, e)
         except Exception as e:
-            await self._fail(request_id, incident(e, request=request_id, doing="reading a message of a session"))
+            await self._fail(
+                request_id, incident(e, request=request_id, doing="reading a message of a client's session")
+            )
 
     async def _take(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
         """Process one message. Raises RequestFailed if the message starts a request and the request is refused."""

@@ -137,7 +137,7 @@ class HttpServer:
         listener = _listen(self._config)
         self.port = listener.getsockname()[1]
         self.task = asyncio.create_task(self._server.serve(sockets=[listener]), name="http")
-        get_logger().info("http", address=with_port(self._config.host, self.port))
+        get_logger().info("serving HTTP", address=with_port(self._config.host, self.port))
         return self.port
 
     def drain(self) -> None:

@@ -142,7 +142,8 @@ class ChatOutputs:
         delta = answer.push(text, ended=output.finish is not None)
         if output.finish is not None and answer.broken:
             get_logger().warning(
-                "tool calls could not be parsed; they are returned as text or are incomplete", calls=answer.broken
+                "tool calls of an answer could not be parsed; the client gets them as text or incomplete",
+                calls=answer.broken,
             )
         finish = answer.counted(output, delta, cumulative=cumulative)
         if self._kind is not OutputKind.DELTA:

@@ -418,7 +418,9 @@ class WorkerPool:
 
     async def _lost_idle(self, worker: WorkerProcess) -> None:
         self._metrics.series("penstock:media_workers_replaced").inc()
-        get_logger().warning("idle media worker ended", code=await self._end(worker))
+        get_logger().warning(
+            "idle media worker process ended unexpectedly and is replaced", code=await self._end(worker)
+        )
 
     async def _run(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
         """Process an item. Return whether the worker can process further items."""
@@ -438,7 +440,7 @@ class WorkerPool:
             await self._lost(worker, waiting)
             return False
         except Exception as e:
-            waiting.fail(incident(e, request="", doing="processing a medium"))
+            waiting.fail(incident(e, request="", doing="processing a media item"))
             return False
         except asyncio.CancelledError:
             waiting.fail(sources.shutting_down())
@@ -465,7 +467,9 @@ class WorkerPool:
 
     async def _lost(self, worker: WorkerProcess, waiting: _Waiting) -> None:
         code = await self._end(worker)
-        get_logger().warning("media worker ended", code=code, modality=waiting.job.modality)
+        get_logger().warning(
+            "media worker process ended while it processed a media item", code=code, modality=waiting.job.modality
+        )
         if code == -signal.SIGXCPU:
             waiting.fail(self._too_slow())
         elif waiting.attempts >= _ATTEMPTS:
@@ -485,10 +489,10 @@ class WorkerPool:
             self._num_lost += 1
             if isinstance(e, WorkerLost) and self._num_lost < _STARTS * self._config.num_workers:
                 # Try again, because the reason why this worker ended may not affect the next worker.
-                get_logger().warning("media worker ended while starting", error=str(e))
+                get_logger().warning("media worker process ended while it started", error=str(e))
                 return None
             self._failure = str(e) or type(e).__name__
-            get_logger().error("media worker cannot start", error=self._failure)
+            get_logger().error("media worker process cannot start", error=self._failure)
             if not self._workers:
                 self._fail_all(_no_worker)
             await asyncio.sleep(_PAUSE)

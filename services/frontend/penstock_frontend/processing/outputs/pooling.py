@@ -76,7 +76,7 @@ class PooledOutputs(RequestStates[PooledState]):
             try:
                 self._end(state, output, engine)
             except Exception as e:
-                self._fail(state, incident(e, request=state.external_id, doing="taking the result"))
+                self._fail(state, incident(e, request=state.external_id, doing="processing the pooling result"))
         return to_abort
 
     def _end(self, state: PooledState, output: EngineCoreOutput, engine: str) -> None:

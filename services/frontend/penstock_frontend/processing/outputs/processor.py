@@ -217,7 +217,7 @@ class OutputProcessor(RequestStates[RequestState]):
         try:
             self._end_with_what_there_is(state)
         except Exception as e:
-            state.collector.fail(incident(e, request=state.external_id, doing="ending the output"))
+            state.collector.fail(incident(e, request=state.external_id, doing="completing the output"))
         return True
 
     def _end_with_what_there_is(self, state: RequestState) -> None:
@@ -276,7 +276,7 @@ class OutputProcessor(RequestStates[RequestState]):
         try:
             metrics.step(step)
         except Exception as e:
-            incident(e, request="", doing="counting a step")
+            incident(e, request="", doing="updating the metrics of a step")
         return to_abort
 
     def _advance_tokens(
@@ -342,7 +342,9 @@ class OutputProcessor(RequestStates[RequestState]):
 
 def _report_nans(state: RequestState, count: int) -> None:
     if state.num_nans == 0:
-        get_logger().warning("NaN logits: the tokens of this request are meaningless", request=state.external_id)
+        get_logger().warning(
+            "the engine computed NaN logits, so the tokens of this request are meaningless", request=state.external_id
+        )
     state.num_nans += count
 
 

@@ -501,7 +501,10 @@ def test_without_proved_kernels_plain_torch_adds_and_the_log_says_so(
     assert not caplog.messages
     monkeypatch.setattr(adapter_kernels, "_kernels", lambda: Faulty("compiler"))
     assert slot_modules(*model, gpu, LIMITS) is None
-    assert "PyTorch computes the adapters, which is slower reason=the adapter kernels fail" in caplog.text
+    assert (
+        "PyTorch computes the LoRA adapters instead of GPU kernels, which is slower reason=the adapter kernels fail"
+        in caplog.text
+    )
 
     def missing() -> Any:
         raise ModuleNotFoundError("No module named 'triton'")

@@ -199,7 +199,7 @@ def test_copies_that_fail_switch_the_host_off_and_fail_no_request(name, caplog):
     for number in (0, 1, 2, 3, 0, 7, 8):
         turn(engine, number)
     assert engine.connector.stats().host_usage == 0
-    assert sum("host memory tier switched off" in record.message for record in caplog.records) == 1
+    assert sum("the KV cache tier in host memory is switched off" in record.message for record in caplog.records) == 1
     assert_nothing_left(engine)
 
 
@@ -209,7 +209,7 @@ def test_host_memory_that_is_not_there_is_one_line_of_the_log(caplog):
     engine = engine_of(executor=executor)
     for number in (0, 1, 2, 3, 0):
         assert turn(engine, number)[1] == 0
-    assert sum("host memory tier switched off" in record.message for record in caplog.records) == 1
+    assert sum("the KV cache tier in host memory is switched off" in record.message for record in caplog.records) == 1
 
 
 def test_a_host_cache_below_one_block_is_refused():
@@ -348,7 +348,7 @@ def test_a_disk_that_fails_fails_no_request(caplog):
     disk.fails = True
     for number in (*range(5), 0):
         assert turn(engine, number)[2] == 0
-    assert sum("disk tier switched off" in record.message for record in caplog.records) == 1
+    assert sum("the KV cache tier on disk is switched off" in record.message for record in caplog.records) == 1
     assert_nothing_left(engine)
 
 

@@ -61,7 +61,7 @@ def test_the_log_tells_what_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO):
         load(tmp_path)
     [kept] = [r.getMessage() for r in caplog.records if "quantized" in r.getMessage()]
-    assert kept == "8 linear layers and the experts of 2 keep their quantized weights (fp8 by blocks of 32x32)"
+    assert kept == "8 linear layers and the experts of 2 layers keep their quantized weights (fp8 by blocks of 32x32)"
 
 
 def test_layers_that_do_not_fit_when_dequantized_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
