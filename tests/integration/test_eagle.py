@@ -187,7 +187,7 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
             {"fc.weight": torch.zeros(HIDDEN, 3 * 48)},
             r"its fc expects 144 inputs, but .* have 3 of 64 numbers; .* another hidden size",
         ),
-        ({"norm.weight": None}, "it has no tensor norm.weight, which a head of kind 'eagle3' needs"),
+        ({"norm.weight": None}, "it has no tensor norm.weight, which speculative.method 'eagle3' needs"),
         ({"midlayer.self_attn.q_norm.weight": torch.ones(16)}, r"it has a tensor layers\.0\.self_attn\.q_norm\.weight"),
         ({"norm.weight": torch.ones(65)}, r"its norm.weight has shape \[65\], but .* must be \[64\]"),
         (

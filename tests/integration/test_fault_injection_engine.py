@@ -52,8 +52,9 @@ async def client(server: EngineServer) -> AsyncIterator[SessionClient]:
 
 
 def name_of(argument: Any) -> str:
-    """Return the request id in a boundary's argument: a request of the engine or of the wire, an output, or a list of
-    ids.
+    """Return the request id in an argument of a patched method.
+
+    The argument is a request, a request's protobuf message, an output, or a list of ids.
     """
     return getattr(argument, "request_id", "") or " ".join(argument if isinstance(argument, list) else [])
 

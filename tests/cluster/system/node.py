@@ -129,7 +129,7 @@ class Node:
         run("ip", "link", "set", self.link, "down")
 
     def find(self) -> None:
-        """Connect it again."""
+        """Connect the node to the network again, after ``lose``."""
         run("ip", "link", "set", self.link, "up")
 
     def stop(self) -> None:

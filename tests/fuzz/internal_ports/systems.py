@@ -89,7 +89,7 @@ KINDS = {
 
 
 def services_of(system: Cluster) -> dict[str, Service]:
-    """Return the processes of the system by name. Nodes are separate processes."""
+    """Return the processes of the system by name. Each worker node of an engine has a separate entry."""
     found = {"coordinator": system.coordinator}
     found |= {f"engine-{number}": engine for number, engine in enumerate(system.engines)}
     found |= {f"frontend-{number}": frontend for number, frontend in enumerate(system.frontends)}

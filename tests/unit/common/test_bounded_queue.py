@@ -133,7 +133,7 @@ def test_nothing_is_said_before_anything_has_left() -> None:
 def test_a_constant_rate_is_found_from_the_first_departure_on(count: int) -> None:
     rate = observed(*((0.5 * i, 100.0) for i in range(1, count + 1)))
     now = 0.5 * count
-    # Departures lie at the ends of the intervals, so they weigh a little more than the time before them.
+    # Each interval ends with a departure, so the newest departure weighs a little more than the time before it.
     assert rate.time_for(now, 1, 0) == pytest.approx(0.5, rel=0.03)
     assert rate.time_for(now, 4, 0) == pytest.approx(2.0, rel=0.03)
     assert rate.time_for(now, 1, 1000) == pytest.approx(5.0, rel=0.03)

@@ -90,7 +90,7 @@ class DispatchedExperts(torch.nn.Module):
         self.hold(held)
 
     def hold(self, held: Sequence[int]) -> None:
-        """Set the experts in the slots."""
+        """Set the expert in each slot. ``held`` has an expert number for each slot, or ``EMPTY`` for an unused slot."""
         self.held = tuple(held)
         self._own_slots = torch.full((self._num_experts,), EMPTY)
         for slot, expert in enumerate(held):

@@ -139,7 +139,9 @@ class NarrowWeight(torch.Tensor):
         """Compute ``func`` with float32 copies of narrow weights."""
         kwargs = kwargs or {}
         if func._schema.is_mutable and _writes(func, args):
-            raise TypeError(f"{func} would write to a weight that is stored in 16 bits")
+            raise TypeError(
+                f"cannot run {func}: it writes to a weight that is stored in 16 bits, and such weights are read-only"
+            )
         if func.overloadpacket in _VIEWS:
             made = func(args[0].kept, *args[1:], **kwargs)
             return [cls(each) for each in made] if isinstance(made, list | tuple) else cls(made)

@@ -86,8 +86,8 @@ class Heads(msgspec.Struct, frozen=True):
 def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, Split]:
     """Return the split of each named module and parameter, by ``plan`` or by the model type.
 
-    Raises ModelLoadError, with the name of the model, if there is no plan, if a word is unknown, or if the plan splits
-    no module.
+    Raises ModelLoadError, with the name of the model, if there is no plan, if the plan splits no module, or if the plan
+    contains an unsupported kind of split.
     """
     plan = FAMILIES.get(model, Family()).splits or plan
     if not plan:

@@ -86,7 +86,7 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 def join_penalties(by_row: Sequence[tuple[int, SamplingParams, TokenCounts]]) -> PenaltyEntries:
-    """Return the entries of several rows."""
+    """Return the penalty entries of several batch rows as joined arrays."""
     lengths = [len(counts.token_ids) for _, _, counts in by_row]
 
     def repeated(values: Sequence[float], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:

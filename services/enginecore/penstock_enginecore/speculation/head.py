@@ -286,9 +286,9 @@ def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
     """Load all tensors. Raises ModelLoadError if a tensor is missing, unknown or of a wrong shape."""
     places = dict(head.state_dict())
     for name in sorted(places.keys() - tensors.keys()):
-        raise ModelLoadError(f"it has no tensor {name}, which a head of kind {head.kind!r} needs")
+        raise ModelLoadError(f"it has no tensor {name}, which speculative.method {head.kind!r} needs")
     for name in sorted(tensors.keys() - places.keys()):
-        raise ModelLoadError(f"it has a tensor {name}, which is not supported for heads of kind {head.kind!r}")
+        raise ModelLoadError(f"it has a tensor {name}, which speculative.method {head.kind!r} does not support")
     for name, tensor in tensors.items():
         if tensor.shape != places[name].shape:
             raise ModelLoadError(

@@ -14,7 +14,7 @@ A row is a failure, and a column is the step at which it happens. A cell has the
 number of wrong streams, if any.
 
 - *failed*: streams that ended with an error.
-- *duplicated*, *lost*, *differing*: streams with more tokens, fewer tokens, or another difference from the computed result.
+- *duplicated*, *lost*, *differing*: streams with too many tokens, with too few tokens, or with other tokens than expected.
 - *neighbours*: streams on the other engines. *disturbed*: neighbours that were wrong or had to move.
 """
 WRONG = ("failed", "duplicated", "lost", "differing")

@@ -589,13 +589,16 @@ async def test_a_request_whose_variant_is_gone_goes_on_with_another_which_is_log
     world.kill("a")
     world.finish()
     assert world.ended == {f"r{number}": FinishReason.LENGTH for number in range(3)}
-    [line] = [line for line in capsys.readouterr().out.splitlines() if "another variant" in line]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "another configuration" in line]
     assert "count=3" in line
-    assert ("variant=old" in line, "now=new" in line) == (True, True)
+    assert ("variant=old" in line, "new_variant=new" in line) == (True, True)
 
 
 def on_a_detour() -> tuple[Simulated, str, str]:
-    """A request with tokens of the old variant on an engine of the new one, that engine, and the other new one."""
+    """Return a world with a request, the engine that runs the request, and the other engine of the same variant.
+
+    The request has tokens of the variant ``old``, but runs on an engine of the variant ``new``.
+    """
     world = mixed(a="old", b="new", c="old", d="new")
     world.closed = {"c"}
     world.add("r0", rank=0)
@@ -627,7 +630,7 @@ async def test_a_request_that_has_nothing_yet_goes_to_any_variant(capsys: pytest
     world.router.report("c", waiting=9, running=9, kv_cache_usage=0.9)
     world.kill("a")
     assert world.where("r0") == "b"
-    assert "another variant" not in capsys.readouterr().out
+    assert "another configuration" not in capsys.readouterr().out
 
 
 async def test_retries_are_bounded_even_when_each_engine_brings_something() -> None:

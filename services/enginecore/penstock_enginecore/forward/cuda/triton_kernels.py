@@ -54,14 +54,14 @@ class TritonKernels:
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
     ) -> None:
-        """Compute attention with shared scratch memory; see ``attention.attend``."""
+        """Compute attention with ``attention.attend``. Steps reuse the same scratch memory."""
         scratch = self._scratch_for(len(group.seq_lens), attention.pieces_per_request(keys.shape[1]), out)
         attention.attend(query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant)
 
     def attend_latent(
         self, query: torch.Tensor, cache: torch.Tensor, group: GroupInputs, scaling: float, out: torch.Tensor
     ) -> None:
-        """Compute latent attention with shared scratch memory; see ``latent_attention.attend_latent``."""
+        """Compute latent attention with ``latent_attention.attend_latent``. Steps reuse the same scratch memory."""
         scratch = self._scratch_for(len(group.seq_lens), latent.latent_pieces(query.shape[1]), out)
         latent.attend_latent(query, cache, group, scaling, out, scratch, invariant=self.batch_invariant)
 

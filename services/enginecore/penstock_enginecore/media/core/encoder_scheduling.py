@@ -207,8 +207,8 @@ class EncoderWork(StepResource):
                 )
             if info.attends_both_ways and info.max_tokens > most:
                 raise ConfigError(
-                    f"scheduler.max_num_batched_tokens allows {most} tokens in a step; one {info.modality} may have "
-                    f"{info.max_tokens}, which must be computed in the same step"
+                    f"scheduler.max_num_batched_tokens is {most}, but one {info.modality} may have {info.max_tokens} tokens, "
+                    "and the engine must compute all of them in one step; increase scheduler.max_num_batched_tokens"
                 )
 
     def added(self, request: Request) -> None:

@@ -191,7 +191,10 @@ def checked_groups(name: str, groups: torch.Tensor, count: int) -> torch.Tensor:
     ``count``.
     """
     if groups.min() < 0 or groups.max() >= count:
-        raise ValueError(f"{name} has groups from {int(groups.min())} to {int(groups.max())}; there are {count} groups")
+        raise ValueError(
+            f"{name} has group numbers from {int(groups.min())} to {int(groups.max())}, but the weights have {count} groups, "
+            "numbered from 0"
+        )
     return groups.long()
 
 

@@ -231,7 +231,9 @@ def _emit(node: Node, in_json: bool) -> str:
     if isinstance(node, CharSet):
         if expression := (as_json if in_json else as_text)(node) if node else "":
             return expression
-        raise RegexError("a character class matches no character that can be written here")
+        raise RegexError(
+            "a character class matches no character, or only control characters that JSON strings cannot contain"
+        )
     if isinstance(node, Lookahead):
         raise RegexError(f"a lookahead, which is not supported here, at position {node.position}")
     if isinstance(node, Anchor):

@@ -123,8 +123,8 @@ class Answer:
 def malformed(error: httptools.HttpParserError, cause: BaseException | None) -> HttpError:
     """Return the refusal of bytes that are not an HTTP request.
 
-    ``cause`` is the exception of a failed parser event, or None. If ``cause`` is not about the request, it is raised
-    again.
+    ``cause`` is the exception that a callback of the HTTP parser raised, or None. If the request did not cause this
+    exception, this function raises the exception again.
     """
     if isinstance(cause, (UnicodeDecodeError, AttributeError, httptools.HttpParserInvalidURLError)):
         # The target is not ASCII, has no path, or is not a URL.

@@ -9,8 +9,8 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
 _CONTEXT_TOKENS = 6
-"""Number of prompt tokens that are the context for decoding the first output tokens. The leading spaces of these output
-tokens depend on the context.
+"""Number of prompt tokens that are decoded together with the first output tokens. The leading spaces of the first output
+tokens depend on these prompt tokens.
 """
 _MAX_CONTEXT = 32
 _MAX_PENDING = 8

@@ -297,7 +297,7 @@ def _check_alike(part: PromptEmbeds, first: PromptEmbeds, field: str) -> None:
 def text_context(token_ids: Sequence[int], embeds: PromptEmbeds | None) -> Sequence[int]:
     """Return the tokens after the prompt's last embedding.
 
-    These tokens are the context for decoding the first output tokens.
+    The detokenizer decodes the last of these tokens together with the first output tokens.
     """
     if embeds is None:
         return token_ids

@@ -115,10 +115,12 @@ def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenize
     try:
         copy = tokenizers.Tokenizer.from_str(json.dumps(described))
     except Exception as e:  # tokenizers raises no narrower error
-        raise ConfigError(f"the tokenizer cannot treat {', '.join(tokens)} as text: {e}") from e
+        raise ConfigError(f"the tokenizer cannot treat {', '.join(tokens)} in prompts as plain text: {e}") from e
     for token, name in names.items():
         if copy.token_to_id(name) != backend.token_to_id(token):
-            raise ConfigError(f"the tokenizer cannot treat {token!r} as text: its id would change")
+            raise ConfigError(
+                f"the tokenizer cannot treat {token!r} in prompts as plain text, because the id of this token would change"
+            )
     return copy, names
 
 

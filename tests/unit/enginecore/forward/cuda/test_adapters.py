@@ -78,8 +78,9 @@ def replayed(path: Path, limits: SlotLimits = LIMITS) -> ReplayedModules:
 
 
 def layers_of(forward: ModulesForward, architecture: str) -> list[str]:
-    """Return names of the linear layers that support adapters on the device: no experts, and no weights absorbed in a
-    latent.
+    """Return names of the linear layers that support adapters on the device.
+
+    Experts and the ``kv_b_proj`` layers of latent attention do not support adapters.
     """
     names = [name for name, part in forward._module.named_modules() if isinstance(part, torch.nn.Linear)]
     hidden = ("mlp.", "kv_b_proj") if architecture in ("qwen3_moe", "deepseek_v3") else ()

@@ -262,7 +262,7 @@ def test_a_prompt_that_ends_with_a_span_computes_all_of_it_again():
 
 
 def test_what_a_step_cannot_hold_is_refused_at_the_start():
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens allows 15 tokens in a step; one image may have 16"):
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens is 15, but one image may have 16 tokens"):
         media_engine(media=(WHOLE,), max_num_batched_tokens=15)
     media_engine(media=(IMAGE,), max_num_batched_tokens=15)
     assert media_engine(media=(WHOLE,), max_num_batched_tokens=None, executor={"step_tokens": 8}).config.scheduler

@@ -105,7 +105,7 @@ def test_a_group_that_is_not_there_is_refused(scheme: Scheme, part: str) -> None
     form = "gptq-desc-act" if part == ".g_idx" else "compressed-int4-actorder"
     _, parts, _ = parts_of(form, torch.randn(16, 64))
     parts[part][3] = 2
-    with pytest.raises(ValueError, match=f"{part} has groups from 0 to 2; there are 2"):
+    with pytest.raises(ValueError, match=f"{part} has group numbers from 0 to 2, but the weights have 2 groups"):
         scheme.dequantize(parts, torch.float32)
 
 

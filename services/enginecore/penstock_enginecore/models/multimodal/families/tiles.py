@@ -102,7 +102,7 @@ class _Gemma3Images(_Tiles):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Tensors of an item. Crops of an image would be separate items."""
+        """Tensors of an item. An item is one image without crops, because each crop would need an item of its own."""
         return {_PIXELS: Spec(PIXELS, (1, 3, self.side, self.side)), "num_crops": Spec(INTEGERS, (1,), wanted=False)}
 
     @property
