@@ -664,7 +664,7 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
         frontend.frontend._engines.follow_view(view(b))
         await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
     said = capsys.readouterr().out
-    assert "the coordinator does not list an engine; the frontend keeps using it while it responds" in said
+    assert "the coordinator does not list an engine; the frontend uses this engine while the engine responds" in said
     assert "the coordinator does not list it, and it does not answer within 1 s" in said
 
 

@@ -211,7 +211,9 @@ def _serve(
             idle_memory_given_back(busy_loop, lambda: io.sessions.tensors.num_drops),
         ):
             io.attach(busy_loop, ready, rank)
-            log.info("ready", engine=ready.engine_id, model=ready.model, seconds=round(time.monotonic() - started, 1))
+            log.info(
+                "engine ready", engine=ready.engine_id, model=ready.model, seconds=round(time.monotonic() - started, 1)
+            )
             busy_loop.run()
     finally:
         if group is not None:

@@ -108,7 +108,7 @@ def _check_peer(context: Context, method: str, allowed: frozenset[str]) -> None:
     if allowed.isdisjoint(map(_folded, names)):
         seen = ", ".join(names) or "no name"
         get_logger().warning(
-            "refused a call: no allowed name in the certificate",
+            "refused a call, because the caller's certificate has no allowed name",
             method=method,
             peer=context.peer(),
             names=seen,
@@ -250,7 +250,7 @@ class SecretGuard(grpc.aio.ServerInterceptor):
 def _secret_refusal(method: str, why: str, reason: str, token: str) -> Handler:
     async def refuse(requests: Any, context: Context) -> NoReturn:
         get_logger().warning(
-            "refused a call: the caller and this service do not have the same shared secret",
+            "refused a call, because the caller and this service do not have the same shared secret",
             method=method,
             peer=context.peer(),
             reason=reason,

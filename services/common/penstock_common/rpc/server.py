@@ -124,7 +124,7 @@ class RunningCalls(grpc.aio.ServerInterceptor):
         if left:
             methods = sorted({running[task] for task in left})
             get_logger().warning(
-                "calls did not end within the time limit", count=len(left), methods=methods, seconds=seconds
+                "gRPC calls did not end within the time limit", count=len(left), methods=methods, seconds=seconds
             )
 
 

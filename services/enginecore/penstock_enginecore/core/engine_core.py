@@ -165,8 +165,8 @@ def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, p
     kept = pool.num_slots - 1 - SLOTS_PER_REQUEST * pool.num_requests
     of_request = SLOTS_PER_REQUEST * needs.slot_bytes + pool.rows_per_request * needs.row_bytes
     progress(
-        f"recurrent states: {pool.num_requests} running requests of {in_units(of_request)}, {kept} kept states of "
-        f"{in_units(needs.slot_bytes)}, one every {pool.interval} tokens"
+        f"memory for recurrent states: {pool.num_requests} running requests ({in_units(of_request)} per request), "
+        f"{kept} kept states ({in_units(needs.slot_bytes)} per state), one kept state every {pool.interval} tokens"
     )
     if pool.num_requests < max_num_seqs:
         logger.warning(

@@ -151,7 +151,7 @@ class Worker:
         if capture is not None and sizes:
             capture.run(sizes, len(config.groups), config.block_size, self._free_bytes)
         if (kernels := self._kernels) is not None:
-            logger.info("loaded kernels found_in_cache=%d compiled=%d", kernels.found, kernels.compiled)
+            logger.info("loaded Triton kernels found_in_cache=%d compiled=%d", kernels.found, kernels.compiled)
 
     def _block_memory(self) -> list[torch.Tensor]:
         """Return the tensors of the KV cache, or an empty list if no KV cache is allocated."""

@@ -105,7 +105,7 @@ class MeetingServer:
     def _admit(self, connection: socket.socket) -> None:
         if len(self._asking) >= MAX_ASKING:
             self._log.warning(
-                "rendezvous store of a data-parallel group refused a connection, because it has too many connections",
+                "rendezvous store refused a connection, because too many connections are open",
                 limit=MAX_ASKING,
             )
             connection.close()

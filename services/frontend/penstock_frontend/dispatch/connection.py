@@ -144,7 +144,7 @@ class EngineConnection:
         """
         if not named and not self._lease_lost and self.session is not None:
             get_logger().warning(
-                "the coordinator does not list an engine; the frontend keeps using it while it responds",
+                "the coordinator does not list an engine; the frontend uses this engine while the engine responds",
                 engine=self.name,
             )
         self._lease_lost = not named

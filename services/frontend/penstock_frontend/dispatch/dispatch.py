@@ -383,7 +383,8 @@ class Dispatch:
                 changed.update((e.variant, picked.variant) for e in call if e.variant not in (None, picked.variant))
         for (variant, now), count in changed.items():
             get_logger().warning(
-                "requests resume on engines with another configuration, because no engine with theirs accepts them",
+                "requests resume on engines with another configuration, because no engine with the old configuration "
+                "accepts requests",
                 count=count,
                 variant=variant,
                 new_variant=now,

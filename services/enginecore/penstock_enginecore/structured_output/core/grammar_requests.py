@@ -94,7 +94,10 @@ class GrammarIntake:
                 extra={"reason": e.message},
             )
         except Exception as e:
-            logger.error("preparing structured outputs failed; each request with a constraint tries again", exc_info=e)
+            logger.error(
+                "preparing structured outputs failed; each request with a constraint tries to prepare them again",
+                exc_info=e,
+            )
 
     def start(self, request: Request, constraint: StructuredOutput) -> None:
         """Start the grammar of a request, which is held until the grammar has started."""

@@ -142,7 +142,7 @@ class ChatOutputs:
         delta = answer.push(text, ended=output.finish is not None)
         if output.finish is not None and answer.broken:
             get_logger().warning(
-                "tool calls of an answer could not be parsed; the client gets them as text or incomplete",
+                "tool calls of an answer could not be parsed; the client gets these calls as text or incomplete",
                 calls=answer.broken,
             )
         finish = answer.counted(output, delta, cumulative=cumulative)
