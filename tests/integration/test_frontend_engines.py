@@ -665,7 +665,7 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
         await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
     said = capsys.readouterr().out
     assert "the coordinator does not list an engine; the frontend uses this engine while the engine responds" in said
-    assert "the coordinator does not list it, and it does not answer within 1 s" in said
+    assert "the coordinator does not list the engine, and the engine does not answer a probe within 1 s" in said
 
 
 async def test_counts_of_a_view_steer_requests_away_from_a_loaded_engine(

@@ -269,11 +269,15 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         group.
         """
         if self.recovering or self.standby.epoch or self.reporters or not self.finished or self._dead():
-            return self, (ScaleRefused("the group is changing"),)
+            return self, (ScaleRefused("the data-parallel group is already changing its ranks"),)
         staying = sorted(self.group.members, key=_in_order)[:size]
         members = tuple(m for m in self.group.members if m in staying) + self.spares[: size - len(staying)]
         if len(members) != size or size < self.min_size:
-            return self, (ScaleRefused(f"size is {size}; it must be from {self.min_size} to {len(members)}"),)
+            return self, (
+                ScaleRefused(
+                    f"the new number of ranks is {size}; this number must be from {self.min_size} to {len(members)}"
+                ),
+            )
         if members == self.group.members:
             return self, ()
         epoch = self._next_epoch()

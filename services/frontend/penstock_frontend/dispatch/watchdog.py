@@ -26,8 +26,8 @@ class Watchdog:
         if silent < self._config.silence:
             return ""
         if has_work:
-            return f"it has requests but has sent nothing for {silent:.1f} s"
-        return "the coordinator does not list it" if lease_lost else ""
+            return f"the engine has requests but has sent nothing for {silent:.1f} s"
+        return "the coordinator does not list the engine" if lease_lost else ""
 
     def verdict(self, doubt: str, answer: SchedulerStats | None) -> str:
         """Return why the engine counts as lost, or an empty string if the engine is healthy.
@@ -35,10 +35,10 @@ class Watchdog:
         ``answer`` is the engine's answer to the probe, or None after a timeout.
         """
         if answer is None:
-            return f"{doubt}, and it does not answer within {self._config.probe_timeout:g} s"
+            return f"{doubt}, and the engine does not answer a probe within {self._config.probe_timeout:g} s"
         return wedged(answer) if answer.wedged else ""
 
 
 def wedged(stats: SchedulerStats) -> str:
     """Return the error message for a wedged engine."""
-    return f"it is wedged: it has work and has not finished a step for {stats.seconds_since_last_step:.1f} s"
+    return f"wedged: the engine has work but has not finished a step for {stats.seconds_since_last_step:.1f} s"
