@@ -75,7 +75,7 @@ def test_a_shared_system_prompt_is_computed_once_twice_up_to_an_interval_and_the
         assert found[0] == 0
         assert shared - INTERVAL < found[1] < shared
         assert found[2:] == [shared, shared]
-    assert stats_of(engine).num_stateless_tokens > 0
+    assert stats_of(engine).num_recomputed_tokens > 0
 
 
 def test_the_second_turn_of_a_chat_computes_only_the_tokens_behind_the_last_block_of_the_first(
@@ -159,5 +159,5 @@ def test_states_that_are_not_finite_end_the_request_and_are_not_found_again(mode
         assert states.longest(probe.block_hashes, len(probe.block_hashes)) * SPAN == 48
     tokens, found = run(engine, prompt)
     assert (tokens, found) == (expected, 48)
-    assert stats_of(engine).num_used == 0
+    assert stats_of(engine).num_used_slots == 0
     engine.shutdown()

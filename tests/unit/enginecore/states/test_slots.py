@@ -3,6 +3,7 @@
 import pytest
 
 from penstock_common.block_hash import BlockHasher
+from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup
 from penstock_enginecore.core.request import Request, RequestStatus
@@ -19,7 +20,7 @@ def make_slots(*, kept: int = 4, requests: int = 2, interval: int = FAR, keeps: 
     config = StatePoolConfig(
         num_slots=1 + 2 * requests + kept, num_requests=requests, rows_per_request=SPAN, interval=interval
     )
-    return StateSlots(config, keeps=keeps)
+    return StateSlots(config, keeps=keeps, events=KvEventLog(SPAN, 0, in_full=False))
 
 
 def make(prompt: int | list[int] = 100, *, salt: str = "") -> Request:
@@ -87,7 +88,7 @@ def test_requests_beyond_the_rows_are_not_admitted_and_change_nothing() -> None:
     before = num_free(slots)
     assert not admit(slots, make())
     assert num_free(slots) == before
-    assert slots.stats().num_used == 4
+    assert slots.stats().num_used_slots == 4
 
 
 def test_a_request_is_admitted_once_another_ends() -> None:
@@ -309,7 +310,7 @@ def test_a_branch_is_kept_as_the_request_passes_it() -> None:
     admit(slots, request, branch=48)
     assert [end for end, _ in run(slots, request, 100).writes] == [48, 96]
     assert kept_ends(slots, request) == [48, 96]
-    assert slots.stats().num_stateless_tokens == 48
+    assert slots.stats().num_recomputed_tokens == 48
 
 
 def test_stateless_tokens_of_a_request_count_once_although_it_is_preempted() -> None:
@@ -319,7 +320,7 @@ def test_stateless_tokens_of_a_request_count_once_although_it_is_preempted() -> 
     slots.free(request, keep=True)
     request.num_preemptions = 1
     admit(slots, request, branch=48)
-    assert slots.stats().num_stateless_tokens == 48
+    assert slots.stats().num_recomputed_tokens == 48
 
 
 def test_if_slots_are_short_the_prompts_end_and_the_branch_come_before_intervals() -> None:
@@ -436,7 +437,7 @@ def test_kept_states_are_evicted_least_recently_used_first() -> None:
     use(requests["c"], 0)
     found = {name: kept_ends(slots, request) for name, request in requests.items()}
     assert found == {"a": [32], "b": [], "c": [32]}
-    assert slots.stats().num_evicted == 1
+    assert slots.stats().num_evictions == 1
 
 
 def test_all_slots_and_rows_are_free_after_the_end_and_freeing_twice_is_harmless() -> None:

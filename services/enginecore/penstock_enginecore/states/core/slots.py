@@ -1,6 +1,6 @@
 """Slots of closed states: the two slots of each running request, and the kept states of the prefix cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import StateStats
