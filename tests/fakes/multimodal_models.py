@@ -173,6 +173,14 @@ def _qwen_files(processor: str, pixels: Mapping[str, Any], video: Mapping[str, A
     }
 
 
+_QWEN3_TOWER = {
+    **_QWEN_TOWER,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+_DEEPSTACK = {"deepstack_visual_indexes": [0, 1]}
 _QWEN3_FILES = _qwen_files(
     "Qwen3VLProcessor",
     {
@@ -340,15 +348,23 @@ _MAKERS: dict[str, _Maker] = {
             **_HEAD,
             "rope_parameters": {**_SECTIONS, "mrope_interleaved": True},
         },
-        tower={
-            "model_type": "qwen3_vl_vision",
-            **_QWEN_TOWER,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0, 1],
+        tower={"model_type": "qwen3_vl_vision", **_QWEN3_TOWER, **_DEEPSTACK},
+        files=_QWEN3_FILES,
+        tokens=_QWEN_TOKENS,
+        marks=_QWEN_MARKS,
+    ),
+    "qwen3_vl_moe": _Maker(
+        config={"model_type": "qwen3_vl_moe", **_QWEN_IDS},
+        text={
+            "model_type": "qwen3_vl_moe_text",
+            **_TEXT,
+            **_HEAD,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "rope_parameters": {**_SECTIONS, "mrope_interleaved": True},
         },
+        tower={"model_type": "qwen3_vl_moe_vision", **_QWEN3_TOWER, **_DEEPSTACK},
         files=_QWEN3_FILES,
         tokens=_QWEN_TOKENS,
         marks=_QWEN_MARKS,
@@ -367,14 +383,7 @@ _MAKERS: dict[str, _Maker] = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
             "rope_parameters": {**_SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
         },
-        tower={
-            "model_type": "qwen3_5_vision",
-            **_QWEN_TOWER,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-        },
+        tower={"model_type": "qwen3_5_vision", **_QWEN3_TOWER},
         files=_QWEN3_FILES,
         tokens=_QWEN_TOKENS,
         marks=_QWEN_MARKS,

@@ -67,7 +67,7 @@ def test_conversations_with_images_are_answered_as_transformers_does(name: str, 
         assert list(answer.outputs[0].token_ids) == generated(tmp_path, inputs)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava_onevision"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"])
 def test_videos_are_answered_as_transformers_does(name: str, tmp_path: Path) -> None:
     """Uses frames that keep their size, because Pillow and torchvision resize differently."""
     save_multimodal_model(name, tmp_path)

@@ -114,6 +114,14 @@ def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
         assert again.stats.prefix_cache_hits > 0
 
 
+@pytest.mark.parametrize("case", ["qwen3_vl_moe"], indirect=True)
+def test_the_native_decoder_computes_a_mixture_with_sections_and_deepstack(case: Case) -> None:
+    engine = case.engine(**WAYS["decoder"])
+    [info] = engine.executor.collective_rpc("worker_info")
+    assert "kernels (decoder, attention, sampler)" in info["computing"]
+    assert run(engine, case.requests()).tokens == case.expected
+
+
 @every_kind
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=pytest.mark.slow) if way in PROCESSES else way for way in WAYS]
@@ -223,7 +231,7 @@ def test_the_text_model_alone_serves_text(case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*per-frame pixel cap.*")
-@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"])
 def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     make = PromptMaker(tmp_path, save_multimodal_model(family, tmp_path)).make

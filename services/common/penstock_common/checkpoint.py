@@ -27,10 +27,16 @@ WITH_TOWERS = (
     "qwen3_5",
     "qwen3_5_moe",
     "qwen3_vl",
+    "qwen3_vl_moe",
     "smolvlm",
     "voxtral",
 )
 """Values of ``model_type`` of the supported models that accept images or audio."""
+TEXT_ALONE = (
+    "to serve its text model alone, use --no-media (penstock serve), media=False (LLM), or multimodal.enabled: false (engine) "
+    "with media.enabled: false (frontend)"
+)
+"""Remedy for unsupported media encoders, if the text model is supported."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "*.spm", "*.vocab")
 _LFS_POINTER = b"version https://git-lfs"
 _EXPERTS = (
@@ -41,7 +47,7 @@ _EXPERTS = (
     "num_routed_experts",
 )
 """Keys of config.json whose value is the number of experts."""
-_PARTS = ("vision_config", "audio_config", "text_config")
+_PARTS = ("vision_config", "audio_config", "text_config", "thinker_config")
 """Keys of config.json that contain the parts of composite models."""
 
 
@@ -57,7 +63,9 @@ def no_directory(path: str) -> str:
     return f"no such directory{nearest(folder.name, siblings)}"
 
 
-def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = True, weights: bool = True) -> str:
+def problem(
+    path: str, *, trust_remote_code: bool = False, tokenizer: bool = True, weights: bool = True, media: bool = True
+) -> str:
     """Return the reason why the model at ``path`` cannot be served, and the fix.
 
     Returns ``""`` if the files show no problem, or if ``path`` may be a model ID on the hub.
@@ -67,6 +75,7 @@ def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = Tru
         trust_remote_code: Whether the checkpoint's own modeling code is used. If so, the architecture is not checked.
         tokenizer: Whether the checkpoint must have a tokenizer.
         weights: Whether the checkpoint must have weights.
+        media: Whether the checkpoint's media encoders must be supported. If not, only its text model is served.
     """
     folder = Path(path).expanduser()
     try:
@@ -76,7 +85,7 @@ def problem(path: str, *, trust_remote_code: bool = False, tokenizer: bool = Tru
         if not folder.is_dir():
             return f"{path!r} is a file; give the directory that contains config.json and the weights"
         return (
-            _configuration(path, folder, trust_remote_code)
+            _configuration(path, folder, check=not trust_remote_code, media=media)
             or (_weights(path, folder) if weights else "")
             or (_tokenizer(path, folder) if tokenizer else "")
         )
@@ -93,7 +102,8 @@ def has_experts(path: str) -> bool | None:
     return isinstance(config, dict) and any(isinstance(n := config.get(key), int) and n > 1 for key in _EXPERTS)
 
 
-def _configuration(path: str, folder: Path, trust_remote_code: bool) -> str:
+def _configuration(path: str, folder: Path, *, check: bool, media: bool) -> str:
+    """Return a problem of config.json. ``check``: also of the architecture that it names."""
     file = folder / "config.json"
     if not os.path.lexists(file):
         if (folder / "adapter_config.json").is_file():
@@ -109,10 +119,10 @@ def _configuration(path: str, folder: Path, trust_remote_code: bool) -> str:
         return f"{path!r}: the configuration cannot be read: config.json: {e}"
     if not isinstance(config, dict):
         return f"{path!r}: the configuration cannot be read: config.json must contain a JSON object"
-    return "" if trust_remote_code else _architecture(path, config)
+    return _architecture(path, config, media=media) if check else ""
 
 
-def _architecture(path: str, config: dict[str, Any]) -> str:
+def _architecture(path: str, config: dict[str, Any], *, media: bool) -> str:
     named = ", ".join(map(str, config.get("architectures") or ())) or str(config.get("model_type", "a model"))
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
@@ -124,10 +134,10 @@ def _architecture(path: str, config: dict[str, Any]) -> str:
     if config.get("is_encoder_decoder"):
         return f"{path!r}: {named} is not supported: it is an encoder-decoder model; give a decoder-only model"
     parts = [part for part in _PARTS if isinstance(config.get(part), dict)]
-    if parts and config.get("model_type") not in WITH_TOWERS:
+    if media and parts and config.get("model_type") not in WITH_TOWERS:
         return (
-            f"{path!r}: {named} is not supported: it is a multimodal or composite model ({', '.join(parts)}); supported "
-            f"types of such models: {', '.join(WITH_TOWERS)}"
+            f"{path!r}: {named} is not supported: it is a multimodal or composite model ({', '.join(parts)}), and the media "
+            f"encoders of its type are unknown; known are {', '.join(WITH_TOWERS)}; {TEXT_ALONE}, if its text model is supported"
         )
     return ""
 

@@ -9,15 +9,18 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from penstock_common.types.media import MultiModalFeature
 from penstock_enginecore.core.model_info import MediaInfo
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.loader import LoadedModel, prepare_decoder
 from penstock_enginecore.models.multimodal.base import RopePositions
-from penstock_enginecore.models.multimodal.composite import for_causal_lm
+from penstock_enginecore.models.multimodal.text_model import for_causal_lm
 
 VOCAB = 320
 MAX_LEN = 512
@@ -78,11 +81,9 @@ def _families() -> dict[str, _Family]:
         "rope_parameters": per_kind,
     }
     return {
-        "qwen2_vl": _Family(for_causal_lm("qwen2_vl", "Qwen2VL"), Qwen2VLTextConfig(**_SIZES, **rope), sections),
-        "qwen2_5_vl": _Family(
-            for_causal_lm("qwen2_5_vl", "Qwen2_5_VL"), Qwen2_5_VLTextConfig(**_SIZES, **rope), sections
-        ),
-        "qwen3_vl": _Family(for_causal_lm("qwen3_vl", "Qwen3VL"), Qwen3VLTextConfig(**_SIZES, **_HEAD, **rope), deep),
+        "qwen2_vl": _Family(for_causal_lm(Qwen2VLTextModel), Qwen2VLTextConfig(**_SIZES, **rope), sections),
+        "qwen2_5_vl": _Family(for_causal_lm(Qwen2_5_VLTextModel), Qwen2_5_VLTextConfig(**_SIZES, **rope), sections),
+        "qwen3_vl": _Family(for_causal_lm(Qwen3VLTextModel), Qwen3VLTextConfig(**_SIZES, **_HEAD, **rope), deep),
         "gemma3": _Family(Gemma3ForCausalLM, Gemma3TextConfig(**_SIZES, **_HEAD, **gemma), spans),
         "llama": _Family(
             LlamaForCausalLM,

@@ -79,6 +79,16 @@ def test_an_architecture_that_is_not_served(checkpoint: Path, changes: dict[str,
     assert said in problem(str(checkpoint))
 
 
+@pytest.mark.parametrize("section", ["vision_config", "audio_config", "thinker_config"])
+def test_unknown_media_encoders_matter_only_if_they_are_loaded(checkpoint: Path, section: str) -> None:
+    configure(checkpoint, model_type="new", **{section: {}})
+    assert f"({section}), and the media encoders of its type are unknown; known are aya_vision, " in problem(
+        str(checkpoint)
+    )
+    assert "to serve its text model alone, use --no-media (penstock serve)" in problem(str(checkpoint))
+    assert problem(str(checkpoint), media=False) == ""
+
+
 def test_a_checkpoint_that_brings_its_own_code_speaks_for_itself(checkpoint: Path) -> None:
     configure(checkpoint, vision_config={})
     assert problem(str(checkpoint), trust_remote_code=True) == ""

@@ -139,7 +139,7 @@ class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Meta(
             description=(
                 "Load the checkpoint's vision and audio encoders. false: load only the text model, which then accepts "
-                "only text."
+                "only text. Needed for models whose encoders are not supported."
             )
         ),
     ] = True

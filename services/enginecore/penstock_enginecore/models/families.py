@@ -87,15 +87,19 @@ FAMILIES: Mapping[str, Family] = {
             "model.layers.*.mlp.down_proj": "rowwise",
         },
     ),
+    "Qwen3VLMoeForCausalLM": Family(sections=True),
     "SeedOssForCausalLM": _PLAIN,
     "SmolLM3ForCausalLM": _PLAIN,
     "VaultGemmaForCausalLM": _GEMMA,
 }
 """Properties by class name of the causal language model."""
-_ALWAYS_NORMALIZES = "MixtralTopKRouter"
-SOFTMAX_ROUTERS = frozenset(
-    {_ALWAYS_NORMALIZES, "FlexOlmoTopKRouter", "OlmoeTopKRouter", "Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter"}
-)
+_ALWAYS_NORMALIZE = frozenset({"MixtralTopKRouter", "Qwen3VLMoeTextTopKRouter"})
+SOFTMAX_ROUTERS = _ALWAYS_NORMALIZE | {
+    "FlexOlmoTopKRouter",
+    "OlmoeTopKRouter",
+    "Qwen2MoeTopKRouter",
+    "Qwen3MoeTopKRouter",
+}
 """Router classes that choose the largest values of a softmax over all experts."""
 
 
@@ -106,4 +110,4 @@ def is_known(module: torch.nn.Module) -> bool:
 
 def sums_to_one(router: Any) -> bool:
     """Return whether a router scales the weights of a token's experts to sum to 1."""
-    return type(router).__name__ == _ALWAYS_NORMALIZES or bool(router.norm_topk_prob)
+    return type(router).__name__ in _ALWAYS_NORMALIZE or bool(router.norm_topk_prob)

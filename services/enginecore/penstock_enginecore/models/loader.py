@@ -157,7 +157,8 @@ def load_model(
             f"{hf_config.model_type} has media encoders; experts of such models cannot be shared between ranks yet"
         )
     widen = widen and (scheme is None or not keep(scheme))  # kernels use quantized weights directly
-    dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
+    whole_config = hf_config if composite is None else composite.config
+    dtypes = resolve_dtypes(config.dtype, whole_config, device, widen=widen)
     max_len = config_max_len(text_config, config)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
@@ -212,6 +213,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         trust_remote_code=config.trust_remote_code,
         tokenizer=False,
         weights=config.load_format != "dummy",
+        media=False,  # ``Composite.of`` checks the encoders, if they are loaded
     ):
         raise ModelLoadError(f"model.path {problem}")
     try:

@@ -9,6 +9,7 @@ features, whatever their configuration declares.
 import math
 from collections.abc import Sequence
 from types import EllipsisType
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -53,7 +54,7 @@ def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]
     """Raise ModelLoadError, with the class name, unless ``model_class`` can be served with this project's attention
     function.
     """
-    if reason := _unsupported(config, model_class):
+    if reason := unsupported(config, model_class):
         raise ModelLoadError(
             f"{model_class.__name__} is not supported: {reason}. Serve a decoder-only checkpoint whose layers use "
             "full, sliding-window or chunked attention, the gated delta rule, Mamba-2 or short convolutions, e.g. Llama, "
@@ -71,7 +72,8 @@ def quantization_of(config: PretrainedConfig) -> Scheme | None:
     return None if quantization is None else recognise(quantization)
 
 
-def _unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
+def unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> str | None:
+    """Return why ``model_class`` cannot be served with this project's attention function, or None if it can."""
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model"
     recurrent = is_recurrent(config)
@@ -198,9 +200,10 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
     """
     tokens = torch.arange(_PROBE_TOKENS, device=device)
     positions = tokens * 2 % _PROBE_TOKENS
-    forwards, backwards = _probe(model, tokens, positions), _probe(model, tokens.flip(0), positions.flip(0))
-    for (of, inputs), (_, mirrored) in zip(forwards, backwards, strict=True):
-        if any(_most_differ(one, other.flip(0)) for one, other in zip(inputs, mirrored, strict=True)):
+    forwards = probe(model, tokens, positions)
+    backwards = probe(model, tokens.flip(0), positions.flip(0))
+    for (of, inputs), (_, mirrored) in zip(forwards.inputs, backwards.inputs, strict=True):
+        if any(most_differ(one, other.flip(0)) for one, other in zip(inputs, mirrored, strict=True)):
             name = next(name for name, module in model.named_modules() if module is of)
             raise ModelLoadError(
                 f"{type(model).__name__} is not supported: in layer '{name}', the query, key or value of a token depends "
@@ -208,28 +211,46 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
             )
 
 
-def _probe(
-    model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor
-) -> list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
-    """Return the modules that attend, convolve or scan, with the inputs of each call ``[tokens, ...]``."""
-    probe, states = ProbeContext(), StateProbe()
+class Probed(NamedTuple):
+    """Results of a forward pass: its calls of attention and of recurrent layers, and the model's own output."""
+
+    calls: list[AttentionCall]
+    states: StateProbe
+    output: Any
+
+    @property
+    def inputs(self) -> list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
+        """Modules that attend, convolve or scan, with the inputs of each call ``[tokens, ...]``."""
+        return [
+            *((call.module, (call.query, call.key, call.value)) for call in self.calls),
+            *((call.mixer, (call.inputs,)) for call in self.states.convolutions),
+            *((call.mixer, (call.query, call.key, call.value)) for call in self.states.scans),
+        ]
+
+
+def probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> Probed:
+    """Return the results of a forward pass in which attention and recurrences return zeros. Raises ModelLoadError if the model fails.
+
+    ``tokens`` and ``positions`` are ``[tokens]``. Without positions, the model counts them itself.
+    """
+    context, states = ProbeContext(), StateProbe()
+    given = {} if positions is None else {"position_ids": positions[None]}
     try:
-        with use_context(probe), use_states(states):
-            model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+        with use_context(context), use_states(states):
+            output = model(input_ids=tokens[None], use_cache=False, **given)
     except Exception as e:
         reason = f"a forward pass over {len(tokens)} tokens fails with {type(e).__name__}: {e}"
         raise ModelLoadError(f"{type(model).__name__} is not supported: {reason}") from e
-    return [
-        *((call.module, (call.query, call.key, call.value)) for call in probe.calls),
-        *((call.mixer, (call.inputs,)) for call in states.convolutions),
-        *((call.mixer, (call.query, call.key, call.value)) for call in states.scans),
-    ]
+    return Probed(context.calls, states, output)
 
 
-def _most_differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the vectors of more than half of the tokens ``[tokens, heads, head size]`` differ."""
+def most_differ(one: torch.Tensor, other: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
+    """Return whether the vectors of more than half of the tokens ``[tokens, ...]`` differ.
+
+    ``tolerance`` is relative to a vector's length.
+    """
     one, other = one.flatten(1).float(), other.flatten(1).float()
-    differ = (one - other).norm(dim=1) > _TOLERANCE * one.norm(dim=1)
+    differ = (one - other).norm(dim=1) > tolerance * one.norm(dim=1)
     return bool(differ.sum() * 2 > len(one))
 
 

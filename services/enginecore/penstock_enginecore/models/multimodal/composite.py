@@ -1,28 +1,32 @@
 """Checkpoints with media encoders. All weights are read once, and the text model is served like any other text model."""
 
+import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMultimodalLM,
-    GenerationMixin,
-    PretrainedConfig,
-    PreTrainedModel,
-)
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
 
+from penstock_common.checkpoint import TEXT_ALONE
 from penstock_enginecore.models.dtypes import Dtypes, widen_all
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.multimodal.encoder import TowerEncoder
 from penstock_enginecore.models.multimodal.families.base import Checkpoint, Family
+from penstock_enginecore.models.multimodal.text_model import (
+    check_same_text,
+    for_causal_lm,
+    known_class,
+    probe_text,
+    remove_others,
+    text_part,
+)
 from penstock_enginecore.models.placement import place
 from penstock_enginecore.models.quantization.loading import dequantize_kept
+from penstock_enginecore.models.support import unsupported
 
 # Supported families, by model type of the configuration.
 
@@ -43,6 +47,7 @@ _FAMILIES = {
     "qwen3_5": ("qwen_vl", "Qwen35"),
     "qwen3_5_moe": ("qwen_vl", "Qwen35"),
     "qwen3_vl": ("qwen_vl", "Qwen3VL"),
+    "qwen3_vl_moe": ("qwen_vl", "Qwen3VL"),
     "smolvlm": ("tiles", "SmolVLM"),
     "voxtral": ("audio", "Voxtral"),
 }
@@ -62,76 +67,18 @@ def family_of(config: PretrainedConfig) -> type[Family]:
     place = _FAMILIES.get(kind)
     if kind == "llava" and tower is not None and tower.model_type == _PIXTRAL:
         place = ("pixtral", "LlavaPixtral")
-    reason = _REFUSED.get(
-        kind, f"its media encoders are not supported; supported model types are {', '.join(sorted(_FAMILIES))}"
-    )
+    reason = f"its media encoders are not supported; supported model types are {', '.join(sorted(_FAMILIES))}"
     if place is not None:
         family: type[Family] = getattr(import_module(f"{_HERE}.{place[0]}"), place[1])
         reason = family.unsupported(config) or ""
         if not reason:
             return family
-    named = ", ".join(config.architectures or ()) or kind
-    raise ModelLoadError(f"{named} is not supported: {reason}; docs/guides/multimodal.md lists the supported models")
-
-
-# Causal language models of text models for which transformers has no such class, because they are only part of
-# multimodal models.
-
-_OURS = {
-    "qwen2_5_vl_text": ("qwen2_5_vl", "Qwen2_5_VL"),
-    "qwen2_vl_text": ("qwen2_vl", "Qwen2VL"),
-    "qwen3_vl_text": ("qwen3_vl", "Qwen3VL"),
-}
-"""Package of transformers and prefix of its classes, by model type of the configuration."""
-
-
-@cache
-def for_causal_lm(package: str, prefix: str) -> type[PreTrainedModel]:
-    """Return a class ``{prefix}ForCausalLM``: a ``{prefix}TextModel`` with a head, like transformers' classes.
-
-    Positions may be ``[3, 1, tokens]``.
-    """
-    modeling: Any = import_module(f"transformers.models.{package}.modeling_{package}")
-    pretrained, model_class = (getattr(modeling, f"{prefix}{kind}") for kind in ("PreTrainedModel", "TextModel"))
-
-    def init(self: Any, config: Any) -> None:
-        pretrained.__init__(self, config)
-        self.model = model_class(config)
-        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()
-
-    def forward(self: Any, *, logits_to_keep: int | torch.Tensor = 0, **inputs: Any) -> CausalLMOutputWithPast:
-        output = self.model(**inputs)
-        rows = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, rows])
-        return CausalLMOutputWithPast(
-            logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
-        )
-
-    members = {
-        "__init__": init,
-        "__module__": __name__,
-        "base_model_prefix": "model",
-        "forward": forward,
-        "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
-        "_tp_plan": {"lm_head": "colwise_gather_output"},
-    }
-    return type(f"{prefix}ForCausalLM", (pretrained, GenerationMixin), members)
-
-
-def text_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class for a text model's configuration. Raises ModelLoadError if there is none."""
-    if ours := _OURS.get(config.model_type):
-        return for_causal_lm(*ours)
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping:
-        raise ModelLoadError(f"{config.model_type} is not supported: there is no causal language model for it")
-    entry = mapping[type(config)]
-    found: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
-    return found
+    raise ModelLoadError(f"{_named(config)} is not supported: {reason}")
 
 
 _TOWERS_ATTEND = "sdpa"
+_UNUSED_ATTEND = "eager"
+"""Attention of parts that are removed. All models of transformers have it."""
 _TEXT_SECTION = "text_config"
 
 
@@ -146,30 +93,49 @@ class Separated(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Composite:
-    """Checkpoint whose ``config`` contains a text model's configuration.
+    """Checkpoint whose configuration contains a text model's configuration.
 
-    The loader uses it like one of transformers' auto classes. If ``with_towers`` is false, the model is created without
-    media encoders.
+    The loader uses it like one of transformers' auto classes.
+
+    Attributes:
+        checkpoint: Configuration of the checkpoint.
+        section: Name of its section for the model that is loaded, or "" for ``checkpoint`` itself.
+        family: Media encoders to load, or None to serve the text model alone.
+        text_class: Class of the text model.
     """
 
-    config: PretrainedConfig
-    family: type[Family]
+    checkpoint: PretrainedConfig
+    section: str
+    family: type[Family] | None
     text_class: type[PreTrainedModel]
-    with_towers: bool
 
     @classmethod
     def of(cls, config: PretrainedConfig, *, with_towers: bool) -> "Composite | None":
-        """Return the composite of a configuration, or None for a text model. Raises ModelLoadError if it is
-        unsupported.
+        """Return the composite of a configuration, or None for a text model.
+
+        Args:
+            config: Configuration of the checkpoint.
+            with_towers: Also load the media encoders. Otherwise the text model is served alone.
+
+        Raises:
+            ModelLoadError: The text model or, if ``with_towers``, the encoders are not supported. If only the encoders
+                are not supported, the error names the setting that serves the text model alone.
         """
-        if getattr(config, "is_encoder_decoder", False):
+        if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is config:
             return None
-        text = config.get_text_config()
-        if text is config:
-            return None
-        if getattr(config, _TEXT_SECTION, None) is not text:
-            raise ModelLoadError(f"{config.model_type} is not supported: its text model is not in {_TEXT_SECTION}")
-        return cls(config, family_of(config), text_class(text), with_towers)
+        if reason := _REFUSED.get(config.model_type):
+            raise ModelLoadError(f"{_named(config)} is not supported: {reason}")
+        try:
+            family = family_of(config) if with_towers else None
+        except ModelLoadError as e:
+            raise ModelLoadError(f"{e}{_remedy(config)}") from e
+        section = _section_of(config)
+        return cls(config, section, family, _text_class(_within(config, section)))
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Configuration of the model that is loaded, with the text model's configuration as ``text_config``."""
+        return _within(self.checkpoint, self.section)
 
     @property
     def text_config(self) -> PretrainedConfig:
@@ -178,7 +144,7 @@ class Composite:
 
     @property
     def _model_mapping(self) -> Mapping[type[PretrainedConfig], type[PreTrainedModel]]:
-        return {type(self.config): self._class()}
+        return {type(self.checkpoint): self._class()}
 
     def from_pretrained(self, **options: Any) -> Any:
         """Return a model like transformers' auto classes. ``attn_implementation`` applies to the text model."""
@@ -198,16 +164,26 @@ class Composite:
         return make(config, attn_implementation=self._sections(attn_implementation), **options)
 
     def separate(self, whole: Any) -> Separated:
-        """Remove the text model from ``whole`` and return both parts."""
-        towers, head = whole.model, whole.get_output_embeddings()
-        text = towers._modules.pop(self.family.text_name)
-        make: Any = self.text_class._from_config
-        with torch.device("meta"):
-            module = make(text.config)
-        module.config = text.config
-        setattr(module, module.base_model_prefix, text)
-        module.set_output_embeddings(head)
+        """Remove the text model from ``whole`` and return both parts.
+
+        Raises ModelLoadError if the text model of an unknown family computes anything else than ``whole``. Tests prove
+        this for known families.
+        """
+        part, head = text_part(whole), whole.get_output_embeddings()
+        expected = None if self.checkpoint.model_type in _FAMILIES else probe_text(whole)
+        if part.has_head:
+            module: Any = part.module
+        else:
+            module = _on_meta(self.text_class, part.module.config)
+            setattr(module, module.base_model_prefix, part.module)
+            module.set_output_embeddings(head)
+        module.config = part.module.config
         module.generation_config = whole.generation_config
+        if expected is not None:
+            check_same_text(module, expected, type(whole).__name__)
+        around, _, leaf = part.name.rpartition(".")
+        towers = whole.get_submodule(around)
+        del towers._modules[leaf]
         return Separated(module, towers)
 
     def encoder(
@@ -218,7 +194,7 @@ class Composite:
         The encoders' weights are converted to dense weights in the dtype of the computation. ``directory`` has the
         processors' files, and ``max_tokens`` is the longest prompt.
         """
-        if not self.with_towers:
+        if self.family is None:
             return None
         dequantize_kept(towers, dtypes.computed)
         widen_all(towers)
@@ -231,31 +207,117 @@ class Composite:
 
         Without ``with_towers``, the class has no media encoders, and their weights are not read.
         """
-        mapping: Any = AutoModelForMultimodalLM._model_mapping
-        entry = mapping[type(self.config)]
-        found: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
+        found = _whole_class(self.config)
         members: dict[str, Any] = {"__module__": found.__module__}
-        if not self.with_towers:
-            members |= _without_towers(found, self.family.text_name)
+        if self.family is None:
+            members["__init__"] = _without_towers(found)
 
         def from_pretrained(cls: type[Any], /, *args: Any, attn_implementation: str, **options: Any) -> Any:
             inherited: Any = found.from_pretrained
+            if "config" in options:
+                options["config"] = _within(options["config"], self.section)
             return inherited.__func__(cls, *args, attn_implementation=self._sections(attn_implementation), **options)
 
-        return type(found.__name__, (found,), {**members, "from_pretrained": classmethod(from_pretrained)})
+        def from_config(cls: type[Any], config: PretrainedConfig, /, **options: Any) -> Any:
+            inherited: Any = found._from_config
+            return inherited.__func__(cls, _within(config, self.section), **options)
+
+        members |= {"from_pretrained": classmethod(from_pretrained), "_from_config": classmethod(from_config)}
+        return type(found.__name__, (found,), members)
 
     def _sections(self, attention: str) -> dict[str, str]:
-        return {"": _TOWERS_ATTEND, **dict.fromkeys(self.config.sub_configs, _TOWERS_ATTEND), _TEXT_SECTION: attention}
+        others = _TOWERS_ATTEND if self.family is not None else _UNUSED_ATTEND
+        return {"": others, **dict.fromkeys(self.config.sub_configs, others), _TEXT_SECTION: attention}
 
 
-def _without_towers(model_class: type[PreTrainedModel], text_name: str) -> dict[str, Any]:
-    """Return the members of a class whose models have only their text model."""
+def _whole_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return transformers' class of a composite. Raises ModelLoadError if there is none."""
+    mapping: Any = AutoModelForMultimodalLM._model_mapping
+    if type(config) not in mapping:
+        raise ModelLoadError(f"{_named(config)} is not supported: transformers has no model that generates text for it")
+    entry = mapping[type(config)]
+    found: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
+    return found
+
+
+def _without_towers(model_class: type[PreTrainedModel]) -> Any:
+    """Return an initializer of models that have only their text model, and do not read other weights."""
 
     def init(self: Any, config: PretrainedConfig) -> None:
         model_class.__init__(self, config)
-        for name in list(self.model._modules):
-            if name != text_name:
-                delattr(self.model, name)
+        removed = tuple(f"{name}." for name in remove_others(self, text_part(self)))
+        self._keys_to_ignore_on_load_unexpected |= {rf"^{re.escape(prefix)}" for prefix in removed}
+        self.all_tied_weights_keys = {
+            name: source for name, source in self.all_tied_weights_keys.items() if not name.startswith(removed)
+        }
 
-    unused = {*(model_class._keys_to_ignore_on_load_unexpected or ()), rf"^model\.(?!{text_name}\.)[^.]+\."}
-    return {"__init__": init, "_keys_to_ignore_on_load_unexpected": unused}
+    return init
+
+
+def _text_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the class of a composite's text model: transformers' class, or one made for the text model's module.
+
+    Raises ModelLoadError if the text model cannot be identified, or if transformers' class is not made of that module.
+    """
+    whole_class, text = _whole_class(config), config.get_text_config()
+    part = text_part(_on_meta(whole_class, config))
+    known = known_class(text)
+    if part.has_head:
+        return type(part.module)
+    if known is None:
+        made: type[PreTrainedModel] = for_causal_lm(type(part.module))  # type: ignore[arg-type]  # their hash is untyped
+        return made
+    if type(_on_meta(known, text).base_model) is not type(part.module):
+        raise ModelLoadError(
+            f"{whole_class.__name__} is not supported: its text model is a {type(part.module).__name__}, which is no "
+            f"part of {known.__name__}"
+        )
+    return known
+
+
+def _on_meta(model_class: Any, config: PretrainedConfig) -> Any:
+    """Return a model without memory for its weights. Raises ModelLoadError if its class fails."""
+    try:
+        with torch.device("meta"):
+            return model_class._from_config(copy.deepcopy(config))
+    except Exception as e:
+        reason = str(e).strip().split("\n", 1)[0]
+        raise ModelLoadError(
+            f"{model_class.__name__} cannot be made from config.json: {type(e).__name__}: {reason}"
+        ) from e
+
+
+def _within(config: PretrainedConfig, section: str) -> PretrainedConfig:
+    """Return a section of a checkpoint's configuration, or all of it if ``section`` is empty."""
+    found: PretrainedConfig = getattr(config, section) if section else config
+    return found
+
+
+def _section_of(config: PretrainedConfig) -> str:
+    """Return the name of the section that has the text model's configuration as ``text_config``, or "" if it is no section of
+    ``config``. Raises ModelLoadError if there is none.
+    """
+    text = config.get_text_config()
+    if getattr(config, _TEXT_SECTION, None) is text:
+        return ""
+    sections: list[str] = list(config.sub_configs)
+    found = [name for name in sections if getattr(getattr(config, name), _TEXT_SECTION, None) is text]
+    if len(found) != 1:
+        raise ModelLoadError(f"{_named(config)} is not supported: its text model is not in {_TEXT_SECTION}")
+    return found[0]
+
+
+def _remedy(config: PretrainedConfig) -> str:
+    """Return the settings that serve a composite's text model alone, or why that is not supported either."""
+    try:
+        text = Composite.of(config, with_towers=False)
+        reason = "" if text is None else unsupported(text.text_config, text.text_class) or ""
+    except ModelLoadError as e:
+        reason = str(e)
+    if reason:
+        return f"; its text model alone is not supported either: {reason}"
+    return f"; {TEXT_ALONE}"
+
+
+def _named(config: PretrainedConfig) -> str:
+    return ", ".join(config.architectures or ()) or config.model_type

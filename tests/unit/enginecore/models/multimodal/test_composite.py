@@ -14,7 +14,7 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from penstock_enginecore.models.multimodal.composite import _FAMILIES, family_of
+from penstock_enginecore.models.multimodal.composite import _FAMILIES, Composite, family_of
 from penstock_enginecore.models.quantization.loading import dequantize_kept
 from tests.fakes.models.quantized_models import FORMATS, is_quantized
 from tests.fakes.multimodal_items import features, image_tensors, item
@@ -155,20 +155,39 @@ def test_a_tower_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("with_towers", [False, True])
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
         ("mllama", "mllama is not supported: its layers read images by cross-attention"),
         ("paligemma", "paligemma is not supported: tokens of its prompts attend to later tokens"),
-        (
-            "chameleon",
-            "chameleon is not supported: its media encoders are not supported; supported model types are aya_vision, ",
-        ),
     ],
 )
-def test_families_that_are_not_served_are_refused_with_the_reason(kind: str, said: str) -> None:
-    with pytest.raises(ModelLoadError, match=said):
-        family_of(AutoConfig.for_model(kind))
+def test_text_that_media_layers_belong_to_is_refused_with_the_reason(kind: str, said: str, with_towers: bool) -> None:
+    with pytest.raises(ModelLoadError, match=said) as raised:
+        Composite.of(AutoConfig.for_model(kind), with_towers=with_towers)
+    assert "--no-media" not in str(raised.value)
+
+
+_UNKNOWN = "its media encoders are not supported; supported model types are aya_vision, "
+
+
+@pytest.mark.parametrize("kind", ["cohere2_vision", "glm4v_moe", "kimi_k25", "llama4", "qwen3_omni_moe", "step3p7"])
+def test_unknown_encoders_are_refused_with_the_settings_that_serve_text(kind: str) -> None:
+    config = AutoConfig.for_model(kind)
+    with pytest.raises(ModelLoadError, match=rf"{kind} is not supported: {_UNKNOWN}.* use --no-media .*enabled: false"):
+        Composite.of(config, with_towers=True)
+    assert Composite.of(config, with_towers=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("qwen3_5", "linear-attention or state-space state"), ("dots3_note", "type indexed_attention")]
+)
+def test_unknown_encoders_of_unsupported_text_are_refused_with_both_reasons(kind: str, reason: str) -> None:
+    said = rf"{kind} is not supported: {_UNKNOWN}.*; its text model alone is not supported either: .*{reason}"
+    with pytest.raises(ModelLoadError, match=said) as raised:
+        Composite.of(AutoConfig.for_model(kind), with_towers=True)
+    assert "--no-media" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", sorted(_FAMILIES))

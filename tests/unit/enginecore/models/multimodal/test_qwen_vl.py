@@ -17,8 +17,8 @@ from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.models.multimodal.base import MediaEncoder, RopePositions, to_data
 from tests.fakes.multimodal_models import save_multimodal_model
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl")
-TIMED = ("qwen3_5", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
+TIMED = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
 TEXT, TIME = 7, 9
 SECONDS = "second_per_grid_ts"
 
@@ -165,7 +165,7 @@ def test_positions_are_not_made_of_what_is_no_grid(model: Model, tensors: dict[s
 
 def test_positions_have_sections_and_rows_are_as_wide_as_deepstack_wants(model: Model) -> None:
     assert model.encoder.rope_positions is not None
-    assert model.encoder.num_deepstack == (2 if model.family == "qwen3_vl" else 0)
+    assert model.encoder.num_deepstack == (2 if model.family.startswith("qwen3_vl") else 0)
     assert model.encoder.width == 64 * (1 + model.encoder.num_deepstack)
 
 

@@ -118,8 +118,6 @@ class Intake(ABC):
 class Family:
     """Media encoders of a checkpoint, and their properties that the text model needs."""
 
-    text_name: ClassVar[str] = "language_model"
-    """Attribute of the text model in transformers' model."""
     intakes: ClassVar[tuple[type[Intake], ...]]
     num_deepstack: int = 0
 

@@ -229,12 +229,10 @@ class AyaVision(SquareFamily):
 class Idefics3(Family):
     """Idefics 3, and SmolVLM models of the same type."""
 
-    text_name = "text_model"
     intakes: ClassVar[tuple[type[Intake], ...]] = (_IdeficsImages,)
 
 
 class SmolVLM(Family):
     """SmolVLM 2."""
 
-    text_name = "text_model"
     intakes: ClassVar[tuple[type[Intake], ...]] = (_IdeficsImages, _SmolVLMVideo)

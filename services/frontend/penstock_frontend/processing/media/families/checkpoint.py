@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock_common.checkpoint import TEXT_ALONE
 from penstock_common.errors import ConfigError
 from penstock_frontend.processing.media.families.base import Encode, Family
 from penstock_frontend.processing.prompts.tokenizer import read_json
@@ -136,6 +137,7 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3_5": "qwen_vl:QwenVL",
     "qwen3_5_moe": "qwen_vl:QwenVL",
     "qwen3_vl": "qwen_vl:QwenVL",
+    "qwen3_vl_moe": "qwen_vl:QwenVL",
     "gemma3": "tiles:Gemma3",
     "qwen2_audio": "audio:Qwen2Audio",
     "voxtral": "audio:Voxtral",
@@ -148,8 +150,6 @@ _REFUSED: Mapping[str, str] = {
     "paligemma": "its prompts use bidirectional attention",
     "paligemma2": "its prompts use bidirectional attention",
 }
-
-_TEXT_ALONE = ". Set media.enabled to false to serve the model for text only"
 
 
 def load_family(folder: Path, encode: Encode) -> Family | None:
@@ -165,20 +165,36 @@ def load_family(folder: Path, encode: Encode) -> Family | None:
         return None
     model_type = checkpoint.model_type
     if (why := _REFUSED.get(model_type)) is not None:
-        raise ConfigError(f"{folder}: media of {model_type} are not served: {why}{_TEXT_ALONE}")
-    tower = checkpoint.sub_config("vision_config").get("model_type")
-    if (name := _PIXTRAL if tower == "pixtral" else _FAMILIES.get(model_type)) is None:
+        raise ConfigError(f"{folder}: media of {model_type} are not served: {why}")
+    if (name := _family_name(checkpoint)) is None:
         served = ", ".join(_FAMILIES)
         raise ConfigError(
-            f"{folder}: media of {model_type} are not served; supported model types are {served}{_TEXT_ALONE}"
+            f"{folder}: media of {model_type} are not served; supported model types are {served}; {TEXT_ALONE}, if its text model is "
+            "supported"
         )
     module, _, attribute = name.partition(":")
     make: Callable[[Checkpoint], Family] = getattr(import_module(f"{_PACKAGE}.{module}"), attribute)
     return make(checkpoint)
 
 
+def why_text_alone(folder: Path, encode: Encode) -> str:
+    """Return why a frontend with media.enabled false takes only text, or "" for a text-only model."""
+    checkpoint = read_checkpoint(folder, encode)
+    if not reads_media(checkpoint):
+        return ""
+    if _family_name(checkpoint) is None:
+        return f"the media encoders of {checkpoint.model_type} models are not supported"
+    return "media are disabled (media.enabled is false)"
+
+
+def _family_name(checkpoint: Checkpoint) -> str | None:
+    """Return the module and class of the checkpoint's family, or None if it is unknown."""
+    tower = checkpoint.sub_config("vision_config").get("model_type")
+    return _PIXTRAL if tower == "pixtral" else _FAMILIES.get(checkpoint.model_type)
+
+
 def reads_media(checkpoint: Checkpoint) -> bool:
     """Return whether the configuration has a vision or audio encoder."""
-    return any(checkpoint.sub_config(name) for name in ("vision_config", "audio_config")) or (
+    return any(checkpoint.sub_config(name) for name in ("vision_config", "audio_config", "thinker_config")) or (
         checkpoint.model_type in _FAMILIES or checkpoint.model_type in _REFUSED
     )

@@ -131,17 +131,15 @@ def image_grids(
 
 
 # The code below is for videos of the Qwen-VL families, whose frames have one size. ``temporal_patch_size`` frames form
-# one
-# time step.
+# one time step.
 #
 # In transformers, these processors need torchvision (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor). The code here
-# computes
-# the same sizes and the same order of elements, but Pillow resizes the frames.
+# computes the same sizes and the same order of elements, but Pillow resizes the frames.
 
 MAX_ROWS = 16_384
 """Maximum number of embeddings of a video, even if the processor's configuration allows a higher number."""
 _MOST_ELONGATED = 200
-_TIMED = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl"})
+_TIMED = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
 """Model types whose prompts contain the times of video frames."""
 _PIXELS, _GRID, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
 

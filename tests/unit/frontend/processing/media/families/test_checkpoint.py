@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock_common.errors import ConfigError
-from penstock_frontend.processing.media.families.checkpoint import load_family
+from penstock_frontend.processing.media.families.checkpoint import load_family, why_text_alone
 from penstock_frontend.processing.media.families.tensors import PilImages
 from tests.fakes.models import small_tokenizers
 from tests.fakes.multimodal_models import IMAGE_FAMILIES, save_multimodal_model
@@ -35,13 +35,32 @@ def test_a_model_without_a_tower_has_no_family(tmp_path: Path, config: dict[str,
     [
         ("mllama", "attends to images in separate cross-attention layers"),
         ("paligemma", "prompts use bidirectional attention"),
-        ("llama4", "those of llava, "),
+        ("llama4", "supported model types are llava, .*; to serve its text model alone, use --no-media"),
     ],
 )
 def test_a_model_whose_media_are_not_served_is_refused_by_name(tmp_path: Path, model_type: str, why: str) -> None:
     folder = described(tmp_path, {"model_type": model_type, "vision_config": {"model_type": "x"}})
     with pytest.raises(ConfigError, match=f"media of {model_type} are not served[:;] .*{why}"):
         load_family(folder, encode)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "llama"}, ""),
+        ({"model_type": "llava", "vision_config": {"model_type": "x"}}, "media are disabled (media.enabled is false)"),
+        (
+            {"model_type": "llama4", "vision_config": {"model_type": "x"}},
+            "the media encoders of llama4 models are not supported",
+        ),
+        (
+            {"model_type": "qwen3_omni_moe", "thinker_config": {"model_type": "x"}},
+            "the media encoders of qwen3_omni_moe models are not supported",
+        ),
+    ],
+)
+def test_a_frontend_without_media_knows_why(tmp_path: Path, config: dict[str, Any], why: str) -> None:
+    assert why_text_alone(described(tmp_path, config), encode) == why
 
 
 def test_an_image_processor_that_torchvision_alone_has_is_refused_by_name(tmp_path: Path) -> None:

@@ -32,9 +32,12 @@ SIZES = [(1, 1), (32, 32), (64, 32), (33, 97), (7, 190), (200, 11), (96, 96), (3
 """Widths and heights that are always tested, in addition to random ones."""
 PIECES = ("", " ", "what", "\n", "\n\n", " of\n", "is 7", "<|im_start|>", ".\n\n\n", "und ä")
 FAST, ALL = 24, 200
-NARROW = {"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "llava_next", "llava_onevision", "idefics3", "smolvlm"}
+NARROW = {
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"),
+    *("llava_next", "llava_onevision", "idefics3", "smolvlm"),
+}
 """Take no image that is 30 times as wide as high, or are not made for it."""
-TOGETHER = {"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "internvl", "aya_vision", "gemma3"}
+TOGETHER = {"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "internvl", "aya_vision", "gemma3"}
 """Have patches or tiles of all images in the first dimension."""
 
 
