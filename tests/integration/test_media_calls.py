@@ -221,6 +221,38 @@ async def test_a_model_that_reads_text_says_so(model: Path) -> None:
     assert "is an image; this model accepts text" in raised.value.message
 
 
+_WHY = "is an image; this server accepts only text: media are disabled (media.enabled is false)"
+
+
+async def test_a_server_without_media_says_why_in_every_protocol(served: Served) -> None:
+    folder = Path(served.api.server.config.model.path)
+    async with (
+        FakeEngine(vocab_size=VOCAB_SIZE) as engine,
+        openai_server(folder, engines=[engine.address], media=MediaConfig(enabled=False)) as api,
+    ):
+        with pytest.raises(openai.BadRequestError) as raised:
+            await api.client.chat.completions.create(model="model", messages=turn("a", PART))
+        assert raised.value.message.endswith(f"messages[0].content[1].image_url.url {_WHY}"), raised.value.message
+        media = {"modality": "image", "data": IMAGE}
+        request = pb.GenerateRequest(
+            mixed={"parts": [{"text": "a"}, {"media": media}]}, sampling_params={"max_tokens": 1}
+        )
+        error = await failure(api.server.stub.Generate(request))
+        assert (error.code, error.message) == ("INVALID_ARGUMENT", f"mixed.parts[1].media.data {_WHY}")
+        answer = await api.client.chat.completions.create(model="model", messages=turn("a"), max_tokens=1)
+        assert answer.choices[0].finish_reason == "length"
+
+
+async def test_media_that_no_engine_takes_are_no_reason_to_wait(served: Served) -> None:
+    folder = Path(served.api.server.config.model.path)
+    async with FakeEngine(vocab_size=VOCAB_SIZE) as engine, openai_server(folder, engines=[engine.address]) as api:
+        with pytest.raises(openai.BadRequestError) as raised:
+            await api.client.chat.completions.create(model="model", messages=turn("a", PART))
+    assert "is an image; the engines accept no such media, because their setting multimodal.enabled is false" in str(
+        raised.value
+    )
+
+
 async def test_grpc_takes_images_in_chats_and_prompts(served: Served) -> None:
     server = served.api.server
     media = {"modality": "image", "data": IMAGE}

@@ -19,6 +19,7 @@ from penstock_frontend.api.openai.conversation import MediaOptions, PartBody, is
 from penstock_frontend.call_types import ContentPart, EncodedFile, Frame, Frames, MediaPart, MixedPrompt, Source
 from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.media.rgb import flattened
+from penstock_frontend.processing.prompts.mixed_prompt import accepted
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 _FORMS: Mapping[Modality, str] = {
@@ -72,17 +73,18 @@ def media_part(value: object, modality: Modality, field: str, kwargs: Mapping[st
     )
 
 
-def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer) -> MixedPrompt:
+def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer, no_media: str = "") -> MixedPrompt:
     """Return the prompt with each media item at its placeholder.
 
-    Raises InvalidArgument if the number of media items differs from the number of placeholders.
+    For ``family`` and ``no_media``, see ``accepted``. Raises InvalidArgument if the number of media items differs from
+    the number of placeholders.
     """
     given, *media = prompt.parts
     name = prompt.fields[0]
     queues: dict[Modality, list[MediaPart]] = {}
     for part in media:
         if isinstance(part, MediaPart):
-            _check_taken(part, family)
+            _check_taken(part, family, no_media)
             queues.setdefault(part.modality, []).append(part)
     tokens = {family.placeholder(modality): modality for modality in queues} if family is not None else {}
     pieces = _split_text(given, tokens) if isinstance(given, str) else _split_ids(given, tokens, tokenizer)
@@ -97,12 +99,9 @@ def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer) 
     return MixedPrompt(tuple(parts), tuple(part.field if isinstance(part, MediaPart) else name for part in parts))
 
 
-def _check_taken(part: MediaPart, family: Family | None) -> None:
-    taken = sorted(family.modalities) if family is not None else []
-    if part.modality not in taken:
-        raise InvalidArgument(
-            f"{part.field} is set; this model accepts {', '.join(['text', *taken])}", field=part.field
-        )
+def _check_taken(part: MediaPart, family: Family | None, no_media: str) -> None:
+    if family is None or part.modality not in family.modalities:
+        raise InvalidArgument(f"{part.field} is set; {accepted(family, no_media)}", field=part.field)
 
 
 _Pieces = list[tuple[Any, bool]]

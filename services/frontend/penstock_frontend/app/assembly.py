@@ -31,7 +31,7 @@ from penstock_frontend.processing.chat.rendering import ChatRenderer, find_contr
 from penstock_frontend.processing.chat.template_process import TemplateProcess
 from penstock_frontend.processing.chat.templates import ChatTemplates, given_template, load_chat_templates
 from penstock_frontend.processing.media.families.base import Family
-from penstock_frontend.processing.media.families.checkpoint import load_family
+from penstock_frontend.processing.media.families.checkpoint import load_family, why_text_alone
 from penstock_frontend.processing.media.service import MediaService
 from penstock_frontend.processing.outputs.pooling import PooledOutputs, SplitOutputs
 from penstock_frontend.processing.outputs.processor import OutputProcessor
@@ -126,6 +126,7 @@ def assemble(
         reasoning=reasoning_of(parsers.reasoning, tokenizer),
         adapters=adapters,
         media=service,
+        no_media=files.no_media,
     )
     outputs = OutputProcessor(tokenizer, metrics)
     pooled = PooledOutputs(lambda state, engine: metrics.engine(engine).pooled(state.started, state.num_prompt))
@@ -161,6 +162,7 @@ def assemble(
         settings.limits,
         tool_parser=model.tool_parser,
         family=family,
+        no_media=files.no_media,
         control=find_control_tokens(tokenizer, files.templates) if as_text else None,
         own_templates=TemplateProcess() if model.request_chat_templates else None,
     )
@@ -186,6 +188,7 @@ class _Files(NamedTuple):
     templates: ChatTemplates
     parsers: registry.Parsers
     family: Family | None
+    no_media: str
 
 
 def check_chat_template(path: str, *, setting: str) -> None:
@@ -213,7 +216,11 @@ def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_med
     tokenizer, generation_config = load_model_files(texts, num_threads=num_threads)
     if tokenizer_path:
         generation_config = read_json(resolve(model) / "generation_config.json")
-    family = load_family(resolve(model), tokenizer.literal) if with_media else None
+    family, no_media = None, ""
+    if with_media:
+        family = load_family(resolve(model), tokenizer.literal)
+    else:
+        no_media = why_text_alone(resolve(model), tokenizer.literal)
     templates = load_chat_templates(texts)
     parsers = registry.pick(tool=model.tool_parser, reasoning=model.reasoning_parser, template=templates.source)
-    return _Files(tokenizer, generation_config, templates, parsers, family)
+    return _Files(tokenizer, generation_config, templates, parsers, family, no_media)

@@ -112,8 +112,9 @@ class Calls:
         """Return the prompt with its media at their placeholders."""
         if not isinstance(prompt, UnplacedPrompt):
             return prompt
-        media = self._runtime.llm.inputs.media
-        return placed(prompt, media.preparer.family if media is not None else None, self._runtime.tokenizer)
+        inputs = self._runtime.llm.inputs
+        family = inputs.media.preparer.family if inputs.media is not None else None
+        return placed(prompt, family, self._runtime.tokenizer, inputs.no_media)
 
     async def _pool(self, request: PoolingRequest) -> tuple[Vectors, int]:
         """Return the vectors of the only input, and its number of tokens."""

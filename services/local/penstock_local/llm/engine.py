@@ -32,7 +32,8 @@ class InProcessView:
     @property
     def limits(self) -> ModelLimits:
         """Limits of the model on this engine."""
-        return ModelLimits(self._ready.max_model_len, self._ready.vocab_size, self._ready.hidden_size)
+        ready = self._ready
+        return ModelLimits(ready.max_model_len, ready.vocab_size, ready.hidden_size, media=tuple(ready.media))
 
     @property
     def capabilities(self) -> Sequence[str]:

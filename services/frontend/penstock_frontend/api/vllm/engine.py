@@ -27,6 +27,7 @@ from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.config import LimitsConfig, MediaConfig, ModelConfig
 from penstock_frontend.dispatch.kv_events import KvEventBatch, KvEventFeed
 from penstock_frontend.dispatch.kv_gateway import CONNECTOR
+from penstock_frontend.processing.prompts.mixed_prompt import accepted
 from penstock_frontend.processing.prompts.tokenizer_bundle import ModelCard, TokenizerBundle
 
 # Conversion of KV cache events to messages.
@@ -155,10 +156,8 @@ class VllmEngineServicer:
         media = self._llm.inputs.media
         family = media.preparer.family if media is not None else None
         if family is None or modality not in family.modalities:
-            taken = ", ".join(["text", *sorted(family.modalities if family is not None else ())])
-            raise InvalidArgument(
-                f"media_refs has media of modality {modality}; this model accepts {taken}", field="media_refs"
-            )
+            taken = accepted(family, self._llm.inputs.no_media)
+            raise InvalidArgument(f"media_refs has {modality}; {taken}", field="media_refs")
         return self._llm.tokenizer.token_id(family.placeholder(modality)) or 0
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:

@@ -172,9 +172,10 @@ class ChatRenderer:
         tokenizer: Tokenizer of the model.
         limits: Limits of requests.
         tool_parser: Configured tool parser. If the template does not show tools, tools are accepted only if this is the
-            name
-            of a parser, because messages may then describe the tools.
-        family: Media family of the model; None for a text-only model.
+            name of a parser, because messages may then describe the tools.
+        family: Media family of the model; None if only text is accepted.
+        no_media: The reason why a multimodal model accepts only text; empty for a text-only model. The prompts are
+            those of a multimodal model in either case.
         control: Control tokens that texts from clients must not produce. None allows control tokens in texts.
         own_templates: Process that renders the chat templates of requests. None refuses such templates.
     """
@@ -187,6 +188,7 @@ class ChatRenderer:
         *,
         tool_parser: str = registry.AUTO,
         family: Family | None = None,
+        no_media: str = "",
         control: ControlTokens | None = None,
         own_templates: TemplateProcess | None = None,
     ) -> None:
@@ -196,6 +198,8 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._limits = limits
         self._family = family
+        self._no_media = no_media
+        self._multimodal = family is not None or bool(no_media)
         self._control = control
         self._own_templates = own_templates
         self._shown: dict[ContentFormat, ShownRoles] = {}
@@ -261,7 +265,7 @@ class ChatRenderer:
 
     def _shown_roles(self, form: ContentFormat) -> ShownRoles:
         if form not in self._shown:
-            reader = MessageReader(form, None, by_parts=self._family is not None)
+            reader = MessageReader(form, None, by_parts=self._multimodal)
             self._shown[form] = shown_roles(self.templates, reader.text_content)
         return self._shown[form]
 
@@ -271,7 +275,7 @@ class ChatRenderer:
         Most templates write the special tokens. Some templates of multimodal models do not, because the model's
         processor in transformers adds them.
         """
-        if self._family is None:
+        if not self._multimodal:
             return False
         first = prompt if isinstance(prompt, str) else prompt.parts[0]
         return not (self.templates.begin and isinstance(first, str) and first.startswith(self.templates.begin))
@@ -286,9 +290,9 @@ class ChatRenderer:
         _check_turns(request)
         request = msgspec.structs.replace(request, messages=without_unread(request.messages, self._family))
         media = media_of(request.messages)
-        check_media(media, self._family)
+        check_media(media, self._family, self._no_media)
         places = Places(self._family, media) if self._family is not None and media else None
-        reader = MessageReader(form, places, by_parts=self._family is not None)
+        reader = MessageReader(form, places, by_parts=self._multimodal)
         messages = as_shown(self._messages(request, reader, shown), shown)
         # A random mark shows where the template wrote the end of the last message. The space after the mark shows
         # whether

@@ -27,6 +27,7 @@ from penstock_frontend.processing.prompts.mixed_prompt import (
     MediaInputs,
     PlacedMedia,
     check_beside_media,
+    check_engines,
     check_media,
     join_parts,
 )
@@ -73,13 +74,15 @@ class InputProcessor:
         reasoning: Reasoning | None = None,
         adapters: Adapters | None = None,
         media: MediaPreparer | None = None,
+        no_media: str = "",
     ) -> None:
         """Create the processor.
 
         ``reasoning`` is the model's reasoning format. Constraints apply to the output after the reasoning. ``adapters``
-        are the adapters that requests may name, or None. ``media`` is None for a text-only model. If ``media`` is set,
-        the tokenizer treats the model's media tokens in texts as plain text from now on. Raises ConfigError if the
-        model's default parameters are out of range, or if the tokenizer cannot hide the media tokens.
+        are the adapters that requests may name, or None. ``media`` is None if only text is accepted. If ``media`` is
+        set, the tokenizer treats the model's media tokens in texts as plain text from now on. ``no_media`` is the
+        reason why a multimodal model accepts only text. Raises ConfigError if the model's default parameters are out of
+        range, or if the tokenizer cannot hide the media tokens.
         """
         self._tokenizer = tokenizer
         self.defaults: Mapping[str, Any] = sampling_params.model_defaults(generation_config)
@@ -90,6 +93,7 @@ class InputProcessor:
         self._fairness = fairness
         self._serial = itertools.count(1)
         self.media: MediaInputs | None = None
+        self.no_media = no_media
         if media is not None:
             tokenizer.hide(media.family.media_tokens)
             for modality in media.family.modalities:
@@ -303,9 +307,10 @@ class InputProcessor:
 
         media: Sequence[PlacedMedia] = ()
         if prompt.media:
-            if self.media is None:
-                check_media(prompt.media, None)
-            else:
+            check_media(prompt.media, None if self.media is None else self.media.preparer.family, self.no_media)
+            if limits is not None:
+                check_engines(prompt.media, limits)
+            if self.media is not None:
                 media = await self.media.placed(prompt, context)
         joined = await join_parts(prompt, encode, max_positions=longest, what=what, media=media)
         if add_special_tokens and isinstance(prompt.parts[0], str):

@@ -10,6 +10,7 @@ from penstock_common.types.prompt_embeds import IS_TOKEN, IS_VECTOR, PromptEmbed
 from penstock_common.types.request import RequestContext
 from penstock_common.types.sampling import SamplingParams
 from penstock_frontend.call_types import MediaPart, MixedPrompt
+from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.processing.media.families.base import Family, MediaPreparer, PreparedMedia, Replacement
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, joined
 
@@ -124,9 +125,8 @@ class MediaInputs(NamedTuple):
     preparer: MediaPreparer
 
     async def placed(self, prompt: MixedPrompt, context: RequestContext) -> list[PlacedMedia]:
-        """Prepare the prompt's media, in order. Raises the errors of ``check_media`` and ``MediaPreparer.prepare``."""
+        """Prepare the prompt's media, in order, after ``check_media``. Raises like ``MediaPreparer.prepare``."""
         parts, family = prompt.media, self.preparer.family
-        check_media(parts, family)
         prepared = await self.preparer.prepare(
             parts, cache_salt=context.cache_salt, deadline=context.deadline, tenant=context.tenant
         )
@@ -141,13 +141,33 @@ class MediaInputs(NamedTuple):
         ]
 
 
-def check_media(parts: Sequence[MediaPart], family: Family | None) -> None:
-    """Raise InvalidArgument for media that the model does not accept. ``family`` is None for a text-only model."""
-    taken = sorted(family.modalities) if family is not None else []
+def check_media(parts: Sequence[MediaPart], family: Family | None, no_media: str = "") -> None:
+    """Raise InvalidArgument for media that the server does not accept. For the arguments, see ``accepted``."""
     for part in parts:
-        if part.modality not in taken:
+        if family is None or part.modality not in family.modalities:
+            what = A.get(part.modality, repr(part.modality))
+            raise InvalidArgument(f"{part.field} is {what}; {accepted(family, no_media)}", field=part.field)
+
+
+def accepted(family: Family | None, no_media: str) -> str:
+    """Return the accepted parts of prompts, as the end of an error message.
+
+    Args:
+        family: Media family of the model, or None if only text is accepted.
+        no_media: The reason why a multimodal model accepts only text; empty for a text-only model.
+    """
+    if family is None and no_media:
+        return f"this server accepts only text: {no_media}"
+    return f"this model accepts {', '.join(['text', *sorted(family.modalities if family is not None else ())])}"
+
+
+def check_engines(parts: Sequence[MediaPart], limits: ModelLimits) -> None:
+    """Raise InvalidArgument for media that no engine accepts."""
+    for part in parts:
+        if part.modality not in [each.modality for each in limits.media]:
             raise InvalidArgument(
-                f"{part.field} is {A.get(part.modality, repr(part.modality))}; this model accepts {', '.join(['text', *taken])}",
+                f"{part.field} is {A.get(part.modality, repr(part.modality))}; the engines accept no such media, because "
+                "their setting multimodal.enabled is false",
                 field=part.field,
             )
 

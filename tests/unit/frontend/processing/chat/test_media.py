@@ -43,10 +43,18 @@ IMAGES_TWICE = PARTS.replace("{{ '<image>' }}", "{{ '<image><image>' }}")
 
 
 class Renderer:
-    def __init__(self, folder: Path, template: str, family: TokenFamily | None = TokenFamily()) -> None:  # noqa: B008
+    def __init__(
+        self,
+        folder: Path,
+        template: str,
+        family: TokenFamily | None = TokenFamily(),  # noqa: B008
+        no_media: str = "",
+    ) -> None:
         config = ModelConfig(path=str(save_chat_model(folder, template)))
         self.tokenizer = load_model_files(config, num_threads=1).tokenizer
-        self.renderer = ChatRenderer(load_chat_templates(config), self.tokenizer, Reread(LimitsConfig()), family=family)
+        self.renderer = ChatRenderer(
+            load_chat_templates(config), self.tokenizer, Reread(LimitsConfig()), family=family, no_media=no_media
+        )
 
     async def parts(self, *messages: ChatMessage, **fields: Any) -> list[str]:
         """Return the rendered parts: texts, and ``(modality field)`` for media."""
@@ -176,3 +184,16 @@ async def test_media_that_the_model_does_not_take_are_refused(by_parts: Renderer
         await by_parts.parts(says(ContentPart(type="video")))
     assert error.value.field == "messages[0].content[0].type"
     text_only.tokenizer.close()
+
+
+async def test_a_multimodal_model_without_media_gets_the_prompts_of_one(tmp_path: Path) -> None:
+    reason = "media are disabled (media.enabled is false)"
+    renderers = [Renderer(tmp_path / "a", PARTS), Renderer(tmp_path / "b", PARTS, family=None, no_media=reason)]
+    with_media, without = [
+        await renderer.renderer.render(ChatRequest(messages=[says("look")])) for renderer in renderers
+    ]
+    assert (without.prompt, without.add_special_tokens) == (with_media.prompt, with_media.add_special_tokens)
+    with pytest.raises(InvalidArgument, match=r"a is an image; this server accepts only text: media are disabled \("):
+        await renderers[1].parts(says(shows("image", "a")))
+    for each in renderers:
+        each.tokenizer.close()

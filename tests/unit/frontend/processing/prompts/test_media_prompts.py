@@ -11,6 +11,7 @@ from transformers import AutoProcessor
 
 from penstock_common.config.settings import Reread
 from penstock_common.errors import InvalidArgument, RequestFailed, Unimplemented
+from penstock_common.types.media import MediaLimits
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest, PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import GenerateRequest, MixedPrompt, Part, PoolingRequest
@@ -26,7 +27,8 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer, load_model
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
 from tests.fakes.prepared_media import InProcessPreparer, image_part, part_of
 
-LIMITS = ModelLimits(max_model_len=200, vocab_size=512)
+TAKEN = (MediaLimits(modality="image", max_items=16, max_tokens=200),)
+LIMITS = ModelLimits(max_model_len=200, vocab_size=512, media=TAKEN)
 EMBED = PoolingParams(task=PoolingTask.EMBED)
 NO_CONTEXT = RequestContext()
 ROWS = 16
@@ -159,6 +161,21 @@ async def test_a_modality_that_the_model_does_not_take_is_refused(inputs: InputP
     assert (await refusal(text_only, part_of("image"))).message == "media is an image; this model accepts text"
 
 
+async def test_a_multimodal_model_without_media_says_why(tokenizer: Tokenizer) -> None:
+    inputs = _inputs(tokenizer, no_media="media are disabled (media.enabled is false)")
+    error = await refusal(inputs, part_of("image"))
+    assert (
+        error.message == "media is an image; this server accepts only text: media are disabled (media.enabled is false)"
+    )
+
+
+async def test_media_that_no_engine_takes_are_refused(inputs: InputProcessor) -> None:
+    prompt = MixedPrompt((part_of("image"),), ("media",))
+    request = GenerateRequest(prompt=prompt, sampling={}, context=NO_CONTEXT)
+    with pytest.raises(InvalidArgument, match="media is an image; the engines accept no such media, because .* is false"):
+        await inputs.process(request, "r", LIMITS._replace(media=()))
+
+
 async def test_a_prompt_that_is_too_long_says_how_much_of_it_is_media(inputs: InputProcessor) -> None:
     many: list[Part] = ["a", image_part(make_image(8, 8))] * 12
     error = await refusal(inputs, *many)
@@ -195,6 +212,6 @@ async def test_an_input_to_embed_may_have_media(inputs: InputProcessor, tokenize
     with pytest.raises(InvalidArgument, match="a pair must consist of two texts"):
         pair = PoolingRequest(inputs=[mixed], seconds=["b"], fields=["inputs[1].mixed"], params=EMBED)
         await pooling.process(pair, "r", LIMITS)
-    small = ModelLimits(max_model_len=16, vocab_size=512)
+    small = LIMITS._replace(max_model_len=16)
     with pytest.raises(InvalidArgument, match="16 of them media"):
         await pooling.process(request, "r", small)
