@@ -203,6 +203,7 @@ def _add_batch(commands: Any) -> None:
     flags.add_options(
         engine, BatchOptions, max_num_seqs="N", kv_cache_memory="SIZE", num_threads="N", tensor_parallel_size="N"
     )
+    flags.add_options(engine, BatchOptions, no_media="")
     _add_adapter(engine)
 
 
@@ -334,7 +335,8 @@ def _add_serve(commands: Any) -> None:
             "Adapters inside DIR can also be loaded by request."
         ),
     )
-    flags.add_options(media, ServeOptions, limit_mm_per_prompt="JSON", allowed_media_domains="HOSTS", media_workers="N")
+    flags.add_options(media, ServeOptions, no_media="", limit_mm_per_prompt="JSON")
+    flags.add_options(media, ServeOptions, allowed_media_domains="HOSTS", media_workers="N")
     flags.add_options(
         network, ServeOptions, frontends="N", host="HOST", grpc_port="PORT", http_port="PORT", admin_port="PORT"
     )

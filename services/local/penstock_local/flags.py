@@ -337,6 +337,7 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--enable-lora": _LORA,
     "--lora-modules": _LORA,
     "--max-cpu-loras": "--set engine.lora.cpu_memory=SIZE limits the memory for adapters on the host",
+    "--language-model-only": "use --no-media",
     "--enforce-eager": _NOT_COMPILED,
     "--compilation-config": _NOT_COMPILED,
     "--no-enable-prefix-caching": "use --set engine.cache.enable_prefix_caching=false",

@@ -9,13 +9,19 @@ from PIL import Image
 
 from penstock_client import Model
 from penstock_common.errors import ConfigError
+from penstock_enginecore.config import EngineCoreConfig
 from penstock_frontend.config import FrontendConfig, ModelConfig
 from penstock_local import flags
+from penstock_local.batch.options import BatchOptions
 from penstock_local.bench.dataset import random_dataset
 from penstock_local.bench.options import BenchOptions
 from penstock_local.cli import build_parser
 from penstock_local.commands.chat import Conversation, Turn
 from penstock_local.media_files import MediaFile, read_media
+from penstock_local.serving.machine_resources import free_ports
+from penstock_local.serving.plan import check
+from penstock_local.serving.serve_options import ServeOptions
+from tests.fakes.composite_text_models import save_composite
 from tests.unit.local.serving.test_plan import read, specs
 
 
@@ -29,6 +35,41 @@ def test_the_frontend_gets_what_the_flags_say_of_media(tmp_path: Path) -> None:
     assert (config.limits.max_media.image, config.limits.max_media.audio, config.limits.max_media.video) == (4, 4, 0)
     assert config.media.allowed_domains == ("images.example.org", "*.example.com")
     assert config.media.workers == 3
+
+
+@pytest.mark.parametrize(
+    "given", [{"no_media": True}, {"settings": {"engine": {"multimodal.enabled": False}}}], ids=["flag", "setting"]
+)
+def test_engines_and_frontends_without_media_agree(tmp_path: Path, given: dict[str, Any]) -> None:
+    processes = specs(**given)
+    assert read(EngineCoreConfig, processes["engine-0"], tmp_path).multimodal.enabled is False
+    assert read(FrontendConfig, processes["frontend"], tmp_path).media.enabled is False
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("limit_mm_per_prompt", '{"image": 1}'), ("allowed_media_domains", "example.org"), ("media_workers", 1)],
+)
+def test_flags_of_media_have_no_effect_without_media(flag: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag.replace('_', '-')} has no effect with --no-media"):
+        specs(no_media=True, **{flag: value})
+
+
+def test_a_checkpoint_with_unknown_encoders_needs_no_media(tmp_path: Path) -> None:
+    save_composite("glm4v", tmp_path)
+    grpc, http, admin = free_ports(3)
+    options: dict[str, Any] = {"grpc_port": grpc, "http_port": http, "admin_port": admin}
+    check(ServeOptions(model=str(tmp_path), no_media=True, **options))
+    with pytest.raises(ConfigError, match="Glm4vForConditionalGeneration is not supported: .* use --no-media"):
+        check(ServeOptions(model=str(tmp_path), **options))
+
+
+def test_a_batch_without_media_loads_no_encoders() -> None:
+    options = BatchOptions(input="a", output="b", model="m", no_media=True)
+    assert options.engine_options == {"media": False}
+    assert BatchOptions(input="a", output="b", model="m").engine_options == {}
+    with pytest.raises(ConfigError, match="--no-media applies to an engine in this process"):
+        BatchOptions(input="a", output="b", server=("http://x",), no_media=True)
 
 
 def test_without_flags_the_frontends_own_hold(tmp_path: Path) -> None:

@@ -81,6 +81,10 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=1, description="Number of CPU threads of the engine; unset: one per usable core.")]
         | None
     ) = None
+    no_media: Annotated[
+        bool,
+        Meta(description="Load only the text model of a multimodal checkpoint, without its vision and audio encoders."),
+    ] = False
     lora: Mapping[str, str] = {}
     """Directories of LoRA adapters, by the names that requests use as ``model`` or ``lora``."""
     task: Annotated[str, Meta(description="Task of the model, such as embed, if its config does not define it.")] = ""
@@ -94,8 +98,8 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
         if len({self.input, self.output, self.error_file}) < 3:
             raise ConfigError("the input, the output and the error file must differ")
-        for name in (*_ENGINE_OPTIONS, "lora"):
-            if self.server and getattr(self, name) not in (None, "", {}):
+        for name in (*_ENGINE_OPTIONS, "no_media", "lora"):
+            if self.server and getattr(self, name) not in (None, "", {}, False):
                 raise ConfigError(
                     f"--{name.replace('_', '-')} applies to an engine in this process; it cannot be used with --server"
                 )
@@ -111,7 +115,8 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def engine_options(self) -> dict[str, object]:
         """Options of the engine that were given, as arguments of ``LLM``."""
-        return {name: value for name in _ENGINE_OPTIONS if (value := getattr(self, name)) not in (None, "")}
+        given = {name: value for name in _ENGINE_OPTIONS if (value := getattr(self, name)) not in (None, "")}
+        return {**given, "media": False} if self.no_media else given
 
 
 _ENGINE_OPTIONS = (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from penstock_common.errors import InvalidArgument, Unavailable
+from penstock_common.errors import ConfigError, InvalidArgument, Unavailable
 from penstock_common.types.request import PoolingParams, PoolingTask, RequestContext
 from penstock_frontend.call_types import ChatRequest
 from penstock_local.llm.batch import Batch, Errors, Job, Shown
@@ -57,7 +57,8 @@ class LLM:
         media_workers: Number of processes that decode media. They start with the first media item.
         **options: Fields of the sections model, cache, scheduler, executor and structured_output of an engine's
             configuration, such as ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``,
-            ``max_num_seqs``, ``num_threads`` or ``task="embed"``.
+            ``max_num_seqs``, ``num_threads`` or ``task="embed"``. ``media=False`` serves only the text model of a
+            multimodal checkpoint.
 
     Raises:
         ConfigError: An option is wrong.
@@ -79,6 +80,9 @@ class LLM:
         adapters = adapter_paths(lora)
         config = engine_config(str(model), options, num_adapters=len(adapters))
         media = media_config(allowed_media_domains, media_workers)
+        if not config.multimodal.enabled and (limit_mm_per_prompt or media.allowed_domains):
+            name = "limit_mm_per_prompt" if limit_mm_per_prompt else "allowed_media_domains"
+            raise ConfigError(f"{name} has no effect with media=False; leave one of them out")
         limits = media_limits(limit_mm_per_prompt)
         self._runtime = Runtime(config, tokenizer=tokenizer, adapters=adapters, media=media, limits=limits)
         self._close = weakref.finalize(self, self._runtime.close)

@@ -37,6 +37,7 @@ OPTIONS = {
     "max_loras": ("lora", "max_loras"),
     "max_lora_rank": ("lora", "max_lora_rank"),
     "lora_cpu_memory": ("lora", "cpu_memory"),
+    "media": ("multimodal", "enabled"),
 }
 """Section and field of each option. If two sections have the same field, such as ``dtype``, the first section is used.
 """
@@ -56,7 +57,7 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
     ``num_adapters`` is the number of LoRA adapters. One step may use all of them, up to ``_MOST_LORAS``. Raises
     ConfigError for an option that is unknown or out of range.
     """
-    sections: dict[str, dict[str, Any]] = {section: {} for section in (*_SECTIONS, "lora")}
+    sections: dict[str, dict[str, Any]] = {section: {} for section in (*_SECTIONS, "lora", "multimodal")}
     if num_adapters:
         sections["lora"]["max_loras"] = min(num_adapters, _MOST_LORAS)
     sections["model"]["path"] = model

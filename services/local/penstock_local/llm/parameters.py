@@ -36,6 +36,7 @@ OPTIONS: Mapping[str, str] = {
     "enforce_eager": "nothing: torch.compile is not used",
     "compilation_config": "nothing: torch.compile is not used",
     "enable_sleep_mode": "nothing: only the engines of a server can sleep",
+    "language_model_only": "media=False, which loads only the text model",
     "hf_token": "the environment variable HF_TOKEN",
     "download_dir": "the environment variable HF_HOME",
     "tokenizer_mode": "nothing: all tokenizers are fast tokenizers",

@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from penstock_common.errors import ConfigError
 from penstock_common.memory import host_memory
 from penstock_common.observability.logging import configure_library
@@ -72,6 +74,7 @@ class Runtime:
             return InProcessEngine(core, describe(config, core), outputs, self._loop)
 
         model = _model(config)
+        media = msgspec.structs.replace(media, enabled=config.multimodal.enabled)
         lora = LoraConfig(adapters=dict(adapters or {}))
         if model.name in lora.adapters:
             raise ConfigError(f"lora: {model.name!r} is the model's own name; choose another name for the adapter")

@@ -68,6 +68,7 @@ def check(
         options.model,
         trust_remote_code=bool(model.get("trust_remote_code")),
         weights=model.get("load_format") != "dummy",
+        media=options.takes_media,
     )
     if options.data_parallel_size > 1 and checkpoint.has_experts(options.model) is False:
         raise ConfigError(
@@ -123,11 +124,11 @@ def _check_tiers(options: ServeOptions) -> None:
         )
 
 
-def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True) -> None:
+def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True, media: bool = True) -> None:
     """Raise ConfigError if the files of ``model`` show that it cannot be served. A hub id is not looked up here."""
     if not Path(model).expanduser().exists() and (looks_like_a_path(model) or not _HUB_ID.fullmatch(model)):
         raise ConfigError(f"model {model}: {checkpoint.no_directory(model)}")
-    if problem := checkpoint.problem(model, trust_remote_code=trust_remote_code, weights=weights):
+    if problem := checkpoint.problem(model, trust_remote_code=trust_remote_code, weights=weights, media=media):
         raise ConfigError(f"model {problem}")
 
 
@@ -326,6 +327,7 @@ def _engine_config(
         "drain_timeout": DRAIN_SECONDS,
         **given(
             kv_transfer={"transport": options.transport, "port": 0} if options.transport != "off" else None,
+            multimodal=None if options.takes_media else {"enabled": False},
             speculative=options.speculation(),
             lora={"max_loras": _MAX_LORAS} if options.lora or options.lora_directory else None,
             data_parallel={"size": options.data_parallel_size} if options.data_parallel_size > 1 else None,

@@ -4,7 +4,7 @@ import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -56,6 +56,11 @@ _EACH_FRONTENDS_OWN = ("server.health_port", "metrics.host", "metrics.port", "ht
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Flags of ``penstock serve``: the model and how to serve it."""
+
+    IDLE_WITH: ClassVar[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
+        ("limit_mm_per_prompt", "allowed_media_domains", "media_workers"), ("no_media",)
+    )
+    """Flags that have no effect with other flags."""
 
     model: Annotated[
         str, Meta(description=("Model to serve: directory of a Hugging Face checkpoint, or its id on the hub."))
@@ -224,6 +229,12 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Directories of LoRA adapters by name."""
     lora_directory: str = ""
     """Directory whose subdirectories are LoRA adapters; empty for none."""
+    no_media: Annotated[
+        bool,
+        Meta(
+            description="Serve only the text model of a multimodal checkpoint, without its vision and audio encoders."
+        ),
+    ] = False
     limit_mm_per_prompt: Annotated[
         str,
         Meta(
@@ -336,7 +347,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Return the media settings of the frontend configuration. Raises ConfigError."""
         hosts = [host.strip() for host in self.allowed_media_domains.split(",") if host.strip()]
         media = given(allowed_domains=hosts, workers=self.media_workers)
+        if not self.takes_media:
+            media["enabled"] = False
         return given(limits=given(max_media=parse_limits(self.limit_mm_per_prompt)), media=media)
+
+    @property
+    def takes_media(self) -> bool:
+        """Whether the engines load media encoders, by the flag and the engine's setting ``multimodal.enabled``."""
+        return not self.no_media and self.settings.get("engine", {}).get("multimodal.enabled") is not False
 
     def _check_alone(self, first: str, *others: str) -> None:
         for name in others:

@@ -14,8 +14,9 @@ from penstock_frontend.call_types import EncodedFile, Frames, MediaPart, MixedPr
 from penstock_frontend.in_process_media import UnplacedPrompt, placed
 from penstock_frontend.processing.media.decode import decode_image, open_image
 from penstock_frontend.processing.media.worker_messages import DecodeLimits
+from penstock_local import LLM
 from penstock_local.llm.inputs import Requests, conversations_of, predicted_of, prompts_of
-from penstock_local.llm.options import media_config, media_limits
+from penstock_local.llm.options import engine_config, media_config, media_limits
 from tests.fakes.media_files import image_file, sound_file
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (6, 8, 3), dtype=np.uint8)
@@ -264,9 +265,21 @@ _SCORES: list[Callable[[Any], Any]] = [
 def test_options_of_media_are_checked() -> None:
     assert media_config(["a.org"], 2).allowed_domains == ("a.org",)
     assert media_limits({"image": 3}).max_media.image == 3
+    assert engine_config("m", {"media": False}).multimodal.enabled is False
+    assert engine_config("m", {}).multimodal.enabled is True
     assert media_limits(None).max_media.image > 0
     for wrong in (lambda: media_config("a.org", 1), lambda: media_config([], -1), lambda: media_limits({"smell": 1})):
         with pytest.raises(ConfigError):
             wrong()
     with pytest.raises(ConfigError, match="limit_mm_per_prompt is 3"):
         media_limits(3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"limit_mm_per_prompt": {"image": 1}}, {"allowed_media_domains": ["a.org"]}],
+    ids=lambda given: next(iter(given)),
+)
+def test_arguments_of_media_have_no_effect_without_media(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(given))} has no effect with media=False"):
+        LLM("never/read", media=False, **given)
