@@ -86,6 +86,10 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gemma4_moe": {"model_type": "gemma4", "text_config": _LIKE_26B, "vision_config": None, "audio_config": None},
     "gemma4_unified": {"text_config": _LIKE_31B},
     "glm4v": {"text_config": {**_TEXT, "rope_parameters": _HALF_SECTIONS}, "vision_config": _DEEP_TOWER},
+    "glm46v": {
+        "text_config": {"model_type": "glm4v_text", **_TEXT, "rope_parameters": _HALF_SECTIONS},
+        "vision_config": {"model_type": "glm4v_vision", **_DEEP_TOWER},
+    },
     "glm4v_moe": {
         "text_config": {**_TEXT, **_ROUTED, "rope_parameters": _HALF_SECTIONS},
         "vision_config": _DEEP_TOWER,
