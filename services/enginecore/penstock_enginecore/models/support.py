@@ -229,9 +229,10 @@ class Probed(NamedTuple):
 
 
 def probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> Probed:
-    """Return the results of a forward pass in which attention and recurrences return zeros. Raises ModelLoadError if the model fails.
+    """Return the results of a forward pass in which attention and recurrences return zeros.
 
-    ``tokens`` and ``positions`` are ``[tokens]``. Without positions, the model counts them itself.
+    ``tokens`` and ``positions`` are ``[tokens]``. Without positions, the model counts them itself. Raises ModelLoadError
+    if the model fails.
     """
     context, states = ProbeContext(), StateProbe()
     given = {} if positions is None else {"position_ids": positions[None]}

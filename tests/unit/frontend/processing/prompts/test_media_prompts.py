@@ -172,7 +172,9 @@ async def test_a_multimodal_model_without_media_says_why(tokenizer: Tokenizer) -
 async def test_media_that_no_engine_takes_are_refused(inputs: InputProcessor) -> None:
     prompt = MixedPrompt((part_of("image"),), ("media",))
     request = GenerateRequest(prompt=prompt, sampling={}, context=NO_CONTEXT)
-    with pytest.raises(InvalidArgument, match="media is an image; the engines accept no such media, because .* is false"):
+    with pytest.raises(
+        InvalidArgument, match="media is an image; the engines accept no such media, because .* is false"
+    ):
         await inputs.process(request, "r", LIMITS._replace(media=()))
 
 

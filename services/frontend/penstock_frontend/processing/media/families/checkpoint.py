@@ -169,8 +169,8 @@ def load_family(folder: Path, encode: Encode) -> Family | None:
     if (name := _family_name(checkpoint)) is None:
         served = ", ".join(_FAMILIES)
         raise ConfigError(
-            f"{folder}: media of {model_type} are not served; supported model types are {served}; {TEXT_ALONE}, if its text model is "
-            "supported"
+            f"{folder}: media of {model_type} are not served; supported model types are {served}; {TEXT_ALONE}, if its "
+            "text model is supported"
         )
     module, _, attribute = name.partition(":")
     make: Callable[[Checkpoint], Family] = getattr(import_module(f"{_PACKAGE}.{module}"), attribute)
