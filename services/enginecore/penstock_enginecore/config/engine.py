@@ -71,7 +71,8 @@ class SessionsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 _MOVES_BLOCKS = When(setting="kv_transfer.transport", values=("auto", "grpc", "shared_memory", "nixl"))
 _TENSOR_PARALLEL = When(setting="executor.tensor_parallel_size", off=ABOVE_ONE)
 _PIPELINE_PARALLEL = When(setting="executor.pipeline_parallel_size", off=ABOVE_ONE)
-_DRAFTS = When(setting="speculative.method", values=("draft_model", "eagle", "eagle3"))
+_WITH_CHECKPOINT = When(setting="speculative.method", values=("draft_model", "eagle", "eagle3"))
+_WITH_LAYERS = When(setting="speculative.method", values=("draft_model", "eagle", "eagle3", "mtp"))
 _NGRAM = When(setting="speculative.method", values=("ngram",))
 _SUFFIX = When(setting="speculative.method", values=("suffix",))
 _GROUPED = When(setting="data_parallel.size", off=ABOVE_ONE)
@@ -105,7 +106,8 @@ NEEDS: Needs = (
     Need(("kernels.capture_at_start", "kernels.graph_sizes"), (on("kernels.graphs"),)),
     Need(("kernels.graph_sizes",), (on("kernels.capture_at_start"),)),
     Need(("speculative.num_speculative_tokens", "speculative.adaptive"), (on("speculative.method"),)),
-    Need(("speculative.model", "speculative.draft_sampling"), (_DRAFTS,)),
+    Need(("speculative.model",), (_WITH_CHECKPOINT,)),
+    Need(("speculative.draft_sampling",), (_WITH_LAYERS,)),
     Need(("speculative.revision",), (on("speculative.model"),)),
     Need(("speculative.prompt_lookup_min", "speculative.prompt_lookup_max"), (_NGRAM,)),
     Need(

@@ -9,8 +9,9 @@ from penstock_common.config.checks import check_fields
 from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
 
-Method = Literal["", "prediction", "ngram", "suffix", "draft_model", "eagle", "eagle3"]
+Method = Literal["", "prediction", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
 _WITH_MODEL = ("draft_model", "eagle", "eagle3")
+"""Methods that need a checkpoint of their own."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,8 +25,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             description=(
                 "Method that drafts tokens. ngram: search the request for its last tokens. suffix: search earlier "
                 "outputs too. draft_model: use a smaller model with the same vocabulary. eagle, eagle3: use a head on "
-                "the model's hidden states. prediction: use only the client's prediction, and text that a constraint "
-                "forces. Every other method uses the prediction and forced text first. Empty disables speculative "
+                "the model's hidden states. mtp: use the multi-token-prediction layer in the model's own checkpoint. "
+                "prediction: use only the client's prediction, and text that a constraint forces. Every other method uses the prediction and forced text first. Empty disables speculative "
                 "decoding."
             )
         ),
@@ -91,6 +92,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ConfigError(
                 f"speculative.method is {self.method}, but speculative.model is empty; set it to the draft model or head"
             )
+        if self.model and self.method == "mtp":
+            raise ConfigError(
+                f"speculative.model is {self.model!r}, but speculative.method mtp uses a layer of the served model's own "
+                "checkpoint; leave speculative.model empty"
+            )
         if self.model and self.method not in _WITH_MODEL:
             raise ConfigError(
                 f"speculative.model is {self.model!r}, but speculative.method is {self.method!r}; only "
@@ -109,5 +115,5 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def has_model(self) -> bool:
-        """Whether the drafter is a model with its own weights and KV cache."""
-        return self.method in _WITH_MODEL
+        """Whether the drafter is a model, a head or a layer with its own weights and KV cache."""
+        return self.method in (*_WITH_MODEL, "mtp")

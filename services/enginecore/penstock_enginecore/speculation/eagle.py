@@ -1,6 +1,4 @@
-"""Drafts by an EAGLE head. The head generates a chain of tokens from the target's hidden states (Li et al., 2024,
-2025).
-"""
+"""Drafts by a head, which generates a chain of tokens from the target's hidden states (EAGLE: Li et al., 2024, 2025)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -100,7 +98,7 @@ class _Followed:
 
 
 class Eagle(WithLayers):
-    """A ``Drafter`` with an EAGLE head.
+    """A ``Drafter`` with an EAGLE head or a multi-token-prediction layer.
 
     The head computes keys and values from the target's hidden states, for positions whose next token is known. The head
     does this before it drafts, or when many states are pending. While the head drafts, it computes keys and values from

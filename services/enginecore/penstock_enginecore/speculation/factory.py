@@ -8,6 +8,7 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.speculation.base import Drafter
 from penstock_enginecore.speculation.draft_model import load_draft_model
 from penstock_enginecore.speculation.eagle import load_eagle
+from penstock_enginecore.speculation.mtp import load_mtp
 from penstock_enginecore.speculation.ngram import Ngram
 from penstock_enginecore.speculation.prediction import Predicted
 from penstock_enginecore.speculation.suffix import Suffix
@@ -26,7 +27,7 @@ def create_drafter(
         target: The forward pass of ``model``.
 
     Raises:
-        ModelLoadError: The draft model or head does not fit ``model``.
+        ModelLoadError: The draft model or head does not fit ``model``, or the checkpoint has no layer that drafts.
     """
     speculative = config.speculative
     match speculative.method:
@@ -49,3 +50,5 @@ def create_drafter(
             return Predicted(load_draft_model(config, model, forward, progress))
         case "eagle" | "eagle3":
             return Predicted(load_eagle(config, model, target, forward, progress))
+        case "mtp":
+            return Predicted(load_mtp(config, model, target, forward, progress))

@@ -132,7 +132,25 @@ def _state_layers(given: Mapping[str, Any], kind: Kind, num_layers: int) -> tupl
     return layers
 
 
-class EagleHead(nn.Module):
+class DraftHead(nn.Module):
+    """Base of modules that predict a token from the target's hidden states and the next token.
+
+    Attributes:
+        config: Config of the layers.
+        states_width: Width of the target's hidden states of one token.
+        embed_tokens: The head's own embedding, or None if the head uses the target's.
+    """
+
+    config: PretrainedConfig
+    states_width: int
+    embed_tokens: nn.Embedding | None
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[tokens, vocabulary]`` of the output of ``forward``."""
+        raise NotImplementedError
+
+
+class EagleHead(DraftHead):
     """Module of an EAGLE head.
 
     At position i, the head gets token i + 1 and the target's hidden states of token i, and predicts token i + 2. While

@@ -1,6 +1,4 @@
-"""Forward pass of an EAGLE head on the paged KV cache. Kernels are used only if a check shows that they match the
-modules.
-"""
+"""Forward pass of a drafting head on the paged KV cache. Kernels are used only if they are proven to match the modules."""
 
 import ctypes
 import logging
@@ -30,6 +28,7 @@ from penstock_enginecore.forward.native_inputs import (
 from penstock_enginecore.forward.native_layers import DecoderLayers, KernelDecoder, empty, linears
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.decoder_plan import ModelPlan, Norm, plan_head
+from penstock_enginecore.models.dtypes import settle
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.support import ProbeContext, layer_specs
@@ -38,7 +37,7 @@ from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.sample.base import Sampler
 from penstock_enginecore.sample.sampler import TorchSampler
 from penstock_enginecore.speculation.base import Layers
-from penstock_enginecore.speculation.head import EagleHead
+from penstock_enginecore.speculation.head import DraftHead, EagleHead
 
 # An EAGLE head on the CPU kernels. One call of the kernels computes a pass, or a complete chain of drafts.
 
@@ -171,7 +170,7 @@ class HeadPass(Layers, Protocol):
 
         Args:
             batch: Tokens to compute.
-            states: Hidden states, as in ``EagleHead.forward``.
+            states: The target's hidden states, or the head's own output.
             rows: Indices of tokens of ``batch``, int64 and ascending.
             own: Whether ``states`` are the head's own output.
         """
@@ -194,7 +193,7 @@ class HeadForward:
 
     def __init__(
         self,
-        head: EagleHead,
+        head: DraftHead,
         embed: Callable[[IntArray], torch.Tensor],
         specs: Mapping[str, KVCacheSpec],
         backend: AttentionBackend,
@@ -241,7 +240,7 @@ class HeadForward:
 
 @torch.inference_mode()
 def build_head(
-    head: EagleHead, model: LoadedModel, target: ForwardPass, config: ForwardConfig
+    head: DraftHead, model: LoadedModel, target: ForwardPass, config: ForwardConfig
 ) -> tuple[HeadPass, Sampler]:
     """Build a pass of ``head`` on its device in the dtype of ``model``, and a sampler for its logits.
 
@@ -256,7 +255,10 @@ def build_head(
         ConfigError: Configured kernels are not available.
     """
     device, dtype = config.device, model.dtype
-    head.to(device=device, dtype=dtype)
+    head.to(device=device)
+    for parameter in head.parameters():  # not the frequencies of the rotary embedding, which need float32
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
     own = head.embed_tokens
     embedding = model.module.get_input_embeddings() if own is None else own
     embed = target.embed if own is None else lambda token_ids: own(to_device(token_ids, device))
@@ -275,11 +277,11 @@ def build_head(
 
     attending = Attending(device, specs, dtype, serve, probed)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
-    if native is not None and native.uses.decoder and attends:
-        library = native.library
+    if native is not None and native.uses.decoder and attends and isinstance(head, EagleHead):
+        library, eagle = native.library, head
 
         def decoder() -> NativeHead:
-            return NativeHead(library, head, embedding, calls, specs, model.max_len, probed)
+            return NativeHead(library, eagle, embedding, calls, specs, model.max_len, probed)
 
         candidates.append(Candidate("decoder", decoder, library.rounds_to))
     if native is not None and native.uses.linear:
@@ -291,11 +293,12 @@ def build_head(
         proven.name or "torch",
         proven.reasons,
     )
+    settle(head)
     sampler = TorchSampler(None if native is None else native.sampling())
     return serve(backend) if proven.serves is None else proven.serves, sampler
 
 
-def _calls(head: EagleHead, device: torch.device, dtype: torch.dtype) -> Sequence[AttentionCall]:
+def _calls(head: DraftHead, device: torch.device, dtype: torch.dtype) -> Sequence[AttentionCall]:
     context, one = ProbeContext(), torch.zeros(1, dtype=torch.int64, device=device)
     width = head.config.hidden_size
     try:
@@ -306,9 +309,9 @@ def _calls(head: EagleHead, device: torch.device, dtype: torch.dtype) -> Sequenc
     return context.calls
 
 
-def _probed(forward: HeadPass, head: EagleHead, vocab_size: int) -> torch.Tensor:
-    """Return logits for a synthetic prompt on a temporary cache, first with the target's states and then with the
-    head's own states.
+def _probed(forward: HeadPass, head: DraftHead, vocab_size: int) -> torch.Tensor:
+    """Return logits for a synthetic prompt on a temporary cache, first with states of the target and then with the
+    head's own.
     """
     probe, logits = Probe.prompt(vocab_size), []
     batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata])

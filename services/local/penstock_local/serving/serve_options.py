@@ -205,7 +205,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description=(
                 "Speculative decoding method, which drafts tokens and verifies several per step without changing the "
-                "output: prediction, ngram, suffix, draft_model, eagle or eagle3; empty: off."
+                "output: prediction, ngram, suffix, draft_model, eagle, eagle3 or mtp; empty: off."
             )
         ),
     ] = ""

@@ -11,7 +11,7 @@ from penstock_common.checkpoint import looks_like_a_path, no_directory
 from penstock_common.config.loader import build
 from penstock_common.errors import ConfigError, nearest
 
-METHODS = ("prediction", "ngram", "suffix", "draft_model", "eagle", "eagle3")
+METHODS = ("prediction", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp")
 WITH_MODEL = ("draft_model", "eagle", "eagle3")
 FLAG, MODEL_FLAG, TOKENS_FLAG = "--speculative", "--speculative-model", "--speculative-tokens"
 CONFIG_FLAG = "--speculative-config"

@@ -261,10 +261,9 @@ def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool
     """
     found.config.__dict__.pop("quantization_config", None)
     with open_tensors(found.directory) as every:
-        stored = {name: tensor for name, tensor in every.items() if not name.endswith(SUFFIXES + _OF_ACTIVATIONS)}
         if unused := sum(name.endswith(_OF_ACTIVATIONS) for name in every):
             logger.info("ignoring %d activation scales, because the engine does not quantize activations", unused)
-        weights = dense_weights(stored, found.scheme, dense)
+        weights = dense_weights(without_scales(every), found.scheme, dense)
         kept = kept_modules(_skeleton(found), weights) if keep else []
         _tell(found.scheme, weights, kept, dense)
         loaded = _make(found, weights, kept, options)
@@ -277,6 +276,11 @@ def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool
             replace_module(loaded[0], each.name, each.make(loaded[0].get_submodule(each.name)))
     _read_generation_config(loaded[0], found.directory)
     return loaded
+
+
+def without_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors that belong to weights, without scales of activations and of the KV cache."""
+    return {name: tensor for name, tensor in stored.items() if not name.endswith(SUFFIXES + _OF_ACTIVATIONS)}
 
 
 def _skeleton(found: QuantizedCheckpoint) -> Any:
