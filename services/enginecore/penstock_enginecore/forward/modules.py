@@ -284,7 +284,9 @@ class ModulesForward:
         adapted = self._adding(batch.segments, rows, len(batch.token_ids))
         with use_context(context), use_states(self._states.context(batch.states)), adapted, capture as states:
             at, wanted = self._to_device(positions), self._to_device(rows)
-            logits, hidden = module_outputs(self._module, given, at, wanted, self._kept_layers)
+            logits, hidden = module_outputs(
+                self._module, given, at, wanted, self._kept_layers, calls_base=self.separate_head
+            )
         kept = None if states is None else KeptStates(states, batch.segments)
         return ForwardOutput(logits, kept, hidden=hidden)
 
@@ -390,12 +392,45 @@ def module_outputs(
     positions: torch.Tensor,
     rows: torch.Tensor,
     layers: Sequence[int] = (),
+    *,
+    calls_base: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the logits of ``module_logits``, and hidden states ``[tokens, layers * hidden size]`` of ``layers``.
 
     See ``ForwardPass.keep_hidden`` for the numbering of the layers.
+
+    Args:
+        module: The model.
+        inputs: Token ids or embeddings, and other arguments of the base model.
+        positions: int64 ``[tokens]`` or ``[3, tokens]``.
+        rows: int64, rows whose logits are returned.
+        layers: Layers whose hidden states are returned.
+        calls_base: Whether the model calls its base model as a module. The output of the last norm is then taken from
+            the base model. Otherwise, transformers keeps the hidden states of all layers until the end of the pass.
     """
-    asked = {"output_hidden_states": True} if layers else {}
-    output: Any = module(**inputs, **position_inputs(positions), logits_to_keep=rows, use_cache=False, **asked)
-    hidden = torch.cat([output.hidden_states[layer][0] for layer in layers], dim=1) if layers else None
-    return cast("torch.Tensor", output.logits[0]), hidden
+    given = {**inputs, **position_inputs(positions), "logits_to_keep": rows, "use_cache": False}
+    if not layers:
+        return cast("torch.Tensor", module(**given).logits[0]), None
+    last = module.config.num_hidden_layers if calls_base else None
+    with _final_states(module) as final:
+        output: Any = module(**given, output_hidden_states=any(layer != last for layer in layers))
+    hidden = [final[0] if layer == last else output.hidden_states[layer][0] for layer in layers]
+    return cast("torch.Tensor", output.logits[0]), torch.cat(hidden, dim=1)
+
+
+@contextmanager
+def _final_states(module: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Return a context that collects the output of the last norm, ``[tokens, hidden size]``, of each forward pass in
+    it.
+    """
+    found: list[torch.Tensor] = []
+
+    def keep(base: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+        if hasattr(output, "last_hidden_state"):
+            found.append(output.last_hidden_state[0])
+
+    handle = module.base_model.register_forward_hook(keep)
+    try:
+        yield found
+    finally:
+        handle.remove()
