@@ -18,12 +18,8 @@ _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 def random_layer(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return the tensors ``mtp.*`` of a layer for the text model with ``config``, with one tensor per expert."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, heads, kv_heads, size = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_dim,
-    )
+    hidden = int(config.hidden_size)
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, int(config.head_dim)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) / columns**0.5

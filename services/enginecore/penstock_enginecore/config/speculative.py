@@ -25,9 +25,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             description=(
                 "Method that drafts tokens. ngram: search the request for its last tokens. suffix: search earlier "
                 "outputs too. draft_model: use a smaller model with the same vocabulary. eagle, eagle3: use a head on "
-                "the model's hidden states. mtp: use the multi-token-prediction layer in the model's own checkpoint. "
-                "prediction: use only the client's prediction, and text that a constraint forces. Every other method uses the prediction and forced text first. Empty disables speculative "
-                "decoding."
+                "the model's hidden states. mtp: use the multi-token-prediction layer of the model's own checkpoint. "
+                "prediction: use only the client's prediction, and text that a constraint forces. Every other method "
+                "uses the prediction and forced text first. Empty disables speculative decoding."
             )
         ),
     ] = ""

@@ -132,8 +132,8 @@ def read_mtp(target: Any, tensors: Mapping[str, torch.Tensor]) -> MtpHead:
     for name in sorted(tensors.keys() - places.keys()):
         raise ModelLoadError(f"the files have the tensor {_PREFIX}{name}, which no MTP layer has that is served")
     for name, shape in places.items():
-        if (found := list(tensors[name].shape)) != shape:
-            raise ModelLoadError(f"the tensor {_PREFIX}{name} is {found} in the files, but {shape} by config.json")
+        if (own := list(tensors[name].shape)) != shape:
+            raise ModelLoadError(f"the tensor {_PREFIX}{name} is {own} in the files, but {shape} by config.json")
     head.load_state_dict(tensors, assign=True)
     return head.eval().requires_grad_(False)
 
@@ -178,7 +178,9 @@ def _stored(config: EngineCoreConfig, dtypes: Dtypes) -> dict[str, torch.Tensor]
         if scheme is not None:
             weights = dense_weights(without_scales(stored), scheme, dtypes.dense).tensors
         tensors = {name.removeprefix(_PREFIX): tensor[...] for name, tensor in weights.items()}
-        return {name: tensor if dtypes.weights is None else tensor.to(dtypes.weights) for name, tensor in tensors.items()}
+        return {
+            name: tensor if dtypes.weights is None else tensor.to(dtypes.weights) for name, tensor in tensors.items()
+        }
 
 
 def load_mtp(
