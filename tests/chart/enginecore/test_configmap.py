@@ -72,6 +72,14 @@ def test_what_drafts_is_on_the_volume_of_the_model_or_on_the_hub(method: str, tm
         assert config.speculative.num_speculative_tokens == 5
 
 
+def test_a_layer_of_the_model_drafts_without_a_model_of_its_own(tmp_path: Path):
+    values = ("enginecore.speculative.method=mtp", "enginecore.speculative.tokens=2")
+    config = load(release(HUB, *values), "enginecore", tmp_path)
+    assert isinstance(config, EngineCoreConfig)
+    speculative = config.speculative
+    assert (speculative.method, speculative.model, speculative.num_speculative_tokens) == ("mtp", "", 2)
+
+
 def test_pools_draft_each_in_its_way():
     rendered = release(POOLS, "enginecore.speculative.method=ngram", "enginecore.pools.spot.speculative.method=suffix")
     assert rendered.config("enginecore")["speculative"]["method"] == "ngram"
@@ -87,6 +95,7 @@ def test_pools_draft_each_in_its_way():
             r"enginecore.speculative.model is x, but only the methods draft_model",
         ),
         (["model=x"], r"enginecore.speculative.model is x, but only the methods"),
+        (["method=mtp", "model=x"], r"enginecore.speculative.model is x, but only the methods"),
         (["method=ngrm"], "enginecore.speculative.method"),
         (["method=ngram", "tokens=0"], "enginecore.speculative.tokens"),
         (["method=ngram", "tokens=33"], "enginecore.speculative.tokens"),

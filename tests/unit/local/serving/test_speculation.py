@@ -29,6 +29,13 @@ def test_a_method_and_tokens_reach_every_engine() -> None:
     assert [spec.config["speculative"] for spec in engines] == [{"method": "suffix", "num_speculative_tokens": 8}] * 2
 
 
+def test_a_layer_of_the_models_own_checkpoint_needs_no_model() -> None:
+    assert options(speculative="mtp", speculative_tokens=2).speculation() == {
+        "method": "mtp",
+        "num_speculative_tokens": 2,
+    }
+
+
 def test_a_single_setting_goes_over_a_flag() -> None:
     settings = {"engine": {"speculative.num_speculative_tokens": 2}}
     given = options(speculative="ngram", speculative_tokens=8, settings=settings)
@@ -52,6 +59,7 @@ def test_vllms_object_is_taken_as_it_is() -> None:
         ({"speculative": "draft_model"}, "--speculative is draft_model, which needs --speculative-model"),
         ({"speculative": "eagle3"}, "--speculative is eagle3, which needs --speculative-model"),
         ({"speculative": "ngram", "speculative_model": "x"}, "--speculative-model is x with --speculative ngram"),
+        ({"speculative": "mtp", "speculative_model": "x"}, "--speculative-model is x with --speculative mtp; only"),
         ({"speculative_model": "x"}, "--speculative-model is x, but --speculative is not given"),
         ({"speculative_tokens": 4}, "--speculative-tokens is 4, but --speculative is not given"),
         ({"speculative": "ngram", "speculative_tokens": 0}, "--speculative-tokens.*0.*1 to 32"),
@@ -140,7 +148,7 @@ def test_the_methods_are_those_of_the_engine() -> None:
     for method in speculation.METHODS:
         model = "x" if method in speculation.WITH_MODEL else ""
         config = SpeculativeConfig(method=method, model=model)  # type: ignore[arg-type]
-        assert config.has_model == bool(model)
+        assert config.has_model == (bool(model) or method == "mtp")
 
 
 def test_requests_and_engines_have_the_same_limit() -> None:

@@ -499,9 +499,11 @@ def test_an_aborted_request_is_charged_for_what_was_encoded():
     assert (request.num_charged_tokens, request.num_uncharged_embeds) == (13, 0)
 
 
-@pytest.mark.parametrize(("method", "drafts"), [("ngram", 3), ("suffix", 3), ("draft_model", 0), ("eagle3", 0)])
+@pytest.mark.parametrize(
+    ("method", "drafts"), [("ngram", 3), ("suffix", 3), ("draft_model", 0), ("eagle3", 0), ("mtp", 0)]
+)
 def test_models_that_draft_read_no_media(method, drafts):
-    model = {"model": "/small"} if drafts == 0 else {}
+    model = {"model": "/small"} if method in ("draft_model", "eagle3") else {}
     speculative = SpeculativeConfig(method=method, num_speculative_tokens=3, **model)
     engine = media_engine(max_num_encoder_tokens=1000, speculative=speculative)
     add(engine, images(1, request_id="m"), make_request(5, request_id="t"))
