@@ -84,6 +84,12 @@ class Feature(StrEnum):
         "`speculative.method` eagle, eagle3",
         {"speculative": {"method": "eagle", "num_speculative_tokens": 3, "adaptive": False}},
     )
+    MTP = (
+        "mtp",
+        "Multi-token-prediction layer",
+        "`speculative.method` mtp",
+        {"speculative": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}},
+    )
     STRUCTURED = "structured", "Structured output", "`structured_output` of requests"
     LORA = "lora", "LoRA adapters", "`lora.max_loras`", {"lora": {"max_loras": 4}}
     MEDIA = "media", "Images", "a model with a vision encoder"
@@ -126,5 +132,5 @@ PLAIN = frozenset(
     }
 )
 """Features that change tokens, so that the plain engine has them as well."""
-DRAFTS = frozenset({Feature.NGRAM, Feature.SUFFIX, Feature.DRAFT_MODEL, Feature.HEAD})
+DRAFTS = frozenset({Feature.NGRAM, Feature.SUFFIX, Feature.DRAFT_MODEL, Feature.HEAD, Feature.MTP})
 GROUPS = frozenset({Feature.GROUP, Feature.EXPERTS})

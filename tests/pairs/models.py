@@ -15,6 +15,7 @@ from penstock_common.types.request import NO_SAMPLING, EngineCoreRequest, Poolin
 from penstock_common.types.sampling import SamplingParams, StructuredOutput
 from tests.fakes.models.adapters import save_adapter
 from tests.fakes.models.heads import random_head, save_head
+from tests.fakes.models.mtp_layers import add_tensors, random_layer
 from tests.fakes.models.pooling_models import save_pooling_model
 from tests.fakes.models.quantized_models import FORMATS, is_quantized, save_quantized_model
 from tests.fakes.models.small_tokenizers import byte_level
@@ -38,6 +39,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
     "eos_token_id": EOS,
 }
+_MTP_SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB_SIZE, "eos_token_id": EOS}
 _LAYERS = ["sliding_attention", "full_attention"]
 """Layer types of a model with windows: two groups of layers, which share the blocks."""
 
@@ -63,6 +65,8 @@ class Checkpoint:
         }
 
     def _save(self, features: frozenset[Feature]) -> Any:
+        if Feature.MTP in features and not self.pools:
+            return self._save_mtp(features)
         if self.has_media:
             model = save_multimodal_model("gemma3" if Feature.WINDOWS in features else "qwen2_vl", self.path)
             if Feature.QUANTIZED in features:
@@ -78,6 +82,22 @@ class Checkpoint:
         if self.pools and family == "qwen3":
             return save_pooling_model("qwen3", self.path, hidden_size=HIDDEN, vocab_size=VOCAB_SIZE, head_dim=16)
         return save_tiny_model(family, self.path, **sizes)
+
+    def _save_mtp(self, features: frozenset[Feature]) -> Any:
+        """Write a model with a layer for multi-token prediction."""
+        if self.has_media:
+            model: Any = save_multimodal_model("qwen3_5", self.path)
+        elif Feature.QUANTIZED in features:
+            dense = self._folder / "dense"
+            model = save_quantized_model("qwen3_5", FORM, self.path, dense=dense, **_MTP_SIZES)
+        else:
+            model = save_tiny_model("qwen3_5", self.path, **_MTP_SIZES)
+        tensors: dict[str, torch.Tensor | None] = {}
+        for name, tensor in random_layer(model.config.get_text_config()).items():
+            packs = Feature.QUANTIZED in features and is_quantized(name, tensor, FORM)
+            tensors |= FORMATS[FORM].pack(name, tensor)[0] if packs else {name: tensor}
+        add_tensors(self.path, tensors)
+        return model
 
     def _adapter(self, name: str, rank: int, seed: int, **settings: Any) -> LoraAdapter:
         save_adapter(self.model, self._folder / name, seed=seed, r=rank, lora_alpha=2 * rank, **settings)

@@ -62,6 +62,10 @@ def _refused() -> dict[Two, Refused]:
         found[frozenset({draft, Feature.POOLING})] = Refused("only generating models support speculative decoding")
     found[frozenset({Feature.TIERS, Feature.POOLING})] = Refused("pooling models have no KV cache")
     found[frozenset({Feature.TRANSFER, Feature.POOLING})] = Refused("pooling models have no KV cache")
+    for way in (Feature.TENSOR, *stages, Feature.EXPERTS):
+        found[frozenset({way, Feature.MTP})] = Refused("recurrent layers, which several workers cannot share yet")
+    for way in (Feature.GROUP, Feature.TIERS, Feature.TRANSFER):
+        found[frozenset({way, Feature.MTP})] = Refused("models with recurrent layers do not support it yet")
     found[frozenset({Feature.INT8, Feature.QUANTIZED})] = Refused("the checkpoint is quantized already")
     return found
 
@@ -75,6 +79,7 @@ SAME: Mapping[Two, SameAs] = {
         frozenset(two): SameAs("An engine uses only one drafting method.")
         for two in itertools.combinations(sorted(DRAFTS), 2)
     },
+    frozenset({Feature.MTP, Feature.WINDOWS}): SameAs("Models with such a layer have no sliding windows."),
     frozenset({Feature.STRUCTURED, Feature.POOLING}): SameAs("Embedding requests have no output to constrain."),
 }
 
