@@ -246,11 +246,15 @@ NO_EXPERTS = "mtp.layers.0.mlp.experts"
             {"mtp.fc.weight": torch.zeros(HIDDEN, HIDDEN)},
             r"mtp\.fc\.weight is \[48, 48\] in .* \[48, 96\] by",
         ),
-        ("qwen3_5", {"mtp.embed_tokens.weight": torch.zeros(1)}, r"the tensor mtp\.embed_tokens\.weight, which no MTP"),
+        (
+            "qwen3_5",
+            {"mtp.embed_tokens.weight": torch.zeros(1)},
+            r"the tensor mtp\.embed_tokens\.weight, which the method does not",
+        ),
         (
             "qwen3_5",
             {"mtp.layers.1.mlp.up_proj.weight": torch.zeros(1)},
-            "have 2 MTP layers; MTP with 1 layer is served",
+            "have 2 MTP layers; the method serves 1; set speculative.method",
         ),
         ("qwen3_next", {f"{NO_EXPERTS}.2.up_proj.weight": None}, r"no tensor mtp\.layers\.0\.mlp\.experts\.2\.up_proj"),
         ("qwen3_next", {f"{NO_EXPERTS}.3.down_proj.weight": torch.zeros(2, 2)}, r"experts\.\* have different shapes"),
@@ -268,7 +272,7 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
 def test_a_checkpoint_without_the_layer_is_refused_with_a_remedy(tmp_path: Path) -> None:
     save_tiny_model("qwen3_5", tmp_path)
     with pytest.raises(
-        ModelLoadError, match=r"the files have no tensors mtp\.\*; .* set speculative.method to another"
+        ModelLoadError, match=r"the files have no tensors mtp\.\*; .* or set speculative.method to another"
     ):
         engine_of(tmp_path, MTP)
 

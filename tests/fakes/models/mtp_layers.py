@@ -1,5 +1,6 @@
 """Multi-token-prediction layers for tiny checkpoints of Qwen3-Next and Qwen3.5, and their guesses in plain torch."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def random_layer(config: Any, *, seed: int = 0) -> dict[str, torch.Tensor]:
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, int(config.head_dim)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) / columns**0.5
+        return torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
 
     def norm(width: int = hidden) -> torch.Tensor:
         return 0.2 * torch.randn(width, generator=generator)

@@ -40,19 +40,20 @@ _DENSE = "layers.0.mlp.gate_proj.weight"
 """Tensor that only a layer without experts has."""
 _EXPERTS = "layers.0.mlp.experts."
 _EXPERT = re.compile(r"layers\.0\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_OTHER = "set speculative.method to another method, such as ngram"
 _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 class MtpHead(DraftHead):
-    """Module of an MTP layer. Its parts have the names that the checkpoint uses after ``mtp.``.
+    """Module of an MTP layer. The parts have the names that the checkpoint uses after ``mtp.``.
 
-    The classes of the layer, its norms and its rotary embedding are those of ``target``, so gated attention, norms
-    around 1 and experts are computed as in the target's own layers.
+    The module takes the classes of layer, norm and rotary embedding from ``target``. Gated attention, norms around 1
+    and experts are therefore computed as in the target's own layers.
     """
 
     def __init__(self, target: Any, *, has_experts: bool) -> None:
         """Args:
-        target: The causal language model that verifies. Its embedding and ``lm_head`` are used, not copied.
+        target: The causal language model that verifies. The head uses the target's embedding and ``lm_head``.
         has_experts: Whether the MLP is a mixture of experts.
         """
         super().__init__()
@@ -124,16 +125,19 @@ def read_mtp(target: Any, tensors: Mapping[str, torch.Tensor]) -> MtpHead:
     tensors = _merged(tensors)
     layers = {int(found.group(1)) for name in tensors if (found := _LAYER.match(name))}
     if layers - {0}:
-        raise ModelLoadError(f"the files have {max(layers) + 1} MTP layers; MTP with 1 layer is served")
+        raise ModelLoadError(f"the files have {max(layers) + 1} MTP layers; the method serves 1; {_OTHER}")
     head = MtpHead(target, has_experts=_DENSE not in tensors)
     places = {name: list(parameter.shape) for name, parameter in head.named_parameters()}
     for name in sorted(places.keys() - tensors.keys()):
         raise ModelLoadError(f"the files have no tensor {_PREFIX}{name}; take them from the checkpoint's author")
     for name in sorted(tensors.keys() - places.keys()):
-        raise ModelLoadError(f"the files have the tensor {_PREFIX}{name}, which no MTP layer has that is served")
+        raise ModelLoadError(f"the files have the tensor {_PREFIX}{name}, which the method does not know; {_OTHER}")
     for name, shape in places.items():
         if (own := list(tensors[name].shape)) != shape:
-            raise ModelLoadError(f"the tensor {_PREFIX}{name} is {own} in the files, but {shape} by config.json")
+            raise ModelLoadError(
+                f"the tensor {_PREFIX}{name} is {own} in the files, but {shape} by "
+                "config.json; take both from the same version of the checkpoint"
+            )
     head.load_state_dict(tensors, assign=True)
     return head.eval().requires_grad_(False)
 
@@ -172,7 +176,7 @@ def _stored(config: EngineCoreConfig, dtypes: Dtypes) -> dict[str, torch.Tensor]
         if not stored:
             raise ModelLoadError(
                 "the files have no tensors mtp.*; some copies of checkpoints leave them out: take the files from the "
-                "checkpoint's author, or set speculative.method to another method, such as ngram"
+                f"checkpoint's author, or {_OTHER}"
             )
         weights: Mapping[str, Any] = stored
         if scheme is not None:
@@ -190,10 +194,7 @@ def load_mtp(
     where = f"speculative.method is 'mtp', and model.path is {config.model.path!r}"
     module, kind = model.module, model.module.config.model_type
     if kind not in SERVED:
-        raise ModelLoadError(
-            f"{where}, a {kind} model; mtp serves {', '.join(SERVED)}. Set speculative.method to another method, such as "
-            "ngram"
-        )
+        raise ModelLoadError(f"{where}, a {kind} model; mtp serves {', '.join(SERVED)}; {_OTHER}")
     if config.model.load_format == "dummy":
         raise ModelLoadError(f"{where}, but model.load_format is 'dummy', which reads no MTP layer; set it to 'auto'")
     progress(f"loading the MTP layer of {config.model.path}")
