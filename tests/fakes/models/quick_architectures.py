@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fakes.models.tiny_models import ARCHITECTURES
+from tests.fakes.models.tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES
 
 KINDS = (
     "deepseek_v3",  # latent keys and values
@@ -24,3 +24,15 @@ QUICK_ARCHITECTURES = tuple(
     name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES
 )
 """All architectures. One of each kind runs in ``make test``, the others in ``make test-slow``."""
+
+RECURRENT_KINDS = (
+    "granitemoehybrid",  # Mamba-2 beside attention, experts
+    "lfm2",  # short convolutions
+    "mamba2",  # no attention
+    "qwen3_5",  # gated delta rule
+)
+"""One architecture of each kind of recurrent layer."""
+QUICK_RECURRENT = tuple(
+    name if name in RECURRENT_KINDS else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT_ARCHITECTURES
+)
+"""All architectures with recurrent layers. One of each kind runs in ``make test``, the others in ``make test-slow``."""

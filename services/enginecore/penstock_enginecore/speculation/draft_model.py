@@ -20,7 +20,7 @@ from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.forward.base import ChainedDraws, ChainedForward, ForwardBatch
 from penstock_enginecore.forward.build import BuiltForward, ForwardConfig, build_forward
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import LoadedModel, load_model
+from penstock_enginecore.models.loader import LoadedModel, load_model, read_config
 from penstock_enginecore.models.support import is_recurrent
 from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
@@ -342,11 +342,8 @@ def load_draft_model(
         if (task := resolve_task(checkpoint)) != "generate":
             raise ModelLoadError(f"it is a model that {task}s and cannot generate")
         check_vocabulary(Path(config.model.path), Path(speculative.model))
+        _check_attends(checkpoint)
         drafter = load_model(checkpoint, forward.device, progress)
-        if is_recurrent(drafter.module.config):
-            raise ModelLoadError(
-                "it has recurrent layers, and a drafter keeps no states; use a model of attention layers"
-            )
     except ModelLoadError as e:
         words = str(e)
         if words.startswith("speculative.model"):
@@ -354,6 +351,16 @@ def load_draft_model(
         raise ModelLoadError(f"speculative.model {speculative.model!r} cannot draft for this model: {words}") from e
     built = build_forward(drafter, replace(forward, part=None, int8=False, cache_dtype=None))
     return DraftModel(drafter, built, model.vocab_size, speculative.draft_sampling)
+
+
+def _check_attends(checkpoint: ModelConfig) -> None:
+    """Raise ModelLoadError if the draft model has recurrent layers, whose states drafters do not keep."""
+    text_config = read_config(checkpoint).get_text_config()
+    if is_recurrent(text_config):
+        raise ModelLoadError(
+            f"its layers are recurrent (model_type {text_config.model_type!r}), and drafters keep no recurrent states; "
+            "use a model that has only attention layers, or set speculative.method to 'ngram'"
+        )
 
 
 def draft_checkpoint(config: EngineCoreConfig) -> ModelConfig:
