@@ -286,3 +286,28 @@ def test_a_bfloat16_checkpoint_gives_the_tokens_of_float32(case: Case, tmp_path:
     engine = engine_of(tmp_path, scheduler={"max_num_batched_tokens": 40})
     for turn in range(2):
         assert greedy(engine, case.prompts, prefix=f"{turn} ")[0] == expected, f"turn {turn}"
+
+
+def test_bfloat16_is_as_close_to_float32_as_transformers(case: Case, tmp_path: Path) -> None:
+    wide = save_narrow_model(case.architecture, tmp_path)
+    narrow = type(wide).from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    [longest] = [prompt for prompt in case.prompts if len(prompt) == max(PROMPT_LENGTHS)]
+    engine = engine_of(
+        tmp_path,
+        model={"dtype": "bfloat16", "max_logprobs": -1},
+        kernels={"isa": "off"},
+        scheduler={"max_num_batched_tokens": 23},
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=VOCAB_SIZE)
+    scored = generate(engine, [("r", longest, params)]).prompt_logprobs["r"]
+    ours = torch.zeros(len(longest) - 1, VOCAB_SIZE)
+    for row in range(len(longest) - 1):
+        entries = slice(*scored.offsets[row : row + 2])
+        ours[row, scored.token_ids[entries]] = torch.tensor(scored.logprobs[entries])
+
+    def scores(model: torch.nn.Module) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([longest])).logits[0, :-1].float().log_softmax(dim=-1)
+
+    exact = scores(wide)
+    assert 1e-4 < (ours - exact).norm() < 1.25 * (scores(narrow) - exact).norm()
