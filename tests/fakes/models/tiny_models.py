@@ -1,12 +1,14 @@
 """Tiny checkpoints with random weights. The weights have a large variance, so that outputs vary."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 VOCAB_SIZE = 320
+_DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model" / "penstock-tiny"
 SLIDING_WINDOW = 12
 CHUNK = 12
 
@@ -242,3 +244,13 @@ def save_narrow_model(
     save_tiny_model(architecture, directory, **changes).to(dtype).save_pretrained(directory)
     made: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     return made.eval()
+
+
+def save_speaking_model(architecture: str, directory: Path, **changes: Any) -> PreTrainedModel:
+    """Write a checkpoint with the demo model's tokenizer and chat template to ``directory``, and return the model."""
+    vocab_size = len(AutoTokenizer.from_pretrained(_DEMO_MODEL))
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 2048}
+    model = save_tiny_model(architecture, directory, **sizes, **changes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(_DEMO_MODEL / name, directory)
+    return model
