@@ -3,7 +3,6 @@ an uninterrupted run.
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +106,9 @@ def test_answers_preempted_at_each_of_48_tokens_go_on(build: Build, shape: str, 
     whole = whole_answer(engine, **params)
     run, steps = Run(), 0
     while steps < CUTS or engine.has_requests:
-        if steps < CUTS:  # A request begins at each step, so each one has another number of tokens when all are preempted.
+        if (
+            steps < CUTS
+        ):  # A request begins at each step, so each one has another number of tokens when all are preempted.
             engine.add(engine.preprocess(CLIENT, request(str(steps), prompt(), [], **params)))
             run.tokens[str(steps)] = []
         steps += 1

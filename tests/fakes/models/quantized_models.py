@@ -246,7 +246,7 @@ def is_quantized(name: str, tensor: torch.Tensor, form: str) -> bool:
     """
     if form == "mxfp4":
         return name.endswith(("experts.gate_up_proj", "experts.down_proj"))
-    router = name.endswith(("gate.weight", "router.weight"))
+    router = name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
     return tensor.dim() == 2 and ".layers." in name and name.endswith(".weight") and not router
 
 

@@ -249,7 +249,7 @@ def save_narrow_model(
 def save_speaking_model(architecture: str, directory: Path, **changes: Any) -> PreTrainedModel:
     """Write a checkpoint with the demo model's tokenizer and chat template to ``directory``, and return the model."""
     vocab_size = len(AutoTokenizer.from_pretrained(_DEMO_MODEL))
-    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 2048}
+    sizes = {"vocab_size": vocab_size, "max_position_embeddings": 2048, "eos_token_id": 1}
     model = save_tiny_model(architecture, directory, **sizes, **changes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(_DEMO_MODEL / name, directory)

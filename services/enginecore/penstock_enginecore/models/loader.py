@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -31,6 +32,7 @@ from penstock_enginecore.models.placement import check_weights_fit, place, read_
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint, load_quantized, read_kv_scales
 from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
+from penstock_enginecore.models.recurrent_checks import check_numbers
 from penstock_enginecore.models.rope import freeze_rotary, install_query_scales, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported, is_recurrent, quantization_of
 
@@ -194,6 +196,7 @@ def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.d
     """
     install_query_scales(module)
     state_hook.install(module)
+    check_numbers(module)
     freeze_rotary(module, max_model_len)
     check_positions(module, device)
 
@@ -218,9 +221,16 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         raise ModelLoadError(f"model.path {problem}")
     try:
         hf_config = AutoConfig.from_pretrained(**_source(config))
+    except StrictDataclassError as e:
+        raise ModelLoadError(f"model.path {config.path!r}: config.json is invalid: {_one_line(e)}") from e
     except (OSError, ValueError, KeyError, RecursionError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the configuration cannot be read: {first_line(e)}") from e
     return cast("PretrainedConfig", hf_config)
+
+
+def _one_line(error: StrictDataclassError) -> str:
+    """Return the cause of a validation error, which has the field and its value."""
+    return " ".join(str(error.__cause__ or error).split())
 
 
 def _model_class(

@@ -24,8 +24,8 @@ _DUALITY = frozenset({"hidden_states", "dt", "A", "B", "C", "chunk_size", "initi
 """Parameters by which a scan is recognized."""
 _UNSUPPORTED = ("mamba_selective_scan", "chunk_kimi_delta_attention")
 """Beginnings of names of scans that are not supported: Mamba-1, and the delta rule with a decay per channel."""
-MAX_KERNEL = 8
-"""Maximum taps of a convolution."""
+MIN_KERNEL, MAX_KERNEL = 2, 8
+"""Minimum and maximum taps of a convolution."""
 
 _mixer: ContextVar[torch.nn.Module | None] = ContextVar("penstock_state_mixer", default=None)
 
@@ -233,8 +233,10 @@ def _by_mixer(calls: list[Any]) -> Mapping[torch.nn.Module, list[Any]]:
 
 def _spec(name: str, convolution: ConvCall, scan: ScanCall | None) -> StateSpec:
     channels, kernel = convolution.weight.shape
-    if not 2 <= kernel <= MAX_KERNEL:
-        raise ModelLoadError(f"layer '{name}' has a convolution of {kernel} taps; supported are 2 to {MAX_KERNEL}")
+    if not MIN_KERNEL <= kernel <= MAX_KERNEL:
+        raise ModelLoadError(
+            f"layer '{name}' has a convolution of {kernel} taps; supported are {MIN_KERNEL} to {MAX_KERNEL}"
+        )
     of_scan = {}
     if scan is not None:
         of_scan = {

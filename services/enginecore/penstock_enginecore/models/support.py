@@ -19,6 +19,7 @@ from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.recognition import recognise
+from penstock_enginecore.models.recurrent_checks import check_sizes
 from penstock_enginecore.models.state_hook import StateProbe, find_mixers, unsupported_recurrence
 from penstock_enginecore.states.base import use_states
 
@@ -60,6 +61,8 @@ def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]
             "full, sliding-window or chunked attention, the gated delta rule, Mamba-2 or short convolutions, e.g. Llama, "
             "Qwen2 to 3.5, Mistral, Mixtral, Gemma, Granite or LFM2; docs/reference/models.md lists the tested models."
         )
+    if is_recurrent(config):
+        check_sizes(config)
     try:
         quantization_of(config)
     except ModelLoadError as e:

@@ -1,0 +1,116 @@
+"""Checks of checkpoints with recurrent layers: sizes in the configuration, and numbers of the weights.
+
+Loading compares the shapes of tensors with the configuration, but its errors name tensors. The checks of sizes run first,
+and name the field of ``config.json``.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PretrainedConfig
+
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.state_hook import MAX_KERNEL, MIN_KERNEL, find_mixers
+
+
+class _Fields(NamedTuple):
+    """Names of the fields of ``config.json`` that describe recurrent layers.
+
+    Attributes:
+        heads: Number of state heads. "" for short convolutions, which have none.
+        key_heads: Number of heads or groups of keys, of which ``heads`` must be a multiple.
+        sizes: Sizes of a head.
+        kernel: Taps of the convolution.
+    """
+
+    heads: str
+    key_heads: str
+    sizes: tuple[str, ...]
+    kernel: str
+
+
+_FIELDS = (
+    _Fields(
+        "linear_num_value_heads",
+        "linear_num_key_heads",
+        ("linear_key_head_dim", "linear_value_head_dim"),
+        "linear_conv_kernel_dim",
+    ),
+    _Fields("mamba_n_heads", "mamba_n_groups", ("mamba_d_head", "mamba_d_state"), "mamba_d_conv"),
+    _Fields("mamba_num_heads", "n_groups", ("mamba_head_dim", "ssm_state_size"), "conv_kernel"),
+    _Fields("n_mamba_heads", "mamba_ngroups", ("mamba_headdim", "mamba_d_state"), "mamba_d_conv"),
+    _Fields("num_heads", "n_groups", ("head_dim", "state_size"), "conv_kernel"),
+    _Fields("", "", (), "conv_L_cache"),
+)
+"""Fields of the model families. A configuration is checked by the first entry whose fields it has."""
+
+_LARGEST_A_LOG = math.log(torch.finfo(torch.float32).max)
+"""Largest ``A_log`` whose exponential is finite in float32."""
+
+
+def check_sizes(config: PretrainedConfig) -> None:
+    """Raise ModelLoadError, with the field and its value, if ``config.json`` has an impossible size of recurrent layers."""
+    fields = fields_of(config)
+    if fields is None:
+        return
+    of: dict[str, Any] = {name: getattr(config, name) for name in (*_counts(fields), fields.kernel)}
+    for name, value in of.items():
+        if not isinstance(value, int):
+            raise ModelLoadError(f"config.json: {name} is {value!r}; it must be an integer")
+        if value < 1 and name != fields.kernel:
+            raise ModelLoadError(f"config.json: {name} is {value}; it must be at least 1")
+    if fields.heads and of[fields.heads] % of[fields.key_heads]:
+        raise ModelLoadError(
+            f"config.json: {fields.heads} is {of[fields.heads]}; it must be a multiple of {fields.key_heads}, "
+            f"{of[fields.key_heads]}"
+        )
+    if not MIN_KERNEL <= of[fields.kernel] <= MAX_KERNEL:
+        raise ModelLoadError(
+            f"config.json: {fields.kernel} is {of[fields.kernel]}; convolutions of {MIN_KERNEL} to {MAX_KERNEL} taps are "
+            "supported"
+        )
+
+
+def fields_of(config: PretrainedConfig) -> _Fields | None:
+    """Return the names of the fields that describe the recurrent layers, or None if they are not known."""
+    return next(
+        (fields for fields in _FIELDS if all(hasattr(config, name) for name in (*_counts(fields), fields.kernel))), None
+    )
+
+
+def _counts(fields: _Fields) -> tuple[str, ...]:
+    return tuple(name for name in (fields.heads, fields.key_heads, *fields.sizes) if name)
+
+
+def check_numbers(model: torch.nn.Module) -> None:
+    """Raise ModelLoadError, with the tensor and the number, if a parameter of a recurrent layer is not finite.
+
+    A recurrence carries such a number into the states of all later tokens, and from there into the prefix cache. The
+    weights of linear layers are not checked: a number in them shows in the logits of the first token.
+    """
+    for name, parameter in _own_parameters(model):
+        values = parameter.detach().float()
+        limit = math.inf
+        if name.endswith(".A_log"):
+            limit = _LARGEST_A_LOG
+        wrong = ~values.isfinite() | (values > limit)
+        if bool(wrong.any()):
+            place = wrong.nonzero()[0].tolist()
+            most = "" if limit == math.inf else f", at most {limit:.4g}"
+            raise ModelLoadError(
+                f"tensor {name} has the number {float(values[tuple(place)])} at {place}; it must be finite{most}: the "
+                "checkpoint is damaged, download it again"
+            )
+
+
+def _own_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of recurrent layers and of their convolutions, by name."""
+    for mixer_name, mixer in find_mixers(model).items():
+        for name, module in mixer.named_modules(prefix=mixer_name):
+            if isinstance(module, torch.nn.Linear):
+                continue
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.is_floating_point():
+                    yield f"{name}.{own}", parameter
