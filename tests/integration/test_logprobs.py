@@ -64,9 +64,7 @@ def params(**values: object) -> SamplingParams:
     return SamplingParams(**{"temperature": 0.0, "max_tokens": NEW_TOKENS, "seed": 5, **values})
 
 
-def check(
-    model: torch.nn.Module, tokens: list[int], first: int, logprobs: Logprobs, count: int, *, atol: float = 1e-4
-) -> None:
+def check(model: torch.nn.Module, tokens: list[int], first: int, logprobs: Logprobs, count: int) -> None:
     """``logprobs`` must be those of ``tokens[first:]``, with the ``count`` likeliest."""
     with torch.inference_mode():
         exact = model(torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
@@ -77,7 +75,7 @@ def check(
         assert ids[0] == token_id
         assert end - start == 1 + count
         assert set(ids[1:]) == set(row.topk(count).indices.tolist())
-        assert logprobs.logprobs[start:end] == pytest.approx(row[ids].tolist(), abs=atol)
+        assert logprobs.logprobs[start:end] == pytest.approx(row[ids].tolist(), abs=1e-4)
         assert logprobs.ranks[start] == 1 + int((row > row[token_id]).sum())
         assert logprobs.ranks[start + 1 : end] == list(range(1, count + 1))
 

@@ -35,8 +35,6 @@ from tests.integration.test_lora_parity import engine_of as adapted_engine
 
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 7, 16, 17, 40)
-ATOL = 5e-4
-"""Tolerance of log-probabilities. The random models amplify rounding, and transformers sums chunks in another order."""
 ARCHITECTURES = ("qwen3_5", "granitemoehybrid")
 EVEN_HEADS = {"qwen3_5": {"linear_num_value_heads": 8}, "granitemoehybrid": {}}
 """Changes with which the rows of each linear layer fill whole words of 4-bit numbers."""
@@ -123,16 +121,18 @@ def test_constrained_outputs_are_valid_and_the_same_however_steps_are_scheduled(
 
 
 @pytest.mark.parametrize("tokens_per_step", [7, 2048])
-def test_logprobs_of_prompt_and_output_equal_transformers(case: Case, tokens_per_step: int) -> None:
-    engine = engine_of(case.path, scheduler={"max_num_batched_tokens": tokens_per_step})
+def test_logprobs_of_prompt_and_output_equal_transformers(case: Case, tokens_per_step: int, tmp_path: Path) -> None:
+    # Wide random weights amplify rounding: log-probabilities of float32 are then up to 1e-3 from those of float64.
+    model = save_speaking_model(case.architecture, tmp_path, initializer_range=0.1)
+    engine = engine_of(tmp_path, scheduler={"max_num_batched_tokens": tokens_per_step})
     greedy(engine, case.prompts, "caches prefixes")
     params = SamplingParams(temperature=1.3, seed=4, max_tokens=NEW_TOKENS, logprobs=3, prompt_logprobs=2)
     run = generate(engine, [(f"r{i}", prompt, params) for i, prompt in enumerate(case.prompts)])
     for i, prompt in enumerate(case.prompts):
         whole = prompt + run.tokens[f"r{i}"]
-        check_logprobs(case.model, whole, len(prompt), run.logprobs[f"r{i}"], 3, atol=ATOL)
+        check_logprobs(model, whole, len(prompt), run.logprobs[f"r{i}"], 3)
         if len(prompt) > 1:
-            check_logprobs(case.model, prompt, 1, run.prompt_logprobs[f"r{i}"], 2, atol=ATOL)
+            check_logprobs(model, prompt, 1, run.prompt_logprobs[f"r{i}"], 2)
 
 
 @pytest.fixture(scope="module")
