@@ -7,5 +7,12 @@ class ModelLoadError(PenstockError):
     """Error raised if a checkpoint cannot be loaded or its architecture is not supported. The message gives the fix."""
 
 
+def refused_model(name: str, reason: str) -> ModelLoadError:
+    """Return the error for a model class ``name`` that is refused for ``reason``. Its message says where the served
+    models are listed.
+    """
+    return ModelLoadError(f"{name} is not supported: {reason}; docs/reference/models.md lists the tested models")
+
+
 class UnsuitableError(Exception):
     """Error raised if an implementation does not support a model. The message gives the reason."""

@@ -25,7 +25,7 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models import attention_hook, state_hook
 from penstock_enginecore.models.checkpoint import check_shapes, check_weights, weight_files
 from penstock_enginecore.models.dtypes import Dtypes, as_stored, narrow, resolve_dtypes
-from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.errors import ModelLoadError, refused_model
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.composite import Composite
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
@@ -242,7 +242,7 @@ def _model_class(
         if config.trust_remote_code and auto_class.__name__ in getattr(hf_config, "auto_map", {}):
             remote: Any = get_class_from_dynamic_module(hf_config.auto_map[auto_class.__name__], config.path)
             return cast("type[PreTrainedModel]", remote)
-        raise ModelLoadError(f"{named} is not supported: transformers has no causal language model for it")
+        raise refused_model(named, "transformers has no causal language model for it")
     entry: Any = auto_class._model_mapping[type(hf_config)]
     classes: tuple[type[PreTrainedModel], ...] = entry if isinstance(entry, tuple) else (entry,)
     return next((c for c in classes if c.__name__ in (hf_config.architectures or ())), classes[0])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.errors import ModelLoadError, refused_model
 from penstock_enginecore.states.base import ConvCall, ScanCall, StateContext, current_states
 from penstock_enginecore.states.core.spec import StateSpec
 
@@ -210,9 +210,10 @@ def state_specs(model: torch.nn.Module, probe: StateProbe) -> dict[str, StateSpe
         kind = type(mixer).__name__
         num_scans = len(scans.get(mixer, ()))
         if len(convolutions.get(mixer, ())) != 1 or num_scans != int(_has_scan(mixer)):
-            raise ModelLoadError(
-                f"{type(model).__name__} is not supported: layer '{name}' ({kind}) called its convolution "
-                f"{len(convolutions.get(mixer, ()))} times and its scan {num_scans} times in one forward pass"
+            raise refused_model(
+                type(model).__name__,
+                f"layer '{name}' ({kind}) called its convolution {len(convolutions.get(mixer, ()))} times and its scan "
+                f"{num_scans} times in one forward pass",
             )
         specs[name] = _spec(name, convolutions[mixer][0], scans[mixer][0] if num_scans else None)
     return specs

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.models.attention_hook import AttentionCall, use_context
-from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.errors import ModelLoadError, refused_model
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.recognition import recognise
 from penstock_enginecore.models.recurrent_checks import check_sizes
@@ -115,9 +115,10 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
         expected = sum(kind in _ATTENTION_TYPES or kind == _BOTH for kind in config.layer_types)
         _check_mixers(model)
     if len(calls) < expected:
-        raise ModelLoadError(
-            f"{class_name} is not supported: {len(calls)} of its {expected} attention layers use transformers' attention "
-            "interface; the keys and values of the other layers would be lost"
+        raise refused_model(
+            class_name,
+            f"{len(calls)} of its {expected} attention layers use transformers' attention interface; the keys and values "
+            "of the other layers would be lost",
         )
     windows = _expected_windows(config, len(calls))
     chunks = _expected_chunks(config, len(calls))
@@ -129,7 +130,7 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
         if name in specs:
             reason = "the module attends more than once"
         if reason is not None:
-            raise ModelLoadError(f"{class_name} is not supported: in layer '{name}', {reason}")
+            raise refused_model(class_name, f"in layer '{name}', {reason}")
         specs[name] = KVCacheSpec(
             block_size=block_size,
             num_kv_heads=call.key.shape[1],
@@ -146,9 +147,9 @@ def _check_mixers(model: PreTrainedModel) -> None:
     """Raise ModelLoadError unless every layer that should be recurrent has a module that is replaced."""
     expected = sum(kind in _RECURRENT_TYPES for kind in model.config.layer_types)
     if (found := len(find_mixers(model))) != expected:
-        raise ModelLoadError(
-            f"{type(model).__name__} is not supported: by its configuration, {expected} layers are recurrent, but "
-            f"{found} of its modules call a known convolution"
+        raise refused_model(
+            type(model).__name__,
+            f"by its configuration, {expected} layers are recurrent, but {found} of its modules call a known convolution",
         )
 
 
@@ -208,9 +209,9 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
     for (of, inputs), (_, mirrored) in zip(forwards.inputs, backwards.inputs, strict=True):
         if any(most_differ(one, other.flip(0)) for one, other in zip(inputs, mirrored, strict=True)):
             name = next(name for name, module in model.named_modules() if module is of)
-            raise ModelLoadError(
-                f"{type(model).__name__} is not supported: in layer '{name}', the query, key or value of a token depends "
-                "on its index in the batch"
+            raise refused_model(
+                type(model).__name__,
+                f"in layer '{name}', the query, key or value of a token depends on its index in the batch",
             )
 
 
@@ -244,7 +245,7 @@ def probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor 
             output = model(input_ids=tokens[None], use_cache=False, **given)
     except Exception as e:
         reason = f"a forward pass over {len(tokens)} tokens fails with {type(e).__name__}: {e}"
-        raise ModelLoadError(f"{type(model).__name__} is not supported: {reason}") from e
+        raise refused_model(type(model).__name__, reason) from e
     return Probed(context.calls, states, output)
 
 
