@@ -115,6 +115,28 @@ def test_hits_and_misses_give_the_same_tokens_around_every_snapshot(model: Path,
     engine.shutdown()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["uniproc", "multiproc"])
+def test_steps_in_flight_and_worker_processes_change_no_token(model: Path, kind: str) -> None:
+    """Run twice as many requests as there are rows for, in one process and with two steps in flight."""
+    requests = [(f"{i}", some_tokens(length, seed=i), greedy(40)) for i, length in enumerate((5, 50, 100, 33, 64, 16))]
+    found = []
+    for executor in ({}, {"kind": kind, "max_concurrent_batches": 2}):
+        engine = engine_of(
+            model,
+            interval=2 * SPAN,
+            scheduler={"max_num_batched_tokens": 40, "max_num_seqs": 3, "async_scheduling": bool(executor)},
+            executor=executor,
+        )
+        assert engine.kv_cache_config.states is not None
+        assert engine.kv_cache_config.states.num_requests == 3
+        found += [generate(engine, requests).tokens for _ in range(2)]
+        assert engine.scheduler.kv_cache.prefix_stats.hits > 0
+        assert stats_of(engine).num_used == 0
+        engine.shutdown()
+    assert found == [found[0]] * 4
+
+
 def test_reset_sleep_and_wake_forget_states(engine: EngineCore) -> None:
     control = EngineControl(engine)
     prompt = some_tokens(100, seed=6)
