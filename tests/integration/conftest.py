@@ -1,4 +1,4 @@
-"""A frontend's model directory, and engines without a model for the frontend."""
+"""Fixtures for frontend tests: a model directory, fake engines without a model, and frontends in front of them."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
@@ -18,7 +18,7 @@ VOCAB = byte_level().get_vocab_size()
 
 @pytest.fixture(autouse=True)
 def log_settings_of_earlier_tests_are_gone() -> None:
-    """An LLM in the process quietens its logs, if the program has not configured them."""
+    """Restore log settings: an ``LLM`` in the test process lowers the log level unless the program configured logging."""
     structlog.reset_defaults()
 
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def chatml(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with a chat template."""
+    """Return a model directory with a chat template."""
     return save_chat_model(tmp_path_factory.mktemp("models") / "chatml")
 
 
@@ -43,21 +43,21 @@ def ends() -> Iterator[ExitStack]:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[FakeEngine]:
-    """An engine that steps by itself."""
+    """Yield a fake engine that runs its steps without commands of the test."""
     async with FakeEngine(vocab_size=VOCAB) as engine:
         yield engine
 
 
 @pytest.fixture
 async def manual() -> AsyncIterator[FakeEngine]:
-    """An engine that steps when told to."""
+    """Yield a fake engine that runs a step only when the test commands it."""
     async with FakeEngine(vocab_size=VOCAB, manual=True) as engine:
         yield engine
 
 
 @pytest.fixture
 async def frontend(engine: FakeEngine, model: Path) -> AsyncIterator[FrontendServer]:
-    """A frontend that serves, in front of ``engine``."""
+    """Yield a ready frontend in front of ``engine``."""
     async with FrontendServer(model, engines=[engine.address]) as frontend:
         await frontend.until_health(serving=True)
         yield frontend
@@ -65,6 +65,6 @@ async def frontend(engine: FakeEngine, model: Path) -> AsyncIterator[FrontendSer
 
 @pytest.fixture
 async def api(engine: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
-    """The same with its HTTP port open, and OpenAI's client."""
+    """Yield a ready frontend with an HTTP port, and OpenAI's client for the port."""
     async with openai_server(model, engines=[engine.address]) as server:
         yield server

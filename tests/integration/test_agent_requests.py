@@ -21,13 +21,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def model(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ScriptedModel]:
-    """The server refuses unknown fields, so every field of these programs must be known."""
+    """Yield a server that refuses unknown fields, so the tests fail if these programs send an unknown field."""
     async with scripted_model(tmp_path_factory.mktemp("agents"), unknown_fields="refuse") as model:
         yield model
 
 
 async def answers_to(run: Recorded, model: ScriptedModel) -> list[Answer]:
-    """Send all requests of a run, each with the identifiers of the earlier answers, and return the answers."""
+    """Send all requests of a run and return the answers. Each request contains the identifiers from earlier answers."""
     answers: list[Answer] = []
     for number in range(len(run.turns)):
         response = await model.http.post(run.path, json=run.body(number, answers), headers=run.headers)
@@ -69,7 +69,7 @@ async def test_the_model_sees_the_tools_and_all_that_happened(model: ScriptedMod
 
 @pytest.mark.parametrize("program", [name for name in PROGRAMS if Recorded(name).keeps_thoughts])
 async def test_a_prompt_goes_on_where_the_answer_before_it_ended(model: ScriptedModel, program: str) -> None:
-    """The prefix cache then holds all of it."""
+    """Checks that each prompt starts with the previous prompt and answer, so the prefix cache covers both."""
     run = Recorded(program)
     turns = run.turns
     model.says([turn.tokens for turn in turns])

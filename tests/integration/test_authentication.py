@@ -1,5 +1,5 @@
-"""API keys and tokens at the frontend's ports: accepted credentials, errors of refused ones, and the tenant of a
-request.
+"""API keys and tokens at the frontend's ports: accepted credentials, errors for refused credentials, and the tenant
+of a request.
 """
 
 import base64
@@ -60,7 +60,7 @@ async def guarded(engine: FakeEngine, model: Path, tmp_path: Path) -> AsyncItera
     http = HttpConfig(host="127.0.0.1", port=0)
     options: dict[str, Any] = {"auth": auth, "http": http, "log": LogConfig(requests=True)}
     async with FrontendServer(model, engines=[engine.address], **options) as server:
-        await server.until_health(serving=True)  # the health service asks for nothing
+        await server.until_health(serving=True)  # the health service requires no credentials
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.frontend.http_port}", verify=False) as client:
             yield Guarded(server, client, issuer, tmp_path)
 
@@ -74,8 +74,8 @@ def unsigned(issuer: Issuer) -> str:
 
 
 def signed_with_the_public_key(issuer: Issuer) -> str:
-    """Return a token signed by HMAC with the public key: an attack on verifiers that let the token choose the
-    algorithm.
+    """Return a token signed by HMAC with the public key. The token attacks verifiers that use the algorithm named in
+    the token.
     """
     parts = [{"alg": "HS256", "kid": issuer.kid}, issuer.claims()]
     text = ".".join(base64.urlsafe_b64encode(json.dumps(part).encode()).decode().rstrip("=") for part in parts)
@@ -185,7 +185,7 @@ async def test_a_stale_credential_beside_a_valid_one_is_passed_over(
         assert (await guarded.http.get(route, headers=headers)).status_code != 401
     for route in ("/v1/completions", "/v1/messages", "/v1/embeddings"):
         assert (await guarded.http.post(route, headers=headers, json={})).status_code == 400
-    # Of two valid ones the first counts: ONCALL's scope is not ALICE's.
+    # Of two valid credentials, the frontend uses the first one. ONCALL's scope differs from ALICE's scope.
     vllm = vllm_engine_pb2_grpc.VllmEngineStub(guarded.server.channel)
     abort = vllm.Abort(vllm_engine_pb2.AbortRequest(), metadata=tuple(headers.items()))
     assert (await failure(abort)).code == "PERMISSION_DENIED"
@@ -273,7 +273,7 @@ async def test_requests_are_the_callers_tenants_whatever_they_claim(guarded: Gua
 
 
 async def _request_everywhere(guarded: Guarded, credential: str, claimed: str) -> None:
-    """A request by every way in, each claiming a tenant."""
+    """Send a request over every protocol. Each request claims to belong to a tenant."""
     metadata = bearer(credential)
     request = make_request(max_tokens=2)
     request.routing.tenant = claimed

@@ -1,4 +1,4 @@
-"""``penstock batch`` against the demo model in its process, and against a server."""
+"""``penstock batch`` with the demo model loaded in the command's process, and with a server."""
 
 import asyncio
 import json

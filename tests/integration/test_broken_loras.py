@@ -36,7 +36,7 @@ TOKENS = 100
 NEIGHBOURS = ("", "", "good", "good")
 ENDLESS = "an expression without end"
 SLOWEST = 0.2
-"""Share of their pace that neighbours keep at least while an engine reads for half a second."""
+"""Minimum token rate of neighbours while an engine reads adapters for half a second, relative to their usual rate."""
 
 
 class Neighbour:
@@ -68,8 +68,11 @@ class Neighbour:
 
 
 class Server:
-    """A running server with a directory of adapters (``folder``), a folder of loaded adapters (``loaded``), and
-    neighbours.
+    """A running server, and neighbours that send requests.
+
+    Attributes:
+        folder: Directory in which the server looks for adapters.
+        loaded: Directory of adapters that are loaded by path.
     """
 
     def __init__(self, cluster: Cluster, admin: Any, http: httpx.AsyncClient, folder: Path, loaded: Path) -> None:
@@ -81,7 +84,7 @@ class Server:
         self._http = http
 
     async def refusals(self, name: str) -> AsyncIterator[tuple[str, str]]:
-        """The code and the message of each way to get at the broken adapter of this name."""
+        """Yield the code and the message for each way to load or request the broken adapter with this name."""
         path = str(self.loaded / name)
         with pytest.raises(grpc.aio.AioRpcError, match=r".*") as refused:
             await self._admin.LoadLora(admin_pb.LoadLoraRequest(name="loaded", path=path))
@@ -98,14 +101,14 @@ class Server:
         yield self._of_http(await self._http.post("/v1/completions", json={"model": name, "prompt": "a"}))
 
     async def progress(self) -> None:
-        """Wait until all neighbours have got tokens."""
+        """Wait until every neighbour has received more tokens."""
         before = [each.tokens for each in self.neighbours]
         async with asyncio.timeout(PATIENCE):
             while any(each.tokens == count for each, count in zip(self.neighbours, before, strict=True)):
                 await asyncio.sleep(0.002)
 
     async def pace(self, work: Any) -> float:
-        """Tokens per second that the neighbours get while ``work`` is done."""
+        """Return the tokens per second that all neighbours together receive while ``work`` runs."""
         before, began = sum(each.tokens for each in self.neighbours), time.monotonic()
         await work
         return (sum(each.tokens for each in self.neighbours) - before) / (time.monotonic() - began)

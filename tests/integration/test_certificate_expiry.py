@@ -1,4 +1,4 @@
-"""Each service exports the end of validity of its listeners' and connections' certificates."""
+"""Each service exports the expiry times of the certificates of its listeners and connections."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Chat over gRPC: a real frontend, and an engine that writes a given text."""
+"""Chat over gRPC: a real frontend, and a fake engine whose output text the test sets."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -48,7 +48,7 @@ def says(engine: FakeEngine, text: str) -> None:
 
 
 def request(*messages: pb.ChatMessage, **fields: Any) -> pb.ChatRequest:
-    """A ChatRequest; keywords that it does not have are sampling parameters."""
+    """Return a ChatRequest. Keywords that are not fields of ChatRequest are sampling parameters."""
     own = {name: fields.pop(name) for name in list(fields) if name in pb.ChatRequest.DESCRIPTOR.fields_by_name}
     message = pb.ChatRequest(messages=messages or [HI], **own)
     message.sampling_params.MergeFrom(sampling_pb2.SamplingParams(**({"max_tokens": 1000} | fields)))
@@ -61,7 +61,7 @@ async def answers(frontend: FrontendServer, *messages: pb.ChatMessage, **fields:
 
 
 def calls(responses: Sequence[pb.ChatResponse]) -> list[tuple[str, str]]:
-    """Name and arguments of the calls, put together by their ids."""
+    """Return the name and the arguments of each tool call. Pieces with the same id are joined."""
     found: dict[str, list[str]] = {}
     for call in (call for response in responses for call in response.tool_calls):
         if call.id not in found:

@@ -1,4 +1,4 @@
-"""Conversations rendered by us and by transformers, token by token."""
+"""Penstock renders conversations to the same tokens as transformers."""
 
 import json
 from pathlib import Path

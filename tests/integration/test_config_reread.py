@@ -1,4 +1,4 @@
-"""Processes while Kubernetes replaces their config file: they apply the settings that can change, and continue to run."""
+"""Services whose config file Kubernetes replaces: they apply the settings that can change, and continue to run."""
 
 import asyncio
 import contextlib
@@ -58,7 +58,7 @@ class Mounted:
 
 
 class Followed:
-    """A service with such a file."""
+    """A service that reads its configuration from a mounted ConfigMap."""
 
     def __init__(self, component: str, folder: Path, **config: Any) -> None:
         self.config = CONFIGS[component] | {"log": LOG} | config

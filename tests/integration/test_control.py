@@ -1,4 +1,4 @@
-"""Operators' calls over the session: pause, sleep, resets, profiles, plugins' methods."""
+"""Operators' calls over the session: pause, sleep, resets, profiles, and methods of plugins."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ LENGTH = 150
 @pytest.fixture
 def server() -> Any:
     executor = FakeExecutor(model_max_len=1000, available_memory=2**24, check_kv=False)
-    # A step takes a moment, so that calls come in the middle of requests.
+    # A step lasts a millisecond, so that calls arrive while requests are running.
     executor.on_execute = lambda: threading.Event().wait(0.001)
     server = EngineServer(make_config(num_blocks=None), executor).start().load()
     yield server

@@ -1,4 +1,4 @@
-"""The coordinator as a real server, with the engines' and frontends' real clients and with raw streams."""
+"""The coordinator as a real server, with the real clients of engines and frontends, and with raw streams."""
 
 import asyncio
 import contextlib
@@ -108,7 +108,7 @@ async def test_an_idle_engine_keeps_its_lease():
     async with running(lease_seconds=0.6) as coordinator:
         idle, frontend = Engine(address_of(coordinator), "idle", stats_interval=60.0), Frontend(address_of(coordinator))
         async with alive(idle, frontend), connected(address_of(coordinator)) as stub:
-            for n in range(3):  # each of the silent ones lives for a lease
+            for n in range(3):  # each silent engine stays a member until its lease expires
                 session = stub.EngineSession()
                 await session.write(register(f"silent-{n}"))
                 await frontend.view_where(lambda v, n=n: {e.engine_id for e in v.engines} == {"idle", f"silent-{n}"})
@@ -174,7 +174,7 @@ async def test_a_new_incarnation_replaces_the_old_which_can_not_come_back():
                 new.load = SchedulerStats(num_running_reqs=4)
                 await frontend.view_where(lambda view: view.engines[0].num_running_reqs == 4)
                 seen = [view.engines[0].incarnation for view in frontend.views if view.engines]
-                assert seen == sorted(seen, reverse=True)  # old..., new...: no flapping
+                assert seen == sorted(seen, reverse=True)  # the view changes from old to new only once
 
 
 async def test_two_live_engines_with_one_id_are_told_and_the_first_stays():
@@ -216,11 +216,11 @@ async def test_a_restarted_coordinator_rebuilds_its_state_and_no_frontend_sees_l
         await first.stop()
         await eventually(lambda: not any(side.client.connected for side in (*engines, *frontends)))
         for frontend in frontends:
-            assert everyone(frontend.client.view)  # the last view is kept
+            assert everyone(frontend.client.view)  # the frontend keeps its last view
 
         server = ServerConfig(host="127.0.0.1", port=first.port)
-        # The lease is also the restart grace. Four seconds let all connect again on a busy machine, and the test waits
-        # as long.
+        # The lease is also the restart grace. Within four seconds, all members can reconnect on a busy machine. The
+        # test also waits four seconds.
         await stack.enter_async_context(running(lease_seconds=4.0, restart_grace=None, server=server))
         for frontend in frontends:
             await eventually(lambda frontend=frontend: frontend.client.connected)
@@ -352,7 +352,7 @@ async def test_health_is_serving(service):
 
 
 class ScriptedCoordinator(service_pb2_grpc.CoordinatorServiceServicer):
-    """Accepts an engine and then sends the test's answers."""
+    """Accepts an engine and then sends the messages that the test provides."""
 
     def __init__(self, *answers):
         self.answers = answers

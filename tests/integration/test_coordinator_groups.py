@@ -16,7 +16,7 @@ from tests.fakes.systems.cluster_members import address_of, connected, running
 
 
 class Rank:
-    """The rank's stream."""
+    """A rank's stream to the coordinator."""
 
     def __init__(self, stub: Any, name: str, **config: str) -> None:
         self.call = stub.EngineSession()
@@ -47,8 +47,9 @@ class Rank:
         return command
 
     async def named(self, *members: str) -> pb.Reconfigure:
-        """Read until the command to form a group of these members. The coordinator repeats commands that were not
-        carried out.
+        """Read until the coordinator sends the command to form a group of these members. The coordinator repeats
+        commands
+        that ranks did not execute.
         """
         while True:
             command = await self.read()

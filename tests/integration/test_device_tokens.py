@@ -1,4 +1,7 @@
-"""Engines whose tokens a device chooses, and which reach the host at the last moment: those of engines that wait."""
+"""Engines that sample on a device and copy tokens to the host as late as possible.
+
+Their tokens equal the tokens of engines that wait for each step.
+"""
 
 import shutil
 from pathlib import Path
@@ -81,7 +84,7 @@ def test_tokens_are_those_of_an_engine_that_waits(
     model = {"model": {"max_model_len": 44}}
     requests = plain_requests() + (other_requests() if others else [])
     expected, waiting = run(path, requests, **model)
-    if "cache" in sections:  # room for the longest request, and little more
+    if "cache" in sections:  # enough blocks for the longest request, plus two
         num_blocks = waiting.scheduler.kv_cache.num_blocks_for(44) + 2
         sections = {**sections, "cache": {**sections["cache"], "num_blocks": num_blocks}}
     choose_on_device(monkeypatch, LastMoment)
@@ -89,12 +92,12 @@ def test_tokens_are_those_of_an_engine_that_waits(
     assert found.tokens == expected.tokens
     assert found.finish_reasons == expected.finish_reasons
     assert engine.scheduler._async is sections.get("scheduler", {}).get("async_scheduling", True)
-    if "cache" in sections and others:  # without them all fit one after the other
+    if "cache" in sections and others:  # without the other requests, no request is preempted
         assert found.stats.num_preemptions > 0
 
 
 def test_no_token_is_taken_from_the_host_before_a_request_needs_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the test above would compare the host's tokens with themselves."""
+    """Guards the test above, which would otherwise compare the host's tokens with themselves."""
     choose_on_device(monkeypatch, LastMoment)
     _, engine = run(path, plain_requests())
     runner = engine.executor._worker.runner
@@ -125,10 +128,11 @@ def test_decodes_are_replays_from_the_first_on(path: Path, monkeypatch: pytest.M
     engine = build_engine(path, kernels={"capture_at_start": True, "graph_sizes": (1, 3)})
     stats = engine.executor.worker_stats
     before = stats()[0].graphs
-    assert (before.captured, before.replays) == (2, 2)  # replays of the proof, at load
+    assert (before.captured, before.replays) == (2, 2)  # the engine verifies each graph with a replay at load
     generate(engine, [("a", prompt(5, 1), SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True))])
     after = stats()[0].graphs
-    assert (after.captured, after.replays, after.launched) == (3, 8, before.launched + 1)  # the third is the prompt's
+    # The third graph is the prompt's.
+    assert (after.captured, after.replays, after.launched) == (3, 8, before.launched + 1)
     assert (after.padding_tokens, after.padding_rows) == (0, 0)
 
 

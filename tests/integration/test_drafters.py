@@ -1,4 +1,4 @@
-"""Every drafter on real models: the same tokens as without, in steps that are fewer where the drafts are good."""
+"""Every drafter on real models: the same tokens as without a drafter, and fewer steps if the drafts are good."""
 
 import json
 import shutil
@@ -67,13 +67,13 @@ def test_tokens_are_those_without(models: dict[str, Path], method: str, setting:
     sections = SETTINGS[setting]
     expected = generate(engine_of(models["model"], **sections), requests(temperature)).tokens
     engine = engine_of(models["model"], speculative, **sections)
-    for _ in range(2):  # the second time on prefixes, and with outputs that have ended
+    for _ in range(2):  # the second run has cached prefixes and earlier outputs to draft from
         run = generate(engine, requests(temperature))
         assert run.tokens == expected
     assert not engine.scheduler.drafter_failure
     counts = run.stats.spec_decoding_stats
     if method == "itself":
-        # All but what filters and ends leave over: the drafter draws as the model does.
+        # The drafter samples as the model does. Only filters and the ends of requests cause rejected drafts.
         assert counts.num_accepted_tokens > 0.9 * counts.num_draft_tokens
     if setting == "few blocks":
         assert run.stats.num_preemptions > 0
@@ -157,7 +157,10 @@ def constrained(temperature: float) -> list[tuple[str, list[int], SamplingParams
 
 @pytest.fixture(scope="module")
 def without() -> dict[float, Run]:
-    """Answers to constrained requests without drafts, by temperature. Processes that follow constraints take seconds to start."""
+    """Return runs of constrained requests without drafts, by temperature.
+
+    The fixture has module scope because grammar processes take seconds to start.
+    """
     engine = engine_of(DEMO)
     try:
         return {temperature: generate(engine, constrained(temperature)) for temperature in (0.0, 0.9)}

@@ -1,4 +1,4 @@
-"""EAGLE heads: the same tokens as without a head, plain torch's drafts in both layouts, and refused heads."""
+"""EAGLE heads: the same tokens as without a head, the same drafts as plain torch in both layouts, and refused heads."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_tokens_are_those_without(model: Path, head: str, setting: str, temperat
     sections = SETTINGS[setting]
     expected = generate(engine_of(model, **sections), requests(temperature)).tokens
     engine = engine_of(model, speculative(HEADS[head], tmp_path, draft_sampling="coupled"), **sections)
-    for _ in range(2):  # the second time on prefixes
+    for _ in range(2):  # the second run has cached prefixes
         run = generate(engine, requests(temperature))
         assert run.tokens == expected
     assert not engine.scheduler.drafter_failure
@@ -72,7 +72,7 @@ def test_tokens_are_those_without(model: Path, head: str, setting: str, temperat
 
 
 class Seen:
-    """Records a drafter's proposals by the tokens before them, and the number of chains that the kernels ran."""
+    """Records a drafter's proposals by the tokens before each proposal, and the number of chains that the kernels ran."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.drafts: dict[tuple[int, ...], list[int]] = {}
@@ -110,7 +110,7 @@ def test_drafts_are_those_of_plain_torch(
         model,
         speculative(HEADS[head], tmp_path, layout),
         cache={"enable_prefix_caching": False},
-        scheduler={"max_num_batched_tokens": 24},  # prompts come in pieces
+        scheduler={"max_num_batched_tokens": 24},  # prompts are computed in chunks
         kernels=kernels,
     )
     generate(engine, requests(0.0))
@@ -121,7 +121,7 @@ def test_drafts_are_those_of_plain_torch(
 
 
 def story(tokenizer: Any, thing: str) -> list[int]:
-    """The tokens that ask for one."""
+    """Return the tokens of a chat prompt that requests a story about ``thing``."""
     messages = [{"role": "user", "content": f"Tell me a story about a {thing}."}]
     token_ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     return token_ids

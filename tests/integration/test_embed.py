@@ -1,4 +1,4 @@
-"""Embed, Classify and Score through a real frontend and a real engine: results equal those of sentence-transformers."""
+"""Embed, Classify and Score through a real frontend and a real engine: results equal sentence-transformers' results."""
 
 import shutil
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -36,7 +36,7 @@ LABELS = {0: "sad", 1: "glad", 2: "neither"}
 
 @contextmanager
 def serving(path: Path, *, lora: Mapping[str, Any] | None = None, **model: Any) -> Iterator[str]:
-    """The address of an engine."""
+    """Yield the address of an engine with the model at ``path``."""
     config = EngineCoreConfig(
         model=ModelConfig(path=str(path), served_model_name="model", device="cpu", **model),
         cache=CacheConfig(num_blocks=64),
@@ -93,7 +93,7 @@ async def embedding(minilm_engine: str) -> AsyncIterator[FrontendServer]:
 
 
 def make_classifier(folder: Path, head: str, **config: Any) -> Path:
-    """A tiny BERT with MiniLM's tokenizer."""
+    """Write a tiny BERT classifier with MiniLM's tokenizer."""
     save_pooling_model("bert", folder, head=head, vocab_size=30522, pad_token_id=0, **config)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
         shutil.copy(MINILM / name, folder / name)
@@ -130,7 +130,7 @@ async def test_dimensions_and_normalization_are_the_clients_choice(
 async def test_a_long_text_is_cut_where_that_is_asked_for(
     embedding: FrontendServer, minilm: SentenceTransformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "A cat sits on the mat, " * 1000  # so long that it would be refused before it is tokenized
+    text = "A cat sits on the mat, " * 1000  # so long that the frontend would refuse the text before tokenizing
     body = {"input": text, "use_activation": True}
     all_there_is_room_for = await post(embedding, "/v1/embeddings", {**body, "truncate_prompt_tokens": -1})
     eight = await post(embedding, "/v1/embeddings", {**body, "truncate_prompt_tokens": 8})

@@ -1,4 +1,4 @@
-"""Early ends of Embed through real gRPC: cancelled, too late, without its engine."""
+"""Embed calls that end early, over real gRPC: cancelled, past the deadline, or without an engine."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +19,7 @@ REQUEST = pb.EmbedRequest(inputs=[pb.PoolingInput(text="hello"), pb.PoolingInput
 
 @pytest.fixture
 async def silent() -> AsyncIterator[FakeEngine]:
-    """An engine that takes inputs and computes nothing."""
+    """Yield an engine that accepts inputs and never answers."""
     engine = FakeEngine(vocab_size=400, manual=True)
     engine.ready.capabilities[:] = ["embed", "token_embed"]
     async with engine:

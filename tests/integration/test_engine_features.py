@@ -62,7 +62,7 @@ def log_softmax(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
 
 
 def positions(client: SessionClient, request_id: str, field: str) -> list[list[tuple[int, float, int]]]:
-    """Entries (token, logprob, rank) by position, over all outputs of a request."""
+    """Return entries (token, logprob, rank) by position, over all outputs of a request."""
     found = []
     for output in client.outputs[request_id]:
         if not output.HasField(field):
@@ -77,7 +77,10 @@ def positions(client: SessionClient, request_id: str, field: str) -> list[list[t
 
 
 def assert_scored(entries: list[tuple[int, float, int]], expected: torch.Tensor, token: int, count: int) -> None:
-    """The chosen token first, then the ``count`` likeliest, each with its log-probability and rank."""
+    """Check that the entries are the chosen token, then the ``count`` likeliest tokens.
+
+    Each entry has the token's log-probability and rank.
+    """
     assert entries[0][0] == token
     assert len(entries) == 1 + count
     likeliest = expected.topk(count).indices.tolist() if count else []

@@ -1,4 +1,4 @@
-"""The session of a frontend and an engine, over real gRPC; the executor knows its tokens in advance."""
+"""The session of a frontend and an engine, over real gRPC. The fake executor returns scripted tokens."""
 
 import asyncio
 import math
@@ -57,7 +57,7 @@ class Client:
         await self.call.write(pb.SessionRequest(add=request))
 
     async def until_ended(self, *request_ids: str) -> None:
-        """Read frames until these requests have ended, checking that offsets follow one another."""
+        """Read frames until these requests have ended. Checks that the offsets have no gaps."""
         while not set(request_ids) <= set(self.ends):
             message = await self.read()
             assert message.WhichOneof("message") == "outputs", message
@@ -80,7 +80,7 @@ class Client:
 
 @pytest.fixture
 def servers() -> Any:
-    """Makes engine servers and stops them at the end."""
+    """Yield a function that starts engine servers. The fixture stops the servers at the end."""
     made: list[EngineServer] = []
 
     def make(executor: FakeExecutor | None = None, *, load: bool = True, **config: Any) -> EngineServer:
@@ -146,7 +146,7 @@ async def test_ready_says_whether_the_engine_tells_what_it_caches(servers: Serve
 
 
 async def test_outputs_arrive_one_frame_per_step_in_order_and_complete(servers: Servers, connect: Connect) -> None:
-    count = 1500  # long enough that the requests overlap, however late the last one arrives
+    count = 1500  # so long that the requests overlap, even if the last one arrives late
     executor = FakeExecutor(model_max_len=2000, available_memory=2**26, check_kv=False)
     client = connect(servers(executor, num_blocks=4000))
     await client.hello()
@@ -356,7 +356,7 @@ async def test_a_fatal_error_is_the_last_word_of_the_engine(servers: Servers, co
 async def test_what_is_left_of_a_requests_time_counts_whatever_the_clocks_say(
     servers: Servers, connect: Connect, hours: int
 ) -> None:
-    """A frontend whose clock is an hour off."""
+    """Uses a frontend whose clock differs from the engine's clock by an hour or more."""
     client = connect(servers())
     await client.hello()
     now = time.time() + 3600 * hours

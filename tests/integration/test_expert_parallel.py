@@ -1,4 +1,7 @@
-"""Engines that share the experts of a model: the tokens of transformers, the logits of one engine. See ``make expert-matrix``."""
+"""Engines that divide the experts of a model: transformers' tokens, and the logits of a single engine.
+
+``make expert-matrix`` runs more combinations.
+"""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The coordinator as KEDA sees it: answers of externalscaler.proto while engines join, work and leave."""
+"""The coordinator as KEDA's external scaler: results of its RPCs while engines join, run requests and leave."""
 
 import asyncio
 import contextlib
@@ -107,7 +107,7 @@ async def test_pools_are_scaled_each_by_its_own_engines() -> None:
             big.load, spot.load = busy(4, kv=0.9), busy(1, kv=0.1)
             async with asyncio.timeout(TIMEOUT):
                 while True:
-                    with contextlib.suppress(grpc.aio.AioRpcError):  # until the pool's first engine is there
+                    with contextlib.suppress(grpc.aio.AioRpcError):  # fails until the pool's first engine has joined
                         if await keda.metrics() == (0.5, 0.1):
                             break
                     await asyncio.sleep(0.01)

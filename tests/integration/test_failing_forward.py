@@ -1,4 +1,4 @@
-"""Steps of a real model that fail in Python: one request ends, its neighbours' tokens are those of a quiet run."""
+"""Steps of a real model that raise in Python: one request fails, and the other requests have their usual tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.fakes.models.pooling_models import ENCODERS, save_pooling_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 POISON = 7
-"""A token that no good prompt holds, and no output: its logit is forbidden."""
+"""Token that occurs in no good prompt and in no output, because sampling forbids the token."""
 LENGTHS = (3, 16, 34, 5)
 NEW_TOKENS = 10
 FORWARD_PASSES = (ModulesForward, NativeForward)
@@ -75,8 +75,8 @@ def tokens(outputs: dict[str, list[EngineCoreOutput]], name: str) -> list[int]:
 
 
 def assert_unharmed(engine: EngineCore, bad: EngineCoreRequest, quiet: dict[str, list[EngineCoreOutput]]) -> None:
-    """Check that good requests in a batch with ``bad`` give the same output, and that no request leaves anything
-    behind.
+    """Check that good requests in a batch with ``bad`` give the same output, and that no request leaves blocks or state
+    in the engine.
     """
     good = good_requests()
     outputs = run(engine, *good[:2], bad, *good[2:])
@@ -115,7 +115,7 @@ def test_a_forward_pass_that_raises_ends_the_request_it_raises_for(
 
 
 def layout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails in the middle of an update of the batch: some rows are written, others are not."""
+    """Fail during an update of the batch, after some rows were written and before the others."""
     write = InputBatch._set_sampling
 
     def raising(self: InputBatch, row: int, new: NewRequestData, *rest: Any) -> None:
@@ -138,7 +138,7 @@ def vectors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail after the forward pass, when the request has three tokens."""
+    """Fail after the forward pass, once the request has three tokens."""
     rules = InputBatch.sampling_inputs
 
     def raising(self: InputBatch, request_ids: Any, *rest: Any) -> Any:

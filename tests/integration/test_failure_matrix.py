@@ -1,9 +1,9 @@
-"""Every failure of an engine, at every step of a request, on every kind of stream: no token is lost or sent twice.
+"""Every engine failure, after each number of tokens, on every kind of stream: no token is lost or sent twice.
 
 A cell (``tests/fakes/systems/matrix``) sends requests of all shapes to an engine. The engine fails after a given number
-of tokens of each. With ``PENSTOCK_MATRIX=full`` (``make matrix``) each cell combines every shape with every output kind
-and n, with one token per step and with several. Otherwise each shape has one combination per cell, and the next cell
-has another.
+of tokens of each request. With ``PENSTOCK_MATRIX=full`` (``make matrix``) each cell combines every shape with every
+output kind and n, with one token per step and with several tokens per step. Otherwise each shape has one combination
+per cell, and the next cell uses a different combination.
 """
 
 import itertools
@@ -24,9 +24,9 @@ from tests.fakes.systems.matrix.shapes import KINDS, shapes
 FULL = os.environ.get("PENSTOCK_MATRIX") == "full"
 VARIANTS = list(itertools.product(KINDS, (1, 3)))
 PATIENT = DetectionConfig(silence=0.2, probe_timeout=PATIENCE)
-"""Takes no engine for lost that has only got no processor time."""
+"""Detection with a probe timeout so long that an engine without processor time does not count as lost."""
 IMPATIENT = DetectionConfig(silence=0.2, probe_timeout=2.0)
-"""Detection for failures that only the engine's silence shows."""
+"""Detection for failures in which the engine only stops sending."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -40,7 +40,7 @@ def report() -> Iterator[Report]:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def rigs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[bool, Rig]]:
-    """Yield the rigs; the key tells whether a failure is silent."""
+    """Yield the rigs by whether their failures are silent."""
     model = save_model(tmp_path_factory.mktemp("matrix") / "model")
     async with Rig(model, detection=PATIENT) as patient, Rig(model, detection=IMPATIENT, engines=3) as impatient:
         yield {False: patient, True: impatient}

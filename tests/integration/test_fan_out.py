@@ -1,4 +1,4 @@
-"""Calls that become many sequences: how many they may become, and that they leave the event loop to others meanwhile."""
+"""Calls that expand into many sequences: the limit on sequences, and other calls run during the expansion."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Errors at every boundary of the engine: one request ends, and a neighbouring request is unaffected."""
+"""Errors at every boundary of the engine: one request ends, and another running request is unaffected."""
 
 import logging
 import re
@@ -68,7 +68,10 @@ def inject(
     of: Callable[..., Any],
     calls: int = 1,
 ) -> None:
-    """Make ``method`` raise from its ``calls``-th call for the bad request on. ``of`` finds the request of a call."""
+    """Make ``method`` raise for the bad request, starting with its ``calls``-th call.
+
+    ``of`` returns the request of a call.
+    """
     original = getattr(owner, method)
     seen = 0
 
@@ -88,7 +91,7 @@ def first(argument: Any, *_: Any) -> Any:
 
 
 def tokens(output: Any) -> Any:
-    """An output, but not the error that stands for one."""
+    """Return the output, or None if the output reports an error."""
     return output if output.error is None else None
 
 
@@ -152,7 +155,7 @@ def assert_told_and_logged_once(client: SessionClient, caplog: pytest.LogCapture
 async def test_an_id_can_be_used_again_after_an_incident(
     client: SessionClient, server: EngineServer, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """An output cannot be encoded, so the engine ends the request as well."""
+    """Makes the encoding of an output fail, so that the engine ends the request."""
     with monkeypatch.context() as injected:
         inject(injected, convert, "output_to_proto", RuntimeError("injected"), of=tokens, calls=times)
         await client.add(BAD, max_tokens=900)
@@ -195,7 +198,7 @@ async def test_the_end_of_a_session_that_breaks_does_not_reach_others(
 
 
 class BrokenTracer(Tracer):
-    """Takes nothing."""
+    """Tracer whose every method raises."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -228,7 +231,7 @@ async def test_a_trace_that_cannot_be_written_costs_no_request_its_answer(
 async def test_an_error_whose_text_cannot_be_encoded_ends_its_request(
     client: SessionClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a surrogate pair comes out of JSON, and has no form in UTF-8."""
+    """Uses a lone surrogate, which JSON can contain and UTF-8 cannot encode."""
     error = InvalidArgument("the type '\ud800' is unknown")
     inject(monkeypatch, engine_core, "validate_request", error, of=first)
     await client.add(BAD)
@@ -261,7 +264,7 @@ async def test_a_utilitys_result_without_a_form_is_that_calls_error(
 async def test_a_utility_that_raises_ends_nothing_else(
     client: SessionClient, server: EngineServer, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # pytest sends its log between processes as UTF-8, which cannot encode a lone surrogate.
+    # pytest sends log records between processes as UTF-8, and UTF-8 cannot encode a lone surrogate.
     caplog.set_level(logging.CRITICAL)
     server.executor.rpc_results["probe"] = error
     await client.add("neighbour", seed=1, max_tokens=LENGTH)

@@ -1,4 +1,7 @@
-"""An error in the frontend ends only the request that caused it: each place raises while a neighbouring request runs."""
+"""An error in the frontend ends only the request that caused the error.
+
+Each tested place raises while another request runs.
+"""
 
 import asyncio
 import json
@@ -42,14 +45,14 @@ pytestmark = pytest.mark.slow
 
 POISON = "poison"
 PANIC_TOKEN = 2**31
-"""Token outside every vocabulary, so that the neighbour never has it."""
+"""Token outside every vocabulary, so that the other request never contains the token."""
 NEIGHBOUR: dict[str, Any] = {"text": "hello", "seed": 11, "max_tokens": 60}
 UNDISTURBED = byte_level().decode([token_at(11, i, vocab_size=byte_level().get_vocab_size()) for i in range(60)])
 INCIDENT = re.compile(r"incident ([0-9a-f]{8})$")
 
 
 class System(NamedTuple):
-    """A frontend, and an engine that steps on command."""
+    """A frontend, and an engine that runs a step only on command."""
 
     api: OpenAIServer
     engine: FakeEngine
@@ -59,7 +62,7 @@ class System(NamedTuple):
         return self.api.server
 
     def live(self) -> dict[str, int]:
-        """Return the requests that the frontend and the engine still hold."""
+        """Return the requests that the frontend and the engine have not released."""
         frontend = self.frontend.frontend
         dispatch = frontend._engines._dispatch
         return {
@@ -126,7 +129,10 @@ async def _chat(system: System) -> str:
 
 
 async def _session(system: System) -> str:
-    """Send the request in a session with another one, whose tokens must equal those of a run alone."""
+    """Send the poisoned request in a session with another request.
+
+    The other request must have the same tokens as when it runs alone.
+    """
     call = system.frontend.stub.GenerateSession(timeout=PATIENCE)
     beside = make_request(**NEIGHBOUR, request_id="beside")
     await call.write(pb.GenerateSessionRequest(generate=beside))
@@ -168,11 +174,11 @@ _GENERATING = ("generate", "session", "vllm", "completion", "completion stream",
 
 
 class Fault(NamedTuple):
-    """A fault.
+    """A fault that a test injects.
 
     Attributes:
         senders: Names of the ways to send the request.
-        inject: Called with the system and ``monkeypatch``, makes the request fail.
+        inject: Function that makes the request fail. Its arguments are the system and ``monkeypatch``.
     """
 
     name: str
@@ -181,7 +187,7 @@ class Fault(NamedTuple):
 
 
 def raising(owner: Any, name: str, when: Callable[..., bool], error: type[Exception] = RuntimeError) -> Any:
-    """Makes a method, or a function of a module, raise where its arguments are those of the poisoned request."""
+    """Make a method or a module's function raise when called with arguments of the poisoned request."""
 
     def inject(_: System, monkeypatch: pytest.MonkeyPatch) -> None:
         real = getattr(owner, name)
@@ -197,11 +203,11 @@ def raising(owner: Any, name: str, when: Callable[..., bool], error: type[Except
 
 
 class PanicException(BaseException):
-    """No Exception, as theirs is none."""
+    """Panic of the tokenizers library. Like the library's own class, it is not a subclass of Exception."""
 
 
 class Panicking:
-    """A tokenizer's library that panics at a text of the poisoned request."""
+    """Tokenizer that panics when it encodes a text of the poisoned request."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -221,7 +227,7 @@ def panicking(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class PanickingDecoder(Panicking):
-    """Panics at a given token."""
+    """Decoder that panics when the tokens include ``PANIC_TOKEN``."""
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         if PANIC_TOKEN in token_ids:
@@ -236,7 +242,7 @@ def panicking_at_a_token(system: System, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def mangled(change: Callable[[engine_pb.EngineCoreOutput], None]) -> Any:
-    """Changes the third output that the engine sends of the poisoned request."""
+    """Return an injection that changes the third output of the poisoned request."""
 
     def inject(system: System, _: pytest.MonkeyPatch) -> None:
         seen = 0
@@ -443,7 +449,10 @@ def incidents_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 async def stepping(system: System, work: Awaitable[Any], *, for_all: bool = True) -> Any:
-    """Await ``work`` while the engine steps: always, or only if it has requests other than the neighbour."""
+    """Await ``work`` while the engine steps.
+
+    If ``for_all`` is false, the engine steps only while it has requests other than the neighbour.
+    """
     task = asyncio.ensure_future(work)
     while not task.done():
         labels = {request.message.external_request_id for request in system.engine.running.values()}

@@ -1,4 +1,4 @@
-"""Each pair of an engine's features that needs no data-parallel group: the tokens of a plain engine, or a refusal by
+"""Each pair of engine features that needs no data-parallel group gives a plain engine's tokens, or is refused by
 name.
 """
 
@@ -20,7 +20,7 @@ from tests.pairs.table import Refused, Tested, Two, name_of, pairs
 
 pytestmark = pytest.mark.usefixtures("warm_processes")
 SLOW = frozenset({Feature.NODES, Feature.STRUCTURED, Feature.TENSOR, Feature.PIPELINE, Feature.FP8_CACHE})
-"""Processes, grammars that are compiled in one, threads of workers, and attention by torch."""
+"""Features whose tests are slow: they start processes or worker threads, or compute attention with torch."""
 FEATURES = [*Feature]
 AT_THE_REQUEST = "sleep is not supported for ranks of a data-parallel group"
 TESTED = [two for two, verdict in pairs() if isinstance(verdict, Tested) and not two & GROUPS]
@@ -28,7 +28,10 @@ REFUSED = [(two, verdict.message) for two, verdict in pairs() if isinstance(verd
 
 
 def is_slow(two: Two) -> bool:
-    """Return whether the pair's test is slow: all but each third of a feature's partners."""
+    """Return whether the pair's test is slow.
+
+    Pairs with a feature in ``SLOW`` are slow. Of the other pairs, only a third is quick.
+    """
     return bool(two & SLOW or sum(map(FEATURES.index, two)) % 3)
 
 
@@ -63,7 +66,7 @@ def test_a_pair_is_refused_by_name(
 def test_ranks_refuse_to_sleep(two: Two, tmp_path: Path) -> None:
     checkpoint = Checkpoint(two, tmp_path)
     engine = build_engine(checkpoint.path, **sections_of(two, checkpoint))
-    rank: Any = object()  # whatever it is: nothing of it is asked
+    rank: Any = object()  # any object works, because the test calls no method of the rank
     with pytest.raises(Unimplemented, match=AT_THE_REQUEST):
         EngineControl(engine, rank).sleep(1)
     engine.shutdown()

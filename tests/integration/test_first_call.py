@@ -1,4 +1,4 @@
-"""The chart's test hook: a call over gRPC and one over HTTP, for every task of the model and every kind of credentials."""
+"""The chart's test hook: a gRPC call and an HTTP call, for every task of the model and every kind of credentials."""
 
 import array
 import asyncio
@@ -26,7 +26,7 @@ KEY = "sk-alice-0123456789"
 
 @asynccontextmanager
 async def serving(model: Path, engine: str, **options: Any) -> AsyncIterator[list[str]]:
-    """A frontend, and the arguments that find it."""
+    """Yield a frontend, and the hook's arguments for connecting to the frontend."""
     options.setdefault("http", HttpConfig(host="127.0.0.1", port=0))
     async with FrontendServer(model, engines=[engine], **options) as server:
         ports = (server.frontend.port, server.frontend.http_port)
@@ -35,14 +35,14 @@ async def serving(model: Path, engine: str, **options: Any) -> AsyncIterator[lis
 
 
 async def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
-    """The exit code, and the lines that were printed, without the log of the frontend in this process."""
+    """Return the exit code and the printed lines, without log lines of the frontend in the same process."""
     code = await asyncio.to_thread(first_call.main, arguments)
     told = ("gRPC ", "HTTP ", "FAILED: ", "no answer ")
     return code, [line for line in capsys.readouterr().out.splitlines() if line.startswith(told)]
 
 
 def embedder() -> FakeEngine:
-    """An engine that answers every input with the same vector."""
+    """Yield an engine that answers every input with the same vector."""
     engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
     engine.ready.capabilities[:] = ["embed"]
 

@@ -27,7 +27,7 @@ async def engines() -> AsyncIterator[tuple[FakeEngine, FakeEngine]]:
 
 @pytest.fixture
 async def admin(engines: tuple[FakeEngine, FakeEngine], model: Path) -> AsyncIterator[Any]:
-    """The operators' stub of a frontend in front of both engines."""
+    """Yield the stub of the operators' API, for a frontend in front of both engines."""
     async with FrontendServer(model, engines=[engine.address for engine in engines]) as frontend:
         await until_states(frontend, dict.fromkeys("ab", control_pb2.ENGINE_STATE_SERVING))
         yield frontend.admin

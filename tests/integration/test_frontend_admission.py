@@ -1,4 +1,4 @@
-"""Admission at every entry of a frontend: requests beyond a limit, too late, or of a tenant at its own limit."""
+"""Admission on every API of a frontend: requests over a limit, past their deadline, or of a tenant at its limit."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ VOCAB = byte_level().get_vocab_size()
 METADATA = (("x-penstock-tenant", "t"),)
 HEADERS = {"x-penstock-tenant": "t", "x-request-timeout": f"{PATIENCE:g}"}
 RUNNING = "12345"
-"""The prompt of the request that is there already."""
+"""Prompt of the request that is running before a test sends its own requests."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def engine() -> AsyncIterator[FakeEngine]:
-    """Takes everything and computes nothing."""
+    """Yield an engine that accepts every request and computes nothing."""
     engine = FakeEngine(vocab_size=VOCAB, max_model_len=2048, manual=True)
     engine.ready.capabilities[:] = ["generate", "embed"]
     async with engine:
@@ -48,7 +48,7 @@ async def engine() -> AsyncIterator[FakeEngine]:
 
 
 class Refusal(NamedTuple):
-    """A refusal as the client sees it: the status, and the seconds to wait."""
+    """A refusal that a client received: the status, and the seconds to wait before a retry."""
 
     code: str
     retry_after: float | None
@@ -136,7 +136,7 @@ WAYS: list[Way] = [
 
 
 class Spy:
-    """Counts the texts that are tokenized and the conversations that are rendered."""
+    """Counts tokenized texts and rendered conversations."""
 
     def __init__(self, server: FrontendServer, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -242,7 +242,7 @@ async def test_a_tenant_at_its_limit_is_named_in_a_quota_failure_and_others_are_
 async def test_a_flooding_tenant_is_refused_and_another_one_is_served_every_time(
     engine: FakeEngine, model: Path, limit: str
 ) -> None:
-    """Tenant a floods with 50 times the limit of requests in flight; tenant b sends 20 requests one by one."""
+    """Lets tenant a send 50 times its limit of requests at once, while tenant b sends 20 requests one by one."""
     options: dict[str, Any] = (
         {"limits": LimitsConfig(max_requests=4)} if limit == "limits.max_requests" else {"http": {"max_requests": 4}}
     )

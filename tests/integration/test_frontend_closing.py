@@ -1,4 +1,4 @@
-"""Calls that arrive while a frontend closes its port, from clients without retries."""
+"""Calls from clients without retries, which arrive while a frontend closes its port."""
 
 import asyncio
 from collections import Counter
@@ -16,7 +16,7 @@ ROUNDS = 3
 
 
 async def call(address: str, ended: Counter[str], over: asyncio.Event) -> None:
-    """Make one call after the other; ``ended`` counts the results."""
+    """Make calls one after the other, and count their results in ``ended``."""
     async with grpc.aio.insecure_channel(address, options=NO_RETRIES) as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
         while not over.is_set():

@@ -1,4 +1,4 @@
-"""Engines that come, go, drain and misbehave, as a frontend's clients see it."""
+"""Effects on a frontend's clients when engines join, leave, drain or misbehave."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ VOCAB = byte_level().get_vocab_size()
 
 @pytest.fixture
 async def engines() -> AsyncIterator[tuple[FakeEngine, FakeEngine]]:
-    """Yield two engines that step on command."""
+    """Yield two engines that run a step only on command."""
     async with FakeEngine("a", vocab_size=VOCAB, manual=True) as a, FakeEngine("b", vocab_size=VOCAB, manual=True) as b:
         yield a, b
 
@@ -52,7 +52,7 @@ async def frontend(engines: tuple[FakeEngine, FakeEngine], model: Path) -> Async
 
 
 async def two_requests(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> list[Any]:
-    """A running request on each engine."""
+    """Start a request on each engine and return the tasks that read the outputs."""
     readers = [asyncio.create_task(collect(frontend.generate(max_tokens=1))) for _ in engines]
     for engine in engines:
         await engine.until(lambda e: e.running)
@@ -62,7 +62,7 @@ async def two_requests(frontend: FrontendServer, engines: tuple[FakeEngine, Fake
 
 
 async def two_begun(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> list[Any]:
-    """Calls of six tokens with the seeds 1 and 2, one on each engine, which has brought two tokens."""
+    """Start calls for six tokens with the seeds 1 and 2, one on each engine. Each call has received two tokens."""
     calls = [frontend.generate(max_tokens=6, seed=seed, detokenize=False) for seed in (1, 2)]
     for engine in engines:
         await engine.until(lambda e: e.running)
@@ -95,7 +95,7 @@ async def test_a_lost_engine_is_told_with_the_sequences_that_moved_and_logged_on
 
 async def test_requests_are_spread_evenly(frontend: FrontendServer, engines: tuple[FakeEngine, FakeEngine]) -> None:
     calls = [frontend.generate(max_tokens=1) for _ in range(20)]
-    for engine in engines:  # a step's report would make an engine look idle while requests are not routed yet
+    for engine in engines:  # the report of a step would show an idle engine before the requests are routed
         await engine.until(lambda e: len(e.running) == 10)
     for engine in engines:
         engine.step()
@@ -226,7 +226,7 @@ async def test_requests_wait_while_no_engine_is_left_and_go_on_with_the_next(mod
         assert frontend.frontend._engines.num_held == 1
         await engine.start(port)
         await engine.until(lambda e: e.running)
-        while engine.running:  # one step, or two if the first one's frame went down with the engine
+        while engine.running:  # one step, or two if the engine died before it sent the first step's frame
             engine.step()
         tokens = [token for message in await collect(call) for token in message.token_ids]
     assert tokens == [token_at(3, i, vocab_size=VOCAB) for i in range(2)]
@@ -306,7 +306,8 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
         error = poison.exception()
         assert isinstance(error, Internal)
         assert error.reason == "QUARANTINED"
-        # Two deaths suffice if the request was alone on both engines. The first engine may have had neighbours.
+        # Two deaths suffice if the request was alone on both engines. The first engine may also have run other
+        # requests.
         expected = (
             f"{died} engines in a row failed",
             "2 engines in a row failed while they had nothing but this request",
@@ -324,7 +325,10 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
 async def test_whose_engines_lost_their_connections_is_what_they_died_of_only_if_they_did(
     engines: tuple[FakeEngine, FakeEngine], frontend: FrontendServer, dies: bool
 ) -> None:
-    """A request is alone on an engine, then on the other one, and both connections break; the engines live, or are other ones."""
+    """Breaks both connections while a request is alone on each engine in turn.
+
+    If ``dies`` is set, each engine reconnects with a new incarnation. Otherwise the engine is still the same process.
+    """
     request = asyncio.create_task(collect(frontend.generate(max_tokens=1)))
     for number in range(2):
         while not (having := [engine for engine in engines if engine.running]):
@@ -352,7 +356,10 @@ async def test_whose_engines_lost_their_connections_is_what_they_died_of_only_if
 async def test_engines_that_are_listed_no_more_count_as_dead(
     engines: tuple[FakeEngine, FakeEngine], model: Path
 ) -> None:
-    """A request has been alone on both, and nothing passes to either: until then it waits, and is on no engine."""
+    """Cuts the connections of both engines while a request is alone on each of them in turn.
+
+    The request waits without an engine until the list of engines is empty. Then the frontend quarantines the request.
+    """
     async with contextlib.AsyncExitStack() as stack:
         cables = [TcpProxy(engine.port) for engine in engines]
         for cable in cables:
@@ -380,7 +387,7 @@ async def test_engines_that_are_listed_no_more_count_as_dead(
 async def test_an_engine_that_is_stopped_is_found_out_and_its_requests_go_on(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The connection holds; nothing comes over it."""
+    """Freezes an engine: its connection stays open, but the engine sends nothing."""
     a = FakeEngine("a", vocab_size=VOCAB, manual=True)
     b = FakeEngine("b", vocab_size=VOCAB, manual=True)
     detection = DetectionConfig(silence=0.1, probe_timeout=1.0)
@@ -389,7 +396,7 @@ async def test_an_engine_that_is_stopped_is_found_out_and_its_requests_go_on(
         readers = await two_requests(frontend, (a, b))
         a.frozen = True
         await b.until(lambda e: len(e.running) == 2)
-        while not all(reader.done() for reader in readers):  # b itself may seem to be gone on a busy machine
+        while not all(reader.done() for reader in readers):  # on a busy machine, b may also count as lost
             b.step()
             await asyncio.sleep(0.001)
         assert all(await asyncio.gather(*readers))
@@ -462,7 +469,10 @@ async def test_repeated_outputs_are_dropped(frontend: FrontendServer, engines: t
 
 @pytest.fixture
 async def pinned(model: Path) -> AsyncIterator[tuple[FrontendServer, FakeEngine, FakeEngine]]:
-    """A frontend whose list has b before a; both engines call themselves rank 0, as engines do that know of no other."""
+    """Yield a frontend whose list has engine b before engine a.
+
+    Both engines report rank 0, like all engines without a data-parallel group.
+    """
     async with (
         FakeEngine("a", vocab_size=VOCAB) as a,
         FakeEngine("b", vocab_size=VOCAB) as b,
@@ -520,7 +530,8 @@ async def test_an_engine_that_lost_its_index_to_another_has_no_rank(
 ) -> None:
     a, b = engines
     frontend.frontend._engines.follow_view(view(a))
-    frontend.frontend._engines.follow_view(view(b))  # it has a's index; a's lease has expired, and its session holds
+    # b has a's index, because a's lease has expired, while a's session is still open.
+    frontend.frontend._engines.follow_view(view(b))
     calls = [frontend.generate(max_tokens=1, routing={"data_parallel_rank": 0}) for _ in range(4)]
     await b.until(lambda e: len(e.running) == 4)
     b.step()
@@ -552,7 +563,7 @@ async def test_an_engine_of_another_model_or_revision_is_not_used(model: Path, w
 
 
 class FakeCoordinator(coordinator_grpc.CoordinatorServiceServicer):
-    """Sends every frontend one view."""
+    """Coordinator that sends one view to every frontend."""
 
     def __init__(self, view: ClusterView) -> None:
         self.view = view

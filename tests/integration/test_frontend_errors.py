@@ -1,4 +1,4 @@
-"""Wrong input on every public RPC: the status and the field, and the server stays up."""
+"""Wrong input on every public RPC: the error has a status and names the field, and the server continues to serve."""
 
 import asyncio
 from collections.abc import Callable
@@ -135,7 +135,7 @@ async def test_requests_that_clients_call_the_same_run_beside_each_other(model: 
 
 
 async def test_ids_that_clients_chose_cannot_make_two_sequences_the_same_to_an_engine(model: Path) -> None:
-    """The frontend appends the number of the request and the index of the sequence to the client's id."""
+    """Relies on the frontend, which appends the request's number and the sequence's index to the client's id."""
     engine = FakeEngine(vocab_size=VOCAB, manual=True)
     async with engine, FrontendServer(model, engines=[engine.address]) as frontend:
         one = asyncio.create_task(collect(frontend.generate(request_id="x-2", seed=5, max_tokens=1)))

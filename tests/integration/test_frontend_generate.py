@@ -20,7 +20,7 @@ VOCAB = TOKENIZER.get_vocab_size()
 
 
 def says(text: str) -> FakeEngine:
-    """An engine whose output is this text."""
+    """Return an engine whose output is ``text``."""
     return FakeEngine(vocab_size=VOCAB, script=lambda _: ids_of(text))
 
 

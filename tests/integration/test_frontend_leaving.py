@@ -1,4 +1,4 @@
-"""A frontend stops while others run: no client's call fails, and every stream has all its tokens."""
+"""A frontend stops while another one runs: no client's call fails, and every stream has all its tokens."""
 
 import asyncio
 import contextlib
@@ -29,16 +29,16 @@ from tests.fakes.processes import Service
 VOCAB = byte_level().get_vocab_size()
 TOKENS = 24
 AGE = 0.5
-"""Seconds: connections are moved often while the test runs."""
+"""Maximum age of a connection in seconds. It is short, so that connections are replaced often during the test."""
 OWN_POOL = ("grpc.use_local_subchannel_pool", 1)
 
 Ask = Callable[[int], Awaitable[Sequence[int]]]
-"""Sends a request with a seed; the tokens that came."""
+"""Function that sends a request with a seed and returns the received tokens."""
 Client = Callable[["Edge"], contextlib.AbstractAsyncContextManager[Ask]]
 
 
 class Edge:
-    """Two frontends with one shared address for gRPC, one for HTTP, and one of their own each."""
+    """Two frontends with a shared address for gRPC, a shared address for HTTP, and a separate address for each."""
 
     def __init__(
         self, frontends: Sequence[Service], grpc_port: TcpBalancer, http: TcpBalancer, own: Sequence[TcpProxy]
@@ -49,7 +49,7 @@ class Edge:
         self.own = own
 
     def forget(self, number: int) -> None:
-        """Send no new connections to a frontend, as Services and names do once a pod is to go."""
+        """Send no new connections to a frontend, as Kubernetes Services and DNS do before a pod stops."""
         self.grpc.forget(self.frontends[number].port)
         self.http.forget(self.frontends[number].metrics_port)
         self.own[number].refuse()
@@ -57,7 +57,7 @@ class Edge:
 
 @pytest.fixture
 async def edge(model: Path) -> AsyncIterator[Edge]:
-    """Nothing of it ends by a clock: drains have all the time that tests have."""
+    """Yield the two frontends. Their drain timeout is as long as a test may run, so it never ends a drain."""
     async with contextlib.AsyncExitStack() as stack:
         engine = await stack.enter_async_context(FakeEngine(vocab_size=VOCAB))
         frontends = [
@@ -98,14 +98,14 @@ async def generated(channel: grpc.aio.Channel, seed: int) -> Sequence[int]:
 
 @contextlib.asynccontextmanager
 async def plain_channel(edge: Edge) -> AsyncIterator[Ask]:
-    """No service config, no retries."""
+    """Yield a client over a plain channel, without service config and without retries."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{edge.grpc.port}", options=[OWN_POOL]) as channel:
         yield lambda seed: generated(channel, seed)
 
 
 @contextlib.asynccontextmanager
 async def published_channel(edge: Edge) -> AsyncIterator[Ask]:
-    """Call all addresses of a name in turn, with the Python client."""
+    """Yield a client that uses the Python client and calls all addresses of a name in turn."""
     addresses = ",".join(f"127.0.0.1:{proxy.port}" for proxy in edge.own)
     async with AsyncClient(f"ipv4:{addresses}", timeout=PATIENCE) as client:
 
@@ -120,7 +120,7 @@ async def published_channel(edge: Edge) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def sessions(edge: Edge) -> AsyncIterator[Ask]:
-    """Several requests on a stream, again and again."""
+    """Yield a client that sends several requests on each stream, and then opens the next stream."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{edge.grpc.port}", options=[OWN_POOL]) as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
 
@@ -157,7 +157,7 @@ def body(seed: int) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def over_httpx(edge: Edge) -> AsyncIterator[Ask]:
-    """Connections are kept, and nothing is sent twice."""
+    """Yield an httpx client, which reuses connections and never retries."""
     url = f"http://127.0.0.1:{edge.http.port}"
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, trust_env=False) as client:
 
@@ -171,7 +171,7 @@ async def over_httpx(edge: Edge) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def over_openai(edge: Edge) -> AsyncIterator[Ask]:
-    """Streams of the published client, without its retries."""
+    """Yield OpenAI's published client, with streams and without retries."""
     url = f"http://127.0.0.1:{edge.http.port}/v1"
     http = openai.DefaultAsyncHttpxClient(trust_env=False)
     async with openai.AsyncOpenAI(
@@ -192,7 +192,7 @@ async def over_openai(edge: Edge) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def over_requests(edge: Edge) -> AsyncIterator[Ask]:
-    """Call with another HTTP library, whose connections stay open as long as its session."""
+    """Yield a client of the ``requests`` library, whose connections stay open as long as its session."""
     url = f"http://127.0.0.1:{edge.http.port}/v1/completions"
     with requests.Session() as session:
         session.trust_env = False
@@ -209,7 +209,7 @@ CLIENTS: Sequence[Client] = [plain_channel, published_channel, sessions, over_ht
 
 
 class Load:
-    """Two clients of each kind. Each makes one call after the other until ``end``."""
+    """Two clients of each kind. Each client makes calls one after the other until ``end`` is called."""
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
@@ -234,12 +234,12 @@ class Load:
                 self.done[number] += 1
 
     async def next_calls(self, count: int) -> None:
-        """Wait until each client has ended ``count`` more calls."""
+        """Wait until each client has finished ``count`` more calls."""
         before = list(self.done)
         await eventually(lambda: all(now - then >= count for now, then in zip(self.done, before, strict=True)))
 
     async def end(self) -> None:
-        """Let the calls that run end, and begin no more."""
+        """Start no more calls, and wait for the running calls."""
         self._over = True
         await asyncio.gather(*self._tasks)
 
@@ -262,8 +262,9 @@ async def test_no_call_fails_when_a_frontend_leaves_while_another_is_up(edge: Ed
 async def test_the_only_frontend_serves_on_until_its_clients_have_gone(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Moved clients always return to the same frontend. It waits between two calls for as long as the machine needs
-    here.
+    """Uses a single frontend, so that clients always reconnect to it. While draining, the frontend waits longer than
+    the
+    pause between two calls on a busy machine.
     """
     monkeypatch.setattr(servers, "QUIET", PATIENCE)
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=0.1)

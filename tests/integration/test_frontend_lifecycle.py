@@ -87,7 +87,7 @@ async def test_a_stopping_frontend_waits_for_connections_that_are_moved(engine: 
 async def test_a_watch_of_the_health_does_not_hold_up_the_end(
     model: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The watch's connection stays open, but once it has been moved it can carry no other call."""
+    """Keeps the connection of a health watch open. After GOAWAY, the connection accepts no other calls."""
     monkeypatch.setattr(servers, "QUIET", 0.0)
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=0.05)
     async with FrontendServer(model, engines=[engine.address], server=server, drain_timeout=PATIENCE) as frontend:
@@ -294,7 +294,8 @@ async def test_health_says_when_no_more_requests_may_come_in(manual: FakeEngine,
         calls = [frontend.generate(max_tokens=1) for _ in range(2)]
         await manual.until(lambda e: len(e.running) == 2)
         await frontend.until_health(serving=False)
-        assert await status(frontend, "") == health_pb2.HealthCheckResponse.SERVING  # refusals say when to try again
+        # Refusals contain the time of the next retry.
+        assert await status(frontend, "") == health_pb2.HealthCheckResponse.SERVING
         manual.step()
         assert all([await collect(call) for call in calls])
         await frontend.until_health(serving=True)

@@ -1,4 +1,4 @@
-"""Log-probabilities through a real frontend: the engine's numbers with texts, at the tokens they belong to."""
+"""Log-probabilities through a real frontend: the engine's numbers, and the text of each token."""
 
 from typing import Any
 

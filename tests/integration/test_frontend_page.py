@@ -1,4 +1,4 @@
-"""The page and the cluster's state on a real frontend's HTTP port."""
+"""The web page and the state of the cluster, on a real frontend's HTTP port."""
 
 import json
 from pathlib import Path

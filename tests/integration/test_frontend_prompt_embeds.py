@@ -1,4 +1,4 @@
-"""Vectors and mixed prompts through the public API."""
+"""Prompt embeddings and mixed prompts through the public API."""
 
 from pathlib import Path
 from typing import Any

@@ -21,7 +21,7 @@ VOCAB = byte_level().get_vocab_size()
 
 
 def of(outputs: Sequence[pb.GenerateResponse], index: int) -> list[pb.GenerateResponse]:
-    """The messages of one sequence."""
+    """Return the messages of one sequence."""
     return [output for output in outputs if output.index == index]
 
 
@@ -107,7 +107,7 @@ async def test_a_stop_string_ends_its_sequence_only(manual: FakeEngine, model: P
 
 
 async def test_a_cancelled_call_ends_all_its_sequences(manual: FakeEngine, model: Path) -> None:
-    # Letters: the texts of all three random seeds' tokens may have to wait for the next token.
+    # The tokens are letters. With random tokens, a text could wait for the next token to complete a character.
     letters = byte_level().encode("abcdef", add_special_tokens=False).ids
     manual.script = lambda request: letters
     async with FrontendServer(model, engines=[manual.address]) as frontend:

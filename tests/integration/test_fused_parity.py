@@ -1,5 +1,5 @@
-"""Greedy tokens of the fused decoder equal transformers' own: in mixed batches, in chunks, on prefix hits, after
-preemptions.
+"""Greedy tokens of the fused decoder equal transformers' tokens: in mixed batches, in chunks, with prefix hits, and
+after preemptions.
 
 The tests run on a CPU with kernels in plain torch. They cover the decoder's plan, its buffers and its padding.
 """

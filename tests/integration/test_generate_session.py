@@ -1,4 +1,4 @@
-"""GenerateSession through gRPC: many requests on one stream, each with an end of its own."""
+"""GenerateSession over gRPC: many requests on one stream. Each request ends separately."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -21,7 +21,10 @@ Output = pb.GenerateResponse | pb.SessionError
 
 
 class Client:
-    """One session and its ``outputs``. Sessions still ``open`` at a test's end delay the server's stop."""
+    """A session and its ``outputs``.
+
+    ``open`` lists sessions to cancel, because open sessions delay the server's stop.
+    """
 
     open: ClassVar[list[Any]] = []
 
@@ -44,14 +47,14 @@ class Client:
         return output
 
     async def last(self, request_id: str) -> Output:
-        """Read up to the end of a request."""
+        """Read until a request ends, and return its last output."""
         while True:
             output = await self.next()
             if output.request_id == request_id and (isinstance(output, pb.SessionError) or output.finish_reason):
                 return output
 
     async def rest(self) -> list[Output]:
-        """Half-close, and read up to the session's end."""
+        """Half-close the session, and read until the session ends."""
         await self.call.done_writing()
         while (message := await self.call.read()) is not grpc.aio.EOF:
             self.outputs.append(getattr(message, message.WhichOneof("message")))
@@ -78,7 +81,7 @@ def finish(output: Output) -> str:
 
 @pytest.fixture
 async def stepped(manual: FakeEngine, model: Path) -> AsyncIterator[FrontendServer]:
-    """A frontend in front of ``manual``."""
+    """Yield a frontend in front of ``manual``."""
     limits = LimitsConfig(max_session_requests=3)
     log = LogConfig(requests=True)
     async with FrontendServer(model, engines=[manual.address], limits=limits, log=log) as frontend:
@@ -132,7 +135,7 @@ async def test_ids_are_those_of_a_session(stepped: FrontendServer, manual: FakeE
 
 
 async def test_an_aborted_request_ends_with_a_last_output(stepped: FrontendServer, manual: FakeEngine) -> None:
-    manual.script = lambda request: [5] * 9  # a whole character: parts of one would be held back
+    manual.script = lambda request: [5] * 9  # a complete character, because the frontend delays incomplete characters
     session = Client(stepped)
     await session.generate("a", n=2)
     await session.generate("b", max_tokens=2)
@@ -170,7 +173,7 @@ async def test_a_request_that_waits_for_an_engine_can_be_aborted(model: Path) ->
         await session.send(abort_request_id="a")
         end = await session.next()
         assert (finish(end), end.request_id) == ("ABORT", "a")
-        await session.generate("a")  # the id is free
+        await session.generate("a")  # the id can be used again
         await session.send(abort_request_id="a")
         assert finish(await session.next()) == "ABORT"
         assert len(await session.rest()) == 2

@@ -1,7 +1,7 @@
-"""Schemas as generators write them: each is served, or refused at its place, and constrained outputs are valid.
+"""JSON schemas written by schema generators: each is served, or refused with its path, and outputs are valid.
 
-``tests/documents/generator_schemas`` holds them by generator. ``REFUSED`` lists schemas that cannot be enforced, with
-the place and the reason in the client's error.
+``tests/documents/generator_schemas`` contains the schemas by generator. ``REFUSED`` lists schemas that cannot be
+enforced, with the path and the reason in the client's error.
 """
 
 import json
@@ -58,13 +58,16 @@ def engine() -> Iterator[EngineCore]:
 
 
 def _type(validator: Any, types: Any, instance: Any, schema: Any) -> Iterator[jsonschema.ValidationError]:
-    """Check ``type`` together with OpenAPI's ``nullable``."""
+    """Validate ``type``, and accept null if OpenAPI's ``nullable`` is true."""
     if instance is not None or schema.get("nullable") is not True:
         yield from jsonschema.Draft202012Validator.VALIDATORS["type"](validator, types, instance, schema)
 
 
 def validator(schema: Any) -> Any:
-    """A validator of the schema's own draft: by its address, or by a spelling that only an old draft has."""
+    """Return a validator for the schema's draft.
+
+    ``$schema`` or a keyword that only an old draft has determines the draft.
+    """
     text = json.dumps(schema)
     old = '"exclusiveM' in text and any(
         f'"exclusive{m}imum": {v}' in text for m in ("Min", "Max") for v in ("true", "false")
@@ -78,7 +81,7 @@ def validator(schema: Any) -> Any:
 
 
 def sampled(engine: EngineCore, names: list[str]) -> dict[str, int]:
-    """Return the number of samples that ended, and the number of invalid ones among them."""
+    """Return the number of finished samples, and the number of invalid samples among the finished ones."""
     prompt = TOKENIZER.encode("JSON please", add_special_tokens=False).ids
     requests = [
         (

@@ -1,4 +1,4 @@
-"""Requests that engines hand over, as clients see them: in two legs, and off engines that drain."""
+"""Handovers seen by clients: requests with separate prefill and decode engines, and requests on draining engines."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def engine_of(name: str, *, manual: bool = False) -> FakeEngine:
 
 
 async def tokens_of(call: Any) -> dict[int, list[int]]:
-    """The output, by the sequences of a call."""
+    """Return the output tokens of each sequence of a call."""
     tokens: dict[int, list[int]] = {}
     for message in await collect(call):
         tokens.setdefault(message.index, []).extend(message.token_ids)
@@ -159,7 +159,7 @@ CALLS = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT), ("/v1/
 
 
 class Servers:
-    """Two servers for a gateway, each with its own engine: one for prefill, one for decode."""
+    """Two servers behind a gateway, each with its own engine: one server for prefill, one for decode."""
 
     def __init__(self, first: OpenAIServer, second: OpenAIServer) -> None:
         self.first = first
@@ -187,7 +187,7 @@ class Servers:
 def events(streamed: httpx.Response) -> list[dict[str, Any]]:
     """Return the events of a stream."""
     lines = [line.removeprefix("data: ") for line in streamed.text.splitlines() if line.startswith("data: ")]
-    if lines[-1] == "[DONE]":  # not in events of responses
+    if lines[-1] == "[DONE]":  # streams of /v1/responses have no [DONE]
         lines.pop()
     return [json.loads(line) for line in lines]
 

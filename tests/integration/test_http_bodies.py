@@ -1,4 +1,4 @@
-"""Bodies and paths as clients and proxies send them: compressed, with a byte-order mark, with a slash at the end."""
+"""Bodies and paths that some clients and proxies send: compressed, with a byte-order mark, or with a final slash."""
 
 import gzip
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Lifetime of the HTTP listener's connections, and how they end."""
+"""Lifetime of HTTP connections, and how the listener closes them."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ async def serving(model: Path, engine: FakeEngine, *, age: float) -> AsyncIterat
 
 
 class Connection:
-    """A connection that is opened only once."""
+    """A client with one connection, which is never reopened."""
 
     def __init__(self, port: int) -> None:
         self._client = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
@@ -46,7 +46,7 @@ class Connection:
 async def test_an_old_connection_ends_with_its_next_answer(model: Path, engine: FakeEngine) -> None:
     async with serving(model, engine, age=0.1) as frontend:
         connection = Connection(frontend.frontend.http_port)
-        await asyncio.sleep(0.2)  # the age that it has to reach
+        await asyncio.sleep(0.2)  # longer than the maximum age of the connection
         assert await connection.get() == (200, "close")
         await eventually(lambda: not frontend.frontend._servers.http.num_left)
         connection.close()

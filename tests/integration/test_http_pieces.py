@@ -11,7 +11,10 @@ BODY = json.dumps({"prompt": "x", "stream": True, "max_tokens": 3}).encode()
 
 
 async def exchange(api: OpenAIServer, *requests: str) -> tuple[bytes, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send heads with the body behind each; returns the head of the first answer and the open connection."""
+    """Send requests with these heads and the same body.
+
+    Returns the head of the first answer, and the open connection.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     for head in requests:
         writer.write(f"{head}\r\nhost: localhost\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY)
@@ -20,7 +23,7 @@ async def exchange(api: OpenAIServer, *requests: str) -> tuple[bytes, asyncio.St
 
 
 async def chunks(reader: asyncio.StreamReader) -> list[bytes]:
-    """The chunks of one body, the empty last one aside."""
+    """Read the chunks of one body. The result leaves out the empty last chunk."""
     found = []
     async with asyncio.timeout(20):
         while size := int(await reader.readline(), 16):
@@ -60,7 +63,7 @@ async def test_a_client_of_http_1_0_gets_no_chunks(api: OpenAIServer) -> None:
 
 
 class _Cycle:
-    """A fake of the request cycle that pieces are written to."""
+    """A fake of uvicorn's request cycle, to which pieces are written."""
 
     class Flow:
         def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Clients that stall in the middle of their headers or bodies, and bodies that are too much together: others do not notice."""
+"""Clients that stall during their headers or bodies, and bodies whose total size is too large.
+
+Other clients are unaffected.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,13 +38,13 @@ class Client:
         await self.writer.drain()
 
     async def announce(self, size: int) -> None:
-        """Send the headers of a request with so large a body. Returns when the server waits for it."""
+        """Send the headers of a request with a body of ``size`` bytes. Returns when the server waits for the body."""
         await self.send(f"{POST}content-length: {size}\r\nexpect: 100-continue\r\n\r\n")
         async with asyncio.timeout(PATIENCE):
             assert b"100 Continue" in await self.reader.readuntil(b"\r\n\r\n")
 
     async def answer(self) -> Answer:
-        """The next answer."""
+        """Read the next answer."""
         async with asyncio.timeout(PATIENCE):
             head = (await self.reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
             headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
@@ -56,7 +59,7 @@ class Client:
 
 @asynccontextmanager
 async def clients(api: OpenAIServer, count: int) -> AsyncIterator[list[Client]]:
-    """Connections to the server."""
+    """Yield ``count`` connections to the server."""
     opened = [Client(*await asyncio.open_connection("127.0.0.1", api.port)) for _ in range(count)]
     try:
         yield opened
@@ -66,7 +69,7 @@ async def clients(api: OpenAIServer, count: int) -> AsyncIterator[list[Client]]:
 
 
 async def complete(api: OpenAIServer) -> int:
-    """The status of a call that does nothing wrong."""
+    """Return the status of a valid call."""
     response = await api.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2})
     return response.status_code
 
