@@ -1,4 +1,4 @@
-"""Once all requests have ended, in any way, every gauge of every service has its earlier value."""
+"""After all requests have ended, for any reason, every gauge of every service has its earlier value."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from tests.fakes.systems.small_system import POISON, VOCAB, Gauges, System, gaug
 
 
 async def outcome(call: Any) -> str:
-    """The finish reason of a call, or the code that it fails with."""
+    """Return the finish reason of a call, or the reason or code of its error."""
     try:
         messages = await collect(call)
     except RequestFailed as e:

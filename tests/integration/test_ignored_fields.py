@@ -1,5 +1,5 @@
-"""Ignored and unknown fields on every route: ignored ones change no answer; unknown ones are reported, counted or
-refused.
+"""Ignored and unknown fields on every route: ignored fields change no answer, and unknown fields are reported,
+counted or refused.
 """
 
 import copy
@@ -86,7 +86,7 @@ VARYING = re.compile(r'"(id|created|created_at|completed_at|item_id|response_id)
 
 
 class Servers:
-    """A frontend for each kind of model, by the route that it serves."""
+    """Frontends for each kind of model, by route."""
 
     def __init__(self) -> None:
         self.by_route: dict[str, OpenAIServer] = {}
@@ -101,7 +101,10 @@ class Servers:
 
 
 def digest_tokens(request: pb.EngineCoreRequest) -> list[int]:
-    """Tokens that tell whether anything of a request has changed but its seed, which is random where the protocol has none."""
+    """Return a hash of the request as five tokens, so that any change of the request changes the output.
+
+    The hash leaves out the seed, which is random for protocols without a seed.
+    """
     params = type(request.sampling_params).FromString(request.sampling_params.SerializeToString())
     params.ClearField("seed")
     said = repr(list(request.prompt_token_ids)).encode() + params.SerializeToString(deterministic=True)
@@ -143,12 +146,12 @@ async def strict(chatml: Path) -> AsyncIterator[Servers]:
 
 
 def with_field(field: IgnoredField) -> Any:
-    """The route's body with the field at its place."""
+    """Return the body for the field's protocol, with the field set to its example."""
     body = copy.deepcopy(BODIES[field.protocol])
     at = body
     for part in filter(None, field.place.split(".")):
         name = part.removesuffix("[]")
-        if isinstance(at, list):  # the first object that has it
+        if isinstance(at, list):  # the first object with this name
             at = next(each for each in at if isinstance(each.get(name), list | dict))
         at = at[name]
     for each in at if isinstance(at, list) else [at]:
@@ -157,7 +160,7 @@ def with_field(field: IgnoredField) -> Any:
 
 
 def without(field: IgnoredField, answer: tuple[int, str]) -> tuple[int, str]:
-    """The answer without what it repeats of the field."""
+    """Return the answer without the field's value, if answers repeat the field."""
     pair = rf',?"{field.name}":({{[^{{}}]*}}|"[^"]*"|true|null)'
     return (answer[0], re.sub(pair, "", answer[1])) if field.repeated else answer
 

@@ -1,4 +1,4 @@
-"""An engine with weights rounded to 8-bit integers gives transformers' tokens for the same weights."""
+"""An engine with weights rounded to 8-bit integers gives the tokens of transformers with the same rounded weights."""
 
 from pathlib import Path
 from typing import Any

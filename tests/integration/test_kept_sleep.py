@@ -67,7 +67,7 @@ def test_an_engine_wakes_with_its_weights_its_graphs_and_an_empty_cache(
     assert tokens(engine, "b") == expected
     after = engine.executor.worker_stats()[0]
     assert after.graphs.captured == before.graphs.captured
-    assert after.graphs.replays == before.graphs.replays + 8  # the prompts', too
+    assert after.graphs.replays == before.graphs.replays + 8  # includes the replays for the prompts
     assert (after.weight_bytes, after.kv_cache_bytes) == (before.weight_bytes, before.kv_cache_bytes)
     engine.shutdown()
     assert driver.is_clean

@@ -1,4 +1,4 @@
-"""A plugin's connector: calls that it gets for requests, blocks that it loads, and statistics that it reports."""
+"""A plugin's KV connector: its calls for requests, the blocks that it loads, and its statistics."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""SubscribeKvEvents: engines' cache changes on their way to gateways."""
+"""SubscribeKvEvents: the stream of engines' KV cache events to gateways."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -46,18 +46,18 @@ def removed(number: int) -> events_pb2.KvCacheEvent:
 
 
 def on(medium: kv_pb2.KvMedium, event: events_pb2.KvCacheEvent) -> events_pb2.KvCacheEvent:
-    """The same of blocks on another medium."""
+    """Set the storage medium of an event's blocks, and return the event."""
     getattr(event, str(event.WhichOneof("event"))).medium = medium
     return event
 
 
 def name(number: int) -> bytes:
-    """A digest of 32 bytes whose last eight are ``number``."""
+    """Return a block hash of 32 bytes whose last eight bytes are ``number``."""
     return b"\xff" * 24 + number.to_bytes(8, "big", signed=True)
 
 
 def tell(engine: FakeEngine, *events: events_pb2.KvCacheEvent) -> None:
-    """The engine tells its frontends."""
+    """Send events from the engine to all its frontends."""
     for session in engine.sessions:
         session.send(outputs=engine_pb.EngineCoreOutputs(kv_events=events))
 
@@ -167,7 +167,7 @@ async def test_blocks_of_an_adapter_have_its_name_from_the_engine_to_the_gateway
     ):
         await frontend.until_engines(1)
         call = await subscribe(frontend)
-        # The last of them finds the blocks of the first: the adapter is the same.
+        # The last request reuses the blocks of the first one, because both names refer to the same adapter.
         for adapter in ({"lora": "pirate"}, {}, {"lora": "corsair"}):
             await frontend.outputs(token_ids=inference_pb.TokenIds(ids=prompt), max_tokens=1, **adapter)
         assert await session.utility("reset_prefix_cache") is True
@@ -187,7 +187,7 @@ async def test_blocks_of_an_adapter_have_its_name_from_the_engine_to_the_gateway
 
 
 async def test_every_engine_is_a_rank_with_numbers_of_its_own(model: Path) -> None:
-    a, b = caching("a"), caching("b")  # both call themselves rank 0
+    a, b = caching("a"), caching("b")  # both engines report rank 0
     async with a, b, FrontendServer(model, engines=[a.address, b.address]) as frontend:
         await eventually(lambda: frontend.frontend._engines.view.num_engines == 2)
         call = await subscribe(frontend)

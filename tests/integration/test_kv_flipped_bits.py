@@ -1,6 +1,6 @@
-"""A flipped bit in a transferred block is detected, and the block is recomputed: tokens are the same.
+"""A flipped bit in a transferred KV block is detected, and the block is recomputed: tokens are the same.
 
-Host memory has no checksums: its blocks never leave the engine, and are as safe as the KV cache itself.
+Blocks in host memory have no checksums. They never leave the engine, and are as safe as the KV cache itself.
 """
 
 import itertools
@@ -35,7 +35,7 @@ BLOCKS = 13
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
 REQUEST = EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS)
 PIECE = 300
-"""Bytes of a chunk, where blocks go in chunks."""
+"""Size of a chunk in bytes, for transfers in chunks."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def flipped(data: bytes) -> bytes:
 
 
 class Bad:
-    """Flips a bit in the sent blocks with these numbers. The first block has number 1."""
+    """Selects the sent blocks in which a bit is flipped, by number. The first block has number 1."""
 
     def __init__(self, *numbers: int) -> None:
         self._numbers = numbers
@@ -122,7 +122,7 @@ WAYS: list[Way] = [by_grpc, by_grpc_in_chunks, by_shared_memory, by_nixl]
 def test_a_block_that_comes_broken_is_computed(
     way: Way, numbers: tuple[int, ...], model: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After three broken blocks the engine pulls no more."""
+    """Includes a case with three broken blocks, after which the engine stops pulling."""
     bad = Bad(*numbers)
     transport = way(bad, monkeypatch)
     transfer = {"transport": transport, "arena": 1 << 20}

@@ -1,7 +1,8 @@
-"""Requests in two legs while an engine, a frontend or the network fails at a point of a pull: no token is lost, nothing is left.
+"""Failures of an engine, a frontend or the network at each point of a pull of KV blocks.
 
-With ``PENSTOCK_KV_KILLS=full`` (``make kv-kills``) every row is at every point with every kind of output and n; else a
-few are.
+Prefill and decode run on different engines. No token is lost, and all memory is freed. With ``PENSTOCK_KV_KILLS=full``
+(``make kv-kills``), every failure is tested at every point with every kind of output and n. Otherwise a few
+combinations are tested.
 """
 
 import itertools
@@ -18,13 +19,13 @@ FULL = os.environ.get("PENSTOCK_KV_KILLS") == "full"
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 VARIANTS = list(itertools.product(KINDS, (1, 3)))
 SOME = {("destination", "killed"), ("frontend", "killed"), ("network", "cut off")}
-"""Cases that a busy machine finishes in a few seconds."""
+"""Failures whose tests take a few seconds even on a busy machine."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 def cells() -> list[Cell]:
-    """Return all cells, or one variant for each of some rows and points."""
+    """Return all cells in a full run. Otherwise return one variant for each combination of some rows and points."""
     if FULL:
         return [
             Cell(victim, how, point, kind, n)

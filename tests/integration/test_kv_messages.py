@@ -1,4 +1,4 @@
-"""Messages between frontends and engines about moved requests, as both ends write and read them."""
+"""Messages between frontends and engines about moved requests: writers and readers agree."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""Engines whose blocks go to other memory and come back give the tokens of one that keeps them all."""
+"""Engines that offload KV blocks and load them again give the tokens of an engine whose cache holds all blocks."""
 
 import time
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from tests.fakes.patience import PATIENCE
 
 BLOCK_SIZE = 4
 FAMILIES = ("llama", "gemma2")
-"""A family with full attention, and one with windows as well."""
+"""A model type with full attention, and a model type that also has sliding windows."""
 LARGE = 600
 PLENTY = 16 << 20
-"""Bytes of host memory, for blocks of a few kilobytes."""
+"""Host memory in bytes. Blocks have a few kilobytes, so all of them fit."""
 
 
 class Model(NamedTuple):
@@ -55,7 +55,7 @@ def seeded(num_tokens: int, seed: int) -> SamplingParams:
 
 
 def bits(run: Run, request_id: str) -> tuple[list[int], list[float]]:
-    """Every number of the log-probabilities of a request's tokens."""
+    """Return the token ids and log-probabilities of a request, for exact comparison."""
     return run.logprobs[request_id].token_ids, run.logprobs[request_id].logprobs
 
 
@@ -80,7 +80,7 @@ def loads(engine: EngineCore) -> int:
 
 
 def smallest(engine: EngineCore) -> int:
-    """Blocks that the longest of the requests needs here, and a few more."""
+    """Return the number of blocks for the longest request, plus six."""
     return engine.scheduler.kv_cache.num_blocks_for(150) + 6
 
 
@@ -96,7 +96,7 @@ def assert_all_free(engine: EngineCore) -> None:
 
 
 def conversation(engine: EngineCore, model: Model) -> list[Any]:
-    """Run two turns of each of four clients, one after the other."""
+    """Run two turns of four clients. All requests run one after the other."""
     said = []
     histories = [list(prompt) for prompt in model.prompts]
     for turn in range(2):
@@ -150,7 +150,7 @@ def test_preempted_requests_come_back_from_the_host(
 
 
 def test_hits_after_a_restart_come_from_the_disk(model: Model, tmp_path: Path) -> None:
-    """The second engine has the host's memory for a block."""
+    """Gives the second engine host memory for about one block, so that hits must come from the disk."""
     disk = {"disk": str(tmp_path), "disk_size": 32 << 20}
     prompt = model.prompts[0]
     first = engine_of(model, LARGE, PLENTY, cache=disk)
@@ -169,7 +169,7 @@ def test_hits_after_a_restart_come_from_the_disk(model: Model, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_workers_in_processes_keep_their_parts(model: Model, size: int, tmp_path: Path) -> None:
-    """Host memory is small, so most reused blocks come from the disk."""
+    """Uses little host memory, so that most reused blocks come from the disk."""
     executor = {"kind": "multiproc", "tensor_parallel_size": size}
     large = engine_of(model, LARGE, executor=executor)
     expected = conversation(large, model)

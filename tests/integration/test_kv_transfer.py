@@ -1,4 +1,7 @@
-"""Requests resume on another engine, which pulls their blocks from the first one: tokens are those of one engine."""
+"""Requests resume on another engine, which pulls their KV blocks from the first engine.
+
+Tokens are the same as on a single engine.
+"""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -93,7 +96,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite": {},
     "deepseek_v2": {},
 }
-"""Models to test. Two have windows shorter than the prompt."""
+"""Model types to test, with their settings. Two models have windows shorter than the prompt."""
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},

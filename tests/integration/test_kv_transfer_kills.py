@@ -1,8 +1,7 @@
-"""Source engines are killed, or stopped and continued, at every point of a pull: tokens are the same and all memory is
-freed.
+"""Source engines of KV transfers are killed, or stopped and continued, at every point of a pull.
 
-Over NIXL, whose agents are fakes that share a process, the connection to the source is cut or stalls. ``test_kv_kills``
-covers failures of the other processes.
+Tokens are the same, and all memory is freed. Over NIXL, the agents are fakes in one process, and the connection to the
+source is cut or stalls. ``test_kv_kills`` covers failures of the other processes.
 """
 
 import asyncio
@@ -42,8 +41,8 @@ BLOCKS = 13
 
 
 def source(path: Path, transport: str, to: Connection) -> None:
-    """Run a source process: hand a request over on command, send one block every 20 ms, then report the remaining
-    blocks.
+    """Run a source process: hand a request over on command, send one block every 20 ms, then report the blocks that are
+    still in use.
     """
     pull_server._READ_BYTES = 1
     found = pull_server._Stream._contents
@@ -70,10 +69,10 @@ def source(path: Path, transport: str, to: Connection) -> None:
 
 
 class Source:
-    """The test's handle of the source process. ``strike`` kills or stops the process once."""
+    """Controls the source process. ``strike`` kills or stops the process once."""
 
     def __init__(self, path: Path, transport: str, how: str) -> None:
-        context = get_context("forkserver")  # forks of a process that has imported torch, once
+        context = get_context("forkserver")  # the fork server imports torch once
         context.set_forkserver_preload([__name__])
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=source, args=(path, transport, theirs), daemon=True)
@@ -96,7 +95,10 @@ class Source:
             os.kill(self.process.pid, signal.SIGKILL if self._how == "killed" else signal.SIGSTOP)
 
     def end(self) -> tuple[int, int] | None:
-        """Free blocks and slots in use, of one that lives."""
+        """End the source process.
+
+        Returns its number of free blocks and of slots in use, or None if the process was killed.
+        """
         if self._how == "killed":
             self.process.join(PATIENCE)
             return None
@@ -118,7 +120,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def at(point: str, striking: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ``striking`` called when the pull is there."""
+    """Call ``striking`` when the pull reaches ``point``."""
     took, count = pull_client.PullClient._take, 0
 
     async def take(client: Any, response: Any) -> None:
@@ -138,7 +140,7 @@ CASES = [
     for p, point in enumerate(POINTS)
     for h, how in enumerate(("killed", "stopped"))
 ]
-"""Every pair of a point and a failure, with one transport each."""
+"""Every combination of a point and a failure, each with one transport."""
 
 
 @pytest.mark.parametrize(("point", "how", "transport"), CASES)

@@ -1,4 +1,4 @@
-"""Requests of every kind that start on one engine and resume on another: clients get the tokens of one engine."""
+"""Requests of every kind start on one engine and resume on another: clients get the same tokens as from one engine."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from tests.fakes.frontends.frontend_server import FrontendServer, collect
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny"
 BLOCK = 16
-"""The kernels' decoder, under which logits are the same bit for bit, takes no smaller ones."""
+"""Tokens per KV block. The kernels' decoder, which makes logits bitwise equal, supports no smaller blocks."""
 STORY = (
     "once upon a time there was a little girl who had a red ball and a big dog and went to the park with her friends "
 )
@@ -39,7 +39,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 class Pair(NamedTuple):
-    """``two``: sends to an engine for prompts and one for outputs; ``one``: to one that does all."""
+    """Two frontends and their engines.
+
+    Attributes:
+        two: Frontend in front of a prefill engine and a decode engine.
+        one: Frontend in front of one engine that does both.
+    """
 
     two: FrontendServer
     one: FrontendServer
@@ -72,7 +77,7 @@ async def in_front_of(stack: AsyncExitStack, *engines: TransferringServer) -> Fr
 
 @pytest.fixture(scope="module", autouse=True)
 def loads_pay() -> Iterator[None]:
-    """However busy the machine is."""
+    """Make engines load blocks even if recomputing them would be faster."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ComputeRate, "pays", lambda *_: True)
         yield
@@ -159,7 +164,7 @@ async def answers(frontend: FrontendServer, request: pb.GenerateRequest) -> list
 
 
 def moved(pair: Pair) -> tuple[float, float]:
-    """Blocks that have been given, and taken."""
+    """Return the number of KV blocks that the prefill engine has sent and that the decode engine has received."""
     name = "penstock:kv_transfer_blocks_total"
     return pair.prefill.value(name, direction="out"), pair.decode.value(name, direction="in")
 
@@ -169,7 +174,7 @@ def moved(pair: Pair) -> tuple[float, float]:
     "output", [sampling_pb2.OUTPUT_KIND_DELTA, sampling_pb2.OUTPUT_KIND_FINAL], ids=["delta", "final"]
 )
 async def test_answers_are_those_of_one_engine(pair: Pair, kind: str, output: int) -> None:
-    """The second time, with blocks that are there already."""
+    """Runs each kind with two output kinds. In the second run, the blocks are already cached."""
     request = request_of(kind)
     request.sampling_params.output_kind = output  # type: ignore[assignment]
     before = moved(pair)
@@ -185,7 +190,7 @@ async def test_answers_are_those_of_one_engine(pair: Pair, kind: str, output: in
 
 
 async def test_stop_strings_that_the_legs_share_are_found(pair: Pair) -> None:
-    """A stop string begins in the first leg's only token and ends in the second leg's."""
+    """Uses stop strings that begin in the prefill engine's only token and end in the decode engine's tokens."""
     [plain] = await answers(pair.one, request_of("stop"))
     for place, stop in enumerate((plain.text[:12], plain.text[3:11], plain.text[20:30])):
         request = request_of("stop")

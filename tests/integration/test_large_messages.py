@@ -1,4 +1,4 @@
-"""Data larger than a message between a frontend's session and a real engine: it is split, or only its request is
+"""Data that exceeds the message limit between a frontend and a real engine is split, or only the data's request is
 refused.
 """
 
@@ -75,7 +75,7 @@ def vectors(count: int) -> PromptEmbeds:
 
 
 async def neighbour(pair: Pair, request_id: str = "neighbour") -> None:
-    """Check that another request on the session gives the tokens of a run alone."""
+    """Check that another request on the session gives the same tokens as when it runs alone."""
     assert pair.tokens(request_id) == oracle_tokens(3, 100, VOCAB)
 
 
@@ -117,7 +117,7 @@ async def test_an_output_that_no_message_holds_ends_its_request_alone(serve: Ser
         assert error is not None, wide
         assert (error.code, error.reason) == ("RESOURCE_EXHAUSTED", "MESSAGE_TOO_LARGE")
         assert "this frontend accepts" in error.message
-        await pair.until(lambda: not server.engine.has_requests)  # long before its 50 000 tokens
+        await pair.until(lambda: not server.engine.has_requests)  # ends long before the request has 50 000 tokens
     assert pair.tokens("neighbour") == oracle_tokens(3, 100, 20_000)
 
 

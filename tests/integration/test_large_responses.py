@@ -1,4 +1,4 @@
-"""A response that the frontend cannot send ends its own call, or its own request of a session."""
+"""A response that the frontend cannot send ends only its call, or only its request in a session."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every list in a request is bounded; longer lists are refused with the field, the value and the limit."""
+"""Every list in a request has a maximum length. The error for a longer list has the field, the value and the limit."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -183,10 +183,11 @@ async def test_lists_over_grpc(api: OpenAIServer, method: str, request_: Any, fi
 
 
 async def test_every_repeated_field_of_a_request_is_in_the_table() -> None:
-    """A new list must be given a bound, and a place above."""
-    known = {field.rsplit(".", 1)[-1].split("[")[0] for _, _, field, _ in GRPC} | {"token_ids"}  # of bad_word_token_ids
-    known |= {"ids", "options", "embeds", "shape"}  # a tensor's shape is checked where its bytes are
-    known |= {"frames", "tensors"}  # media.max_frames, and names that the model knows, where media are read
+    """Fails for a new repeated field until the field has a bound and an entry in the table above."""
+    # bad_word_token_ids contains token_ids.
+    known = {field.rsplit(".", 1)[-1].split("[")[0] for _, _, field, _ in GRPC} | {"token_ids"}
+    known |= {"ids", "options", "embeds", "shape"}  # the check of a tensor's bytes also checks its shape
+    known |= {"frames", "tensors"}  # media.max_frames and the model's tensor names bound these
     seen: set[str] = set()
 
     def walk(descriptor: Any) -> None:

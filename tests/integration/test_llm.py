@@ -1,4 +1,4 @@
-"""``LLM``: the engine inside this program, with the demo model and MiniLM, compared with a server's answers."""
+"""``LLM`` (the engine inside the test process) with the demo model and MiniLM, compared with a server's answers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The engines that programs drive, and beam search, with the demo model."""
+"""The engine classes of the Python API, and beam search, with the demo model."""
 
 import asyncio
 import itertools
@@ -139,7 +139,7 @@ def test_beams_are_those_of_a_search_over_the_models_own_probabilities(ignore_eo
 
 
 def searched(prompt: list[int], params: BeamSearchParams) -> list[tuple[tuple[int, ...], float]]:
-    """Token ids and scores of the best beams, by all probabilities of transformers' own model."""
+    """Return token ids and scores of the best beams, computed from transformers' probabilities of all tokens."""
     model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     given = model.generation_config.eos_token_id
     ends = set() if params.ignore_eos else set(given if isinstance(given, list) else [given])

@@ -27,7 +27,7 @@ def conversation(question: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """Prompts are computed in pieces of 24 tokens of all requests together."""
+    """Yield an ``LLM`` whose token budget is 24 tokens per step, so that prompts are computed in chunks."""
     with LLM(str(DEMO), lora=ADAPTERS, **OPTIONS) as llm:
         yield llm
 
@@ -46,7 +46,7 @@ def expected() -> dict[str, list[list[int]]]:
     for name in ("", *ADAPTERS):
         model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT uses functions that transformers deprecates
+            warnings.simplefilter("ignore")  # PEFT calls deprecated functions of transformers
             model = PeftModel.from_pretrained(model, ADAPTERS[name]) if name else model
         found[name] = []
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Log-probabilities of output and prompt tokens equal those that transformers computes of the whole sequence."""
+"""Log-probabilities of output and prompt tokens equal transformers' log-probabilities of the complete sequence."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -41,7 +41,7 @@ class Recorder(UniprocExecutor):
         result = future.result(timeout=PATIENCE)
         for reported, kept in ((result.logprobs, type(self).output), (result.prompt_logprobs, type(self).prompt)):
             for request_id, logprobs in reported.items():
-                # Engines number the ids they are given.
+                # Engines append a number to request ids.
                 kept.setdefault(request_id.rsplit("#", 1)[0], Logprobs()).extend(logprobs)
         return future
 
@@ -65,7 +65,7 @@ def params(**values: object) -> SamplingParams:
 
 
 def check(model: torch.nn.Module, tokens: list[int], first: int, logprobs: Logprobs, count: int) -> None:
-    """``logprobs`` must be those of ``tokens[first:]``, with the ``count`` likeliest."""
+    """Check that ``logprobs`` are the log-probabilities of ``tokens[first:]`` and of the ``count`` likeliest tokens."""
     with torch.inference_mode():
         exact = model(torch.tensor([tokens])).logits[0].float().log_softmax(dim=-1)
     assert len(logprobs) == len(tokens) - first
@@ -81,7 +81,7 @@ def check(model: torch.nn.Module, tokens: list[int], first: int, logprobs: Logpr
 
 
 def run(engine: EngineCore, requests: list[tuple[str, list[int], SamplingParams]]) -> dict[str, list[int]]:
-    """Whole sequences by request."""
+    """Return each request's complete sequence: prompt and output."""
     outputs = generate(engine, requests).tokens
     return {request_id: prompt + outputs[request_id] for request_id, prompt, _ in requests}
 
@@ -149,7 +149,7 @@ _SMALL = {
     "pad_token_id": 0,
 }
 HEADS: dict[str, PretrainedConfig] = {
-    # A scaled head, a divided head, and a model whose base module is not called by its head.
+    # A head with scaled logits, a head with divided logits, and a model whose head does not call the base module.
     "cohere": CohereConfig(**_SMALL, intermediate_size=64, logit_scale=0.3),
     "granite": GraniteConfig(**_SMALL, intermediate_size=64, logits_scaling=8.0),
     "opt": OPTConfig(**_SMALL, ffn_dim=64, word_embed_proj_dim=48),

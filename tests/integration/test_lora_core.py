@@ -1,4 +1,4 @@
-"""Adapters through the engine core and its worker, with a forward pass that tells whose rows it was given."""
+"""Adapters in the engine core and its worker. The fake forward pass returns each row's adapter as a token."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,7 +96,7 @@ def ask(name: str, lora: LoraAdapter | None = None, prompt: list[int] = PROMPT, 
 
 
 def run(engine: EngineCore, *requests: EngineCoreRequest) -> dict[str, list[EngineCoreOutput]]:
-    """Outputs by request, once all have ended."""
+    """Run all requests to their ends and return the outputs of each request."""
     outputs: dict[str, list[EngineCoreOutput]] = {}
     for request in requests:
         engine.add(engine.preprocess(CLIENT, request))
@@ -153,7 +153,7 @@ def test_a_prefix_is_reused_by_requests_of_the_same_adapter_alone(make: Make, te
     assert cached("again", one) == len(PROMPT) - 1
     assert cached("other", other) == 0
     assert cached("base", None) == 0
-    unknown = LoraAdapter("label", one.path)  # identified by the contents at its path
+    unknown = LoraAdapter("label", one.path)  # has no digest, so the contents at its path identify the adapter
     assert cached("by path", unknown) == len(PROMPT) - 1
     write_adapter(tmp_path / "a11", 13)
     assert cached("by what was read", unknown) == len(PROMPT) - 1
@@ -303,13 +303,13 @@ def test_operators_add_pin_list_and_remove_adapters(make: Make, telling: Telling
         call("add_lora", "a12", adapters[1].path)
     assert full.value.reason == "LORA_CACHE_FULL"
     call("remove_lora", adapters[0].digest)
-    call("remove_lora", adapters[0].digest)  # it is not there
+    call("remove_lora", adapters[0].digest)  # removing an absent adapter is no error
     call("add_lora", "a12", adapters[1].path)
     assert telling.tokens.keys() == {held.digest for held in call("list_loras")} == {a.digest for a in adapters[1:]}
     with pytest.raises(RequestFailed) as changed:
         call("add_lora", "a12", adapters[1].path, digest_of(99))
     assert changed.value.reason == "LORA_CHANGED"
-    # Room was made before it was read, or it was known to be the same file as before.
+    # The failed load has not evicted this adapter.
     assert adapters[2].digest in [held.digest for held in call("list_loras")]
     call("add_lora", "a12", adapters[1].path)
     assert telling.tokens.keys() == {a.digest for a in adapters[1:]}
@@ -323,7 +323,7 @@ def test_adapters_are_there_again_after_a_sleep_without_weights(make: Make, tell
     for level in (1, 2):
         control.sleep(level)
         if level == 2:
-            telling.tokens.clear()  # they were the forward pass', which is gone
+            telling.tokens.clear()  # the forward pass, which is freed, stored these tokens
         control.wake_up()
         assert telling.tokens == {lora.digest: 11}
         assert tokens(run(engine, ask(f"after {level}", lora)), f"after {level}") == [11] * NEW_TOKENS
@@ -361,4 +361,4 @@ def test_a_model_that_takes_no_adapters_stops_the_start(make: Make, telling: Tel
         make(reads=False)
 
 
-assert VOCAB_SIZE > 16  # the tokens that adapters tell
+assert VOCAB_SIZE > 16  # adapters return tokens up to 16

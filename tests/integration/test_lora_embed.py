@@ -1,4 +1,4 @@
-"""Embed, Classify and Score with adapters, through a real frontend and a real engine: the numbers of PEFT's model."""
+"""Embed, Classify and Score with adapters, through a real frontend and a real engine: results equal PEFT's results."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,10 @@ pytestmark = pytest.mark.slow
 async def adapted(
     model: Any, path: Path, folder: Path, **settings: Any
 ) -> AsyncIterator[tuple[FrontendServer, dict[str, Any]]]:
-    """A server of the checkpoint at ``path`` with adapters, and PEFT's models by their names; "" for none."""
+    """Yield a server of the checkpoint at ``path`` with adapters, and PEFT's models by adapter name.
+
+    The name "" means the base model.
+    """
     models = {"": model}
     for seed, (name, own) in enumerate(SETTINGS.items()):
         save_adapter(model, folder / name, seed=seed, task_type=None, **{**own, **settings})

@@ -1,4 +1,4 @@
-"""Many more adapters than there is room for, and one that everybody wants: the demo model, computed by the kernels."""
+"""More adapters than memory can store, and one adapter of many requests: the demo model, computed by the kernels."""
 
 import itertools
 import random
@@ -43,7 +43,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 class Running:
-    """An engine, and the tokens of its requests. ``each_step`` is called after every step."""
+    """An engine, and the tokens of its requests. The engine's loop calls ``each_step`` after every step."""
 
     def __init__(self, lora: LoraConfig) -> None:
         torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def test_many_adapters_drawn_by_zipfs_law_all_serve_within_the_memory_budget(
     assert stats is not None
     assert stats.num_loads > len(set(drawn)) > ROOM
     assert stats.num_cached == stats.num_loads - stats.num_evictions == len(store)
-    assert 0 < most[0] <= budget * 1.02  # vectors are filled
+    assert 0 < most[0] <= budget * 1.02  # adapter memory may exceed the budget by padding
     assert cache.num_reserved == 0
 
 
@@ -136,7 +136,7 @@ def test_one_hot_adapter_keeps_no_other_waiting_for_longer_than_what_runs(
     longest, hot, others = 24, adapters[0], adapters[1:9]
     running = start(max_loras=2, max_wait=0.0)
     for each in (hot, *others):
-        running.add(each, 1)  # it is in memory from then on
+        running.add(each, 1)  # loads the adapter into host memory
     running.run()
     slots = running.engine.scheduler.stats
     began, asked = {}, []
@@ -156,7 +156,7 @@ def test_one_hot_adapter_keeps_no_other_waiting_for_longer_than_what_runs(
                 hots.append(running.add(hot, longest))
             running.step()
     waited = [running.first_steps[name] - began[name] for name in asked]
-    assert max(waited) <= longest + 4  # steps that were scheduled before, and its own
+    assert max(waited) <= longest + 4  # plus the steps that were already scheduled, and the request's first step
     assert len(hots) > 8
     running.run()
     assert {running.ends[name].finish_reason for name in (*asked, *hots)} == {FinishReason.LENGTH}

@@ -1,4 +1,7 @@
-"""Engines whose fused decoder has adapters in slots, on a CPU with recorded graphs: PEFT's tokens in mixed, replayed steps."""
+"""Engines whose fused decoder has adapters in slots, on a CPU with recorded graphs.
+
+Mixed steps that are replayed from graphs give PEFT's tokens.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

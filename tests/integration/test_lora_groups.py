@@ -1,4 +1,4 @@
-"""Adapters on engines that share the experts of a model: the tokens of PEFT, and to the last bit the logits of one engine."""
+"""Adapters on engines that divide the experts of a model: PEFT's tokens, and logits bitwise equal to one engine's."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def test_each_rank_serves_adapters_of_its_own_requests(size: int, kernels: dict[
     assert answer(one, requests).tokens == expected
     one.shutdown()
     ranks = ExpertRanks(tmp_path / "model", size, kernels=kernels, **SECTIONS)
-    busy = max(size - 1, 1)  # the last of three computes nothing but others' tokens
+    busy = max(size - 1, 1)  # the last of three ranks has no requests and computes only tokens of the other ranks
     runs = ranks.generate([requests[rank::busy] if rank < busy else [] for rank in range(size)])
     assert {name: tokens for run in runs for name, tokens in run.tokens.items()} == expected
     if not kernels:

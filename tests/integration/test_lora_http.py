@@ -1,4 +1,7 @@
-"""LoRA adapters over HTTP, in front of an engine without a model: named by requests, loaded and unloaded as with vLLM."""
+"""LoRA adapters over HTTP, in front of an engine without a model.
+
+Requests name adapters, and clients load and unload adapters with vLLM's API.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,7 +37,7 @@ async def api(engine: LoraEngine, model: Path) -> AsyncIterator[OpenAIServer]:
 
 
 def applied(engine: LoraEngine) -> str:
-    """The adapter of the last request that the engine got."""
+    """Return the adapter of the engine's last request."""
     return engine.requests[-1].lora.name
 
 

@@ -1,4 +1,7 @@
-"""Adapters of models with encoders of media: PEFT's tokens, by the names that PEFT saves, and a refusal of encoders' layers."""
+"""Adapters of multimodal models: PEFT's tokens, with PEFT's layer names.
+
+Adapters that change an encoder's layers are refused.
+"""
 
 from dataclasses import replace
 from pathlib import Path

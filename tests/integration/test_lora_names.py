@@ -52,7 +52,7 @@ class Rig:
 
     @property
     def held(self) -> list[set[str]]:
-        """Return the contents that each engine holds."""
+        """Return, for each engine, the contents of its loaded adapters."""
         content = {digest_of(content): content for content in ["ahoy", "odes", "news", "news 2"]}
         return [{content[digest] for digest in engine.held} for engine in self.engines]
 
@@ -255,7 +255,7 @@ async def test_other_content_takes_a_name_only_when_told_to(rig: Rig) -> None:
     assert rig.held == [{"news", "news 2"}] * 2, "other frontends may not have heard of it"
     await eventually(lambda: rig.held == [{"news 2"}, {"news 2"}])
     assert await rig.applied(lora="new") == ("new", "/a/new", "news 2")
-    await rig.load()  # the same once more
+    await rig.load()  # loads the same adapter again
 
 
 async def test_content_stays_while_another_name_means_it(rig: Rig) -> None:
@@ -331,7 +331,7 @@ async def test_pinning_has_every_engine_hold_an_adapter(rig: Rig, name: str) -> 
     assert [engine.held[digest] for engine in rig.engines] == [True, True]
     (listed,) = [each for each in (await rig.admin.ListLoras(admin_pb.ListLorasRequest())).loras if each.name == name]
     assert listed.pinned
-    del rig.engines[1].held[digest]  # an engine that was started again holds nothing
+    del rig.engines[1].held[digest]  # a restarted engine has no adapters
     answer = await rig.admin.PinLora(admin_pb.PinLoraRequest(name=name, unpin=True))
     assert not answer.lora.pinned
     assert (rig.engines[0].held[digest], digest in rig.engines[1].held) == (False, False)

@@ -1,4 +1,7 @@
-"""Adapters on models in parts: the tokens and log-probabilities of PEFT, and the tokens of one worker, in steps that mix them."""
+"""Adapters with tensor and pipeline parallelism, in steps that mix adapters.
+
+Tokens and log-probabilities equal PEFT's. Tokens also equal those of one worker.
+"""
 
 import time
 from collections.abc import Iterator
@@ -38,7 +41,7 @@ CASES = [
 ]
 """Tensor parallel size, pipeline parallel size, and implementation of the layers."""
 SECTIONS: dict[str, Any] = {
-    # Prompts in pieces, requests that are preempted, cached prompts; blocks that the kernels take.
+    # Chunked prompts, preempted requests, cached prompts, and a block size that the kernels support.
     "scheduler": {"max_num_batched_tokens": 29},
     "cache": {"num_blocks": 17, "block_size": 16},
     "lora": {"max_loras": 8},
@@ -47,7 +50,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "one": {"r": 1, "lora_alpha": 1},
     "five": {"r": 5, "lora_alpha": 4, "target_modules": ["v_proj", "down_proj", "gate_proj", "lm_head"]},
     "large": {"r": 24, "lora_alpha": 3, "use_rslora": True, "rank_pattern": {"o_proj": 7}},
-    # No layer of any stage but the last, and none of any but the first.
+    # "head" changes only layers of the last stage, and "first" only layers of the first stage.
     "head": {"r": 3, "lora_alpha": 2, "target_modules": ["lm_head"]},
     "first": {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [0]},
 }
@@ -55,12 +58,12 @@ ORDER = ("", "one", "five", "", "large", "head", "first", "five", "large")
 PROMPT_LENGTHS = (1, 17, 34, 40, 3, 34, 5, 20, 33)
 NEW_TOKENS = 8
 EXACT = 1e-4
-VOCAB_SIZE = 323  # of which four workers cannot have as many each
+VOCAB_SIZE = 323  # not divisible by four workers
 
 
 @dataclass
 class Saved:
-    """A checkpoint at ``path``, its adapters by name, and PEFT's models with them, the base model as ``""``."""
+    """A checkpoint at ``path``, and its adapters and PEFT models by adapter name. The base model's name is ``""``."""
 
     path: Path
     adapters: dict[str, LoraAdapter]
@@ -69,7 +72,7 @@ class Saved:
     def requests(self) -> list[EngineCoreRequest]:
         generator = torch.Generator().manual_seed(3)
         found = [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-        found[5][:32] = found[2][:32]  # the same text, of other adapters
+        found[5][:32] = found[2][:32]  # the same prompt with a different adapter
         found[8][:32] = found[2][:32]
         params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=3, prompt_logprobs=2, ignore_eos=True)
         return [
@@ -103,7 +106,7 @@ def save(family: str, folder: Path, **changes: Any) -> Saved:
 
 @dataclass
 class Found:
-    """One request's ``tokens``, with log-probabilities of them and of the prompt."""
+    """One request's output tokens, and the log-probabilities of the output and of the prompt."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: Logprobs = field(default_factory=Logprobs)
@@ -127,7 +130,7 @@ def run(engine: EngineCore, requests: list[EngineCoreRequest]) -> dict[str, Foun
                 own.tokens += output.new_token_ids
                 own.logprobs.extend(output.new_logprobs or Logprobs())
                 own.of_prompt.extend(output.new_prompt_logprobs or Logprobs())
-        if engine.stalled and engine.has_requests:  # adapters are being read
+        if engine.stalled and engine.has_requests:  # the engine is reading adapters
             assert engine.queues.get(block=True, timeout=PATIENCE)
     return found
 

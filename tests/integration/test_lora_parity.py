@@ -1,7 +1,7 @@
-"""Tokens and log-probabilities with adapters equal PEFT's, whatever the batch, the chunks, the cache and the preemptions.
+"""Tokens and log-probabilities with adapters equal PEFT's, for any batch, chunks, cache hits and preemptions.
 
-Tokens are compared as they are: those that PEFT chooses are likelier than any other by more than the tolerance of
-log-probabilities (``adapted_models.MARGIN``).
+Tokens can be compared exactly. For each prompt, PEFT's token is likelier than any other token by more than the
+tolerance of log-probabilities (``adapted_models.MARGIN``).
 """
 
 from typing import Any
@@ -16,12 +16,16 @@ from tests.fakes.engines.in_process import Run, answer, build_engine
 from tests.fakes.models.adapted_models import ADAPTERS, BASE, NEW_TOKENS, AdaptedModel, assert_close, rows_of
 
 NATIVE = ("llama", "gemma", "gemma2", "gemma3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3")
-"""Families that the kernels' decoder computes."""
+"""Model types that the kernels' decoder computes."""
 PACKED = ("cohere", "glm4", "gpt_neox", "granite", "olmo", "opt", "phi", "starcoder2")
-"""Families whose linear layers the kernels compute, while modules compute the rest."""
+"""Model types whose linear layers the kernels compute, while modules compute all other layers."""
 QUICK = "llama"
 KINDS = ("llama", "gemma2", "phi3", "gpt_neox", "opt")
-"""Plain layers, capped scores, projections in one, and of packed layers those with biases and with learned positions."""
+"""One model type of each kind.
+
+The kinds are: plain layers, capped attention scores, a combined projection, linear layers with biases, and learned
+positions.
+"""
 CACHE = {"block_size": 16, "num_blocks": 256}
 LORA = {"max_loras": len(ADAPTERS)}
 
@@ -53,7 +57,7 @@ def engine_of(adapted: AdaptedModel, /, **sections: Any) -> EngineCore:
 
 
 def check(model: AdaptedModel, run: Run, prefix: str = "r") -> float:
-    """Tokens and log-probabilities of all questions are PEFT's. Returns the largest difference of the latter."""
+    """Check that tokens and log-probabilities equal PEFT's. Returns the largest difference of log-probabilities."""
     assert set(run.finish_reasons.values()) == {FinishReason.LENGTH}
     largest = 0.0
     for number, question in enumerate(model.questions):
@@ -77,7 +81,7 @@ def test_one_batch_of_all_adapters_and_of_none(model: AdaptedModel) -> None:
 
 
 def few_blocks(model: AdaptedModel, *, enable_prefix_caching: bool) -> EngineCore:
-    """Has room for two of the longest requests, and computes them in chunks."""
+    """Return an engine whose blocks suffice for two of the longest requests, and which computes prompts in chunks."""
     length = max(len(question.prompt) for question in model.questions) + NEW_TOKENS
     sections: dict[str, Any] = {"model": {"max_model_len": length}, "scheduler": {"max_num_batched_tokens": 24}}
     roomy = engine_of(model, **sections)
@@ -119,9 +123,9 @@ def test_tokens_that_are_drafted_by_the_base_models_weights_and_other_means(mode
     if drafter == "draft_model":
         speculative |= {"model": str(model.path)}
     engine = engine_of(model, speculative=speculative)
-    for prefix in ("r", "again"):  # outputs that have ended are drafted from, too
+    for prefix in ("r", "again"):  # in the second run, the drafter can also use finished outputs
         requests = model.requests(prefix)
-        if drafter == "prediction":  # right up to its last three tokens
+        if drafter == "prediction":  # each prediction is correct except for its last three tokens
             predictions = [[*question.tokens[:9], 1, 2, 3] for question in model.questions]
             requests = [
                 msgspec.structs.replace(request, prediction_token_ids=predicted)
@@ -132,7 +136,7 @@ def test_tokens_that_are_drafted_by_the_base_models_weights_and_other_means(mode
     assert not engine.scheduler.drafter_failure
     counts = run.stats.spec_decoding_stats
     print(f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafted tokens accepted")
-    if drafter != "ngram":  # random models hardly repeat themselves
+    if drafter != "ngram":  # random models seldom repeat tokens, so n-grams find few drafts
         assert counts.num_accepted_tokens > len(model.questions)
 
 
@@ -148,7 +152,7 @@ def test_prompts_are_scored_as_well(model: AdaptedModel) -> None:
 
 
 def bits(run: Run, name: str) -> tuple[list[int], list[float]]:
-    """Tokens, and every log-probability as it is."""
+    """Return tokens and log-probabilities of a request, for exact comparison."""
     return run.tokens[name], run.logprobs[name].logprobs
 
 

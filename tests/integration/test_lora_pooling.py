@@ -31,12 +31,12 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"r": 64, "lora_alpha": 96},
 )
 HEADS = r"(classifier|score|pre_classifier|head)(\..*)?"
-"""Layers of classifiers that no adapter is served for. BERT's pooler is not one of them."""
+"""Pattern of classifier layers for which adapters are not supported. BERT's pooler does not match."""
 Read = Callable[[Any], torch.Tensor]
 
 
 class Adapted:
-    """A tiny model to pool in ``folder``, with an adapter of each of ``SETTINGS``, and prompts of all of them and of none."""
+    """A tiny pooling model in ``folder``, an adapter for each of ``SETTINGS``, and prompts with and without adapters."""
 
     def __init__(self, family: str, folder: Path, *, head: str = "", **config: Any) -> None:
         torch.set_num_threads(1)
@@ -51,7 +51,7 @@ class Adapted:
             self.loras.append(LoraAdapter(f"adapter {seed}", str(path)))
         generator = torch.Generator().manual_seed(3)
         self.prompts = [torch.randint(4, VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
-        # Each adapter has two prompts. The base model has the first of each as well.
+        # Each adapter has two prompts. The base model also gets the first prompt of each adapter.
         self.asked = [(i, i % len(self.models)) for i in range(len(LENGTHS))] + [(i, 0) for i in range(1, 5)]
 
     @torch.inference_mode()
@@ -60,7 +60,7 @@ class Adapted:
         return [read(self.models[model](torch.tensor([self.prompts[i]]), **inputs)) for i, model in self.asked]
 
     def check(self, read: Read, params: PoolingParams, **sections: Any) -> None:
-        """An engine of these sections gives the same to all of them at once, and again."""
+        """Check that an engine with these sections gives the expected results for one batch of all prompts, twice."""
         expected = self.expected(read)
         engine = build_engine(self.path, lora={"max_loras": len(SETTINGS)}, **sections)
         prompts, loras = [self.prompts[i] for i, _ in self.asked], [self.loras[model] for _, model in self.asked]

@@ -1,4 +1,7 @@
-"""Frontends that tell each other of LoRA adapters through a coordinator, which may be started again; engines have no model."""
+"""Frontends share LoRA adapter names through a coordinator, also after the coordinator restarts.
+
+The engines are fakes without a model.
+"""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -28,7 +31,7 @@ CONFIG = LoraConfig(enabled=True, roots=("/a",))
 
 
 class Member(Engine):
-    """The coordinator's side of a LoraEngine."""
+    """Registers a LoraEngine with the coordinator."""
 
     def __init__(self, address: str, engine: LoraEngine) -> None:
         self.client = EngineClient(
@@ -51,13 +54,13 @@ async def load(frontend: FrontendServer, name: str, path: str, **fields: Any) ->
 
 
 def named(frontend: FrontendServer) -> dict[str, str]:
-    """Names and paths, as requests to this frontend can use them."""
+    """Return the paths of the adapters that requests to this frontend can use, by name."""
     adapters = frontend.frontend._llm.adapters.adapters
     return {each.name: each.adapter.path for each in adapters.all()}
 
 
 def num_names(frontend: FrontendServer, source: str) -> float | None:
-    """Names from a source, as the metrics have it."""
+    """Return the number of adapter names from a source, according to the metrics."""
     labels = {"model_name": "model", "source": source}
     return frontend.frontend._metrics.registry.get_sample_value("penstock:lora_names", labels)
 
@@ -95,7 +98,7 @@ async def test_an_adapter_loaded_on_one_frontend_is_served_by_the_other(engine: 
                 assert named(third) == {}
                 await load(
                     third, "x", "/a/x"
-                )  # the name's version, heard from the others, makes this load win over the unload
+                )  # the third frontend knows the name's version, so this load is newer than the unload
                 await eventually(lambda: named(first) == named(second) == {"x": "/a/x"})
 
 
@@ -113,7 +116,7 @@ async def test_a_coordinator_that_starts_again_hears_all_names_from_frontends(en
             await load(first, "x", "/a/x")
             await load(second, "y", "/a/y")
             await eventually(lambda: named(first) == named(second) == {"x": "/a/x", "y": "/a/y"})
-        await load(first, "z", "/a/x")  # while it is away
+        await load(first, "z", "/a/x")  # while the coordinator is stopped
         await second.admin.UnloadLora(admin_pb.UnloadLoraRequest(name="y"))
         assert named(first) == {"x": "/a/x", "y": "/a/y", "z": "/a/x"}
         async with running(server=at):

@@ -1,4 +1,7 @@
-"""The demo model's adapters as PEFT has them: constrained and free, sampled several times, with drafts, in few blocks."""
+"""The demo model's adapters give PEFT's tokens.
+
+The requests are constrained or free, have several sequences, use drafts, or run with few KV blocks.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -36,15 +39,15 @@ QUESTIONS = (
 """Candidate prompts. The tests use the first few whose tokens have a clear ``MARGIN``."""
 ASKED, TOKENS = 4, 40
 REGEX = "[a-z ]{900}"
-"""Longer than any answer gets."""
+"""Pattern that no answer completes, because answers are shorter."""
 CACHE = {"block_size": 16, "num_blocks": 256}
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
 
 
 class Expected(NamedTuple):
-    """PEFT's answer to a prompt with an adapter (``""``: none).
+    """PEFT's answer to a prompt with an adapter. The name ``""`` means no adapter.
 
-    It holds the tokens, and log-probabilities of the whole vocabulary at each: in float32, and in float64 as ``exact``.
+    ``logprobs`` (float32) and ``exact`` (float64) are the log-probabilities of all vocabulary tokens at each position.
     """
 
     name: str
@@ -56,7 +59,7 @@ class Expected(NamedTuple):
 
 
 class Trained:
-    """The demo model, and PEFT's with each adapter."""
+    """The demo model, and PEFT's model with each adapter."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -187,7 +190,10 @@ def test_free_and_constrained_answers_of_all_in_one_batch(trained: Trained, sett
 
 
 def each_completion(trained: Trained, check: Callable[[str, list[int], Any], None], **sampling: Any) -> None:
-    """Four answers to every question by each adapter and by none, all at once with neither."""
+    """Check four answers to every prompt, for each adapter and for the base model.
+
+    Each adapter's prompts are a batch.
+    """
     params = {"n": 4, "max_tokens": TOKENS, "ignore_eos": True, **sampling}
     prompts = [{"prompt_token_ids": prompt} for prompt in trained.prompts]
     options: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory": "32MiB"}
@@ -228,4 +234,4 @@ def test_several_sampled_answers_to_a_prompt_have_pefts_probabilities(trained: T
             assert found.logprobs[start:end] == pytest.approx(exact[place, ids].tolist(), abs=2 * trained.rounding)
 
     each_completion(trained, check, temperature=1.0, seed=7, logprobs=5)
-    assert len(said) > len(NAMES) * ASKED * 3  # some may say the same by chance
+    assert len(said) > len(NAMES) * ASKED * 3  # some answers may be equal by chance

@@ -1,4 +1,4 @@
-"""Half a minute of the soak in which adapters change under load."""
+"""Half a minute of the soak test in which adapters change under load."""
 
 from pathlib import Path
 

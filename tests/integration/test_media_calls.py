@@ -1,4 +1,4 @@
-"""Images over every public protocol, through a frontend's own media workers, in front of an engine without a model."""
+"""Images over every public protocol, through a frontend's media workers, in front of an engine without a model."""
 
 import base64
 from collections.abc import AsyncIterator
@@ -152,7 +152,7 @@ async def test_an_answer_tells_the_prompts_token_ids(served: Served) -> None:
 
 
 REFUSED: list[tuple[Any, int, str, str]] = [
-    # what differs from a good body, status, param, code
+    # fields that differ from a valid body, then status, param and code
     ({"messages": turn(PART, PART, PART, PART)}, 400, "messages[0].content[3].image_url.url", "media_too_many"),
     ({"prompt_logprobs": 1}, 400, "prompt_logprobs", "unsupported"),
     ({"truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens", "unsupported"),
@@ -361,7 +361,7 @@ async def test_the_command_sends_media_before_its_text(served: Served) -> None:
         pieces = [piece async for piece in client.stream(with_media("what is it?", [file]), one)]
         assert pieces[-1].usage is not None
         (start, *image) = served.last_prompt()[: ROWS + 1]
-        assert (start, image) == (0, [served.token_id] * ROWS)  # behind the special token that begins a text
+        assert (start, image) == (0, [served.token_id] * ROWS)  # after the special token at the beginning of a text
         message = Turn(role="user", content="what is it?", media=(file,)).message()
         assert [piece async for piece in client.stream_chat([message], one)]
         assert served.rows_of_last() == ROWS

@@ -1,4 +1,7 @@
-"""Every family from prompts with media to tokens, in one process: as transformers' processor and ``generate`` together."""
+"""Every multimodal model type, from prompts with media to tokens, in one process.
+
+Tokens equal those of transformers' processor and ``generate``.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +33,7 @@ TALKS: list[list[str | Image.Image]] = [
 def processor_of(folder: Path) -> Any:
     smolvlm: Any = processing_smolvlm
     if smolvlm.num2words is None:
-        smolvlm.num2words = str  # counts frames of videos, which are not looked at here
+        smolvlm.num2words = str  # writes numbers of video frames as words, which these tests do not need
     load: Any = AutoProcessor.from_pretrained
     processor, load = load(folder), AutoImageProcessor.from_pretrained
     processor.image_processor = load(folder, backend="pil")
@@ -69,7 +72,7 @@ def test_conversations_with_images_are_answered_as_transformers_does(name: str, 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"])
 def test_videos_are_answered_as_transformers_does(name: str, tmp_path: Path) -> None:
-    """Uses frames that keep their size, because Pillow and torchvision resize differently."""
+    """Uses frames that need no resizing, because Pillow and torchvision resize differently."""
     save_multimodal_model(name, tmp_path)
     is_qwen = name.startswith("qwen")
     frames = [make_image(64, 48, i) if is_qwen else make_image(SIDE, SIDE, i) for i in range(4)]

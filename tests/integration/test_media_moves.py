@@ -1,6 +1,6 @@
-"""Requests with media on engines that are lost, reset and chosen: no token is lost, repeated or another one.
+"""Requests with media while engines die, reset their caches, or are chosen by media: all tokens are right.
 
-The tokens of the fake engines depend on each byte of a request's media and on their places.
+The tokens of the fake engines depend on each byte of a request's media, and on the positions of the media.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ LENGTH = 30
 
 
 class Outputs:
-    """The OutputHandler of a client. Records the outputs of each request."""
+    """OutputHandler of a client. Records the outputs of each request."""
 
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -94,7 +94,7 @@ async def client_of(*engines: FakeEngine | OracleProcess) -> AsyncIterator[Any]:
     config = FrontendConfig(
         model=ModelConfig(path="model", served_model_name="model"),
         engines=tuple(engine.address for engine in engines),
-        retries=RetriesConfig(max_strikes=100),  # engines are killed faster than they begin
+        retries=RetriesConfig(max_strikes=100),  # the test kills engines more often than they finish starting
     )
     client = GrpcEngineClient(
         config,
@@ -172,7 +172,7 @@ async def test_requests_outlive_engines_that_are_killed(engines: list[FakeEngine
             client.add(request)
         for killed in range(5):
             await client.outputs.until_tokens(100 * (killed + 1))
-            # One that has several requests: none is to blame for two ends in a row.
+            # The engine with the most requests, so that no request alone is the suspect twice.
             engine = max(engines, key=lambda engine: len(engine.running))
             port = engine.port
             await engine.kill(grace=0)

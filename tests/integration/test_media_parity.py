@@ -1,7 +1,7 @@
-"""Decoded pictures equal transformers', whatever their format, mode and orientation.
+"""Decoded images equal transformers' decoded images, for every format, mode and orientation.
 
-The reference is ``load_image`` for opaque pictures, and ``convert_to_rgb`` of its image processors for those with
-alpha.
+The reference is ``load_image`` for opaque images. For images with alpha, the reference is ``convert_to_rgb`` of
+transformers' image processors.
 """
 
 import base64

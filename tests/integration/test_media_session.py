@@ -1,4 +1,4 @@
-"""Media between a frontend's session and a real engine: sent once, by whatever way, kept, forgotten and sent again."""
+"""Media between a frontend's session and a real engine: sent once, cached, evicted and sent again."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ def received(server: EngineServer, request_id: str) -> list[MultiModalFeature]:
 
 
 async def run(pair: Pair, server: EngineServer, request: EngineCoreRequest) -> None:
-    """Run the request to its end. Checks that its media arrived unchanged, and that its tokens are right."""
+    """Run the request to its end. Checks that the request's media arrived unchanged, and that its tokens are right."""
     pair.add(request)
     (end,) = await pair.until_ended(request.request_id)
     assert end.finish_reason is FinishReason.LENGTH, end.error
@@ -235,7 +235,7 @@ async def test_an_abort_while_media_are_under_way_leaves_nothing(serve: Serve) -
 
 
 def raw(**feature: Any) -> pb.EngineCoreRequest:
-    """A request with a feature as it should be, but for some fields."""
+    """Return a request whose media feature is valid except for the given fields."""
     request = asked("r", image("x", 100))
     message = add_request(request).add
     base: dict[str, Any] = {"modality": "image", "identifier": identifier_of("x"), "offset": 2, "length": 4}

@@ -1,6 +1,7 @@
-"""Prompts with images, sound and embeddings that resume on another engine or load their blocks from the host.
+"""Prompts with images, audio and embeddings that resume on another engine or load their KV blocks from host memory.
 
-Tokens are those of one engine. Only missing blocks move, and media whose blocks have arrived are not encoded again.
+Tokens equal those of one engine. Only missing blocks are transferred. Media whose blocks were transferred are not
+encoded again.
 """
 
 from contextlib import ExitStack
@@ -28,12 +29,12 @@ COUNT = 8
 AFTER = 3
 """Number of tokens before a request is handed over."""
 FAMILIES = ("llava", "qwen2_vl", "gemma3", "qwen2_audio")
-"""Families: a plain one, one with three-dimensional positions, one with whole images and windows, and one for audio."""
+"""Model types: a plain one, one with 3D positions, one with windows and unsplit images, and one for audio."""
 HIDDEN = 48
 
 
 class Case:
-    """A family's tiny checkpoint, two prompts, and transformers' tokens for them."""
+    """A model type's tiny checkpoint, two prompts, and transformers' tokens for the prompts."""
 
     def __init__(self, family: str, directory: Path) -> None:
         self.family, self.path = family, directory
@@ -72,7 +73,7 @@ def num_embeds(prompt: MediaPrompt, start: int = 0) -> int:
 def handed_over(
     source: TransferringEngine, target: TransferringEngine, request: EngineCoreRequest
 ) -> tuple[list[int], list[EngineCoreOutput]]:
-    """The tokens of both engines together, and the outputs of the second."""
+    """Hand a request over. Returns the tokens of both engines in order, and the outputs of the second engine."""
     prior, given = hand_over(source, request, AFTER)
     rest = go_on(target, request, prior, given)
     return prior + tokens_of(rest), rest

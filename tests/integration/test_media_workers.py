@@ -1,4 +1,4 @@
-"""Media workers with a processor of transformers, in a process that has torch installed and loads it nowhere."""
+"""Media workers with a processor of transformers. Torch is installed, but no process imports torch."""
 
 import asyncio
 import gc
@@ -73,7 +73,10 @@ async def test_pixels_are_those_of_the_models_processor(folder: Path) -> None:
 
 
 def with_tests() -> dict[str, str]:
-    """An environment in which media workers, which do not look where they are started, find the families of these tests."""
+    """Return environment variables with which media workers can import the model types of these tests.
+
+    Media workers do not import from their working directory.
+    """
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
 
@@ -279,7 +282,7 @@ async def test_hostile_media_are_refused_and_leave_nothing(count: int, caplog: p
                 except RequestFailed as e:
                     check(number, part, e)
                     outcomes[e.reason] += 1
-                else:  # a broken file may still be one that can be read
+                else:  # a damaged file may still be readable
                     outcomes["taken"] += 1
 
         await asyncio.gather(*(send() for _ in range(AT_ONCE)))

@@ -1,4 +1,4 @@
-"""``/v1/messages`` with the published Anthropic client, in front of an engine that writes a given text."""
+"""``/v1/messages`` with the published Anthropic client, in front of a fake engine whose output text the test sets."""
 
 import asyncio
 import json
@@ -32,11 +32,11 @@ RESOURCES = finish_pb2.RequestError(
 
 
 OLDER = {"temperature": 0.5, "top_k": 7, "top_p": 0.5}
-"""Fields that older clients have."""
+"""Fields that older clients send."""
 
 
 class Api:
-    """A frontend, and Anthropic's client for it, which never tries again."""
+    """A frontend, and Anthropic's client for the frontend, without retries."""
 
     def __init__(self, server: OpenAIServer, client: anthropic.AsyncAnthropic) -> None:
         self.server = server
@@ -295,7 +295,7 @@ async def test_the_models_are_listed_for_anthropics_client(api: Api) -> None:
     for wrong in ({"limit": 0}, {"after_id": "other"}):
         with pytest.raises(anthropic.BadRequestError, match=next(iter(wrong))):
             await api.client.models.list(**wrong)  # type: ignore[arg-type]
-    # OpenAI's clients get their own form from the same path.
+    # OpenAI's clients get OpenAI's format from the same path.
     assert (await api.http.get("/v1/models")).json()["object"] == "list"
 
 

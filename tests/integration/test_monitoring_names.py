@@ -1,4 +1,4 @@
-"""Every metric and label that the chart's rules, its dashboard and the pages name is one that running services serve."""
+"""Running services export every metric and label that the chart's rules, the dashboard and the docs name."""
 
 import time
 from collections import defaultdict
@@ -32,7 +32,7 @@ OF_PROMETHEUS = {"up": frozenset()}
 
 
 def served(registries: Iterable[CollectorRegistry]) -> dict[str, set[str]]:
-    """The labels that each metric has in some series."""
+    """Return all labels of each metric's series."""
     found: dict[str, set[str]] = defaultdict(set)
     for registry in registries:
         for family in registry.collect():
@@ -56,7 +56,7 @@ def problems(named: dict[str, str], there: dict[str, set[str]]) -> list[str]:
 
 
 async def used(system: System) -> None:
-    """Cause each event that is counted only once it happens: finished, failed and refused requests."""
+    """Cause events whose metrics appear only after the first event: finished, failed and refused requests."""
     await collect(system.generate())
     await collect(system.generate(lora=next(iter(ADAPTERS))))
     await failure(system.generate(model="other"))
@@ -66,7 +66,7 @@ async def used(system: System) -> None:
 
 
 def in_kubernetes(folder: Path) -> CollectorRegistry:
-    """Return metrics that appear only with TLS, and when an API server refuses a request."""
+    """Return metrics that appear only with TLS, or after an API server refused a request."""
     registry = CollectorRegistry()
     registry.register(certificates := Certificates())
     tls = Authority().issue("penstock-frontend").write(folder).client()
@@ -77,7 +77,7 @@ def in_kubernetes(folder: Path) -> CollectorRegistry:
 
 
 def of_media() -> CollectorRegistry:
-    """Return the metrics of a model that takes media."""
+    """Return the metrics of a multimodal model."""
     registry = CollectorRegistry()
     metrics = MediaMetrics(registry, "model")
     metrics.series("penstock:media_seconds", "image", "fetch").observe(0.1)
@@ -86,7 +86,7 @@ def of_media() -> CollectorRegistry:
 
 
 def of_blocks() -> CollectorRegistry:
-    """Return the metrics of engines that transfer blocks and keep some on the host."""
+    """Return the metrics of engines that transfer KV blocks and offload some blocks to host memory."""
     registry, counts = CollectorRegistry(), TransferCounts()
     counts.moved("in", "grpc", 100)
     counts.ended(Transfer({}, KvMedium.HOST, "", 0.0, 1.0, 2, 1, 100, PART))

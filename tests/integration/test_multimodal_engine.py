@@ -1,4 +1,4 @@
-"""Multimodal engines compared with transformers' ``generate``, in float32: images among texts, with all
+"""Multimodal engines compared with transformers' ``generate``, in float32: prompts with images and text, with all
 implementations.
 """
 
@@ -26,9 +26,9 @@ FAMILIES = (*IMAGE_FAMILIES, *AUDIO)
 LARGEST_SPAN = 18
 """Number of tokens of a gemma3 image, including the tokens around it."""
 RECURRENT = ("qwen3_5",)
-"""Need blocks of 16 tokens."""
+"""Model types that need blocks of 16 tokens."""
 SLIDING = ("gemma3", "aya_vision")
-"""Have two groups of layers, which share the blocks."""
+"""Model types with two KV cache groups, which use one block pool."""
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "decoder": {"cache": {"block_size": 16}},
@@ -44,12 +44,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 PROCESSES = ("processes", "split")
 KINDS = ("llava", "gemma3", "aya_vision", "llava_onevision", "qwen2_vl", "qwen2_audio", "qwen3_5")
-"""Squares, spans that see all of themselves, windows that the kernels do not compute, crops of any shape, grids, sounds, and
-recurrent layers."""
+"""One model type of each kind.
+
+The kinds are: square images, bidirectional attention within images, windows that the kernels do not compute, crops of
+any shape, grids, audio, and recurrent layers.
+"""
 
 
 class Case:
-    """A family's tiny checkpoint, its prompts, and transformers' tokens for them."""
+    """A model type's tiny checkpoint, its prompts, and transformers' tokens for the prompts."""
 
     def __init__(self, family: str, directory: Path) -> None:
         self.family = family
@@ -103,7 +106,7 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest], **options: An
 @pytest.mark.quick("llava", "qwen2_vl", "gemma3", "llava_pixtral", "qwen2_audio", "qwen3_5")
 @every_family
 def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
-    """Runs in steps of seven tokens, with the modules and with the native decoder, and again with cached prefixes."""
+    """Runs steps of seven tokens, with the modules and with the native decoder, and then again with cached prefixes."""
     for block_size in (4, 16):
         engine = case.engine(
             cache={"block_size": block_size}, scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1}
@@ -154,9 +157,7 @@ def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
     count = 3 * COUNT
     prompts = {f"{name}{i}": prompt for i in range(2) for name, prompt in case.prompts.items()}
     lengths = [len(prompt.token_ids) for prompt in prompts.values()]
-    room = max(
-        max(lengths) + count + 4, sum(lengths[:3]) + 20
-    )  # enough for three prompts, and too little for the requests after them
+    room = max(max(lengths) + count + 4, sum(lengths[:3]) + 20)  # enough for three prompts, but not for all requests
     blocks = (room // (16 if case.family in RECURRENT else 4) + 2) * (1 + (case.family in SLIDING))
     engine = case.engine(cache={"num_blocks": blocks, "enable_prefix_caching": False}, scheduler={"watermark": 0.0})
     found = run(engine, [prompt.request(name, count) for name, prompt in prompts.items()])
@@ -176,7 +177,8 @@ def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> 
     image, plain = case.prompts["two"], case.prompts["text"].request("text", COUNT, logprobs=0)
     text = MediaPrompt([token % 200 for token in image.token_ids], [], {}, None)
     engine = case.engine(cache={"enable_prefix_caching": False})
-    answer(engine, [image.request("encoded", COUNT)])  # or it would be encoded in a step of the text alone
+    # Caches the encoded image, which would otherwise be encoded during a step of the text request.
+    answer(engine, [image.request("encoded", COUNT)])
     beside_image = answer(engine, [image.request("other", COUNT), plain])
     beside_text = run(engine, [text.request("other", COUNT), plain])
     assert beside_image.tokens["other"] == case.expected["two"] != beside_text.tokens["other"]
@@ -187,7 +189,7 @@ def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> 
 def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_that(case: Case) -> None:
     plain = case.prompts["text"].request("text", COUNT, logprobs=0)
     sections = {"kernels": {"batch_invariant": True}, "cache": {"block_size": 16}}
-    if case.family == "aya_vision" or case.family in RECURRENT:  # not computed by the kernels' decoder
+    if case.family == "aya_vision" or case.family in RECURRENT:  # the kernels' decoder does not compute these types
         with pytest.raises(ModelLoadError, match=r"kernels\.batch_invariant is true"):
             case.engine(**sections)
         return
@@ -236,7 +238,7 @@ def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_p
     torch.set_num_threads(1)
     make = PromptMaker(tmp_path, save_multimodal_model(family, tmp_path)).make
     short, long = ([make_image(40, 40, first + i) for i in range(6)] for first in (1, 7))
-    if family != "llava_onevision":  # transformers stacks its videos
+    if family != "llava_onevision":  # transformers stacks llava_onevision's videos
         del short[4:]
     prompts = {"video": make("Watch ", long, " now."), "both": make(PICTURES[0], " is none of ", short, " nor ", long)}
     expected = {name: prompt.expected(COUNT) for name, prompt in prompts.items()}

@@ -1,4 +1,4 @@
-"""Embeddings of prompts with images by multimodal checkpoints equal those of transformers' own model."""
+"""Embeddings of prompts with images equal those of transformers' own multimodal model."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ FAMILIES = ("llava", "qwen3_vl", "gemma3")
 
 @torch.inference_mode()
 def expected(prompt: MediaPrompt) -> torch.Tensor:
-    """The last hidden state of the last token."""
+    """Return the last layer's hidden state of the last token."""
     state: torch.Tensor = prompt.model.model(**prompt.inputs).last_hidden_state[0, -1]
     return state
 

@@ -1,4 +1,4 @@
-"""Drafts for prompts with images: greedy tokens are those of transformers without any."""
+"""Drafts for prompts with images: greedy tokens equal transformers' tokens without drafts."""
 
 from pathlib import Path
 
@@ -20,13 +20,17 @@ SOON = ("qwen2_vl", "draft_model")
     ],
 )
 def test_drafts_change_no_token_behind_images(family: str, method: str, tmp_path: Path) -> None:
-    """The draft model is the same checkpoint without its encoders: it drafts from placeholders, at positions of text."""
+    """Uses the same checkpoint without its encoders as draft model.
+
+    The draft model sees placeholder tokens in place of images, at text positions.
+    """
     torch.set_num_threads(1)
     case = Case(family, tmp_path)
     model = {"model": str(tmp_path)} if method == "draft_model" else {}
     speculative = {"method": method, "num_speculative_tokens": 3, "adaptive": False, **model}
     answers = run(case.engine(cache={"block_size": 16}, speculative=speculative), case.requests())
     assert answers.tokens == case.expected
-    if method == "draft_model":  # tokens of random weights seldom come again, for others to find
+    # The other methods find few drafts, because models with random weights seldom repeat tokens.
+    if method == "draft_model":
         assert answers.stats.spec_decoding_stats is not None
         assert answers.stats.spec_decoding_stats.num_draft_tokens > 0

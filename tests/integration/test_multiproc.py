@@ -1,4 +1,4 @@
-"""Workers in processes of their own: the tokens of one process, and an engine that ends when they do."""
+"""Workers in separate processes: the tokens of one process, and an engine that ends when a worker ends."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def engine_of(path: Path, kind: str = "multiproc", **sections: Any) -> Iterator[
 
 
 SECTIONS: dict[str, Any] = {
-    # Prompts in pieces, requests that are preempted, two steps in flight.
+    # Chunked prompts, preempted requests, and two steps in flight.
     "scheduler": {"max_num_batched_tokens": 7, "async_scheduling": True},
     "cache": {"num_blocks": 26},
 }
@@ -164,7 +164,7 @@ class DeadSink:
 
 
 def test_the_engine_ends_with_its_worker_while_nothing_runs(engine: EngineCore) -> None:
-    """The last one that needs it."""
+    """Kills the shared engine's worker, so this is the last test that uses the engine."""
     executor, sink = workers_of(engine), DeadSink()
     loop = BusyLoop(engine, EngineControl(engine), sink)
     errors: list[BaseException] = []
