@@ -1,4 +1,4 @@
-"""bfloat16 checkpoints over several workers and ranks: the tokens of float32, whose hidden states they exchange."""
+"""bfloat16 checkpoints over several workers and ranks: the tokens of float32, because hidden states are float32."""
 
 from pathlib import Path
 from typing import Any

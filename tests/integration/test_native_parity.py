@@ -1,6 +1,7 @@
-"""Greedy tokens equal transformers' own with the kernels on, and with any part of them off.
+"""Greedy tokens equal transformers' tokens with all kernels on, and with any of the kernels off.
 
-``test_parity.py`` has blocks and heads of sizes that the attention kernels leave to torch; here they take them.
+This file uses block sizes and head sizes that the attention kernels support. ``test_parity.py`` uses sizes that torch
+computes.
 """
 
 import logging
@@ -26,7 +27,7 @@ from tests.fakes.models.transformers_greedy import greedy_tokens
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
 CACHE = {"block_size": 16, "num_blocks": 128}
-# Heads of 16 numbers wherever the size follows from the model's width.
+# Width that gives heads of 16 numbers, for model types whose head size follows from the width.
 WIDTH = {"helium": 48}
 DECODERS = (
     *("dots1", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "llama", "minimax_m2"),
@@ -34,7 +35,7 @@ DECODERS = (
     *("seed_oss", "smollm3", "vaultgemma"),
 )
 DECODER_KINDS = ("exaone4", "gemma3", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
-"""One family of each kind of decoder.
+"""One model type of each kind of decoder.
 
 The kinds are: layers without positions, norms after the residual addition, norms over all heads, mixtures of experts
 and a router, and mixtures with extra parts, which modules compute between kernel calls.
@@ -342,7 +343,7 @@ def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part
 def test_a_matrix_unit_gives_the_tokens_of_float32(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks the decoder and linear layers."""
+    """Checks the decoder and the linear layers."""
     torch.set_num_threads(1)
     pretend(monkeypatch, "amx")
     expected = expected_tokens(save_narrow_model(architecture, tmp_path, hidden_size=64))
@@ -428,7 +429,7 @@ def test_inputs_are_not_rounded_where_that_changes_too_much(
 def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     architecture: str, isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checks all bits: greedy tokens would not show small differences."""
+    """Compares logits bit by bit, because greedy tokens would not show small differences."""
     torch.set_num_threads(1)
     save = save_tiny_model if isa == "floats" else save_narrow_model
     save(architecture, tmp_path, hidden_size=64)

@@ -43,7 +43,7 @@ class Nodes(NamedTuple):
 
 
 def at_node(config: EngineCoreConfig, index: int = 1) -> EngineCoreConfig:
-    """The configuration of another node."""
+    """Return the configuration of another node."""
     nodes = config.executor.nodes
     theirs = msgspec.structs.replace(nodes, index=index, leader=HERE, address=THERE)
     return msgspec.structs.replace(config, executor=msgspec.structs.replace(config.executor, nodes=theirs))
@@ -51,7 +51,7 @@ def at_node(config: EngineCoreConfig, index: int = 1) -> EngineCoreConfig:
 
 @contextlib.contextmanager
 def nodes_of(tmp_path: Path, misdeed: Misdeed = QUIET, *, step_timeout: float = PATIENCE) -> Iterator[Nodes]:
-    """Yield two nodes with a worker each that has no model."""
+    """Yield two nodes. Each node has one worker without a model."""
     config = EngineCoreConfig(
         model=ModelConfig(path=misdeed.path),
         executor=ExecutorConfig(
@@ -87,9 +87,10 @@ def until_gone(pids: list[int]) -> None:
 
 def test_workers_of_all_nodes_do_what_they_are_told_and_end_with_the_engine(tmp_path: Path) -> None:
     with nodes_of(tmp_path) as (executor, node):
-        assert executor.available_kv_cache_memory() == 2**20 * 7  # of the last, which has the least
+        # The memory of the last worker, which has the least memory.
+        assert executor.available_kv_cache_memory() == 2**20 * 7
         assert executor.collective_rpc("anything", [1]) == [[0, "anything", [1]], [1, "anything", [1]]]
-        node.terminate()  # the engine decides
+        node.terminate()  # ignored, because only the engine ends its workers
         workers = node.workers()
         for number in range(1, 50):
             assert sampled(executor, number).result(PATIENCE).sampled_token_ids == [[number], [number]]

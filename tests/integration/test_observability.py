@@ -1,4 +1,4 @@
-"""Data for operators about requests and calls: counters, the lines of log.requests, and the engines' load."""
+"""Data for operators about requests and calls: counters, the request log (log.requests), and the engines' load."""
 
 import asyncio
 import logging
@@ -60,7 +60,7 @@ async def test_requests_are_counted_by_the_code_they_fail_with(engine: FakeEngin
         await frontend.outputs(max_tokens=1, n=2)
         await failure(frontend.generate(n=3))
         await failure(frontend.generate(model="other"))
-        # A call is counted once its handler has ended, which its client need not wait for.
+        # The frontend counts a call when the handler ends, and the client may see the end earlier.
         await eventually(lambda: failed(frontend, "INVALID_ARGUMENT") == failed(frontend, "NOT_FOUND") == 1)
         assert failed(frontend, "CANCELLED") == 0
         assert value(frontend, "vllm:request_params_n_sum", model_name="model") == 2
@@ -309,7 +309,7 @@ async def test_a_real_engines_events_and_steps_are_measured(model: Path) -> None
             counts = [value(frontend, f"vllm:{name}_count", **labels) for name in TIMES]
         assert counts == [1] * len(TIMES)
         buckets = [registry.get_sample_value(f"{STEPS}_bucket", labels | {"le": le}) for le in ("1.0", "8.0")]
-        assert buckets == [2, 3]  # the prompt, then a token after the other
+        assert buckets == [2, 3]  # one step for the prompt, then one step per token
         assert registry.get_sample_value(f"{STEPS}_sum", labels) == 7
         assert registry.get_sample_value("vllm:num_requests_running", labels) == 0
     finally:

@@ -79,7 +79,7 @@ async def test_no_body_is_a_defect_of_ours(path: str, tmp_path: Path) -> None:
 
 
 async def test_no_depth_of_nesting_is_a_defect_of_ours(tmp_path: Path) -> None:
-    """The body is decoded, and later parts of it once more, with less of the stack left; so every depth is tried."""
+    """Tries many depths of nesting, because parts of the body are decoded a second time on a deeper stack."""
     engine = FakeEngine(vocab_size=byte_level().get_vocab_size())
     async with engine, openai_server(save_chat_model(tmp_path / "model"), engines=[engine.address]) as api:
         for depth in [*range(1, 500, 50), *range(500, 520), *range(800, 1000, 3)]:

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions`` with the published OpenAI client, in front of an engine that writes a given text."""
+"""``/v1/chat/completions`` with the published OpenAI client, in front of a fake engine whose output text the test sets."""
 
 import asyncio
 import json

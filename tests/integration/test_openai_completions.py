@@ -318,7 +318,7 @@ async def test_a_wrong_parameter_is_named(api: OpenAIServer) -> None:
 
 
 async def test_the_best_of_several_sequences_come_first(api: OpenAIServer, engine: FakeEngine) -> None:
-    """A token's log-probability falls with its id, so the sequences' means are known."""
+    """Uses log-probabilities that fall with the token id, so that the mean of each sequence is known."""
     tokens = {0: [9, 9], 1: [5], 2: [7, 5], 3: [30, 2]}
     engine.script = lambda request: tokens[int(request.request_id.rpartition(".")[2])]
     answer = await complete(api, best_of=4, n=2, max_tokens=2, extra={"return_token_ids": True})

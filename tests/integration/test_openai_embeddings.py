@@ -1,4 +1,7 @@
-"""``/v1/embeddings``, models and tokens with the published OpenAI client, in front of an engine without a model."""
+"""``/v1/embeddings``, and the routes of models and tokens, with the published OpenAI client.
+
+The engine is a fake without a model.
+"""
 
 import array
 import asyncio
@@ -29,7 +32,7 @@ VECTOR = [0.5, -0.25, 3.0]
 
 @pytest.fixture
 async def embedder() -> AsyncIterator[FakeEngine]:
-    """An engine that answers every input with the number of its tokens, and VECTOR."""
+    """Yield an engine that answers every input with the input's number of tokens and VECTOR."""
     engine = FakeEngine(vocab_size=TOKENIZER.get_vocab_size())
     del engine.ready.capabilities[:]
     engine.ready.capabilities.append("embed")
@@ -57,7 +60,7 @@ async def api(embedder: FakeEngine, model: Path) -> AsyncIterator[OpenAIServer]:
 
 @pytest.mark.parametrize("form", ["float", "base64", None])
 async def test_vectors_come_in_the_order_of_the_inputs(api: OpenAIServer, form: Any) -> None:
-    """The client asks for base64 unless told otherwise, and reads it."""
+    """Includes the client's default format, base64, which the client decodes."""
     texts = ["hello", "the fox", "a"]
     given: dict[str, Any] = {} if form is None else {"encoding_format": form}
     answer = await api.client.embeddings.create(model="model", input=texts, **given)
@@ -167,7 +170,7 @@ class Turns:
 
 @pytest.fixture
 def many_numbers(embedder: FakeEngine) -> int:
-    """Numbers of each vector that the engine answers with from now on."""
+    """Make the engine answer with large vectors, and return the size of each vector."""
 
     def answer(output: pb.EngineCoreOutput) -> pb.EngineCoreOutput:
         embedder.take(output.request_id)

@@ -33,7 +33,7 @@ async def shared(model: Path) -> AsyncIterator[OpenAIServer]:
 
 
 async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", **options: Any) -> tuple[int, Any]:
-    """Status and error of a call."""
+    """Return the status and the error of a call."""
     content = body if isinstance(body, bytes) else None
     response = await api.http.post(path, content=content, json=None if content is not None else body, **options)
     answer = response.json()
@@ -295,7 +295,8 @@ async def test_errors_of_the_engine_have_their_status(
 ) -> None:
     engine.refusal = finish_pb2.RequestError(code=code, message="no")
     found, error = await error_of(api, {"prompt": "x"})
-    assert (found, error["type"], error["message"].split()[-1]) == (status, kind, "no")  # behind how often it was tried
+    # The message begins with the number of attempts.
+    assert (found, error["type"], error["message"].split()[-1]) == (status, kind, "no")
 
 
 async def test_without_an_engine_the_answer_is_unavailable(model: Path) -> None:

@@ -1,6 +1,6 @@
 """``/v1/score``, ``/rerank``, ``/classify``, ``/pooling`` with an engine without a model: formats and errors.
 
-``test_embed.py`` compares their results.
+``test_embed.py`` compares the results with sentence-transformers.
 """
 
 import array
@@ -32,7 +32,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def rows_of(request: pb.EngineCoreRequest) -> list[list[float]]:
-    """A row per token."""
+    """Return one row per token."""
     return [[float(token), 0.5] for token in request.prompt_token_ids]
 
 
@@ -40,7 +40,10 @@ def rows_of(request: pb.EngineCoreRequest) -> list[list[float]]:
 async def serving(
     model: Path, *capabilities: str, vectors: Callable[[pb.EngineCoreRequest], Any]
 ) -> AsyncIterator[tuple[OpenAIServer, FakeEngine]]:
-    """A frontend before an engine that answers every input with the numbers, or rows of numbers, that ``vectors`` makes of it."""
+    """Yield a frontend in front of an engine that answers every input with the result of ``vectors``.
+
+    The result is a list of numbers, or a list of rows.
+    """
     engine = FakeEngine(vocab_size=TOKENIZER.get_vocab_size())
     del engine.ready.capabilities[:]
     engine.ready.capabilities.extend(capabilities)

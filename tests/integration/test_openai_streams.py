@@ -25,7 +25,7 @@ VOCAB = TOKENIZER.get_vocab_size()
 TOO_SMALL = finish_pb2.RequestError(
     code="RESOURCE_EXHAUSTED", message="it needs more than there is", reason="KV_CACHE_TOO_SMALL"
 )
-"""An error that no other engine could avoid, so the request is not retried."""
+"""Error that every engine would return, so the frontend does not retry the request."""
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ STOPS = st.lists(st.text(st.sampled_from("abc ä你🙂\ufffd"), min_size=1, max
 
 
 async def test_streams_add_up_to_the_whole_for_any_tokens_and_stops(api: OpenAIServer, engine: FakeEngine) -> None:
-    """Text, log-probabilities and the end of a stream are those of the answer in one piece."""
+    """Compares text, log-probabilities and finish reason of a stream with the answer without streaming."""
     loop = asyncio.get_running_loop()
 
     @settings(max_examples=40, suppress_health_check=list(HealthCheck))

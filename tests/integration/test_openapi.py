@@ -28,7 +28,7 @@ async def described(api: OpenAIServer) -> dict[str, Any]:
 
 
 def served(api: OpenAIServer) -> set[tuple[str, str]]:
-    """Method and path of every route."""
+    """Return the method and the path of every route."""
     app: Any = api.server.frontend._servers.http._server.config.app
     while not hasattr(app, "routes"):
         app = app._app

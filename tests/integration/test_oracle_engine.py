@@ -1,4 +1,4 @@
-"""An oracle engine fails at the configured places, and refuses requests that break the contract between frontend and
+"""An oracle engine fails at the configured points, and refuses requests that break the contract between frontend and
 engine.
 """
 

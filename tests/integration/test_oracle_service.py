@@ -1,4 +1,4 @@
-"""The oracle service replaces the enginecore under the chart: its config file, its variables, its probes, its shutdown."""
+"""The oracle service can replace the enginecore in the chart: config file, variables, probes and shutdown."""
 
 import signal
 from collections.abc import Callable
@@ -30,7 +30,10 @@ StartEngine = Callable[..., Service]
 
 @pytest.fixture
 def chart_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StartEngine:
-    """An engine with the config file and the variables of the chart's pod; only places are this machine's."""
+    """Return a function that starts an engine with the config file and the variables of the chart's pod.
+
+    Only paths and addresses belong to this machine.
+    """
     of_the_pod = {"metadata.name": POD, "status.podIP": POD_IP}
     for name, entry in release(DEMO).env("enginecore").items():
         if name.startswith("PENSTOCK_"):
@@ -96,7 +99,8 @@ async def test_the_load_time_is_the_operators_choice_and_probes_wait_for_it(
             health: Any = health_pb2_grpc.HealthStub(channel)
             answer = await health.Check(health_pb2.HealthCheckRequest(service="startup"), wait_for_ready=True)
             assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-        assert await engine.stop() == -signal.SIGTERM  # as a real one that loads: there is nothing to drain
+        # Like a real engine that is loading, because there is nothing to drain.
+        assert await engine.stop() == -signal.SIGTERM
 
 
 async def test_what_is_wrong_ends_it_with_a_line_and_the_enginecores_exit_codes(

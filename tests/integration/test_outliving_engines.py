@@ -1,4 +1,4 @@
-"""Requests when no engine is left, requests that kill engines, and clients that cancel."""
+"""Requests without any engine left, requests that crash engines, and clients that cancel."""
 
 import asyncio
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def engines(count: int = 2, **knobs: Any) -> list[OracleProcess]:
 
 
 async def lose_all(cluster: OracleCluster, asked: Sequence[Shape], **options: Any) -> "list[asyncio.Task[Any]]":
-    """Requests whose engines are killed when they have got a few tokens."""
+    """Start requests, and kill all their engines once the requests have a few tokens."""
     await cluster.until_connected()
     for engine in cluster.engines:
         await engine.set(held=True)
@@ -109,8 +109,8 @@ async def test_what_was_delivered_before_an_unavailable_end_is_right(model: Path
 async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_finish(
     model: Path, fault: dict[str, Any], most_deaths: int
 ) -> None:
-    """Three engines die before they produce a token. Before that, one engine dies for each token that the request still
-    produced.
+    """Crashes three engines before they produce a token. Before those engines, one engine dies for each token that the
+    request produced.
     """
     async with OracleCluster(model, engines(3, faults=[fault | {"salt": "poison"}])) as cluster:
         await cluster.until_connected()
@@ -132,7 +132,10 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
 
 
 async def test_a_request_that_moves_too_often_ends(model: Path) -> None:
-    """Each engine produces a token before it dies, so the request is not quarantined, but its moves are used up."""
+    """Lets each engine produce a token before it dies.
+
+    The request is not quarantined, but reaches its limit of moves.
+    """
     retries = RetriesConfig(max_moves=3)
     knobs = {"faults": [{"at": "after_first_token", "salt": "costly"}]}
     async with OracleCluster(model, engines(2, **knobs), retries=retries) as cluster:

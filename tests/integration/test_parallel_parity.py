@@ -1,5 +1,6 @@
-"""Workers that share a model, by the kernels and by its modules: the tokens and log-probabilities of transformers, in steps that
-mix all that requests ask for.
+"""Tensor and pipeline parallel workers, with the kernels and with the model's modules.
+
+Tokens and log-probabilities equal transformers'. Steps mix requests with all kinds of parameters.
 """
 
 import shutil
@@ -38,7 +39,7 @@ CASES = [
 ]
 """Tensor parallel size, pipeline parallel size, and implementation of the layers."""
 SECTIONS: dict[str, Any] = {
-    # Prompts in pieces, requests that are preempted, cached prompts; blocks that the kernels take.
+    # Chunked prompts, preempted requests, cached prompts, and a block size that the kernels support.
     "scheduler": {"max_num_batched_tokens": 19},
     "cache": {"num_blocks": 11, "block_size": 16},
 }
@@ -48,7 +49,7 @@ EXACT = 1e-4
 
 
 class Result:
-    """One request's ``tokens``, and its log-probabilities of the output and of the prompt."""
+    """One request's output tokens, and the log-probabilities of the output and of the prompt."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -97,7 +98,7 @@ def run(engine: EngineCore, params: list[SamplingParams]) -> dict[str, Result]:
     while engine.has_requests:
         stepped = engine.step(lambda: None)
         if not stepped:
-            engine.queues.get(block=True, timeout=0.01)  # for a grammar, perhaps
+            engine.queues.get(block=True, timeout=0.01)  # a grammar may still be compiling
         for outputs in stepped.values():
             for output in outputs.outputs:
                 result = results[output.request_id]
@@ -141,7 +142,7 @@ def test_mixed_steps_give_what_transformers_and_one_worker_give(
     engine = build_engine(path, kernels=KERNELS[kernels], executor=executor, **SECTIONS)
     for info in engine.executor.collective_rpc("worker_info"):
         assert kernels == "modules" or kernels in info["computing"]
-    for _ in range(2):  # and with prefix hits
+    for _ in range(2):  # the second run has prefix hits
         results = run(engine, mixed())
         assert {name: result.tokens for name, result in results.items()} == of_one_worker
         for greedy in (0, 2, 5):

@@ -21,7 +21,10 @@ SECTIONS: dict[str, Any] = {
     "executor": {"tensor_parallel_size": 2},
     "kernels": {"isa": "baseline"},
 }
-"""Prompts in pieces. The widest vectors' packed weights have more rows of zeros than these models have others."""
+"""Chunked prompts, and the baseline instruction set.
+
+With wider vectors, the packed weights of these small models would have more rows of padding than of weights.
+"""
 
 
 def prompts() -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Greedy tokens equal transformers' own, whatever the batch, the chunking, the prefix cache and the preemptions."""
+"""Greedy tokens equal transformers' tokens, for any batch, chunks, prefix hits and preemptions."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -46,7 +46,10 @@ def _greedy(engine: EngineCore, prompts: list[list[int]], prefix: str = "r") -> 
 
 
 def _tight(case: Case, *, enable_prefix_caching: bool) -> EngineCore:
-    """Has room for the longest request, of 46 tokens, and little more. Windows make it small."""
+    """Return an engine with just enough blocks for the longest request (46 tokens).
+
+    With windows, fewer blocks suffice.
+    """
     scheduler = {"max_num_batched_tokens": 12}
     roomy = build_engine(case.path, model={"max_model_len": 46}, scheduler=scheduler)
     cache = {

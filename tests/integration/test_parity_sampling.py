@@ -34,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(path: Path) -> list[list[int]]:
-    """The tokens of five requests, each run by itself."""
+    """Return the tokens of five requests, each of which runs alone."""
     engine = build_engine(path)
     return [generate(engine, [(f"r{i}", PROMPT, _params(i))]).tokens[f"r{i}"] for i in range(len(FILTERS))]
 

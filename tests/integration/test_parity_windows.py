@@ -1,4 +1,4 @@
-"""Models that mix windowed and full attention give transformers' tokens far beyond the window, in less memory."""
+"""Models that mix windowed and full attention give transformers' tokens far beyond the window, with less memory."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 BLOCK_SIZE = 4
 NEW_TOKENS = 60
 PROMPT_LENGTHS = (2, 9, 30, 41)
-# Layer kinds in equal and in different numbers: one group for each kind, or three groups of windowed layers and one of
-# full.
+# Layer kinds (s: sliding window, f: full) in equal and in different numbers. The KV cache groups are one for each kind,
+# or three groups of windowed layers and one group of full layers.
 LAYERS = {"gemma2": "sfsf", "gemma3": "sssf", "gpt_oss": "sfsf"}
 KINDS = {"s": "sliding_attention", "f": "full_attention"}
 
@@ -43,7 +43,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Usage:
-    """Most memory in use after any step, in blocks of one layer."""
+    """Maximum memory in use after any step, in blocks of one layer."""
 
     def __init__(self, engine: EngineCore) -> None:
         self._pool = engine.scheduler.kv_cache.pool
@@ -96,7 +96,7 @@ def test_prefix_hits_far_beyond_the_window_give_the_same_tokens(case: Case, back
     assert _greedy(engine, case.prompts, prefix="first")[0] == case.expected
     assert _greedy(engine, case.prompts, prefix="second")[0] == case.expected
     before = engine.scheduler.stats().prefix_cache_hits
-    # Continue the conversations: the prefix is the prompt and most of the answer.
+    # Continue the conversations. The cached prefix is the prompt and most of the answer.
     half = NEW_TOKENS // 2
     longer = [p + t[:half] for p, t in zip(case.prompts, case.expected, strict=True)]
     tokens, run, _ = _greedy(engine, longer, prefix="third", num_tokens=NEW_TOKENS - half)

@@ -1,4 +1,4 @@
-"""Contents of a request's KV cache blocks never reach another request: whole models under the real scheduler."""
+"""Contents of a request's KV cache blocks never reach another request: complete models with the real scheduler."""
 
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,12 @@ from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 pytestmark = pytest.mark.slow
 
 NEW_TOKENS = 24
-# Full and windowed layers of decoders that are one call, mixed kinds, soft caps, sinks, chunks, multi-head latent attention.
+# Fused decoders with full and with windowed layers, mixed layer kinds, soft caps, sinks, chunked attention, and
+# multi-head latent attention.
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3")
 RECURRENT = ("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "mamba2")
 LAYER_NORM = "starcoder2"
-"""A family with a window whose norms make NaN of vectors as large as can be."""
+"""Model type with a window, whose norms turn very large vectors into NaN."""
 LARGEST = float(torch.finfo(torch.float32).max)
 HIDDEN = 64
 
@@ -60,7 +61,7 @@ def spy_on_logits(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 def test_logits_are_the_same_to_the_last_bit_in_a_pool_full_of_nan(
     family: str, backend: str, block_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks, mixed with decodes, then once more on their cached prefixes."""
+    """Runs chunked prompts mixed with decodes, and then the same prompts with cached prefixes."""
     torch.set_num_threads(1)
     save_tiny_model(family, tmp_path, hidden_size=HIDDEN)
     logits = spy_on_logits(monkeypatch)
@@ -124,7 +125,7 @@ def recurrent_engine(path: Path, num_drafts: int = 0) -> EngineCore:
 
 
 def overflowing(name: str, num_tokens: int) -> EngineCoreRequest:
-    """Finite vectors that become NaN inside the model."""
+    """Return a request with finite embeddings that become NaN inside the model."""
     rows = np.full((num_tokens, HIDDEN), LARGEST, dtype="<f4")
     embeds = PromptEmbeds(dtype="float32", num_tokens=num_tokens, hidden_size=HIDDEN, data=rows.tobytes())
     return EngineCoreRequest(
@@ -136,7 +137,10 @@ def overflowing(name: str, num_tokens: int) -> EngineCoreRequest:
 
 
 def drive(engine: EngineCore, add: dict[int, EngineCoreRequest]) -> dict[str, list[int]]:
-    """Tokens by request. ``add``: by the number of the step before which a request comes."""
+    """Run requests and return the tokens of each request.
+
+    ``add`` maps the number of a step to the request that is added before the step.
+    """
     tokens: dict[str, list[int]] = {}
     step = 0
     while add or engine.has_requests:
@@ -155,7 +159,7 @@ def values(engine: EngineCore) -> list[torch.Tensor]:
 
 
 def clear(engine: EngineCore) -> None:
-    """The memory of a pool may hold anything at first."""
+    """Fill the pool with zeros, because new memory may contain any values."""
     for each in values(engine):
         each.zero_()
 

@@ -1,4 +1,4 @@
-"""Pooled results equal transformers' and sentence-transformers', whatever else is in the batch."""
+"""Pooled results equal transformers' and sentence-transformers' results, for any other requests in the batch."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Inputs of pooling calls that are too long: refused, or cut where the server or the request says, under each server's names."""
+"""Pooling inputs that are too long: refused, or truncated as the server or the request says.
+
+The tests use the field names of each compatible server.
+"""
 
 import array
 from collections.abc import AsyncIterator
@@ -33,7 +36,8 @@ async def serving(
     engine.ready.capabilities.append(capability)
 
     def answer(output: pb.EngineCoreOutput) -> pb.EngineCoreOutput:
-        if not output.finish_reason:  # an input may leave no room for an output, which ends with its first token
+        # If the input fills the maximum length, the output has already ended with its first token.
+        if not output.finish_reason:
             engine.take(output.request_id)
         tensor = tensor_pb2.Tensor(
             dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[1], inline=array.array("f", [1.0]).tobytes()
@@ -49,7 +53,7 @@ async def serving(
 
 
 async def embedded(api: OpenAIServer, engine: FakeEngine, **fields: Any) -> list[int] | str:
-    """The tokens that reach the engine, or why none do."""
+    """Return the tokens that the engine received, or the error message if the call was refused."""
     response = await api.http.post("/v1/embeddings", json={"input": IDS, **fields})
     if response.status_code == 200:
         return list(engine.requests[-1].prompt_token_ids)

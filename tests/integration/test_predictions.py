@@ -1,4 +1,4 @@
-"""Predictions and drafts as clients meet them, in front of an engine that puts several tokens out at once."""
+"""Predictions and drafts in clients' answers, in front of an engine that outputs several tokens per step."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,7 +23,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 def drafts(output: engine_pb.EngineCoreOutput) -> engine_pb.EngineCoreOutput:
-    """Says of the attempt that seven tokens were drafted and four held."""
+    """Add statistics to the last output: seven drafted tokens, of which four were accepted."""
     if output.finish_reason:
         output.spec_decoding_stats.CopyFrom(
             stats_pb2.SpecDecodingStats(num_drafts=2, num_draft_tokens=7, num_accepted_tokens=4)

@@ -1,4 +1,4 @@
-"""Conversations stay on the engine that has cached them: real engines and a real frontend, on a small model."""
+"""Conversations stay on the engine that has cached their prompts: real engines and a real frontend, small model."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -23,7 +23,9 @@ FIRST = "Once upon a time there was a river that did not want to go to the sea."
 
 
 class Turn(NamedTuple):
-    """A conversation's text, the engine that answered last, and the number of tokens that it had cached."""
+    """A turn of a conversation: the text so far, the engine that answered, and the number of prompt tokens in its
+    cache.
+    """
 
     text: str
     engine: str
@@ -31,7 +33,7 @@ class Turn(NamedTuple):
 
 
 class Pair:
-    """Two engines, by address."""
+    """Two engines. ``servers`` maps their addresses to them."""
 
     def __init__(self, **cache: Any) -> None:
         self.servers = dict(server_at(**cache) for _ in range(2))
@@ -67,7 +69,7 @@ def engines() -> Iterator[Pair]:
 def empty_caches(engines: Pair) -> None:
     for server in engines.servers.values():
         server.engine.scheduler.reset_prefix_cache()
-        server.engine.scheduler.kv_cache.take_events()  # no frontend is connected
+        server.engine.scheduler.kv_cache.take_events()  # discard the events, because no frontend is connected
 
 
 @asynccontextmanager

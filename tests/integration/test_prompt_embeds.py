@@ -1,4 +1,4 @@
-"""Vectors in place of prompt tokens, through the real session, over a real model."""
+"""Prompt embeddings in place of prompt tokens, over the real session, with a real model."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -52,7 +52,7 @@ def embedded(model: torch.nn.Module, token_ids: list[int]) -> torch.Tensor:
 
 
 def expected(model: torch.nn.Module, rows: torch.Tensor, count: int = 8) -> list[int]:
-    """Return greedy tokens after a prompt of embeddings, with one whole forward pass for each."""
+    """Return greedy tokens after a prompt of embeddings. Each token is computed from the complete sequence."""
     tokens: list[int] = []
     with torch.inference_mode():
         for _ in range(count):

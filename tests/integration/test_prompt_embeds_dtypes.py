@@ -1,4 +1,4 @@
-"""Vectors in place of prompt tokens, where the model's numbers are not float32: with the native decoder and without."""
+"""Prompt embeddings for models whose dtype is not float32, with and without the native decoder."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every route that generates, called by the published clients: their helpers, and the errors that they raise.
+"""Every route that generates text, called by the published clients, with their helpers and their exceptions.
 
 Answers and failing streams are tested in ``test_openai_*.py``, ``test_responses.py`` and ``test_messages.py``.
 """
@@ -26,7 +26,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_
 
 
 class City(pydantic.BaseModel):
-    """Type that answers are parsed as."""
+    """Type into which the clients parse answers."""
 
     name: str
     size: int
@@ -36,7 +36,7 @@ BONN = City(name="Bonn", size=335)
 
 
 class Clients(NamedTuple):
-    """Both published clients of one frontend, its engine, and its ``url``."""
+    """Both published clients of one frontend, the frontend's engine, and the frontend's ``url``."""
 
     openai: openai.AsyncOpenAI
     anthropic: anthropic.AsyncAnthropic
@@ -44,7 +44,7 @@ class Clients(NamedTuple):
     url: str
 
     def says(self, text: str, *, then: str = "") -> None:
-        """The next answers. ``then``: to a conversation in which a tool has answered."""
+        """Set the next answers. ``then`` is the answer to a conversation with a tool's result."""
         self.engine.script = lambda request: _ids(
             (then if then and "<tool_response>" in TOKENIZER.decode(request.prompt_token_ids) else text) + EOS
         )

@@ -1,4 +1,4 @@
-"""Greedy tokens of quantized checkpoints equal transformers' own with the weights that they mean, in float32."""
+"""Greedy tokens of quantized checkpoints equal transformers' tokens with the dequantized weights in float32."""
 
 import logging
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_the_log_tells_what_memory_dequantized_weights_take(tmp_path: Path, capl
     save_quantized_model("llama", "awq", tmp_path, hidden_size=128)
     with caplog.at_level(logging.WARNING):
         build_engine(tmp_path).shutdown()
-    # Of each of 2 layers 5 x 128 x 64 and 2 x 128 x 64 numbers: attention with 2 of 4 heads for keys and values, and the MLP.
+    # Each of the 2 layers has 5 x 128 x 64 and 2 x 128 x 64 weights. Attention has 4 query heads and 2 key-value heads.
     [line] = [record.getMessage() for record in caplog.records if "quantized" in record.getMessage()]
     assert "(AWQ, 4 bits, groups of 32)" in line
     assert "0.1 MiB in the files become 0.6 MiB in memory as float32" in line

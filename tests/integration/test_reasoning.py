@@ -1,4 +1,4 @@
-"""Constraints of a model that reasons, through both public APIs: a frontend in front of an engine with random weights."""
+"""Constraints of a reasoning model, through both public APIs: a frontend in front of an engine with random weights."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights, with the demo model's tokenizer and two tokens more."""
+    """Return a model with random weights, and the demo model's tokenizer with two added tokens."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("reasoning")
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
@@ -62,8 +62,8 @@ def tokenizer(path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def bias(tokenizer: Tokenizer) -> dict[int, float]:
-    """Return a bias towards the ends of the reasoning and of objects, so that random weights stop in less than hundreds
-    of tokens.
+    """Return a logit bias towards the ends of reasoning and of objects. Without the bias, random weights would generate
+    hundreds of tokens.
     """
     return {tokenizer.token_to_id("</think>"): 6.0, tokenizer.token_to_id("}"): 12.0, EOS: 3.0}
 
@@ -222,7 +222,7 @@ async def test_a_request_that_moves_in_its_reasoning_is_told_so_again(path: Path
 
 
 def silent(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a bias against every end, so that only the budget ends the reasoning."""
+    """Return a logit bias against every end token, so that only the budget ends the reasoning."""
     pushes = {tokenizer.token_to_id("</think>"): -100.0, EOS: -100.0}
     return {"response_format": None, "bias": pushes, "max_tokens": 40}
 
@@ -289,7 +289,7 @@ async def test_a_budget_holds_in_messages_responses_and_completions(api: OpenAIS
             "thinking_token_budget": 5,
         },
     )
-    # The tag that ends the reasoning counts as a token of it in usage.
+    # In usage, the tag that ends the reasoning counts as a reasoning token.
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 6
     options = {"logit_bias": bias, "thinking_token_budget": 5, "return_token_ids": True, "max_tokens": 30, "seed": 1}
     text = await posted(api, "/v1/completions", {"model": "model", "prompt": "Say it.<think>\n", **options})

@@ -1,4 +1,4 @@
-"""Reasoning budgets hold in every way in which engines make tokens: drafts, workers in processes, batches and preemption."""
+"""Engines enforce reasoning budgets with drafts, worker processes, batches and preemption."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Errors for a reader who knows only the request: field, value, limit and fix refer to the request itself."""
+"""Errors that a reader of the request alone can understand: they name the field, value, limit and fix."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,7 +28,7 @@ async def api(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[OpenAIS
 
 
 REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
-    # the field that bounds another one is the client's, not ours
+    # the error names the limit's field as the client's API names it
     (
         CHAT,
         {"min_tokens": 5, "max_completion_tokens": 3},
@@ -41,14 +41,14 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "min_tokens",
         "min_tokens is 5; it must be at most max_output_tokens, which is 3",
     ),
-    # a limit that is not the real one is not told
+    # the error names only the limit that was exceeded
     (
         CHAT,
         {"num_speculative_tokens": -1},
         "num_speculative_tokens",
         "num_speculative_tokens is -1; it must be at least 0",
     ),
-    # tools and template count for the length, which messages alone may not explain
+    # the length includes tools and template, so the error mentions both
     (
         CHAT,
         {"tools": [TOOL]},
@@ -62,16 +62,16 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "messages: the conversation with its template and tools is ",
     ),
     (RESPONSES, {"input": "x" * 200}, "input", "the conversation with its template and tools is "),
-    # a key is named with its object
+    # the error for a key names the object
     (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias", "a key of logit_bias: expected `int`, got `str`"),
-    # the types that this protocol has, not ours
+    # the error lists the types of the client's protocol
     (
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "smell"}]}]},
         "messages[0].content[0].type",
         "messages[0].content[0].type is 'smell'; known: text, image_url, input_audio, audio_url, video_url",
     ),
-    # words that a field takes
+    # the error lists the accepted values
     ("/v1/embeddings", {"encoding_format": "hex"}, "encoding_format", "encoding_format is 'hex'; known: float, base64"),
     (
         "/pooling",
@@ -79,14 +79,14 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "task",
         "task is 'plugin'; known: embed, classify, token_embed, token_classify",
     ),
-    # a field inside an object
+    # the error has the path of a field inside an object
     (
         CHAT,
         {"media_io_kwargs": {"image": {}}},
         "media_io_kwargs.image",
         "media_io_kwargs.image is not a known field; remove it",
     ),
-    # values as the client writes them
+    # the error shows values in JSON notation
     (RESPONSES, {"background": True}, "background", "background is true; only false is served"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", 'modalities is ["text","audio"]; it must be ["text"]'),
     (
@@ -95,7 +95,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "normalize",
         "normalize is true and use_activation is false; they are two names of the same setting, so set one",
     ),
-    # the error names replacement fields that this route has
+    # the error names replacement fields that exist on this route
     ("/rerank", {"messages": [HI]}, "messages", "messages is not served; use query and documents"),
     ("/v1/score", {"messages": [HI]}, "messages", "messages is not served; use queries and documents"),
     (CHAT, {"lora_request": {"lora_name": "a"}}, "lora_request", "lora_request is not served; use lora"),
@@ -103,7 +103,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
     # the error names the requested task, not the fallback
     ("/rerank", {}, "model", "the model does not score: it serves neither score nor embed; it serves generate"),
     ("/pooling", {}, "model", "the model does not pool; it serves generate"),
-    # a choice under the client's word
+    # the error uses the client's name for the tool choice
     (
         "/v1/messages",
         {"tool_choice": {"type": "any"}},

@@ -1,4 +1,4 @@
-"""Chat templates that operators set and that requests bring, over HTTP."""
+"""Chat templates from operators and from requests, over HTTP."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ async def test_a_requests_template_is_refused_by_default_and_the_error_names_the
         error = (await post(server, path, chat_template=OWN)).json()["error"]
         assert error["param"] == "chat_template"
         assert "model.request_chat_templates" in error["message"]
-        assert await prompt(server, chat_template="") == "[hi]"  # asks for nothing
+        assert await prompt(server, chat_template="") == "[hi]"  # an empty template means no template
 
 
 async def test_a_requests_template_is_used_where_the_setting_is_on(engine: FakeEngine, tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""``/v1/responses`` with the published OpenAI client and its typed events, and an engine that writes a given text."""
+"""``/v1/responses`` with the published OpenAI client and its typed events.
+
+The fake engine's output text is set by the test.
+"""
 
 import asyncio
 import itertools

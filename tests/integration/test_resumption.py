@@ -37,7 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "schema": {**SEEDED, "structured_output": StructuredOutput(json_schema=SCHEMA), "max_tokens": 48},
     "schema behind reasoning": {
         **SEEDED,
-        "seed": 6,  # it ends its reasoning behind seven tokens
+        "seed": 6,  # with this seed, the reasoning ends after seven tokens
         "structured_output": StructuredOutput(json_schema=SCHEMA),
         "max_tokens": 64,
         "reasoning": ReasoningTokens(300, 301),
@@ -80,7 +80,7 @@ def run(
                 if output.new_logprobs is not None:
                     logprobs.append(output.new_logprobs)
                 last = output
-        if engine.stalled and engine.has_requests:  # a constraint is being compiled
+        if engine.stalled and engine.has_requests:  # the engine is compiling a constraint
             assert engine.queues.get(block=True, timeout=60)
     assert last is not None
     return tokens, logprobs, last
@@ -106,7 +106,7 @@ def test_log_probabilities_go_on_at_the_token_that_is_new(engine: EngineCore) ->
         assert whole[:cut] + rest == whole
         for again, before in zip(rest_logprobs, logprobs[cut:], strict=True):
             assert (again.token_ids, again.ranks) == (before.token_ids, before.ranks)
-            # the engine computes the prompt and the earlier tokens again
+            # the engine recomputes the prompt and the earlier tokens
             assert again.logprobs == pytest.approx(before.logprobs, abs=1e-3)
 
 

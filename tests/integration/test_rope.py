@@ -1,4 +1,4 @@
-"""Rotary scaling: the length an engine serves decides, never the other requests of the batch."""
+"""RoPE scaling depends on the engine's maximum length, and never on other requests in the batch."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from tests.fakes.models.transformers_greedy import greedy_tokens
 NEW_TOKENS = 12
 SHORT, LONG = 15, 90
 ORIGINAL = 32
-"""Length in tokens that the scaled models were made for; SHORT stays below it, LONG goes beyond."""
+"""Original maximum length of the scaled models in tokens. SHORT is below this length, and LONG is above."""
 MAX_LEN = 128
 
 _LONGROPE = {
@@ -34,7 +34,7 @@ _SCALED: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "rope_parameters": _LONGROPE,
             "max_position_embeddings": MAX_LEN,
-            "original_max_position_embeddings": ORIGINAL,  # Phi3's own default goes before the parameter
+            "original_max_position_embeddings": ORIGINAL,  # Phi3's own default would override the rope parameter
         },
     ),
     "phimoe-longrope": ("phimoe", {"rope_parameters": _PHIMOE, "max_position_embeddings": MAX_LEN}),
@@ -76,7 +76,7 @@ def _transformers(model: torch.nn.Module, prompt: list[int]) -> list[int]:
 
 
 def _recomputed(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    """Greedy tokens without a cache: every forward pass sees all keys under one choice of frequencies."""
+    """Return greedy tokens without a KV cache, so that every forward pass uses the same frequencies for all keys."""
     tokens = list(prompt)
     with torch.no_grad():
         for _ in range(NEW_TOKENS):
@@ -118,7 +118,7 @@ def test_dynamic_scaling_has_the_frequencies_of_the_served_length(tmp_path: Path
     model: Any = _save("llama-dynamic", tmp_path)
     _, long = _prompts()
     rotary = model.model.rotary_emb
-    # transformers recomputes its frequencies in a forward pass of the served length. Keep them for all other lengths.
+    # transformers recomputes the frequencies in this forward pass of the maximum length, and then keeps them.
     rotary(torch.zeros(1), torch.arange(MAX_LEN)[None])
     rotary.rope_type = "default"
     engine = build_engine(tmp_path, model={"max_model_len": MAX_LEN})

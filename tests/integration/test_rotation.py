@@ -1,5 +1,5 @@
-"""Certificates, authorities and keys replaced while requests run: no request fails, and the new files apply from then
-on.
+"""Certificates, authorities and keys are replaced while requests run: no request fails, and new connections use the
+new files.
 """
 
 import asyncio
@@ -29,7 +29,10 @@ ROUNDS = 3
 
 
 class Site:
-    """A frontend and an engine with mTLS between them and to clients, API keys, and a way to replace all of it."""
+    """A frontend and an engine with mTLS between them and to clients, and API keys.
+
+    Methods replace certificates, authorities and keys.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -101,7 +104,7 @@ async def step(engine: FakeEngine) -> None:
 
 
 async def tokens_of(server: FrontendServer, seed: int, key: str, going_on: asyncio.Event) -> tuple[list[int], bool]:
-    """Read a stream until it is ended. Returns its tokens, and whether they are the right ones."""
+    """Read a stream until it ends. Returns the stream's tokens, and whether the tokens are right."""
     metadata = (("authorization", f"Bearer {key}"),)
     request = make_request(seed=seed, max_tokens=50_000, ignore_eos=True)
     call = server.stub.Generate(request, metadata=metadata)
@@ -115,7 +118,7 @@ async def tokens_of(server: FrontendServer, seed: int, key: str, going_on: async
 
 
 async def over_grpc(server: FrontendServer, identity: Identity, ca: bytes, key: str) -> str:
-    """The code that a new connection's call ends with."""
+    """Make a call on a new connection and return the call's status code."""
     credentials = grpc.ssl_channel_credentials(ca, identity.key, identity.certificate)
     async with grpc.aio.secure_channel(f"127.0.0.1:{server.frontend.port}", credentials) as channel:
         try:
@@ -128,7 +131,7 @@ async def over_grpc(server: FrontendServer, identity: Identity, ca: bytes, key: 
 
 
 async def over_http(server: FrontendServer, identity: Identity, ca: bytes, key: str, directory: Path) -> str:
-    """The status of a new connection's request, or that there was none."""
+    """Send a request on a new connection. Returns the status, or the failure if there was no answer."""
     files = identity.write(directory)
     context = ssl.create_default_context(cadata=ca.decode())
     context.load_cert_chain(files.certificate, files.key)
@@ -160,7 +163,7 @@ async def test_certificates_authorities_and_keys_replaced_under_load_break_nothi
             assert await over_http(server, identity, site.authority.ca, site.key, scratch) == "refused"
             assert await over_http(server, new, ca, site.key, scratch) == "refused"
             assert await over_http(server, new, site.authority.ca, key, scratch) == "401"
-            # The session with the engine breaks and comes back with certificates that its first connection never saw.
+            # The session with the engine breaks, and reconnects with the new certificates.
             broken = tuple(engine.sessions)
             engine.break_streams()
             await engine.until(
@@ -187,7 +190,7 @@ async def test_an_engine_finds_its_coordinator_again_after_both_have_new_certifi
         await eventually(lambda: member.client.connected)
         second.issue("penstock-coordinator").write(tmp_path / "coordinator")
         second.issue("penstock-enginecore").write(tmp_path / "engine")
-        assert member.client.connected  # existing connections stay
+        assert member.client.connected  # existing connections stay open
     await eventually(lambda: not member.client.connected)
     async with running(server=ServerConfig(host="127.0.0.1", port=port, tls=server.server())):
         await eventually(lambda: member.client.connected)

@@ -40,7 +40,7 @@ POOLS = KubernetesConfig(
 
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Server]:
-    """The API server of the cluster that a coordinator runs in."""
+    """Yield a fake Kubernetes API server for the coordinator's cluster."""
     async with Server() as server:
         monkeypatch.setattr(KubernetesApi, "in_cluster", lambda: KubernetesApi(account_at(server.url)))
         yield server

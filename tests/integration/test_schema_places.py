@@ -1,4 +1,4 @@
-"""A refused schema is reported at its place in the client's request, on every route that takes schemas."""
+"""The error for a refused schema has the schema's path in the client's request, on every route with schemas."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Secrets stay out of logs: credentials, prompts and answers, wherever a request has them, at the level debug."""
+"""Secrets never appear in logs, even at level debug: credentials, prompts and answers in any field of a request."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.fakes.processes import KEPT, Service
 KEY = "sk-Tausendschoen-0123456789"
 WRONG = "sk-Vergissmeinnicht-0123456789"
 WORD = "Geheimnis"
-"""Stands in whatever a user may write."""
+"""Word that every test value written by a user contains."""
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -58,7 +58,7 @@ async def _ended(call: Any) -> None:
 
 
 async def over_http(port: int, credentials: list[tuple[str, str]]) -> None:
-    """The same over HTTP, and bodies that are no bodies."""
+    """Send the same requests over HTTP, and also malformed bodies."""
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/v1/completions", {"prompt": f"{WORD} prompt", "max_tokens": 4, "user": WORD, "stop": [WORD]}),
         ("/v1/completions", {"prompt": f"{WORD} prompt", "temperature": WORD}),
@@ -119,7 +119,7 @@ async def test_neither_credentials_nor_what_users_write_is_logged(form: str, tmp
             await over_http(http_port, credentials)
             await frontend.stop()
             log = frontend.log()
-    assert "request finished" in log  # it does log requests
+    assert "request finished" in log  # requests are logged
     assert "request failed" in log
     secrets = [KEY, WRONG, WORD, *good.split(".")[1:], *bad.split(".")[1:]]
     assert [secret for secret in secrets if secret in log] == []

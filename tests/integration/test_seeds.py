@@ -1,4 +1,7 @@
-"""Any signed 64-bit integer is a seed, on every API, in front of a real engine: sequence i equals a run with seed + i."""
+"""Any signed 64-bit integer is a valid seed on every API, with a real engine.
+
+Sequence i equals a run with seed + i.
+"""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Tools and histories of coding agents, over HTTP and gRPC: unsupported ones are left out with a warning."""
+"""Tools and conversation histories of coding agents, over HTTP and gRPC.
+
+The frontend leaves out unsupported tools and items, with a warning.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -72,7 +75,7 @@ class Served:
         return TOKENIZER.decode(self.engine.requests[-1].prompt_token_ids, skip_special_tokens=False)
 
     async def post(self, route: str, **body: Any) -> tuple[Any, str]:
-        """The answer to a body, which must be 200, and its warnings."""
+        """Post a body, check that the status is 200, and return the answer and its warnings."""
         response = await self.api.http.post(route, json=body_of(route, **body))
         assert response.status_code == 200, response.text
         return response.json(), response.headers.get("penstock-warning", "")
@@ -101,7 +104,7 @@ def body_of(route: str, **body: Any) -> dict[str, Any]:
 async def served(chatml: Path) -> AsyncIterator[Served]:
     async with FakeEngine(vocab_size=TOKENIZER.get_vocab_size(), max_model_len=8192) as engine:
         [engine.eos_token_id] = ids_of(EOS)
-        # A strict server shows that fields of tools that are left out are not looked at.
+        # Unknown fields are refused, so this shows that the frontend does not check the fields of left-out tools.
         async with openai_server(chatml, engines=[engine.address], http={"unknown_fields": "refuse"}) as api:
             served = Served(api, engine)
             served.says("Hello!")

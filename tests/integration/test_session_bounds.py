@@ -1,4 +1,4 @@
-"""Limits on the memory that untrusted sessions can occupy in an engine, over real gRPC."""
+"""Limits on an engine's memory for untrusted sessions, over real gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -42,7 +42,7 @@ class Client:
             await self.call.write(pb.SessionRequest(tensor_chunk=chunk))
 
     async def heard(self) -> None:
-        """Wait until the engine has read everything that was sent."""
+        """Wait until the engine has read all sent messages."""
         await self.call.write(pb.SessionRequest(utility=pb.UtilityCall(call_id=1, method="nothing is called so")))
         while True:
             message = await self.call.read()

@@ -38,7 +38,7 @@ VOCAB = byte_level().get_vocab_size()
 
 
 class NanExecutor(FakeExecutor):
-    """Reports two NaN logits for every sampled token except a request's first one, once ``sees_nan`` is set."""
+    """Executor that reports two NaN logits per sampled token once ``sees_nan`` is set, except for first tokens."""
 
     sees_nan = False
 
@@ -78,7 +78,7 @@ async def test_nan_logits_end_their_call_with_an_incident(engine: EngineServer, 
 
 async def test_a_preemption_is_told_to_the_frontend(engine: EngineServer) -> None:
     async with paired(engine.address) as pair:
-        # Until both are there, which together are larger than the cache.
+        # Resumes after both requests have arrived. Together, they are larger than the cache.
         await pair.session.call_utility("pause", ["keep"])
         pair.session.add(_asked("a", max_tokens=200))
         pair.session.add(_asked("b", max_tokens=200))
@@ -137,7 +137,7 @@ async def test_new_tokens_of_numbered_requests_come_in_columns(engine: EngineSer
     rows = sum(len(frame.tokens) for frame in pair.frames if frame.tokens is not None)
     assert [pair.tokens(name) for name in "ab"] == [oracle_tokens(3, 30, VOCAB)] * 2
     assert [[output.offset for output in pair.outputs[name]] for name in "ab"] == [list(range(30))] * 2
-    assert (len(whole), rows) == (4, 56)  # the first and the last of each are outputs
+    assert (len(whole), rows) == (4, 56)  # the first and the last message of each request are outputs
 
 
 async def test_a_frontend_of_the_first_revision_gets_every_output_as_a_message(engine: EngineServer) -> None:
@@ -222,7 +222,7 @@ async def test_a_message_of_several_frames_is_not_larger_than_the_frontend_takes
 
 
 class _FailsOnce:
-    """Traces with a defect."""
+    """Tracer that raises on its first call."""
 
     failed = False
 

@@ -1,4 +1,4 @@
-"""Several frontends on one port: the system distributes the connections, and each frontend has its own state."""
+"""Several frontends on one port: the kernel distributes the connections, and each frontend has its own state."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ class Pair:
         self._metrics_ports = metrics_ports
 
     async def counts(self, name: str) -> list[float]:
-        """The sum of a counter, of each, from its own port."""
+        """Return the value of a counter for each frontend, read from the frontend's separate port."""
         texts = [(await get(port, "/metrics"))[1] for port in self._metrics_ports]
         return [sum(map(float, re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE))) for text in texts]
 

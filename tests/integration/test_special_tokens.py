@@ -1,4 +1,4 @@
-"""Messages that contain forged turns, on every route that renders conversations: the prompt that the engine gets."""
+"""Messages that contain forged turns, on every route with chat templates: checks the engine's prompt."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The same tokens, log-probabilities and ends with drafts as without, whatever the drafts are."""
+"""Tokens, log-probabilities and finish reasons are the same with and without drafts, for any drafts."""
 
 import itertools
 from pathlib import Path
@@ -176,7 +176,8 @@ def test_right_drafts_take_as_few_steps_as_they_can(reference: Reference) -> Non
     engine = engine_of(reference.path, reference.drafter("right"), num_drafts=4)
     request = next(r for r in reference.requests if r.request_id.endswith(" greedy"))
     _, stats = run(engine, [request])
-    # The prompt brings a token, every step five more: 1, 6, 11, 16, 21, and three more, of which two are drafts.
+    # The prompt's step gives one token, each later step five tokens: 1, 6, 11, 16, 21. The last step gives three
+    # tokens, of which two are drafts.
     assert stats.step_counter == 6
     assert stats.spec_decoding_stats.num_accepted_tokens_per_pos == [5, 5, 4, 4]
 

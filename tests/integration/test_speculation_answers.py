@@ -84,7 +84,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "json": {"n": 2, "response_format": {"type": "json_object"}, "logprobs": True},
 }
 WHOLE_ONLY = ("prompt_logprobs", "best_of", "echo")
-"""Parameters that streams do not support."""
+"""Parameters that are not supported for streams."""
 CASES = [
     pytest.param(path, name, id=f"{path} {name}")
     for path, cases in (("completions", COMPLETIONS), ("chat/completions", CHATS))
@@ -100,13 +100,13 @@ class Stacks:
         self.engines = engines
 
     def accepted(self, method: str) -> int:
-        """Drafts that have held since the start."""
+        """Return the number of accepted draft tokens since the start."""
         stats = self.engines[method].engine.scheduler.stats().spec_decoding_stats
         return stats.num_accepted_tokens if stats is not None else 0
 
 
 def engine_of(speculative: dict[str, Any]) -> EngineServer:
-    """``speculative``: its section. As much as possible is drafted."""
+    """Start an engine with a ``speculative`` section. The engine always drafts the maximum number of tokens."""
     config = EngineCoreConfig(
         model=ModelConfig(path=str(DEMO), served_model_name="model", device="cpu"),
         cache=CacheConfig(block_size=16, num_blocks=512),
@@ -160,7 +160,7 @@ async def whole(server: OpenAIServer, path: str, body: dict[str, Any]) -> dict[s
 
 
 async def streamed(server: OpenAIServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Join a stream's chunks by choice: with drafts, chunks have other numbers of tokens."""
+    """Join a stream's chunks by choice. Joining is needed because drafts change the number of tokens per chunk."""
     choices: dict[int, dict[str, Any]] = {}
     usage: dict[str, Any] | None = None
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
@@ -204,7 +204,7 @@ async def test_answers_are_those_of_an_engine_that_does_not_draft(stacks: Stacks
             again = await asyncio.gather(*(way(stacks.servers[method], path, body) for body in bodies))
             for body, one, two, wanted in zip(bodies, found, again, expected, strict=True):
                 assert one == wanted, (method, way.__name__, body)
-                # Once more, with prefixes that are cached and outputs that have ended.
+                # The second run has cached prefixes and finished outputs to draft from.
                 assert two == wanted, (method, way.__name__, body)
             if method == "suffix":
                 assert stacks.accepted(method) > before
@@ -229,12 +229,13 @@ async def test_an_answer_that_ends_at_a_stop_string_says_what_came_of_its_drafts
     answer = (await stacks.servers[""].http.post("/v1/completions", json=body)).json()
     text = answer["choices"][0]["text"]
     stop = text[-12:]
-    for method in ("draft_model", "ngram"):  # which draft the same each time
+    for method in ("draft_model", "ngram"):  # these methods draft the same tokens each time
         server = stacks.servers[method]
         stopped = (await server.http.post("/v1/completions", json=body | {"stop": [stop]})).json()
         assert stopped["choices"][0]["stop_reason"] == stop, method
         counts = stopped["usage"]["completion_tokens_details"]
-        # The engine itself ends the same answer by its length, before which it drafts 4, 3, 2, 1 and no tokens in place of 5.
+        # With this limit, the engine ends the same answer by its length. Near the end, it drafts 4, 3, 2, 1 and 0
+        # tokens instead of 5.
         length = {"max_tokens": stopped["usage"]["completion_tokens"]}
         ended = (await server.http.post("/v1/completions", json=body | length)).json()
         for name, count in ended["usage"]["completion_tokens_details"].items():

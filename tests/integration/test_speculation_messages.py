@@ -1,4 +1,4 @@
-"""Fields for speculation in the session's messages arrive, from frontend to engine and back."""
+"""Fields for speculation in session messages arrive unchanged, in both directions."""
 
 import pytest
 

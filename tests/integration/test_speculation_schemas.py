@@ -1,4 +1,4 @@
-"""The demo model under 200 JSON schemas: the same tokens and log-probabilities with every way to draft as without."""
+"""The demo model with 200 JSON schemas: every draft method gives the same tokens and log-probabilities as no drafts."""
 
 import json
 import random
@@ -29,7 +29,10 @@ MAX_TOKENS = 64
 
 
 def schema(number: int) -> str:
-    """Records with names of words, as clients ask for, and of every second number whatever the engine honours."""
+    """Return a record schema with words as names.
+
+    Every second schema also uses any keywords that the engine supports.
+    """
     made = random_schema(random.Random(number)) if number % 2 else speculation.schema(number)
     return json.dumps(made)
 
@@ -59,13 +62,13 @@ def requests(numbers: range, temperature: float, predicted: dict[str, list[int]]
 
 
 def mostly(tokens: list[int]) -> list[int]:
-    """``tokens``, every seventh of which is another."""
+    """Return ``tokens`` with every seventh token changed."""
     return [token if place % 7 != 6 else 40 + place for place, token in enumerate(tokens)]
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[dict[str, EngineCore]]:
-    """Yield engines by method; "" has no drafts. They always draft the maximum number of tokens."""
+    """Yield engines by draft method; "" means no drafts. The engines always draft the maximum number of tokens."""
     made: dict[str, EngineCore] = {}
     try:
         for name, speculative in ({"": {}} | METHODS).items():

@@ -1,4 +1,4 @@
-"""Stages and parts of layers in separate processes: properties that the tests over threads cannot show."""
+"""Pipeline stages and tensor-parallel shards in separate processes: properties that tests with threads cannot show."""
 
 import time
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_tokens_are_those_of_transformers_and_seeded_ones_those_of_one_worker(
 
 
 def told(engine: EngineCore) -> list[WorkerStats]:
-    """Return the workers' statistics once all workers have reported on their stage."""
+    """Return the workers' statistics once every worker has reported statistics of its stage."""
     deadline = time.monotonic() + PATIENCE
     while any(stats.stage_idle is None for stats in engine.executor.worker_stats()):
         assert time.monotonic() < deadline

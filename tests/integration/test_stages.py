@@ -1,4 +1,4 @@
-"""Model families in pipeline stages: transformers' tokens for any split, and errors that name the setting to change."""
+"""Model types in pipeline stages: transformers' tokens for any split, and errors that name the setting to change."""
 
 import gc
 import threading
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_processes")]
 NEW_TOKENS = 10
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
 SECTIONS: dict[str, Any] = {
-    # Prompts in pieces and requests that are preempted.
+    # Chunked prompts and preempted requests.
     "scheduler": {"max_num_batched_tokens": 7},
     "cache": {"num_blocks": 26},
 }
@@ -37,7 +37,7 @@ _MIXED = {"layer_types": ["sliding_attention", "sliding_attention", "full_attent
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
-    "gemma3": _MIXED,  # embeddings are scaled, windows and full attention mixed
+    "gemma3": _MIXED,  # scaled embeddings, and a mix of windowed and full attention
     "mistral": {},
     "phi3": {},
     "olmo2": {},
@@ -133,7 +133,7 @@ def test_all_kinds_of_sampling_give_the_tokens_of_one_process(
 
 
 def scores(engine: EngineCore, prompt: list[int], params: SamplingParams) -> tuple[list[int], Logprobs, Logprobs]:
-    """Tokens, and log-probabilities of output and prompt."""
+    """Return the output tokens, and the log-probabilities of output and prompt."""
     request = EngineCoreRequest(request_id="scored", prompt_token_ids=prompt, sampling_params=params)
     engine.add(engine.preprocess(CLIENT, request))
     tokens, of_output, of_prompt = [], Logprobs(), Logprobs()
@@ -222,7 +222,10 @@ def test_each_stage_has_its_own_layers_and_their_cache_alone(
 
 
 def test_windows_keep_their_own_blocks_in_every_stage(tmp_path: Path, streams: Streams) -> None:
-    """Four layers with a window, two without: of each stage's three, two share the memory of the third's blocks."""
+    """Uses four layers with a window and two without, in two stages of three layers each.
+
+    In each stage, the two windowed layers and the full layer use the same block memory.
+    """
     types = ["sliding_attention", "full_attention", "sliding_attention"] * 2
     model = save_tiny_model("gemma3", tmp_path, num_hidden_layers=6, layer_types=types)
     engine = in_stages(tmp_path, 2, cache={"num_blocks": 64})

@@ -1,4 +1,4 @@
-"""Constrained outputs of a real engine with random weights are valid for every sampled token. Other requests are
+"""Constrained outputs of a real engine with random weights are valid, whatever tokens are sampled. Other requests are
 unaffected.
 """
 
@@ -33,12 +33,12 @@ TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
 EOS = 1
 MAX_TOKENS = 1500
 CLOSING = {'"': 18.0, "]": 12.0, "}": 12.0, ".": 12.0}
-"""Bias of characters that end strings, arrays and objects, and of one that a schema's pattern requires at the end."""
+"""Logit bias of characters that end strings, arrays and objects, and of the last character of a schema's pattern."""
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights with the demo model's tokenizer."""
+    """Return a model with random weights and the demo model's tokenizer."""
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("random")
     save_tiny_model(
@@ -57,8 +57,8 @@ def engine(path: Path) -> Iterator[EngineCore]:
 
 @pytest.fixture(scope="module")
 def closing() -> dict[int, float]:
-    """Return a bias towards the ends of strings, arrays and objects, since a random model would write thousands of
-    tokens.
+    """Return a logit bias towards the ends of strings, arrays and objects. Without the bias, a random model would write
+    thousands of tokens.
     """
     texts = {i: TOKENIZER.decode([i], skip_special_tokens=False) for i in range(TOKENIZER.get_vocab_size())}
     return {i: CLOSING[text[0]] for i, text in texts.items() if text and set(text) <= set(CLOSING)}

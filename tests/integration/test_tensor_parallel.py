@@ -24,7 +24,7 @@ NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34)
 SIZE = 2
 SECTIONS: dict[str, Any] = {
-    # Prompts in pieces, requests that are preempted, two steps in flight.
+    # Chunked prompts, preempted requests, and two steps in flight.
     "scheduler": {"max_num_batched_tokens": 7, "async_scheduling": True},
     "cache": {"num_blocks": 26},
 }

@@ -1,4 +1,7 @@
-"""mTLS on every hop: accepted and refused peers, the code of the refusal, and other connections stay undisturbed."""
+"""mTLS on every connection between components: accepted peers, refused peers, and the refusal's code.
+
+Other connections are unaffected.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ from tests.fakes.network.certificates import Authority
 from tests.fakes.systems.hops import HOPS, Sites
 
 OPEN_TO_ALL = ("client to frontend", "client to frontend over HTTP")
-"""Hops that accept every certificate of the authority. There, API keys decide on the client's rights."""
+"""Connections that accept every certificate of the authority. API keys determine the rights of these clients."""
 
 
 @pytest.mark.parametrize("name", HOPS)

@@ -1,4 +1,4 @@
-"""Forced tool calls, compiled by the engine's own backend: the parsers can read everything that the constraint admits."""
+"""Forced tool calls, compiled by the engine's own backend: the parsers can read every output that a constraint allows."""
 
 import json
 from collections.abc import Iterator

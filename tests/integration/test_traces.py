@@ -1,4 +1,4 @@
-"""One request gives one connected trace over frontend and engine, and nothing is traced unless requested."""
+"""One request gives one connected trace over frontend and engine. Requests without tracing produce no spans."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ async def receiver() -> AsyncIterator[OtlpReceiver]:
 
 @asynccontextmanager
 async def services(receiver: OtlpReceiver, model: Path, **options: Any) -> AsyncIterator[FrontendServer]:
-    """A frontend and an engine that send their spans to the receiver; all have arrived when the block is left."""
+    """Yield a frontend and an engine that export spans to the receiver. All spans have arrived when the block ends."""
     tracing = TracingConfig(endpoint=receiver.endpoint)
     config = msgspec.structs.replace(make_config(), model=ModelConfig(path="model"), tracing=tracing)
     engine = EngineServer(config, FakeExecutor(vocab_size=VOCAB))
@@ -134,7 +134,8 @@ async def test_a_failed_request_is_an_error_with_its_code(receiver: OtlpReceiver
     async with services(receiver, model) as frontend:
         await failure(frontend.generate(token_ids=pb.TokenIds(ids=[VOCAB])))
     assert receiver.named("frontend.request").error == "INVALID_ARGUMENT"
-    assert receiver.named(GENERATE).error == ""  # not the server's error, by OpenTelemetry's conventions
+    # OpenTelemetry's conventions do not count client errors as errors of the server's span.
+    assert receiver.named(GENERATE).error == ""
     assert receiver.named(GENERATE).attributes["rpc.grpc.status_code"] == 3
 
 

@@ -1,4 +1,7 @@
-"""Models that run by transformers' modules, their attention by Triton over the arena: greedy tokens are transformers' own."""
+"""Models that run with transformers' modules, and with attention by Triton over the KV cache's arena.
+
+Greedy tokens equal transformers' tokens.
+"""
 
 from pathlib import Path
 
@@ -17,7 +20,8 @@ from tests.fakes.models.tiny_models import CHUNK, SLIDING_WINDOW, VOCAB_SIZE, sa
 from tests.fakes.models.torch_kernels import TorchKernels
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
-# Chunks and a query scale, windows beside full layers, latent attention with values smaller than keys, sinks, a head for all.
+# Chunked attention with a query scale, windowed and full layers, latent attention with values smaller than keys, sinks,
+# and one key-value head for all query heads.
 FAMILIES = ("llama4_text", "cohere2", "deepseek_v3", "gpt_oss", "gpt_bigcode")
 PROMPT_LENGTHS = (1, 7, 34)
 NEW_TOKENS = 8
@@ -30,7 +34,7 @@ def prompts() -> list[list[int]]:
 
 def make_engine(path: Path, computing: str = "Triton attention", **sections: dict[str, int]) -> EngineCore:
     torch.set_num_threads(1)
-    # Windows of several groups share the arena; blocks are few, so that requests are preempted.
+    # KV cache groups with windows share the arena. The blocks are few, so that requests are preempted.
     engine = build_engine(
         path, model={"attention_backend": "triton"}, cache={"block_size": 16}, kernels={"isa": "off"}, **sections
     )
@@ -48,7 +52,7 @@ def greedy(engine: EngineCore, prefix: str, given: list[list[int]], count: int) 
 def test_pieces_of_prompts_prefix_hits_and_mixed_steps_give_the_same_tokens(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Uses torch versions of the kernels, which take hundredths of the time."""
+    """Uses torch versions of the kernels, which are about a hundred times faster than interpreted Triton kernels."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(attention, "_kernels", TorchKernels)
     model = save_tiny_model(family, tmp_path)
@@ -65,7 +69,7 @@ def test_pieces_of_prompts_prefix_hits_and_mixed_steps_give_the_same_tokens(
 def test_replayed_steps_that_choose_their_tokens_give_the_same_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows of several groups; tokens reach the host at the last moment."""
+    """Uses several KV cache groups with windows. Tokens are copied to the host as late as possible."""
     kernels = RecordedKernels()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(attention, "_kernels", lambda: kernels)
@@ -83,7 +87,7 @@ def test_replayed_steps_that_choose_their_tokens_give_the_same_ones(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama4_text", "deepseek_v3"])
 def test_and_so_do_the_kernels_that_gpus_run(family: str, tmp_path: Path) -> None:
-    """Interpreted."""
+    """Runs the GPU kernels in Triton's interpreter."""
     interpreted("attention")
     model = save_tiny_model(family, tmp_path)
     given = [prompts()[0], prompts()[2]]

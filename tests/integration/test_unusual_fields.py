@@ -1,4 +1,7 @@
-"""Fields of other servers on every route: each is served, refused by name, or listed as ignored if it constrains nothing."""
+"""Fields of other servers' APIs on every route.
+
+Each field is supported, refused by name, or listed as ignored because ignoring the field breaks no constraint.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -164,8 +167,8 @@ async def test_another_name_asks_the_engine_for_the_same(
     api: Api, route: str, theirs: dict[str, Any], ours: dict[str, Any]
 ) -> None:
     if route == MESSAGES and "max_completion_tokens" in theirs:
-        theirs = {**theirs, "max_tokens": 100}  # over which it wins
-    elif route == MESSAGES and "max_tokens" in ours:  # it is always set there
+        theirs = {**theirs, "max_tokens": 100}  # the tested field overrides max_tokens
+    elif route == MESSAGES and "max_tokens" in ours:  # /v1/messages requires max_tokens
         status, answer = await api.post(route, **theirs)
         assert (status, "they are two names of the same" in answer["error"]["message"]) == (400, True)
         theirs = {**theirs, **ours}

@@ -1,4 +1,4 @@
-"""Engines of one model that compute differently, as operators and clients see them."""
+"""Engine variants of one model, which compute different tokens: effects for operators and clients."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -19,7 +19,7 @@ SERVING = control_pb2.ENGINE_STATE_SERVING
 
 
 def engine(name: str, dtype: str) -> FakeEngine:
-    """An engine that steps when told to."""
+    """Return an engine that runs a step only on command."""
     made = FakeEngine(name, vocab_size=VOCAB, manual=True)
     made.ready.config_hash = f"hash of {dtype}"
     made.ready.config.update({"dtype": dtype, "weights": "w"})

@@ -1,4 +1,7 @@
-"""Views between coordinators and frontends of this release and of the last, and intervals between coordinators and engines."""
+"""Cluster views between coordinators and frontends of this release and of the previous release.
+
+Also the report intervals between coordinators and engines.
+"""
 
 import asyncio
 
@@ -102,7 +105,7 @@ async def test_a_wrong_subscription_is_refused(views, field):
 
 
 class Scripted(service_pb2_grpc.CoordinatorServiceServicer):
-    """Sends every frontend that comes these views."""
+    """Coordinator that sends these views to every frontend that connects."""
 
     def __init__(self, *views):
         self.views = views

@@ -1,4 +1,4 @@
-"""Generating through ``vllm.grpc.engine.VllmEngine``, in front of engines without a model."""
+"""Generation through ``vllm.grpc.engine.VllmEngine``, in front of engines without a model."""
 
 import itertools
 from pathlib import Path

@@ -34,7 +34,7 @@ def stub(frontend: FrontendServer) -> Any:
 
 @pytest.fixture
 async def embedding(model: Path) -> Any:
-    """A stub of a frontend in front of an engine that embeds everything as (0.5, -1)."""
+    """Yield the stub of a frontend, whose engine returns the embedding (0.5, -1) for every input."""
 
     def embed(output: engine_pb.EngineCoreOutput) -> engine_pb.EngineCoreOutput:
         vector = tensor_pb2.Tensor(dtype=tensor_pb2.DATA_TYPE_FLOAT32, shape=[2], inline=struct.pack("<2f", 0.5, -1.0))
@@ -185,12 +185,12 @@ async def test_every_field_of_the_servers_info_is_set_or_explained(engine: FakeE
 
 
 async def test_loads_are_told_by_engine(model: Path) -> None:
-    engines = [FakeEngine(name, vocab_size=VOCAB, manual=True) for name in "ab"]  # both call themselves rank 0
+    engines = [FakeEngine(name, vocab_size=VOCAB, manual=True) for name in "ab"]  # both engines report rank 0
     async with engines[0], engines[1], FrontendServer(model, engines=[e.address for e in engines]) as frontend:
         client = VllmClient(frontend)
         await eventually(lambda: frontend.frontend._engines.view.num_engines == 2)
         calls = [client.generate(stream=True, max_tokens=50) for _ in range(2)]
-        for engine in engines:  # which of them serves which call is the router's choice
+        for engine in engines:  # the router chooses the engine for each call
             await engine.until(lambda e: e.running)
         for engine in engines:
             engine.step()
@@ -222,7 +222,8 @@ async def test_the_tokenizers_files_come_as_an_archive(engine: FakeEngine, tmp_p
     folder = save_model(tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "model.safetensors").write_bytes(b"weights")
-    (folder / "vocab.json").write_text(json.dumps(hashlib.shake_256(b"").hexdigest(200_000)))  # does not compress
+    # Random bytes, which do not compress.
+    (folder / "vocab.json").write_text(json.dumps(hashlib.shake_256(b"").hexdigest(200_000)))
     async with FrontendServer(folder, engines=[engine.address]) as frontend:
         stub = VllmClient(frontend).stub
         chunks = await collect(stub.GetTokenizer(common_pb2.GetTokenizerRequest()))
@@ -238,7 +239,7 @@ async def test_the_tokenizers_files_come_as_an_archive(engine: FakeEngine, tmp_p
 
 async def test_a_model_without_tokenizer_files_is_not_found(tmp_path: Path) -> None:
     bundle = TokenizerBundle(tmp_path)
-    for _ in range(2):  # a failure is not kept
+    for _ in range(2):  # a failure is not cached
         with pytest.raises(NotFound):
             await bundle.get()
     save_model(tmp_path)

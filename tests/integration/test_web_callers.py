@@ -29,7 +29,7 @@ GETS = ("/", "/cluster", "/metrics", "/openapi.json", "/v1/models", "/version", 
 
 
 async def raw(api: OpenAIServer, request: str) -> int:
-    """The status of a request that no client would send."""
+    """Return the status of a raw request that no ordinary client sends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
     try:
         writer.write(request.encode())
@@ -71,7 +71,7 @@ async def test_a_name_that_was_rebound_to_this_machine_reads_nothing(engine: Fak
         assert (refused.status_code, refused.json()["error"]["code"]) == (421, "host_not_allowed")
         assert refused.headers["x-request-id"]
         assert refused.json()["error"]["type"] == "invalid_request_error"
-        # Anthropic's clients read errors of their own form.
+        # Anthropic's clients expect errors in Anthropic's format.
         refused = await api.http.post("/v1/messages", content=CHAT, headers=own)
         assert (refused.status_code, refused.json()["error"]["type"]) == (421, "invalid_request_error")
     assert engine.requests == []
@@ -114,10 +114,10 @@ async def test_pages_that_are_listed_send_json_and_read_why_they_are_refused(eng
 
 async def test_programs_are_served_as_before(engine: FakeEngine, model: Path) -> None:
     async with openai_server(model, engines=[engine.address]) as api:
-        for kind in ("text/plain", "application/x-www-form-urlencoded"):  # the latter is what curl -d says
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):  # curl -d sends the latter
             answer = await api.http.post("/v1/completions", content=BODY, headers={"content-type": kind})
             assert answer.status_code == 200, answer.text
-        # A client of HTTP/1.0 may leave Host out.
+        # Clients of HTTP/1.0 may omit Host.
         assert await raw(api, "GET /v1/models HTTP/1.0\r\n\r\n") == 200
         assert await raw(api, "GET /v1/models HTTP/1.0\r\nhost: evil.example\r\n\r\n") == 421
         assert await raw(api, "GET http://localhost/cluster HTTP/1.1\r\nhost: evil.example\r\n\r\n") == 421

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 class HangingExecutor(FakeExecutor):
-    """Steps hang until ``go_on`` is set."""
+    """Executor whose steps hang until ``go_on`` is set."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -65,7 +65,7 @@ async def address(coordinator: Coordinator, executor: HangingExecutor) -> AsyncI
 
 
 class Session:
-    """A frontend's, spoken by hand."""
+    """A frontend's session whose messages the test writes and reads."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.call: Any = service_pb2_grpc.EngineCoreServiceStub(channel).Session()
@@ -80,7 +80,7 @@ class Session:
         await self.call.write(pb.SessionRequest(add=request))
 
     async def told(self, *, wedged: bool) -> SchedulerStats:
-        """Read until a frame says so."""
+        """Read until a frame reports this value of ``wedged``."""
         while True:
             frame = (await self.call.read()).outputs
             if frame.HasField("scheduler_stats") and frame.scheduler_stats.wedged == wedged:

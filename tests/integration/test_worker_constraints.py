@@ -1,4 +1,4 @@
-"""Constraints on engines whose workers are processes: the tokens of one process without drafts, and never a refusal."""
+"""Constraints on engines with worker processes: the tokens of one process without drafts, and no refused request."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "tensor parallel, suffix": {"executor": {"tensor_parallel_size": 2}, "speculative": SUFFIX},
     "tensor parallel, eagle3": {"executor": {"tensor_parallel_size": 2}, "speculative": HEAD},
     "process, draft model": {"executor": {"kind": "multiproc"}, "speculative": DRAFTER},
-    "pipeline parallel": {"executor": {"pipeline_parallel_size": 2}},  # engines with drafts have one stage
+    "pipeline parallel": {"executor": {"pipeline_parallel_size": 2}},  # engines with drafts support only one stage
 }
 
 

@@ -1,7 +1,9 @@
-"""A worker killed or stopped at every point of its life: the engine reports it, ends, and leaves nothing behind.
+"""A worker is killed or stopped at every point of its life.
 
-With ``PENSTOCK_WORKER_FAILURES=full`` (``make worker-failures``) all points run, with each of two ranks killed and
-stopped, and the end must come soon. Otherwise a few of them run.
+The engine reports the failure and exits, and no process, file or shared memory remains.
+
+With ``PENSTOCK_WORKER_FAILURES=full`` (``make worker-failures``) all points run, and each of two ranks is killed and
+stopped. In this mode, the engine must also exit within a time limit. Otherwise only a few points run.
 """
 
 import contextlib
@@ -39,9 +41,9 @@ pytestmark = pytest.mark.slow
 FULL = os.environ.get("PENSTOCK_WORKER_FAILURES") == "full"
 STEP_TIMEOUT = 3.0
 ENDING = 10.0
-"""Seconds that workers have to end by themselves."""
+"""Seconds within which workers must exit after the engine ends."""
 SOON = 1.0
-"""Seconds after a kill or after the timeout. Checked only if no other tests run."""
+"""Limit in seconds from a kill or a timeout to the engine's report. Checked only if no other tests run."""
 ALL = [Fault(rank, point, does) for point, rank, does in itertools.product(POINTS, (0, 1), ("kill", "stop"))]
 SOME = [Fault(1, "collective", "kill")]
 TOLD = {"kill": r"worker {rank} \(pid {pid}\) was killed by SIGKILL", "stop": r"executor.step_timeout \(3 s\)"}
@@ -85,7 +87,7 @@ class Loop(threading.Thread):
             self.error = e
 
     def ask(self, count: int) -> None:
-        """Requests that run until they have no room."""
+        """Add requests that run until they reach the maximum length."""
         for number in range(count):
             params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
             prompt = [1 + number, 5, 9]
@@ -146,7 +148,7 @@ def serving(engine: EngineCore) -> Iterator[Loop]:
 
 
 def strike(fault: Fault, armed_at: Path, engine: EngineCore, loop: Loop) -> float:
-    """Let the fault come true while it serves. When that was."""
+    """Inject the fault into a serving engine. Returns the time of the fault."""
     if fault.point == "idle":
         os.kill(workers_of(engine)[fault.rank], signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
         now = time.monotonic()
@@ -166,8 +168,12 @@ def strike(fault: Fault, armed_at: Path, engine: EngineCore, loop: Loop) -> floa
 
 
 class Outcome(msgspec.Struct):
-    """``told`` when the worker was struck, ``at`` when the engine said so, in monotonic seconds. ``pid``: of the worker, as a
-    regular expression.
+    """Result of a run with a fault. Times are monotonic seconds.
+
+    Attributes:
+        told: Time of the fault.
+        at: Time at which the engine reported the fault.
+        pid: Regular expression for the worker's pid.
     """
 
     told: float | None
@@ -177,7 +183,7 @@ class Outcome(msgspec.Struct):
 
 
 def run(fault: Fault, model: Path, armed_at: Path, remains: Remains, timeout: float) -> Outcome:
-    """Run an engine from start to end with the fault injected."""
+    """Start an engine, inject the fault, and run the engine until it ends."""
     if fault.point in ("loading", "loaded"):
         fault.arm(armed_at)
         try:
@@ -220,7 +226,7 @@ def test_the_engine_ends_and_leaves_nothing_behind(
         assert other in stacks[1 - fault.rank]
     for handler in logging.getLogger().handlers:
         if isinstance(handler, LogCaptureHandler):
-            handler.clear()  # errors know the engine
+            handler.clear()  # errors contain the engine's id
     assert remains.left() == []
     assert not FULL or took < SOON
 
@@ -239,5 +245,5 @@ def test_one_logit_that_another_worker_has_otherwise_ends_the_engine_in_that_ste
         while True:
             engine.step(lambda: None)
     assert fired(armed_at) is not None
-    assert engine.scheduler.stats().step_counter - steps <= 2  # those in flight
+    assert engine.scheduler.stats().step_counter - steps <= 2  # the steps that were in flight
     engine.shutdown()
