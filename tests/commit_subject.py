@@ -1,7 +1,7 @@
 """Rules for commit subjects.
 
-``python -m tests.commit_subject FILE`` is the commit-msg hook. ``python -m tests.commit_subject`` checks the commits that are not
-in ``origin/main`` yet, or the last 20 commits if there are none; ``make lint`` runs it.
+``python -m tests.commit_subject FILE`` is the commit-msg hook. ``python -m tests.commit_subject`` checks the commits
+that are not in ``origin/main`` yet, or the last 20 commits if there are none; ``make lint`` runs it.
 """
 
 import re
@@ -22,7 +22,7 @@ _NO_VERB = re.compile(r"a|all|also|an|each|every|it|new|no|not|now|some|that|the
 
 
 def faults(message: str) -> list[str]:
-    """Return the faults of the subject of a commit message. Subjects that git writes itself pass."""
+    """Return the faults of a commit message's subject. Subjects that git generates have no faults."""
     subject = message.partition("\n")[0]
     if _OF_GIT.match(subject):
         return []
@@ -39,7 +39,10 @@ def faults(message: str) -> list[str]:
 
 
 def faults_of_commits(repository: Path) -> list[str]:
-    """Return the faults of the commits to check, each with its hash; empty outside a git repository."""
+    """Return the faults of the commits to check, each with its commit's hash.
+
+    Outside a git repository, returns none.
+    """
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=repository, capture_output=True, text=True, check=False)

@@ -16,16 +16,17 @@ if TYPE_CHECKING:
     from tests.fakes.warm_python import WarmPython
 
 _QUICK = "QUICK_TESTS"
-"""The variable with which slow tests do not run."""
+"""Environment variable that leaves out slow tests if it is set."""
 
 _MAY_BE_SLOW = re.compile("slow|each_value|quick", re.IGNORECASE)
-"""Pattern in the text of test files that have slow tests or slow cases."""
+"""Pattern that occurs in the source of every test file with slow tests or slow cases."""
 
-# How long an example of a property test takes depends on the machine.
+# The duration of a property test's example depends on the machine.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Triton settles whether it interprets or compiles when it is imported, which transformers does as well: before any test is.
+# Triton reads at import whether to interpret or compile. transformers imports Triton, so set the variable before any
+# test is imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -62,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Leave slow tests out where it is to be quick, before anything is made for them."""
+    """Skip slow tests in quick runs, before their fixtures are created."""
     if os.environ.get(_QUICK) and item.get_closest_marker("slow"):
         pytest.skip("slow (make test-slow)")
 
@@ -75,7 +76,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Undo what a shell's background job inherits, and would hand on to processes of a test: that SIGINT is ignored."""
+    """Restore the default handler of SIGINT.
+
+    Background jobs of a shell ignore SIGINT, and processes of a test would inherit that.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -83,8 +87,8 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm() -> "Iterator[WarmPython]":
-    """Starts Python processes whose imports are done."""
-    from tests.fakes.warm_python import warm_python  # here: few tests start processes
+    """Yield a server that starts Python processes with finished imports."""
+    from tests.fakes.warm_python import warm_python  # imported here, because few tests start processes
 
     with warm_python() as warm:
         yield warm
@@ -92,7 +96,7 @@ def warm() -> "Iterator[WarmPython]":
 
 @pytest.fixture(scope="module")
 def warm_processes(warm: "WarmPython") -> Iterator[None]:
-    """Have engines and services started by ``warm``, in a module of tests that are not about starting them."""
+    """Start engines and services with ``warm``, for test modules that do not test the start."""
     from tests.fakes.processes import Service
     from tests.fakes.warm_python import use
 

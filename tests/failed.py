@@ -1,4 +1,4 @@
-"""``python -m tests.failed``: the files with tests that failed last, as pytest has kept them."""
+"""``python -m tests.failed``: prints the files with failed tests of the last run, from pytest's cache."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ KEPT = Path(__file__).resolve().parents[1] / ".pytest_cache/v/cache/lastfailed"
 
 
 def files(kept: Path) -> list[str]:
-    """Relative to the repository's root; those that are gone are left out."""
+    """Return the files with failed tests, relative to the repository's root. Deleted files are left out."""
     if not kept.exists():
         return []
     names = {test.partition("::")[0] for test in json.loads(kept.read_text(encoding="utf-8"))}

@@ -1,7 +1,7 @@
 """Counts of skipped tests by reason. Each reason says how to install the missing part.
 
-A run of pytest ends with the table. Where several runs belong together (``make test``), ``SKIPPED_TESTS`` names a file
-that takes their counts, and ``python -m tests.skipped FILE`` prints the table of them all.
+A run of pytest prints the table at its end. For several runs that belong together (``make test``), ``SKIPPED_TESTS``
+names a file that collects their counts. Then ``python -m tests.skipped FILE`` prints one table for all runs.
 """
 
 import json
@@ -23,7 +23,7 @@ def reasons(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> Coun
 
 
 def table(counts: Mapping[str, int]) -> str:
-    """A line for each reason, the most frequent one first. Empty when nothing was skipped."""
+    """Return a table with a line for each reason, most frequent first. Empty if no tests were skipped."""
     lines = [f"{count:6}  {reason}" for reason, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
     return "\n".join(["skipped, and why:", *lines]) if lines else ""
 
@@ -36,14 +36,14 @@ def keep(counts: Mapping[str, int], file: Path) -> None:
 
 
 def kept(file: Path) -> Counter[str]:
-    """The counts of all runs; none when there was none."""
+    """Return the sum of the counts of all runs. Empty if the file does not exist."""
     if not file.exists():
         return Counter()
     return sum((Counter(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()), Counter())
 
 
 def tell(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> str:
-    """The table at the end of a run; empty where a file takes the counts."""
+    """Return the table at the end of a run. If ``SKIPPED_TESTS`` is set, save the counts and return an empty string."""
     counts = reasons(reports)
     if file := os.environ.get("SKIPPED_TESTS"):
         keep(counts, Path(file))

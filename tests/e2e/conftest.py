@@ -1,4 +1,4 @@
-"""A whole cluster of real processes with the demo model, shared by the tests of a module."""
+"""Fixture: a cluster of real processes with the demo model, shared by the tests of a module."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +12,6 @@ DEMO_MODEL = Path(__file__).resolve().parents[2] / "examples" / "demo_model" / "
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster() -> AsyncIterator[Cluster]:
-    """Coordinator, two engines, one frontend."""
+    """Yield a cluster with a coordinator, two engines and one frontend."""
     async with Cluster(DEMO_MODEL, engines=2) as running:
         yield running

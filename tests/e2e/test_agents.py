@@ -1,6 +1,6 @@
-"""Agent programs against a frontend, where they are installed: a task of five tool calls. Their traffic stays on this machine.
+"""Installed agent programs run a task of five tool calls against a frontend. Their traffic stays on this machine.
 
-The same runs from recorded requests are in tests/integration/test_agent_requests.py, which needs none of the programs.
+tests/integration/test_agent_requests.py sends recorded requests of the same runs, and needs none of the programs.
 """
 
 from pathlib import Path
@@ -60,6 +60,6 @@ async def test_a_program_reaches_its_goal(name: str, tmp_path: Path) -> None:
 
 
 def sorted_by_call(results: list[str]) -> list[str]:
-    """The results in the order of their calls; programs may send those of parallel calls in any order."""
+    """Return the results in the order of their calls. Programs may send results of parallel calls in any order."""
     *first, a, b = results
     return [*first, *((a, b) if "No such file" in b else (b, a))]

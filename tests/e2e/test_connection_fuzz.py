@@ -1,4 +1,4 @@
-"""A thousand hostile connections at a whole system of processes. `make fuzz-connections` makes 20 000."""
+"""A thousand hostile connections to a complete system of processes. `make fuzz-connections` opens 20 000."""
 
 import pytest
 

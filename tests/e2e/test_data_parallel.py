@@ -1,6 +1,6 @@
-"""Ranks of a data-parallel group as processes: transformers' tokens whatever happens to ranks and coordinator.
+"""Ranks of a data-parallel group as processes: transformers' tokens, also if ranks or the coordinator fail.
 
-With ``PENSTOCK_GROUP_KILLS`` ``penstock serve`` changes the size of one, too (make group-kills).
+With ``PENSTOCK_GROUP_KILLS`` (make group-kills), a test also changes the size of a group of ``penstock serve``.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
-    """A tiny model of experts, and transformers' greedy tokens for the prompts."""
+    """Return a tiny mixture-of-experts model, and transformers' greedy tokens for the prompts."""
     return save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def group(model: tuple[Path, Expected]) -> AsyncIterator[RankGroup]:
-    """Two ranks, which share experts: each computes half of every token's."""
+    """Yield two expert-parallel ranks. Each rank computes half of the experts."""
     async with RankGroup(model[0], size=2, expert_parallel__enabled="true") as running:
         yield running
 
@@ -103,7 +103,13 @@ async def test_an_idle_group_starts_without_its_coordinator_which_finds_it_again
 
 
 async def survive(group: RankGroup, expected: Expected, victim: int, *, on: int | None) -> float:
-    """Kill a rank while requests run on ``on`` (None: on all), start it again. Returns how long the other stood still."""
+    """Kill a rank while requests run, and restart the rank.
+
+    Args:
+        on: Rank that runs the requests. None means all ranks.
+
+    Returns the seconds for which the other rank ran no steps.
+    """
     ranks = await group.members()
     killed, other = ranks[victim][0], ranks[1 - victim][0]
     before = metric(other, "penstock:group_recovery_seconds_sum")

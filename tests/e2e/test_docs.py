@@ -1,6 +1,6 @@
-"""The commands and programs of the pages work, against the server that the page or the README starts.
+"""The commands and programs on documentation pages work with the server that the page or the README starts.
 
-tests/contract/test_docs.py checks the names on the pages without running anything.
+tests/contract/test_docs.py checks the names on the pages without running commands.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ PROGRAMS_NOT_RUN = {
     "cd": "the shell's own",
     "export": "the shell's own",
 }
-"""Why no command of a program is run here."""
+"""Reasons why the tests run no commands of these programs."""
 COMMANDS_NOT_RUN = {
     README_SERVES: "is the server of these tests",
     MULTIMODAL_SERVES: "is the server of pages about media",
@@ -103,17 +103,17 @@ BLOCKS_NOT_RUN = {
     "register_scheduler": "is a part of a package",
     "register_kv_connector": "is a part of a package",
 }
-"""Text in a page's program that is not run, with the reason."""
+"""Text in a page's program that the tests do not run, with the reason."""
 
 
 class Defaults:
-    """A running server, which replaces the default ports in the pages' texts by its own."""
+    """A running server. ``put`` replaces default ports in a page's text by the server's ports."""
 
     def __init__(self, ports: list[int]) -> None:
         self.grpc, self.http, self.admin = ports
 
     def put(self, text: str) -> str:
-        """``text`` for this server. A load is cut to a few requests."""
+        """Return ``text`` with the ports of this server. Load tests in the text are reduced to a few requests."""
         for default, port in ((50051, self.grpc), (8000, self.http), (50053, self.admin)):
             text = text.replace(f"localhost:{default}", f"localhost:{port}")
         address = f" --address localhost:{self.grpc}"
@@ -125,7 +125,7 @@ class Defaults:
 
 @contextlib.contextmanager
 def serving(command: str, cwd: Path | None = None) -> Iterator[Defaults]:
-    """The server of a page, on other ports and with a smaller cache."""
+    """Yield the server that a page's command starts, with other ports and a smaller KV cache."""
     assert any(written.text == command for written in commands())
     ports = free_ports(3)
     flags = zip(("--grpc-port", "--http-port", "--admin-port"), map(str, ports), strict=True)
@@ -137,7 +137,7 @@ def serving(command: str, cwd: Path | None = None) -> Iterator[Defaults]:
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Callable[[str], Defaults]]:
-    """Return the server that a command starts. One runs at a time, because pages are tested one after the other."""
+    """Yield a function that returns the server of a command. One server runs at a time, since pages run one by one."""
     running: dict[str, Defaults] = {}
     with contextlib.ExitStack() as stack:
 
@@ -158,7 +158,7 @@ def server_of(page: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a reader's working folder: it has the repository's files that the pages use, and it is temporary."""
+    """Return a reader's working folder: a temporary folder with the repository's files that the pages use."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
@@ -187,7 +187,7 @@ def shell(script: str, folder: Path, stdin: str = "") -> str:
 
 
 def reason(command: Written) -> str:
-    """Why a command is not run here; ``""`` for one that is."""
+    """Return the reason why the tests do not run a command; ``""`` if the tests run it."""
     programs = [call[0] for call in command.calls]
     if found := next((program for program in programs if program in PROGRAMS_NOT_RUN), ""):
         return PROGRAMS_NOT_RUN[found]
@@ -219,7 +219,7 @@ def test_a_command_does_its_work(command: Written, servers: Callable[[str], Defa
     program = command.calls[0][0]
     if shutil.which(program, path=environment()["PATH"]) is None:
         pytest.skip(f"{program} is not on PATH")
-    # curl has succeeded when a server has answered, whatever it said.
+    # Without --fail, curl exits with 0 for any answer, including errors.
     script = re.sub(r"(?<!buf )\bcurl ", "curl -sS --fail-with-body ", server.put(command.text))
     output = shell(script, folder, stdin="What is 12 + 30?\n")
     assert output.strip() or program == "grpcurl"
@@ -242,7 +242,7 @@ def test_a_program_writes_what_the_model_says(block: Block, servers: Callable[[s
     assert len(shell("python program.py", folder)) > 10
 
 
-# docs/guides/tls.md, from the certificates to the last command.
+# The tests below run docs/guides/tls.md, from the certificates to the last command.
 
 
 def renumbered(text: str, ports: dict[str, str]) -> str:
@@ -279,7 +279,7 @@ def test_the_complete_set_of_files_is_a_deployment_that_knows_who_calls(folder: 
 
 
 class Process:
-    """A service in the background of the reader's shell, its log in a file."""
+    """A background service of the reader's shell, with its log in a file."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self._log = folder / f"{command[2]}.log"
@@ -289,18 +289,18 @@ class Process:
             )
 
     def until(self, text: str) -> None:
-        """Return when the log has ``text``; fails with the log when the service ends before."""
+        """Wait until the log contains ``text``. Fails with the log if the service exits first."""
         ended = eventually(lambda: text in self._log.read_text() or self._process.poll() is not None)
         assert ended, self._log.read_text()
         assert text in self._log.read_text(), self._log.read_text()
 
     def stop(self) -> None:
-        """End it now."""
+        """Kill the service."""
         self._process.kill()
         self._process.wait()
 
 
-# Nothing is left out for a reason that is none any more.
+# The tests below fail for exceptions that no page needs any more.
 
 
 @pytest.mark.parametrize("program", PROGRAMS_NOT_RUN)

@@ -1,4 +1,4 @@
-"""Each feature on a data-parallel group of two processes gives a plain engine's tokens, also when a rank is killed."""
+"""Each feature gives a plain engine's tokens on a data-parallel group of two processes, also when a rank is killed."""
 
 from pathlib import Path
 
@@ -14,11 +14,14 @@ TESTED = [
     for two in WITH_GROUPS
     if Feature.EXPERTS in two or (two - {Feature.GROUP} | {Feature.EXPERTS}) not in WITH_GROUPS
 ]
-"""Ranks that share experts are a group as well: no others are started for features that run with shared experts."""
+"""Pairs to test. Expert-parallel ranks also form a data-parallel group.
+
+If a feature is tested with expert parallelism, the test with a plain data-parallel group is left out.
+"""
 
 
 @pytest.mark.parametrize("two", [pytest.param(two, id=name_of(two)) for two in TESTED])
 async def test_a_group_gives_what_a_plain_engine_gives_also_when_a_rank_is_killed(two: Two, tmp_path: Path) -> None:
-    from tests.pairs.groups import GroupPair  # here: torch, of one process that runs tests
+    from tests.pairs.groups import GroupPair  # imported here, because only one of the test processes needs torch
 
     await GroupPair(two, tmp_path).check_group()

@@ -1,4 +1,4 @@
-"""A small storm of hostile requests at whole systems of processes. `make fuzz` is the large one."""
+"""Hostile requests to complete systems of processes. `make fuzz` runs many more requests."""
 
 import pytest
 

@@ -32,7 +32,7 @@ async def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client of the gateway in front of one engine, which has the demo model and sends KV cache events."""
+    """Yield a client of the gateway in front of one engine. The engine has the demo model and sends KV cache events."""
     engine = Service(
         "penstock_enginecore",
         model__path=DEMO_MODEL,
@@ -56,7 +56,7 @@ async def client(log: Path) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a streamed answer."""
+    """Return the events of a streamed answer."""
     async with client.stream("POST", path, json={**body, "stream": True}) as response:
         lines = [line async for line in response.aiter_lines() if line.startswith("data: ")]
     assert lines.pop() == "data: [DONE]"

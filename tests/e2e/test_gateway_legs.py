@@ -1,7 +1,7 @@
-"""Gateways that use one server for prefill and another one for decode, over real processes.
+"""Gateways that use one server for prefill and another one for decode, with real processes.
 
-The requests are those of SMG's mode for it, and of llm-d's sidecar. Answers equal those of one server, and the second
-server computes at most a block of the prompt.
+The tests send the requests of SMG's prefill-decode mode and of llm-d's sidecar. Answers equal those of one server. The
+second server computes at most one block of the prompt.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 class Server:
-    """An engine of a role, and a frontend of its own over gRPC and HTTP."""
+    """An engine with a role, and its frontend with gRPC and HTTP ports."""
 
     def __init__(self, role: str) -> None:
         self.engine = Service(
@@ -72,17 +72,17 @@ class Server:
 
     @property
     def num_computed(self) -> int:
-        """Tokens, in all steps so far."""
+        """Return the number of computed tokens in all steps so far."""
         return round(metric(self.engine, "vllm:iteration_tokens_total_sum"))
 
     @property
     def num_brought(self) -> int:
-        """Return the number of these cached tokens that came from other engines."""
+        """Return the number of cached tokens that other engines have sent."""
         return round(metric(self.engine, "vllm:external_prefix_cache_hits_total"))
 
 
 class Servers:
-    """``first`` for prompts, ``second`` for outputs."""
+    """Two servers: ``first`` computes prompts, and ``second`` computes outputs."""
 
     def __init__(self, first: Server, second: Server) -> None:
         self.first = first
@@ -90,30 +90,38 @@ class Servers:
         self._counted = (0, 0, 0)
 
     def count(self) -> tuple[int, int, int]:
-        """Since the last time: tokens that the first computed, and of the second those computed and brought."""
+        """Return numbers of tokens since the last call.
+
+        The numbers are the tokens that the first server computed, the tokens that the second server computed, and the
+        tokens that the second server received from the first one.
+        """
         now = (self.first.num_computed, self.second.num_computed, self.second.num_brought)
         before, self._counted = self._counted, now
         return now[0] - before[0], now[1] - before[1], now[2] - before[2]
 
     def assert_legs(self, prompt: int, output: int) -> None:
-        """The first has computed the whole prompt, and the second at most a block of it."""
+        """Check that the first server has computed the entire prompt, and the second server at most one block of it."""
         first, second, brought = self.count()
         assert first == prompt
-        computed = second - (output - 1)  # no step computes an output's last token
+        computed = second - (output - 1)  # the last output token is never an input of a step
         assert 1 <= computed <= BLOCK
         assert brought == prompt - computed
 
     async def assert_one_servers(
         self, path: str, body: dict[str, Any], answer: dict[str, Any], client: httpx.AsyncClient | None = None
     ) -> None:
-        """Check that one server alone gives the same answer. ``client`` is a client of a gateway in front of it."""
+        """Check that one server alone gives the same answer.
+
+        Args:
+            client: Client of a gateway in front of the server. If None, the request goes to the first server directly.
+        """
         alone = await post(client or self.first.http, path, body)
         assert said(alone) == said(answer)
         self.count()
 
 
 def said(answer: dict[str, Any]) -> list[tuple[str, str]]:
-    """The texts of an answer, and how they ended."""
+    """Return the texts of an answer with their finish reasons."""
     if "output" in answer:
         return [(part["text"], answer["status"]) for item in answer["output"] for part in item["content"]]
     texts = [c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]]
@@ -145,7 +153,7 @@ async def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def smg(servers: Servers, log: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """SMG, which has prompts and outputs computed apart."""
+    """Yield a client of SMG, which sends prefill and decode to different servers."""
     if SMG is None:
         pytest.skip(MISSING)
     first, second = servers.first.frontend.address, servers.second.frontend.address
@@ -156,7 +164,10 @@ async def smg(servers: Servers, log: Path) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def plain_smg(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.AsyncClient]:
-    """SMG in front of one server: it makes other sampling parameters of the same words than this repository's HTTP server."""
+    """Yield a client of SMG in front of one server.
+
+    SMG derives other sampling parameters from the same fields than Penstock's HTTP server does.
+    """
     if SMG is None:
         pytest.skip(MISSING)
     log = tmp_path_factory.mktemp("plain") / "log"
@@ -165,7 +176,10 @@ async def plain_smg(servers: Servers, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def completion(beginning: str, **more: Any) -> tuple[str, dict[str, Any]]:
-    """No two tests may have a prompt's beginning in common: it would be cached."""
+    """Return the path and the body of a completion.
+
+    Every test uses a different ``beginning``, because a common prefix would be cached.
+    """
     body = {"model": NAME, "prompt": beginning + TEXT * 5, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     return "/v1/completions", {**body, **more}
 
@@ -183,7 +197,7 @@ def response(beginning: str) -> tuple[str, dict[str, Any]]:
 
 
 def first_of(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """llm-d's first request."""
+    """Return the body of llm-d's first request, for prefill."""
     limits = ("max_output_tokens",) if path == "/v1/responses" else ("max_tokens", "max_completion_tokens")
     return {**body, "stream": False, **dict.fromkeys(limits, 1), "kv_transfer_params": PREFILL_PARAMS}
 

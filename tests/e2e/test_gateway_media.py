@@ -1,4 +1,4 @@
-"""Images through the SMG gateway: as tensors that it has made, and as references that the frontend fetches."""
+"""Images through the SMG gateway: as tensors from the gateway, and as references that the frontend fetches."""
 
 import base64
 import io
@@ -22,13 +22,13 @@ pytestmark = [
 ]
 
 NAMES = {"llava": "llava-1.5-tiny", "qwen3_vl": "qwen3-vl-tiny"}
-"""Model names from which the gateway derives how to handle images."""
+"""Model names. The gateway chooses its image processing by the model's name."""
 FITS = {"llava": [(32, 32), (32, 32)], "qwen3_vl": [(64, 48), (32, 96)]}
-"""Sizes that are not resized: the gateway's resizing is its own, whose pixels differ by a level here and there."""
+"""Image sizes that need no resizing, because some pixels of the gateway's resized images differ by one level."""
 
 
 class Served(NamedTuple):
-    """A model with a frontend that also has an HTTP server."""
+    """A model, and a frontend with gRPC and HTTP ports."""
 
     family: str
     name: str
@@ -39,7 +39,10 @@ class Served(NamedTuple):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=sorted(FITS))
 async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """The tokenizer puts no special tokens before texts: the gateway has those of a chat's template alone."""
+    """Yield a served model whose tokenizer adds no special tokens.
+
+    The gateway adds only the special tokens of the chat template.
+    """
     name = NAMES[request.param]
     folder = tmp_path_factory.mktemp("models") / name
     save_multimodal_model(request.param, folder)
@@ -65,7 +68,7 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 def chat(name: str, *sizes: tuple[int, int]) -> dict[str, Any]:
-    """A question about images of these sizes."""
+    """Return a chat request about images of these sizes."""
     content: list[dict[str, Any]] = []
     for number, (width, height) in enumerate(sizes):
         file = io.BytesIO()
@@ -101,7 +104,7 @@ async def test_tensors_of_the_gateway_are_answered_as_files_are(served: Served, 
 async def test_references_are_answered_as_files_are(served: Served, tmp_path: Path) -> None:
     words = ("--mm-processing", "worker")
     async with gateway(served.address, served.folder, served.name, tmp_path / "log", *words) as client:
-        if served.family == "llava":  # which the gateway keeps to itself
+        if served.family == "llava":  # the gateway does not forward images of this model type
             refused = await client.post("/v1/chat/completions", json=chat(served.name, (32, 32)))
             assert refused.json()["error"]["code"] == "multimodal_worker_processing_unsupported_model"
             return

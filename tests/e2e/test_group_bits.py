@@ -1,6 +1,7 @@
-"""Ranks that share experts, as processes: log-probabilities as one engine alone computes them, to the last bit, whatever moves.
+"""Expert-parallel ranks as processes: log-probabilities are bitwise equal to those of one engine.
 
-``reduce_scatter`` is not among the dispatches here: it adds in another order (docs/guides/data-parallel.md).
+They stay equal while experts move between ranks. The dispatch ``reduce_scatter`` is not tested, because it adds results
+in a different order (docs/guides/data-parallel.md).
 """
 
 import asyncio
@@ -25,16 +26,19 @@ pytestmark = [
 ]
 COUNT = 60
 EXPERTS_OF_A_TOKEN = 4
-"""Experts per token. The sum of only two results would not depend on their order."""
+"""Experts per token. The value is above two, because a sum of two results does not depend on the order."""
 PROMPTS = [[1 + i, *((7 * i + 3 * j) % 300 + 1 for j in range(size))] for i, size in enumerate((1, 4, 17, 30, 64, 90))]
 FLAGS = SHARED | {"scheduler__max_num_batched_tokens": 48}
-"""Prompts are computed in chunks, in batches with other requests."""
+"""Flags with a small token budget, so that prompts are computed in chunks, in batches with other requests."""
 Model = tuple[Path, list[Scored]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Return a small model with many experts, and one engine's tokens for the prompts: transformers' greedy tokens."""
+    """Return a small model with many experts, and one engine's answers to the prompts.
+
+    The engine's tokens equal transformers' greedy tokens.
+    """
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": EXPERTS_OF_A_TOKEN}
     folder, expected = save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT, **experts)
     answers = alone(folder, PROMPTS, COUNT)
@@ -53,13 +57,13 @@ async def group(request: pytest.FixtureRequest, model: Model) -> AsyncIterator[R
 
 
 async def moved(group: RankGroup) -> int:
-    """Experts that have moved from rank to rank so far."""
+    """Return the number of experts that have moved between ranks so far."""
     ranks = [engine for engine, _ in await group.members()]
     return sum(int(metric(rank, "penstock:experts_moved_total")) for rank in ranks)
 
 
 async def uneven(group: RankGroup, model: Model) -> None:
-    """Streams on all ranks, on the first alone and on the last alone."""
+    """Run streams on all ranks, then only on the first rank, then only on the last rank."""
     order = await group.members()
     for some in (order, order[:1], order[-1:]):
         assert await (await Streams(group, PROMPTS, model[1], some, STREAMS).begin()).end() == 0
@@ -67,7 +71,7 @@ async def uneven(group: RankGroup, model: Model) -> None:
 
 async def test_bits_are_those_of_one_engine_while_experts_move(group: RankGroup, model: Model) -> None:
     await uneven(group, model)
-    for prompt, answer in zip(PROMPTS, model[1], strict=True):  # each prefers other experts
+    for prompt, answer in zip(PROMPTS, model[1], strict=True):  # each prompt uses different experts
         before = await moved(group)
         async with Load(group, [prompt], [answer], STREAMS) as load:
             while await moved(group) == before:

@@ -1,4 +1,4 @@
-"""A data-parallel group that shrinks: the requests of the rank that leaves take their keys and values with them."""
+"""A data-parallel group that shrinks: the KV blocks of the leaving rank's requests move with the requests."""
 
 import asyncio
 import urllib.request
@@ -23,13 +23,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
-    """A tiny model of experts, and transformers' greedy tokens for the prompts."""
+    """Return a tiny mixture-of-experts model, and transformers' greedy tokens for the prompts."""
     return save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["whole models", "shared experts"])
 async def group(request: pytest.FixtureRequest, model: tuple[Path, Expected]) -> AsyncIterator[RankGroup]:
-    """Two ranks, one of which may leave."""
+    """Yield a group of two ranks, which may shrink to one rank."""
     shared = {"expert_parallel__enabled": "true", "expert_parallel__slots": 4}
     flags = shared if request.param == "shared experts" else {}
     async with RankGroup(
@@ -47,7 +47,7 @@ async def group(request: pytest.FixtureRequest, model: tuple[Path, Expected]) ->
 
 
 def moved(engine: Service, direction: str) -> float:
-    """Blocks that an engine has given (out) or taken (in)."""
+    """Return the number of KV blocks that an engine has sent (out) or received (in)."""
     with urllib.request.urlopen(f"http://{engine.host}:{engine.metrics_port}/metrics") as response:
         lines = response.read().decode().splitlines()
     name = "penstock:kv_transfer_blocks_total{"

@@ -1,7 +1,7 @@
-"""A served group of ranks that share experts, while its processes are killed and stopped under 32 streams.
+"""A group of expert-parallel ranks whose processes are killed and stopped during 32 streams.
 
-Runs with ``PENSTOCK_GROUP_KILLS=N`` (make group-kills), which kills N ranks at random times. Every stream always has
-transformers' tokens, and surviving ranks compute nothing twice.
+Runs with ``PENSTOCK_GROUP_KILLS=N`` (make group-kills), which kills N ranks at random times. Every stream has
+transformers' tokens, and surviving ranks recompute no tokens.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ pytestmark = [
 RANKS, SPARES = 3, 2
 FLAGS = {"data_parallel__min_size": 2, "expert_parallel__enabled": "true", **rank_trial.FLAGS}
 AWAY = 30.0
-"""Seconds without a coordinator."""
+"""Seconds for which the coordinator is stopped."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def group(model: tuple[Path, Expected]) -> AsyncIterator[RankGroup]:
-    """Three ranks, of which two hold all experts, and two engines that take the places of lost ones."""
+    """Yield three ranks and two spare engines, which replace lost ranks. Any two ranks together have all experts."""
     async with RankGroup(model[0], size=RANKS, spares=SPARES, **FLAGS) as running:
         yield running
 
@@ -46,7 +46,7 @@ def trial(group: RankGroup, model: tuple[Path, Expected]) -> Trial:
 
 
 def say(what: str, seconds: Sequence[float]) -> None:
-    """Print how some times are distributed."""
+    """Print the median, the 99th percentile and the maximum of some times."""
     ordered = sorted(seconds)
     median, p99 = ordered[len(ordered) // 2], ordered[-1 - len(ordered) // 100]
     print(f"{what}: {median:.3f} s (median), {p99:.3f} s (p99), {ordered[-1]:.3f} s (most)")
@@ -100,9 +100,7 @@ async def test_a_stopped_rank_holds_the_others_up_for_its_lease_and_can_be_one_a
     stopped.send_signal(signal.SIGCONT)
     await until(lambda: not metric(stopped, "vllm:num_requests_running"))
     killed = [engine for engine in group.engines if engine not in (*inside[1:], stopped)]
-    await asyncio.gather(
-        *(engine.kill() for engine in killed)
-    )  # so no other engine can take the place of the stopped one
+    await asyncio.gather(*(engine.kill() for engine in killed))  # no other engine can replace the stopped rank
     await trial.begin()
     await trial.end()
     assert stopped in [engine for engine, _ in await group.members()]

@@ -1,5 +1,5 @@
-"""Network failures between ranks. Connections between processes break or stall while all other peers stay reachable. Of
-ranks on separate hosts, one is cut off from all others.
+"""Network failures between ranks. Connections between two processes break or stall while all other peers stay
+reachable. With ranks on separate hosts, one host is cut off from all others.
 
 Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
 """
@@ -33,12 +33,12 @@ pytestmark = [
 ]
 Cables = dict[Service, Cable]
 CUT = 5.0
-"""Seconds in which connections carry nothing."""
+"""Seconds for which connections carry no data."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cables() -> AsyncIterator[Cables]:
-    """By engine."""
+    """Yield the proxies between ranks, by engine."""
     laid: Cables = {}
     yield laid
     for cable in laid.values():
@@ -89,14 +89,14 @@ async def test_connections_that_carry_nothing_for_a_while_hold_the_group_up_so_l
     assert metric(ranks[0], "penstock:group_epoch") == epoch
 
 
-# Hosts of their own.
+# The ranks of the tests below run on separate hosts.
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def apart(
     model: tuple[Path, Expected], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[RankGroup, Hosts]]:
-    """Three ranks that share experts, each on its own host."""
+    """Yield three expert-parallel ranks, each on its own host."""
     if reason := hosts.missing():
         pytest.skip(reason)
     secret = tmp_path_factory.mktemp("secret") / "secret"
@@ -115,14 +115,14 @@ async def apart(
 
 
 def connections(engine: Service, host: Host) -> int:
-    """Connections that the kernel has between an engine's host and another one, of processes or left by them."""
+    """Return the number of connections between two hosts in the kernel's tables, also of ended processes."""
     address = int.from_bytes(ipaddress.ip_address(host.address).packed, sys.byteorder)
     tables = "".join(Path(f"/proc/{engine.pid}/net/{name}").read_text() for name in ("tcp", "tcp6"))
     return len(re.findall(rf"[ :][0-9A-F]*{address:08X}:[0-9A-F]{{4}} (?!0A|06)", tables))
 
 
 def metric_there(engine: Service, host: Host, name: str) -> float:
-    """``metric`` of an engine that is cut off."""
+    """Return a metric of an engine that is cut off, read from inside the engine's host."""
     code = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
     address = f"http://127.0.0.1:{engine.metrics_port}/metrics"
     told = subprocess.run(
@@ -177,7 +177,8 @@ async def test_two_ranks_that_lose_each_other_stand_still_until_they_meet_again(
     one.lose(other)
     other.lose(one)
     since = time.monotonic()
-    await until(lambda: metric(ranks[2], "penstock:group_epoch") >= epoch + 2)  # they could not meet in the next one
+    # The two ranks could not connect in the next epoch, so a second one followed.
+    await until(lambda: metric(ranks[2], "penstock:group_epoch") >= epoch + 2)
     one.find(other)
     other.find(one)
     print(f"\nthey lost each other for {time.monotonic() - since:.1f} s")

@@ -1,4 +1,6 @@
-"""Groups as processes that change their size under 32 streams: transformers' tokens, and how long steps and streams stood still.
+"""Data-parallel groups, as processes, that change their size during 32 streams.
+
+The streams have transformers' tokens. The tests report the longest pauses of steps and streams.
 
 Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
 """
@@ -37,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Expected]:
-    """A small model of many experts, and transformers' greedy tokens for the prompts."""
+    """Return a small model with many experts, and transformers' greedy tokens for the prompts."""
     return save_expert_model(tmp_path_factory.mktemp("experts"), PROMPTS, COUNT, num_experts=EXPERTS)
 
 

@@ -1,4 +1,4 @@
-"""Recorded events of a real group's ranks and coordinators, replayed through the machines of the model check."""
+"""Recorded events of a real group's ranks and coordinators, replayed through the state machines of the model check."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.modelcheck.trace import read as read_trace
 __all__ = ["model"]
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 LEASE = 10.0
-"""Seconds. A rank whose lease is over is expelled, whether it is dead or the machine is busy: here none is to be."""
+"""Lease in seconds. It is long enough that no live rank loses its lease on a busy machine."""
 ALL = range(len(PROMPTS))
 
 
@@ -33,7 +33,7 @@ class Recorded(RankGroup):
             service.run_by("tests.modelcheck.recorded", folder)
 
     async def rest(self) -> None:
-        """Wait until nothing is left to happen: requests are over, or a pause holds them."""
+        """Wait until no events are pending: all requests have ended, or a pause holds them."""
         await until(self._is_at_rest)
         self.num_rests += 1
 
@@ -45,7 +45,7 @@ class Recorded(RankGroup):
 
 
 async def waves(group: Recorded, expected: Expected) -> None:
-    """Requests on one rank alone, then on any."""
+    """Run requests on one rank only, then on any rank."""
     for on in ((await group.members())[0][1], None):
         answers = await asyncio.gather(*(read(generate(group, i, on)) for i in ALL))
         assert [answer.token_ids for answer in answers] == expected
@@ -65,7 +65,10 @@ async def pause_and_resume(group: Recorded, expected: Expected, mode: int) -> No
 
 
 async def lose_a_rank(group: Recorded, expected: Expected) -> None:
-    """Kill a rank: its requests resume on another rank, and the spare replaces it. The restarted rank is the new spare."""
+    """Kill a rank: its requests resume on another rank, and the spare replaces it.
+
+    The restarted rank is the new spare.
+    """
     (_, first), (victim, last) = (await group.members())[:2]
     streams = [generate(group, i, (first, last)[i % 2]) for i in ALL]
     begun = [await stream.read() for stream in streams]

@@ -1,4 +1,6 @@
-"""Groups of processes with ``data_parallel.on_rank_loss`` set to ``wait``: after losing a rank, they wait for it.
+"""Data-parallel groups, as processes, with ``data_parallel.on_rank_loss`` set to ``wait``.
+
+After losing a rank, the group waits until the rank returns.
 
 Runs with ``PENSTOCK_GROUP_KILLS`` (make group-kills).
 """

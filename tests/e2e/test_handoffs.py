@@ -1,4 +1,7 @@
-"""Requests that go in two legs, and off engines that drain, over real processes: the tokens of one engine, and no move."""
+"""Requests with separate prefill and decode engines, and requests on draining engines, with real processes.
+
+The tokens equal those of one engine, and no request has to be recomputed on another engine.
+"""
 
 import asyncio
 import signal
@@ -53,7 +56,7 @@ def transport(request: pytest.FixtureRequest) -> str:
 async def test_two_legs_give_the_tokens_of_one_engine(transport: str, expected: list[list[int]]) -> None:
     async with transferring(DEMO_MODEL, 3, transport, "prefill", "decode", "decode") as cluster:
         assert await answers(cluster) == expected
-        # Each request has one series only. It has two legs, because the prompts are long.
+        # All requests are in one series of the metric. Each request has two legs, because the prompts are long.
         assert metric(cluster.frontend, "penstock:legs_total") == STREAMS
         assert metric(cluster.frontend, "penstock:requests_moved_total") == 0
         assert metric(cluster.frontend, "penstock:handover_gap_seconds_count") == STREAMS
@@ -67,7 +70,7 @@ async def test_clients_do_not_notice_rolling_drains(transport: str, expected: li
         for drain in range(2):
             engine = cluster.engines[drain % 2]
             running = asyncio.create_task(answers(cluster))
-            # An engine that already drains refuses new requests, which then move.
+            # A draining engine would refuse new requests, which would then move.
             while sum(stats.num_running_reqs for stats in await cluster.stats()) < STREAMS:
                 assert not running.done(), "the streams have ended before all ran at once"
             engine.send_signal(signal.SIGTERM)

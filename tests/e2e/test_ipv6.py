@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no IPv
 async def test_services_find_each_other_and_answer() -> None:
     cluster = Cluster(DEMO_MODEL, engines=1, host="::1")
     (engine,) = cluster.engines
-    engine.add_flag("coordinator.advertise", "::1")  # a pod knows its address; the port is the server's
+    # An address without a port, as in a pod: the server adds its own port.
+    engine.add_flag("coordinator.advertise", "::1")
     async with cluster:
         answer = await read(cluster.generate("Once upon a time", max_tokens=5, ignore_eos=True))
         assert len(answer.token_ids) == 5

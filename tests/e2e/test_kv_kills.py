@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def expected() -> Iterator[Callable[[Sequence[int], int], list[int]]]:
-    """The tokens of one engine that nothing happens to."""
+    """Return the tokens of one undisturbed engine."""
     engine = build_engine(DEMO_MODEL)
 
     def tokens(prompt: Sequence[int], seed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Adapters as a user has them: the command, the real services, the demo model and two adapters that were trained for it."""
+"""Adapters from a user's view: the command, the real services, the demo model and its two trained adapters."""
 
 import shutil
 import subprocess

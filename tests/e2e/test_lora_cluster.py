@@ -1,4 +1,7 @@
-"""Adapters in a cluster of processes that come and go: the demo model, its two adapters, and some of random numbers."""
+"""Adapters in a cluster whose processes start and stop.
+
+The adapters are the demo model's two adapters, and adapters of random numbers.
+"""
 
 import asyncio
 import contextlib
@@ -30,7 +33,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``random-0000`` to ``random-0003``, and ``watched``, in which lies ``pirate``."""
+    """Return a folder with ``random-0000`` to ``random-0003``, and with the subfolder ``watched``, which has
+    ``pirate``.
+    """
     folder = tmp_path_factory.mktemp("adapters")
     options = Options(
         model=DEMO / "penstock-tiny",
@@ -49,7 +54,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cluster_of(adapters: Path, *, engines: int) -> Cluster:
-    """Return a cluster with two frontends. They know ``json`` from their configuration and ``pirate`` from the folder."""
+    """Return a cluster with two frontends, which serve ``json`` (configured) and ``pirate`` (from the watched folder)."""
     return Cluster(
         DEMO / "penstock-tiny",
         engines=engines,
@@ -70,14 +75,14 @@ def random_one(number: int) -> str:
 
 
 async def names(frontend: Service) -> set[str]:
-    """The adapters that a frontend serves."""
+    """Return the names of the adapters that a frontend serves."""
     async with httpx.AsyncClient() as http:
         models = (await http.get(f"http://127.0.0.1:{frontend.metrics_port}/v1/models")).json()["data"]
     return {model["id"] for model in models if model.get("parent")}
 
 
 async def until_all_have(cluster: Cluster, expected: set[str]) -> float:
-    """The seconds until every frontend has these names and no others."""
+    """Wait until every frontend serves exactly these names. Returns the seconds that this took."""
     began = time.monotonic()
     async with asyncio.timeout(PATIENCE):
         for frontend in cluster.frontends:
@@ -87,7 +92,7 @@ async def until_all_have(cluster: Cluster, expected: set[str]) -> float:
 
 
 async def load(frontend: Service, adapters: Path, name: str) -> None:
-    """Give an adapter in the folder its name."""
+    """Load an adapter from the folder over HTTP, under the name of its subfolder."""
     async with httpx.AsyncClient(timeout=PATIENCE) as http:
         body = {"lora_name": name, "lora_path": str(adapters / name)}
         answer = await http.post(f"http://127.0.0.1:{frontend.metrics_port}/v1/load_lora_adapter", json=body)

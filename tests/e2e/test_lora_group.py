@@ -1,4 +1,4 @@
-"""Adapters on ranks of a data-parallel group that share experts, as processes: PEFT's tokens, also when a rank is killed."""
+"""Adapters on expert-parallel ranks as processes: PEFT's tokens, also when a rank is killed."""
 
 import asyncio
 import json
@@ -23,8 +23,12 @@ NAMES = ("", "small", "large")
 
 
 def saved(folder: Path) -> list[tuple[str, list[int], list[int]]]:
-    """A tiny model of experts and two adapters. Adapter, prompt and PEFT's tokens of each stream."""
-    from tests.fakes.models.adapters import save_adapter  # here: torch, of one process that runs tests
+    """Save a tiny mixture-of-experts model and two adapters.
+
+    Returns the adapter, the prompt and PEFT's tokens of each stream.
+    """
+    # Imported here, because only one of the test processes needs torch.
+    from tests.fakes.models.adapters import save_adapter
     from tests.fakes.models.tiny_models import save_tiny_model
     from tests.fakes.models.transformers_greedy import greedy_tokens
 
@@ -48,7 +52,8 @@ async def test_ranks_serve_adapters_and_what_one_had_goes_on_elsewhere(tmp_path:
     async with RankGroup(tmp_path / "model", size=2, frontend_flags=frontend, **flags) as group:
         idle = [metric(engine, "penstock:dummy_steps_total") for engine in group.engines]
         loading = admin_pb.LoadLoraRequest(name="large", path=str(tmp_path / "large"))
-        loaded = await asyncio.wait_for(group.admin.LoadLora(loading), 30)  # by both, which compute no step
+        # Both ranks load the adapter without running a step.
+        loaded = await asyncio.wait_for(group.admin.LoadLora(loading), 30)
         assert loaded.lora.rank == 16
         assert [metric(engine, "penstock:dummy_steps_total") for engine in group.engines] == idle
         ranks = await group.members()

@@ -1,4 +1,4 @@
-"""Streams with adapters resume on another engine when theirs is killed, and give PEFT's tokens."""
+"""Streams with adapters resume on another engine when their engine is killed, and give PEFT's tokens."""
 
 import asyncio
 import json
@@ -24,13 +24,13 @@ SUBJECTS = (
     *("the sun", "a garden", "a drum", "milk", "a mountain", "paper", "a king", "salt", "a river", "the wind"),
 )
 MARGIN = 1e-3
-"""Answers of which two tokens at one place are closer to each other, as log-probabilities, are not asked for."""
+"""Minimum difference between the two largest log-probabilities. Prompts with closer candidates are not used."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 class Known(NamedTuple):
-    """A prompt, the name of the adapter that answers it, and PEFT's answer, which nothing ends."""
+    """A prompt, the name of its adapter, and the tokens of PEFT's answer, generated without end tokens."""
 
     name: str
     prompt: list[int]
@@ -39,7 +39,7 @@ class Known(NamedTuple):
 
 @pytest.fixture(scope="module")
 def known() -> list[Known]:
-    import torch  # here: of one process that runs tests
+    import torch  # imported here, because only one of the test processes needs torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -49,7 +49,7 @@ def known() -> list[Known]:
         model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
         model.generation_config.eos_token_id = None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PEFT uses functions that transformers deprecates
+            warnings.simplefilter("ignore")  # PEFT calls deprecated functions of transformers
             model = PeftModel.from_pretrained(model, ADAPTERS[name]) if name else model
         wanted = len(range(turn, STREAMS, len(NAMES)))
         for subject in SUBJECTS[turn:] + SUBJECTS[:turn]:
@@ -88,7 +88,11 @@ def begin(cluster: Cluster, known: Known) -> Any:
 
 
 async def answers(cluster: Cluster, known: list[Known], killed: int | None) -> list[list[int]]:
-    """Tokens of all at once. ``killed``: the engine that goes once each of them has some."""
+    """Send all prompts at once and return their tokens.
+
+    Args:
+        killed: Number of the engine to kill once every stream has tokens. None kills no engine.
+    """
     calls = [begin(cluster, each) for each in known]
     firsts = await asyncio.gather(*(call.read() for call in calls))
     if killed is not None:

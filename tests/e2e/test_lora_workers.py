@@ -1,6 +1,6 @@
-"""A worker is killed under streams of several adapters; clients get the tokens of an undisturbed run.
+"""A worker is killed during streams with several adapters. Clients get the tokens of an undisturbed run.
 
-``make worker-failures`` does so at every point of a worker's life (``test_worker_streams.py``).
+``make worker-failures`` kills workers at every point of their lives (``test_worker_streams.py``).
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Streams whose prompts have images outlive engines that are killed, a coordinator, and caches that are forgotten."""
+"""Streams with images in their prompts survive killed engines, a killed coordinator, and cleared caches."""
 
 import asyncio
 import io
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 class WithAdmin(Cluster):
-    """A cluster whose frontend's operators' API has a known port."""
+    """Cluster with a known port for the operators' API of its frontend."""
 
     def __init__(self, model: Path, **flags: Any) -> None:
         self.admin_port = free_port()
@@ -87,7 +87,7 @@ async def reset(cluster: WithAdmin) -> None:
 
 
 async def until_under_way(cluster: WithAdmin, engine: int) -> None:
-    """Wait until an engine runs something."""
+    """Wait until an engine runs a request."""
     while not (await cluster.stats())[engine].num_running_reqs:
         await asyncio.sleep(0.02)
 

@@ -1,4 +1,7 @@
-"""An image that many requests have is processed once in each frontend, sent once on each session, encoded once in each engine."""
+"""An image that many requests contain.
+
+Each frontend processes the image once, each session sends the image once, and each engine encodes the image once.
+"""
 
 import asyncio
 import io
@@ -50,7 +53,7 @@ def request(data: bytes, *, rank: int, text: str = "What is it?", salt: str = ""
 
 
 def total(services: list[Service], name: str) -> list[float]:
-    """A counter of each of them, its series added up."""
+    """Return a counter's sum over all its series, for each service."""
     found = []
     for service in services:
         with urllib.request.urlopen(f"http://127.0.0.1:{service.metrics_port}/metrics") as response:
@@ -88,7 +91,7 @@ async def test_an_image_of_many_requests_is_worked_on_once(cluster: Cluster) -> 
             await read(call)
             return first
 
-        await ask(0, data=image(3))  # the first of all waits for more than its image
+        await ask(0, data=image(3))  # warm up, because the first request waits for more than its image
         start = counts(cluster)
         first = await ask(0)
         times = [await ask(4) for _ in range(9)]

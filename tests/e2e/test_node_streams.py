@@ -1,4 +1,4 @@
-"""Each node of an engine is killed under 64 streams on two engines; clients get the tokens of an undisturbed run.
+"""Each node of an engine is killed during 64 streams on two engines. Clients get the tokens of an undisturbed run.
 
 All tests here belong to ``make worker-failures``. A node is a group of processes with its own loopback address.
 """

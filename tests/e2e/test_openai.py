@@ -1,4 +1,4 @@
-"""The OpenAI API, and Anthropic's, with the demo model, and with the published client in Node."""
+"""The OpenAI API and Anthropic's API with the demo model, called by published clients, including Node's."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ TIMEOUT = PATIENCE
 
 @pytest.fixture(scope="module")
 def demo_engine() -> Iterator[str]:
-    # Here, not above: of the processes that run tests, one runs these.
+    # Imported here, because only one of the test processes runs these tests.
     from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig
     from penstock_enginecore.executor.uniproc import UniprocExecutor
     from penstock_enginecore.structured_output.factory import make_grammar_backend
@@ -112,7 +112,7 @@ WEATHER: Any = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-"""The page's example of a tool."""
+"""Example tool of the documentation page."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Services are killed and restarted under requests of all kinds; every answer equals that of an undisturbed run."""
+"""Services are killed and restarted during requests of all kinds. Every answer equals that of an undisturbed run."""
 
 from collections.abc import AsyncIterator
 
@@ -23,7 +23,8 @@ pytestmark = [
 async def pair() -> AsyncIterator[Cluster]:
     """Yield two engines, two frontends and a coordinator.
 
-    A stopping engine gives up its requests at once. A stopping frontend's clients leave it soon.
+    A stopping engine gives up its requests after 0.2 s. Connections last at most one second, so clients leave a
+    stopping frontend soon.
     """
     moved = {"server__max_connection_age": 1, "http__max_connection_age": 1}
     async with Cluster(DEMO_MODEL, engines=2, frontends=2, drain_timeout=0.2, frontend_flags=moved) as running:

@@ -1,4 +1,4 @@
-"""The page at ``/`` in a real browser: the tests click and type like a user and read the result."""
+"""The web page at ``/`` in a real browser: the tests click and type like a user and read the result."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ def shows(selector: str, text: str) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Browser]:
-    """One browser for all tests: it takes a second to start."""
+    """Yield one browser for all tests, because a browser takes a second to start."""
     async with Browser(tmp_path_factory.mktemp("browser")) as running:
         yield running
 
@@ -63,7 +63,7 @@ async def server() -> AsyncIterator[PageServer]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def tab(browser: Browser, server: PageServer) -> Tab:
-    """The page, with the cluster's state in it, for prompts."""
+    """Yield a tab with the page for prompts, which shows the state of the cluster."""
     tab = await browser.open(server.url + FOR_PROMPTS)
     await tab.until(CHAT_IS_OFFERED)
     return tab
@@ -71,14 +71,14 @@ async def tab(browser: Browser, server: PageServer) -> Tab:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine() -> AsyncIterator[FakeEngine]:
-    """An engine that steps when told to."""
+    """Yield an engine that runs a step only on command."""
     async with FakeEngine(vocab_size=byte_level().get_vocab_size(), manual=True) as running:
         yield running
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def real(browser: Browser, engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Tab]:
-    """The page of a real frontend in front of ``engine``, whose model has a chat template."""
+    """Yield the page of a real frontend in front of ``engine``. The model has a chat template."""
     model = save_model(tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     options = {
@@ -93,7 +93,7 @@ async def real(browser: Browser, engine: FakeEngine, tmp_path: Path) -> AsyncIte
 
 
 async def step_until(engine: FakeEngine, tab: Tab, expression: str) -> None:
-    """Steps, until something is true in the page."""
+    """Run steps until a JavaScript expression is true in the page."""
     async with asyncio.timeout(LIMIT):
         while not await tab.value(f"Boolean({expression})"):
             engine.step()
@@ -197,7 +197,8 @@ async def test_the_page_is_usable_with_the_keyboard_alone(tab: Tab, server: Page
     for _ in range(14):
         reached.append(await tab.value("document.activeElement.id || document.activeElement.tagName"))
         await tab.press("Tab")
-    assert reached[:6] == ["prompt", "run", "clear", "BUTTON", "BUTTON", "SUMMARY"]  # as curl, as Python
+    # The two buttons copy the request as curl and as Python.
+    assert reached[:6] == ["prompt", "run", "clear", "BUTTON", "BUTTON", "SUMMARY"]
     assert {"temperature", "top_p", "max_tokens", "seed", "stopStrings"} <= set(reached)
 
 
@@ -236,7 +237,7 @@ async def test_reasoning_is_shown_apart_and_is_no_part_of_the_history(tab: Tab, 
 
 
 def call(index: int, **fields: Any) -> dict[str, Any]:
-    """A piece of a call of a tool."""
+    """Return a streamed piece of a tool call."""
     name, arguments = fields.pop("name", None), fields.pop("arguments", "")
     function = {"arguments": arguments} | ({"name": name} if name else {})
     return {"tool_calls": [{"index": index, **fields, "function": function}]}
@@ -356,7 +357,7 @@ EMBEDDING_IS_OFFERED = "document.querySelector('[value=embedding]')?.checked"
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def embedding(browser: Browser, server: PageServer) -> Tab:
-    """The page in front of a model that embeds."""
+    """Yield the page in front of an embedding model."""
     server.capabilities = ["embed", "token_embed"]
     server.vectors = [[0.6, 0.8]]
     tab = await browser.open(server.url)
@@ -528,7 +529,7 @@ async def test_a_real_frontend_streams_to_the_page(real: Tab, engine: FakeEngine
     await engine.until(lambda e: e.running)
     await step_until(engine, real, "document.querySelector('#output').innerText.length > 5")
     await step_until(engine, real, shows("#numbers", "ended at max tokens"))
-    # The exact number comes with the usage, a message after the end.
+    # The exact number arrives with the usage, in the message after the end.
     await real.until(shows("#numbers", "\n12 tokens"))
     assert "prompt " in await real.text("#numbers")
     assert real.complaints() == []
@@ -583,7 +584,7 @@ KEY = "sk-of-the-page-0123456789"
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def guarded(browser: Browser, tmp_path: Path) -> AsyncIterator[tuple[Tab, str]]:
-    """The page of a real frontend that wants a key, and its address."""
+    """Yield the page of a real frontend that requires a key, and the frontend's address."""
     model = save_model(tmp_path / "model")
     (model / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
     (tmp_path / "keys").write_text(f"{KEY}\n")
@@ -615,7 +616,8 @@ async def test_a_server_that_wants_a_key_asks_for_it_and_lets_the_page_in(guarde
     await give_key(tab, KEY)
     await tab.until(shows("#status", "serving, 1 engine"))
     assert await tab.value("document.querySelector('#access').hidden")
-    assert await tab.value("document.querySelector('[value=chat]').checked")  # the page opens as without a key
+    # The page opens in the same state as without a key.
+    assert await tab.value("document.querySelector('[value=chat]').checked")
     await ask(tab, "hello")
     await tab.until(f"{IDLE} && document.querySelector('#output').innerText.length > 0")
     assert await tab.value(f"!({SHOWS_ERROR})")
@@ -859,10 +861,12 @@ async def test_a_page_of_another_origin_makes_no_engine_work_and_reads_nothing(
     browser: Browser, server: PageServer, real: Tab, engine: FakeEngine
 ) -> None:
     frontend = await real.value("location.origin")
-    foreign = await browser.open(f"{server.url.rstrip('/')}/openapi.json")  # a document that forbids no calls
+    # a document without a content security policy.
+    foreign = await browser.open(f"{server.url.rstrip('/')}/openapi.json")
     body = json.dumps({"model": "model", "prompt": "a", "max_tokens": 1})
     blind = f"fetch('{frontend}/v1/completions', {{method: 'POST', mode: 'no-cors', body: {body!r}}})"
-    assert await foreign.value(f"{blind}.then(answer => answer.type)") == "opaque"  # it was sent, and answered
+    # The browser sent the request and got an answer.
+    assert await foreign.value(f"{blind}.then(answer => answer.type)") == "opaque"
     assert await foreign.value(f"fetch('{frontend}/cluster').then(() => 'read', () => 'kept')") == "kept"
     assert engine.requests == []
     assert await real.value("fetch('/cluster').then(answer => answer.status)") == 200

@@ -1,4 +1,4 @@
-"""Ranks of a data-parallel group killed at every named point under 32 streams (make rank-failures).
+"""Ranks of a data-parallel group are killed at every named point during 32 streams (make rank-failures).
 
 Every stream has transformers' tokens, and requests of other ranks do not move. A replacement completes the group.
 """
@@ -28,12 +28,12 @@ pytestmark = [
 ]
 RANKS = 3
 OUTSIDE = ("idle", "paused")
-"""Points at which a rank does nothing."""
+"""Points at which a rank runs no steps."""
 CASES = list(itertools.product((*SERVING, *CHANGING, *OUTSIDE), (0, 1)))
 
 
 class Row:
-    """A line of the report."""
+    """A row of the report."""
 
     def __init__(self) -> None:
         self.wrong = self.own = self.moved = 0
@@ -41,7 +41,7 @@ class Row:
 
 
 def moved(cluster: RankGroup) -> float:
-    """Requests that have left an engine so far."""
+    """Return the number of requests that have moved to another engine so far."""
     return metric(cluster.frontend, "penstock:requests_moved_total")
 
 
@@ -100,19 +100,20 @@ async def test_every_stream_is_what_it_would_have_been(
         if changing:
             await third.start()
         row.wrong = await streams.end()
-        while not ranks.fired(victim):  # a process starts for longer than a stream lasts
+        while not ranks.fired(victim):  # a process takes longer to start than a stream lasts, so repeat the streams
             before = moved(ranks)
             try:
                 await streams.begin()
             except grpc.aio.AioRpcError as refused:
                 if refused.code() is not grpc.StatusCode.INVALID_ARGUMENT or not ranks.fired(victim):
                     raise
-                break  # no request may name a rank that was killed just before
+                break  # the frontend refuses requests for the rank that was just killed
             row.wrong += await streams.end()
     await victim.ended()
     assert not row.wrong
     row.moved = int(moved(ranks) - before)
-    assert point == "idle" or row.moved <= row.own  # those of an idle rank are sent to it after its death
+    # With an idle rank, requests are still sent to the rank after its death.
+    assert point == "idle" or row.moved <= row.own
     await until(lambda: metric(other, "penstock:group_epoch") > epoch)
     if changing:
         await third.serving()

@@ -1,4 +1,4 @@
-"""A release of a copy of the repository: its commit, its files, and wheels that serve a model without the repository."""
+"""A release from a copy of the repository: the commit, the files, and wheels that serve a model elsewhere."""
 
 import hashlib
 import json
@@ -25,12 +25,12 @@ MODEL = "examples/demo_model/penstock-tiny"
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A released repository."""
+    """Return a copy of the repository after a release."""
     tree = scratch_repository(tmp_path_factory.mktemp("tree"))
     changelog = tree / "CHANGELOG.md"
     changelog.write_text(changelog.read_text().replace("\n## ", f"\n## {VERSION}\n\n- An entry.\n\n## ", 1))
     commit(tree)
-    # Kernels take a minute to compile, and tests of engines have them.
+    # Compiling the kernels takes a minute, and the tests of engines already cover the kernels.
     environment = {**os.environ, "PENSTOCK_REQUIRE_KERNELS": "0", "CXX": "/bin/false"}
     command = [sys.executable, "-m", "charts.release", VERSION, "--gates", "true"]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=PATIENCE)
@@ -69,7 +69,7 @@ def test_the_folder_has_all_files_and_their_checksums(tree: Path) -> None:
 
 
 def test_the_wheels_serve_a_model(tree: Path, tmp_path: Path) -> None:
-    """Uses an environment with this one's third-party packages, and ours only from the wheels."""
+    """Uses an environment with the third-party packages of this environment. Penstock comes only from the wheels."""
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     python = venv / "bin" / "python"
@@ -78,7 +78,7 @@ def test_the_wheels_serve_a_model(tree: Path, tmp_path: Path) -> None:
     subprocess.run([*pip, "--no-index", "--no-deps", *map(str, wheels)], check=True)
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     own = subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout.strip()
-    # Python finds ours in the wheels first, and does not read the .pth files of editable installs behind this path.
+    # Python finds Penstock in the wheels first. It does not read the .pth files of editable installs in this path.
     (Path(own) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     home = subprocess.run(
         [python, "-c", "import penstock_frontend, penstock; print(penstock_frontend.__file__, *penstock.__path__)"],

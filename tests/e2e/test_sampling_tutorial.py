@@ -1,4 +1,7 @@
-"""docs/tutorials/sampling-parameter.md: its changes are applied to a copy of the code, and the tests that it names pass there."""
+"""Applies the changes of docs/tutorials/sampling-parameter.md to a copy of the code.
+
+The tests that the tutorial names must pass in the copy.
+"""
 
 import os
 import re
@@ -31,7 +34,7 @@ def copy_of_the_code(folder: Path) -> Path:
 
 
 def stubs_of(protos: Path, out: Path) -> Path:
-    """Generate the messages of the contracts in ``protos``."""
+    """Generate Python stubs from the contracts in ``protos``."""
     out.mkdir()
     names = sorted(str(path.relative_to(protos)) for path in (protos / "penstock").rglob("*.proto"))
     wellknown = Path(grpc_tools.__file__).parent / "_proto"

@@ -26,7 +26,7 @@ class Server:
         self.ports = ports
 
     def generate(self, *arguments: str) -> subprocess.Popen[str]:
-        """``penstock generate`` against this server."""
+        """Run ``penstock generate`` against this server."""
         return subprocess.Popen(
             [*PENSTOCK, "generate", *arguments, "--address", f"localhost:{self.ports[0]}"],
             stdout=subprocess.PIPE,
@@ -36,7 +36,7 @@ class Server:
         )
 
     def text(self, *arguments: str) -> str:
-        """The text that ``penstock generate`` writes when all goes well."""
+        """Return the text that ``penstock generate`` writes. Fails if the command fails."""
         with self.generate(*arguments) as process:
             out, err = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, err
@@ -56,13 +56,13 @@ def start(engines: int) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """A server with two engines that the tests of this module share."""
+    """Yield a server with two engines for all tests of this module."""
     yield from start(engines=2)
 
 
 @pytest.fixture
 def own_server() -> Iterator[Server]:
-    """A server with one engine that the test may stop."""
+    """Yield a server with one engine that the test may stop."""
     yield from start(engines=1)
 
 

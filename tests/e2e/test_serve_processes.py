@@ -1,4 +1,4 @@
-"""``penstock serve`` as a process manager: real processes of services without a model."""
+"""``penstock serve`` as a process manager, with real processes of services without a model."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The directory of a model that only the up-front check looks at."""
+    """Return a model directory, which only the check before the start reads."""
     return Path(shutil.copytree(MODEL, tmp_path / "fake-model"))
 
 
@@ -37,14 +37,14 @@ def flags(ports: list[int]) -> list[str]:
 
 @pytest.fixture
 def served(model: Path, ports: list[int]) -> Iterator[Command]:
-    """A ready server with two engines."""
+    """Yield a ready server with two engines."""
     with Command("serve", str(model), "--engines", "2", *flags(ports), fake_services=True) as command:
         command.wait_for("Ctrl-C stops everything")
         yield command
 
 
 def all_ports(command: Command, ports: list[int]) -> list[int]:
-    """The public ports and those that the services were given."""
+    """Return the public ports and the ports of all services."""
     services = ("coordinator", "engine-0", "engine-1", "frontend")
     return sorted({*ports, *(command.pid_and_port(service)[1] for service in services)})
 
@@ -76,12 +76,12 @@ def test_without_a_terminal_the_log_has_no_colors(served: Command) -> None:
 
 
 def pids(command: Command, service: str) -> list[int]:
-    """The process ids that a service has had."""
+    """Return all process ids that a service has had, in order."""
     return [int(pid) for pid in re.findall(rf"{service} +\| ready with pid (\d+) on", "\n".join(command.lines))]
 
 
 def kill(command: Command, service: str, *, times: int = 1) -> None:
-    """Kill a service as often, each time when it is there."""
+    """Kill a service ``times`` times. Before each kill, wait until the service has been restarted."""
     for number in range(times):
         eventually(lambda count=number + 1: len(pids(command, service)) == count)
         os.kill(pids(command, service)[-1], signal.SIGKILL)
@@ -182,7 +182,7 @@ def test_settings_of_single_services_in_the_environment_reach_none_of_them(model
 
 @pytest.fixture
 def roomy_ports() -> list[int]:
-    """Public ports whose next one is free as well, for a second frontend."""
+    """Return public ports whose following ports are also free, for a second frontend."""
     while True:
         ports = free_ports(3)
         following = [port + more for port in ports[1:] for more in (1, 2)]

@@ -1,7 +1,7 @@
-"""Processes of a data-parallel group killed at every named point of a change of its size (make rank-failures).
+"""Processes of a data-parallel group are killed at every named point of a size change (make rank-failures).
 
-Every one of 32 concurrent streams has transformers' tokens. The group continues with its remaining ranks. It reaches
-its new size once the killed process has been restarted.
+Each of 32 concurrent streams has transformers' tokens. The group continues with its remaining ranks. The group reaches
+the new size once the killed process has been restarted.
 """
 
 import asyncio
@@ -36,8 +36,8 @@ CASES: list[Case] = [
     *itertools.product([SHRINKING], [FIRST, STAYS, COORDINATOR], CHANGING),
     *itertools.product([SHRINKING], [LEAVES], LEAVING),
 ]
-"""Number of ranks before and after, the killed process, and the point. The coordinator is killed when rank 0 reaches
-the point.
+"""Cases: the numbers of ranks before and after the change, the killed process, and the point. The coordinator is
+killed when rank 0 reaches the point.
 """
 
 
@@ -47,7 +47,7 @@ def _name(case: Case) -> str:
 
 
 class Report:
-    """Collects the lines that are printed at the end."""
+    """Collects the rows of the table that is printed at the end."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -71,7 +71,7 @@ def report() -> Iterator[Report]:
 async def ranks(
     request: pytest.FixtureRequest, model: tuple[Path, Expected], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[FaultyRanks]:
-    """Four engines, of which two are to be ranks first."""
+    """Yield four engines, of which two are ranks at the beginning."""
     directory = tmp_path_factory.mktemp("faults")
     options = {"size": FEWEST, "spares": RANKS - FEWEST, **request.param}
     async with FaultyRanks(model[0], directory, **options) as group:
@@ -103,7 +103,7 @@ class Sizes:
 
 
 async def whom(ranks: FaultyRanks, who: str) -> Service:
-    """Return the engine that reaches a point. Ranks that leave or join are the last ones by name."""
+    """Return the engine that ``who`` means. A rank that leaves or joins is the last engine by name."""
     inside = [engine for engine, _ in await ranks.members()]
     match who:
         case "one that comes" | "one that leaves":
@@ -124,7 +124,7 @@ async def test_no_stream_fails_and_the_group_comes_to_its_size(
     ranks: FaultyRanks, model: tuple[Path, Expected], report: Report, case: Case
 ) -> None:
     (before, after), who, point = case
-    for size in (RANKS, FEWEST, before):  # processes that died before have been restarted
+    for size in (RANKS, FEWEST, before):  # processes that earlier cases killed have been restarted
         await ranks.scale(size)
     comes = await whom(ranks, who)
     victim = ranks.coordinator if who == COORDINATOR else comes

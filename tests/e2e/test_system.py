@@ -1,4 +1,4 @@
-"""The whole system as separate processes, with the demo model: the features that users are promised."""
+"""All services as separate processes, with the demo model: the documented features."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
     """Return transformers' tokens: 24 greedy tokens for each prompt."""
-    import torch  # here, not above: of the processes that run tests, one runs these
+    import torch  # imported here, because only one of the test processes runs these tests
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)

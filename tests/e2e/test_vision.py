@@ -1,4 +1,4 @@
-"""Images as a user sends them: the command, the real services, OpenAI's client, and the demo model that sees."""
+"""Images sent by the command line and by OpenAI's client, to real services with the multimodal demo model."""
 
 import base64
 import io
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 class Server:
-    """A server with the model."""
+    """A server with the multimodal demo model."""
 
     def __init__(self, ports: Sequence[int]) -> None:
         self.openai = OpenAI(base_url=f"http://127.0.0.1:{ports[1]}/v1", api_key="none", max_retries=0)
@@ -43,7 +43,7 @@ class Server:
 
 
 def shown(image: Image.Image, question: str, kind: str = "PNG") -> list[dict[str, Any]]:
-    """A message with an image."""
+    """Return the content of a message with an image and a question."""
     file = io.BytesIO()
     image.save(file, kind)
     url = f"data:image/{kind.lower()};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -1,6 +1,7 @@
-"""Workers of one of two engines are killed and stopped under 64 streams; clients get the tokens of an undisturbed run.
+"""Workers of one of two engines are killed or stopped during 64 streams.
 
-All tests here belong to ``make worker-failures``: an engine with two workers takes long to start.
+Clients get the tokens of an undisturbed run. All tests here belong to ``make worker-failures``, because an engine with
+two workers takes long to start.
 """
 
 import asyncio
@@ -54,10 +55,10 @@ class Workers:
                 if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"penstock-worker"):
                     found.append(pid)
         assert len(found) == 2, found
-        return sorted(found)  # they are started in this order
+        return sorted(found)  # pids ascend in order of rank, because workers start in that order
 
     async def strike(self, fault: Fault) -> None:
-        """Arm it where the engine is now, or have it happen at once."""
+        """Arm the fault. Faults of idle workers happen immediately; other faults happen at their point."""
         if fault.point == "idle":
             os.kill(self.pids()[fault.rank], signal.SIGKILL if fault.does == "kill" else signal.SIGSTOP)
             return
@@ -73,7 +74,7 @@ class Workers:
 
 
 def streams(cluster: Cluster, adapters: Sequence[str] = ()) -> list[Any]:
-    """Greedy and seeded ones, each with a prompt of its own, of the base model and of ``adapters`` in turn."""
+    """Return greedy and seeded streams with different prompts, for the base model and ``adapters`` in turn."""
     names = ("", *adapters)
     return [
         cluster.generate(
