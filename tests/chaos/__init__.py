@@ -1,1 +1,1 @@
-"""Services killed, stopped and restarted under load: the requests, their clients, and checks of the outcomes."""
+"""Tests that kill, stop and restart services under load: the requests, the clients, and checks of the outcomes."""

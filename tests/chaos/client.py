@@ -1,4 +1,4 @@
-"""Client that sends requests over gRPC and HTTP to any frontend that accepts them, and records the answers."""
+"""Client that sends requests over gRPC and HTTP, retries refused requests on other frontends, and records answers."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,10 @@ RETRY_AFTER = 0.2
 REFUSALS = ("UNAVAILABLE", "CANCELLED")
 """Codes of refusals by a frontend. gRPC itself cancels calls that reach a server while it closes."""
 REFUSED_WITHIN = 25.0
-"""Maximum seconds until a refusal, on a busy machine. A failure after more time had waited 30 s for an engine."""
+"""Maximum seconds until a refusal, on a busy machine.
+
+A later error means that the request waited 30 s for an engine.
+"""
 _NOT_WRITTEN = "Internal error from Core"
 """Message of gRPC's client when a call ends, by its deadline or its server, before the request is written."""
 _CLOCKS_DIFFER = 0.02
@@ -61,11 +64,11 @@ class _Frontend:
 
 
 class Client:
-    """A client of one or more frontends, which it takes in turn.
+    """A client of one or more frontends, which uses the frontends in turn.
 
-    A request that a frontend refuses before its first output goes to the next one, ``retries`` times at most, as a
-    service's
-    load balancer and a retry policy have it. ``on_tokens`` hears of every token as it arrives.
+    If a frontend refuses a request before the first output, the client sends the request to the next frontend, at most
+    ``retries`` times. A load balancer with a retry policy does the same. The client calls ``on_tokens`` with the number
+    of tokens in each message.
     """
 
     def __init__(
@@ -86,10 +89,13 @@ class Client:
         await asyncio.gather(*(frontend.close() for frontend in self._frontends))
 
     async def send(self, request: Request, *, seconds: float | None = None, into: Outcome | None = None) -> Outcome:
-        """The request to its end. Errors of the server are part of the outcome. ``seconds``: its deadline. ``into``: filled as
-        messages come.
+        """Send a request and read it to its end. Errors of the server are part of the outcome.
 
         Cancelling the task cancels the call.
+
+        Args:
+            seconds: Deadline of the request.
+            into: Outcome to update with each message.
         """
         outcome = Outcome() if into is None else into
         loop = asyncio.get_running_loop()
@@ -101,7 +107,7 @@ class Client:
             if not refused or attempt == self._retries:
                 break
             outcome.refusals.append(outcome.error)
-            if (attempt + 1) % len(self._frontends) == 0:  # all of them refused
+            if (attempt + 1) % len(self._frontends) == 0:  # all frontends refused the request
                 await asyncio.sleep(RETRY_AFTER)
         outcome.seconds = loop.time() - outcome.began
         return outcome
@@ -196,14 +202,14 @@ def _chosen(logprobs: Logprobs) -> list[float]:
 async def _in_session(
     stub: Any, message: pb.GenerateRequest, outcome: Outcome, seconds: float | None
 ) -> AsyncIterator[Any]:
-    """The outputs of a request that has a GenerateSession to itself."""
+    """Yield the outputs of a request, sent in its own GenerateSession."""
     own = pb.GenerateRequest()
     own.CopyFrom(message)
     own.request_id = uuid.uuid4().hex
     call = stub.GenerateSession(timeout=seconds)
     try:
         await call.write(pb.GenerateSessionRequest(generate=own))
-        with contextlib.suppress(grpc.aio.InternalError):  # the call is over: reading says why
+        with contextlib.suppress(grpc.aio.InternalError):  # the call has ended, and reading raises the reason
             await call.done_writing()
         async for response in call:
             if response.HasField("error"):

@@ -17,7 +17,7 @@ from tests.chaos.outcome import Outcome
 from tests.chaos.requests import ANIMALS, PLACES, Request, Way, completion, prompt
 
 SENTENCES = (24, 60)
-"""Minimum and maximum sentences of a context, fourteen tokens each."""
+"""Minimum and maximum number of sentences in a context. A sentence has fourteen tokens."""
 
 
 class PromptVectors:
@@ -29,13 +29,13 @@ class PromptVectors:
             self._rows = weights.get_tensor("model.embed_tokens.weight")
 
     def __call__(self, text: str) -> Tensor:
-        """[tokens, hidden size], float32."""
+        """Return the embeddings of a text, float32 of shape [tokens, hidden size]."""
         rows = self._rows[self._tokenizer.encode(text).ids].astype("<f4")
         return Tensor(dtype=DATA_TYPE_FLOAT32, shape=rows.shape, inline=rows.tobytes())
 
 
 def context(number: int) -> str:
-    """A beginning of a few hundred tokens, a different one for each number."""
+    """Return a prompt prefix of a few hundred tokens, different for each number."""
     rng = random.Random(number)
     sentences = [prompt(each) for each in range(40)] * 2
     rng.shuffle(sentences)
@@ -48,7 +48,10 @@ def question(number: int) -> str:
 
 
 def context_ones(vectors: PromptVectors, count: int, tokens: int) -> list[Request]:
-    """``count`` requests of all shapes, of half to three halves of ``tokens`` tokens each; ten in a row share a context."""
+    """Return ``count`` requests of all shapes. Ten consecutive requests have the same context.
+
+    Each request asks for 0.5 to 1.5 times ``tokens`` output tokens.
+    """
     makers = _shapes(vectors)
     return [makers[i % len(makers)](i, tokens * (4 + i % 9) // 8) for i in range(count)]
 
@@ -105,7 +108,7 @@ def _with_vectors(kind: str, number: int, tokens: int, tensor: Tensor, **samplin
 
 
 def _mixed(kind: str, number: int, tokens: int, tensor: Tensor) -> Request:
-    """Vectors between texts."""
+    """Return a request whose prompt has embeddings between texts."""
     parts = [pb.PromptPart(text="Listen."), pb.PromptPart(embeds=tensor), pb.PromptPart(text=question(number))]
     params = _sampling(number, tokens)
     return Request(kind, "Generate", pb.GenerateRequest(mixed=pb.MixedPrompt(parts=parts), sampling_params=params))

@@ -1,4 +1,4 @@
-"""Proxies in front of frontends, one address each. A proxy refuses new connections while its frontend shuts down."""
+"""Proxies in front of frontends. A proxy refuses new connections while its frontend shuts down."""
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
@@ -9,7 +9,10 @@ from tests.fakes.processes import Service
 
 
 class Doors:
-    """Runs a proxy per frontend: ``async with Doors(frontends)``. Clients connect to ``addresses``, for gRPC and HTTP."""
+    """Runs one proxy for each frontend: ``async with Doors(frontends)``.
+
+    Clients connect to ``addresses``, over gRPC or HTTP.
+    """
 
     def __init__(self, frontends: Sequence[Service]) -> None:
         self._doors = {id(each): (TcpProxy(each.port), TcpProxy(each.metrics_port)) for each in frontends}
@@ -22,7 +25,10 @@ class Doors:
 
     @contextlib.asynccontextmanager
     async def closed(self, service: Service) -> AsyncIterator[None]:
-        """Refuse new connections to the service and keep open ones. Services without a proxy are not affected."""
+        """Refuse new connections to the service.
+
+        Open connections continue. Services without a proxy are not affected.
+        """
         doors = self._doors.get(id(service), ())
         for door in doors:
             door.refuse()

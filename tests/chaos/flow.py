@@ -1,4 +1,4 @@
-"""Streams that send requests of a catalogue one after the other for as long as something is done to the services."""
+"""Concurrent streams that send a catalogue's requests one after the other while a test disturbs the services."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,8 +11,9 @@ from tests.chaos.summary import Pair, Summary, summarize
 
 
 async def catalogue(client: Client, requests: Sequence[Request], *, streams: int) -> list[tuple[Request, Outcome]]:
-    """Return the requests with their outcomes without faults. They are sent twice, and the second outcome counts: the
-    first compiles the grammars.
+    """Return the requests with their outcomes without faults. The requests are sent twice, and the second outcome
+    counts,
+    because the first run compiles the grammars.
     """
     load = [requests[stream::streams] for stream in range(streams)]
     await send_all(client, load)
@@ -21,10 +22,11 @@ async def catalogue(client: Client, requests: Sequence[Request], *, streams: int
 
 
 class Flow:
-    """Runs its streams while its block runs: ``async with Flow(...) as flow``. At the end, each stream finishes its
+    """Runs streams while a block runs: ``async with Flow(...) as flow``. At the end of the block, each stream finishes
+    its
     current request.
 
-    ``pairs`` has the requests that have ended, with their expected outcomes.
+    ``pairs`` lists the finished requests, with their expected outcomes.
     """
 
     def __init__(self, client: Client, known: Sequence[tuple[Request, Outcome]], *, streams: int) -> None:
@@ -38,12 +40,12 @@ class Flow:
 
     @property
     def running(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return self.sent - len(self.pairs)
 
     @property
     def summary(self) -> Summary:
-        """Return the summary of the requests that have ended."""
+        """Return the summary of the finished requests."""
         return summarize(self.pairs, streams=self._streams, finished=self._streams - len(self._failed))
 
     async def next_requests(self, count: int) -> None:
@@ -53,7 +55,7 @@ class Flow:
             await asyncio.sleep(0.02)
 
     def end(self) -> None:
-        """Begin no more requests."""
+        """Start no more requests."""
         self._over = True
 
     async def __aenter__(self) -> "Flow":

@@ -1,4 +1,7 @@
-"""Engines killed while requests run, at given shares of the work, and started again on their ports."""
+"""Engines that are killed while requests run, and restarted on their ports.
+
+The kills happen after given fractions of the load's tokens.
+"""
 
 import asyncio
 import contextlib
@@ -20,7 +23,13 @@ RESTART_AFTER = 1.0
 
 
 class Kill(msgspec.Struct, frozen=True):
-    """``moment`` in monotonic seconds, ``at`` in seconds of the load. ``running``: sequences that the engine had then."""
+    """Record of one kill.
+
+    Attributes:
+        moment: Time of the kill, in monotonic seconds.
+        at: Time of the kill, in seconds since the load began.
+        running: Number of sequences that were running on the engine.
+    """
 
     engine: str
     moment: float
@@ -29,9 +38,9 @@ class Kill(msgspec.Struct, frozen=True):
     seconds_away: float
 
     def waits(self, outcomes: Sequence[Outcome]) -> list[float]:
-        """Return the longest waits for a message across the kill.
+        """Return the longest waits for a message that include the moment of the kill.
 
-        The number of waits is an estimate, from the client's view, of the sequences that were streaming on the killed
+        The number of waits is a client-side estimate of the number of sequences that were streaming on the killed
         engine.
         """
         outputs = [output for outcome in outcomes for output in outcome.outputs.values()]
@@ -54,7 +63,7 @@ class Run(msgspec.Struct):
 
     @property
     def finished(self) -> int:
-        """Streams in which no request failed."""
+        """Number of streams in which no request failed."""
         return sum(not any(outcome.error for outcome in stream) for stream in self.outcomes)
 
 
@@ -64,7 +73,7 @@ def address(frontend: Service) -> Address:
 
 
 async def undisturbed(cluster: Cluster, load: Sequence[Sequence[Request]]) -> Run:
-    """The load, and nothing happens."""
+    """Run the load without faults."""
     async with Client(*map(address, cluster.frontends)) as client:
         began = time.monotonic()
         outcomes = await send_all(client, load)
@@ -72,10 +81,10 @@ async def undisturbed(cluster: Cluster, load: Sequence[Sequence[Request]]) -> Ru
 
 
 class Killer:
-    """Kills ``count`` engines, one at a time: the next one when the load has come as much further and all of them serve again.
+    """Kills ``count`` engines, one at a time.
 
-    The moments are shares of the load's tokens, so that they come at the same points of it on slow and on fast
-    machines.
+    The kills are spread evenly over the load's tokens, so they do not depend on the machine's speed. The next kill also
+    waits until all engines serve again.
     """
 
     def __init__(
@@ -98,13 +107,13 @@ class Killer:
         self.kills: list[Kill] = []
 
     def on_tokens(self, count: int) -> None:
-        """Tokens arrived at a client."""
+        """Record that a client has received ``count`` tokens."""
         self._tokens += count
         if self.begun < len(self._marks) and self._tokens >= self._marks[self.begun]:
             self._moved.set()
 
     async def run(self) -> None:
-        """Until the last engine that was killed serves again."""
+        """Kill engines until all kills are done and the last killed engine serves again."""
         rng = random.Random(0)
         for number, mark in enumerate(self._marks):
             while self._tokens < mark:
@@ -138,16 +147,20 @@ async def with_kills(
     order: Order = "in turn",
     log: Callable[[str], object] = lambda line: None,
 ) -> Run:
-    """The load while engines are killed. ``expected``: the same load undisturbed.
+    """Run the load while engines are killed.
 
-    RuntimeError when it is over before the last kill: there was not enough of it.
+    Args:
+        expected: Result of the same load without faults.
+
+    Raises:
+        RuntimeError: The load ended before the last kill, because it is too small.
     """
     killer = Killer(cluster, count=kills, num_tokens=expected.num_tokens, order=order, log=log)
 
     def ended(stream: int, number: int, outcome: Outcome) -> None:
         killer.on_tokens(
             max(0, expected.outcomes[stream][number].num_tokens - outcome.num_tokens)
-        )  # tokens that failed requests lack
+        )  # count the missing tokens of failed requests as received
 
     async with contextlib.AsyncExitStack() as stack:
         client = await stack.enter_async_context(Client(*map(address, cluster.frontends), on_tokens=killer.on_tokens))

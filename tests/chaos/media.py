@@ -1,4 +1,4 @@
-"""Requests with images, sound and video whose outputs are the same each time they are sent."""
+"""Requests with images, audio and video. Their outputs are the same each time."""
 
 import base64
 import io
@@ -17,20 +17,20 @@ from tests.chaos.requests import Request, Way
 from tests.fakes.multimodal_models import AUDIO_FAMILIES, make_image, make_sound
 
 DIFFERENT = 24
-"""Number of different items of a modality. Requests share items, so media are processed repeatedly."""
+"""Number of different items per modality. Several requests use the same item."""
 VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 BROKEN = Media(modality="image", data=b"\x89PNG\r\n\x1a\n and nothing behind it")
 BROKEN_SOUND = Media(modality="audio", data=b"RIFF\x04\0\0\0WAVEand nothing behind it")
 
 
 def image(number: int) -> Media:
-    """A PNG file of between 60 and 290 pixels a side."""
+    """Return a PNG file with sides of 60 to 290 pixels."""
     number %= DIFFERENT
     return Media(modality="image", data=_png(60 + 10 * number, 290 - 9 * number, number))
 
 
 def video(number: int) -> Media:
-    """Four pictures in two seconds."""
+    """Return a video of four frames in two seconds."""
     number %= DIFFERENT
     frames = [
         MediaFrame(data=_png(48, 32 + 8 * (number % 4), 100 * number + at), timestamp=at / 2.0) for at in range(4)
@@ -39,7 +39,7 @@ def video(number: int) -> Media:
 
 
 def sound(number: int) -> Media:
-    """A WAV file of between a half and three seconds."""
+    """Return a WAV file of 0.5 to 3 seconds."""
     number %= DIFFERENT
     file = io.BytesIO()
     soundfile.write(file, make_sound(0.5 + 0.1 * number, seed=number), 16_000, format="WAV")
@@ -53,8 +53,9 @@ def _png(width: int, height: int, seed: int) -> bytes:
 
 
 def media_ones(family: str, count: int, tokens: int) -> list[Request]:
-    """``count`` requests of all shapes for a model of ``tests.fakes.multimodal_models``, of half to three halves of ``tokens``
-    tokens each; some are refused.
+    """Return ``count`` requests of all shapes for a model of ``tests.fakes.multimodal_models``.
+
+    Each request asks for 0.5 to 1.5 times ``tokens`` output tokens. The frontend refuses some of the requests.
     """
     makers = _shapes("sound", sound, BROKEN_SOUND) if family in AUDIO_FAMILIES else _shapes("image", image, BROKEN)
     if family in VIDEO_FAMILIES:
@@ -84,7 +85,7 @@ def _sampling(number: int, tokens: int, **fields: Any) -> SamplingParams:
 def _generate(
     kind: str, number: int, tokens: int, items: list[Media], *, way: Way = "Generate", **sampling: Any
 ) -> Request:
-    """Return text before, between and after the items."""
+    """Return a request with text before, between and after the items."""
     parts = [pb.PromptPart(text=f"Once, {number % 7} of them: ")]
     for item in items:
         parts += [pb.PromptPart(media=item), pb.PromptPart(text=" and then ")]
@@ -113,7 +114,7 @@ def _over_http(kind: str, number: int, tokens: int, items: list[Media]) -> Reque
 
 
 def _content(item: Media) -> dict[str, Any]:
-    """A part as OpenAI's API has it."""
+    """Return a content part in the format of OpenAI's API."""
     if item.modality == "audio":
         return {"type": "input_audio", "input_audio": {"data": base64.b64encode(item.data).decode(), "format": "wav"}}
     if item.modality == "video":
@@ -124,7 +125,7 @@ def _content(item: Media) -> dict[str, Any]:
 
 
 def salted(request: Request, salt: str) -> Request:
-    """Return the same request with a cache salt, so that no cache has its prefix or media. The answer does not change.
+    """Return the request with a cache salt, so that no cache contains its prefix or media. The answer does not change.
 
     If ``salt`` is empty, returns the request itself.
     """

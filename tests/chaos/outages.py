@@ -1,4 +1,4 @@
-"""Services away while requests run: the coordinator, a frontend, and each of them in turn."""
+"""Outages of services while requests run: the coordinator, a frontend, and each service in turn."""
 
 import asyncio
 import signal
@@ -25,7 +25,12 @@ FREED_TIMEOUT = 60.0
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A service that was restarted. Seconds: from SIGTERM to its end, and to the moment it serves again."""
+    """Restart of a service.
+
+    Attributes:
+        stopped: Seconds from SIGTERM until the service has ended.
+        serves: Seconds from SIGTERM until the service serves again.
+    """
 
     service: str
     stopped: float
@@ -34,8 +39,12 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class FrontendKilled(msgspec.Struct, frozen=True):
-    """``others``: streams of the frontend that lives. ``broken``: streams of the killed one, with the codes that they got.
-    ``freed``: seconds from the kill until no engine had anything of it any more.
+    """Result of a killed frontend.
+
+    Attributes:
+        others: Summary of the surviving frontend's streams.
+        broken: Number of the killed frontend's streams, by error code.
+        freed: Seconds from the kill until no engine had requests of the killed frontend.
     """
 
     others: Summary
@@ -44,13 +53,16 @@ class FrontendKilled(msgspec.Struct, frozen=True):
 
 
 async def prepare(cluster: Cluster, *, streams: int, tokens: int) -> Known:
-    """A catalogue of all long shapes, about ``tokens`` tokens each, sent ``streams`` at a time."""
+    """Return a catalogue of all long request shapes, of about ``tokens`` output tokens each.
+
+    ``streams`` is the number of requests that are sent concurrently.
+    """
     async with Client(*map(address, cluster.frontends)) as client:
         return await catalogue(client, long_ones(max(16, streams), tokens), streams=streams)
 
 
 async def engines_killed(cluster: Cluster, known: Known, *, streams: int, kills: int, log: Log) -> Summary:
-    """Engines killed in turn and started again, the next one when the last serves again."""
+    """Kill and restart engines in turn. The next kill happens after the killed engine serves again."""
     async with Client(*map(address, cluster.frontends)) as client, Flow(client, known, streams=streams) as flow:
         for number in range(kills):
             await flow.next_requests(1)
@@ -66,7 +78,10 @@ async def engines_killed(cluster: Cluster, known: Known, *, streams: int, kills:
 async def coordinator_away(
     cluster: Cluster, known: Known, *, streams: int, seconds: float, log: Log
 ) -> tuple[Summary, int]:
-    """The coordinator killed, and started again ``seconds`` later. Also returns how many requests began in between."""
+    """Kill the coordinator, and restart it ``seconds`` later.
+
+    Returns the summary, and the number of requests that started without a coordinator.
+    """
     async with Client(*map(address, cluster.frontends)) as client, Flow(client, known, streams=streams) as flow:
         await flow.next_requests(1)
         await cluster.coordinator.kill()
@@ -85,17 +100,17 @@ async def coordinator_away(
 async def frontend_killed(
     cluster: Cluster, known: Known, *, streams: int, log: Log, freeze: bool = False
 ) -> FrontendKilled:
-    """The first of two frontends killed, each with half of the streams, and started again at the end.
+    """Kill the first of two frontends, and restart it at the end. Each frontend has half of the streams.
 
-    ``freeze``: it is stopped where it is first (SIGSTOP), and killed when its requests are gone. For the engines that
-        is a
-    machine that has lost its power: no connection is closed, nothing answers.
+    Args: freeze: Stop the frontend with SIGSTOP. Kill it only after the engines have dropped its requests. The
+    engines see the same as after a power failure of the frontend's machine: connections stay open, and nothing
+    answers.
     """
     victim, survivor = cluster.frontends
     half = streams // 2
     single = [
         (request, expected) for request, expected in known if len(expected.outputs) == 1
-    ]  # can be counted in engines
+    ]  # one sequence per request, so the engines' request counts can be compared
     async with (
         Client(address(survivor)) as client,
         Client(address(victim)) as other,
@@ -131,10 +146,11 @@ async def _until_engines_have_at_most(cluster: Cluster, count: Callable[[], int]
 
 
 async def rolling_restart(cluster: Cluster, known: Known, *, streams: int, log: Log) -> tuple[Summary, list[Step]]:
-    """SIGTERM to each service in turn, the next one when the last serves again. Clients use all frontends, and find those that
-    stop gone for new connections, as Services and names would have it: they take their requests to the next one.
+    """Restart each service in turn with SIGTERM. The next restart begins after the restarted service serves again.
 
-    The frontends' ``max_connection_age`` must be short: it moves the clients.
+    Clients use all frontends. A stopping frontend accepts no new connections, as behind a Kubernetes Service, so
+    clients send their requests to the next frontend. The frontends' ``max_connection_age`` must be short, so that
+    clients reconnect soon.
     """
     steps = []
     async with (

@@ -1,4 +1,4 @@
-"""Outcome of a request as its client saw it, and its differences from the expected outcome."""
+"""Outcome of a request on the client's side, and its differences from the expected outcome."""
 
 import bisect
 import itertools
@@ -8,13 +8,18 @@ from collections.abc import Sequence as AnySequence
 import msgspec
 
 LOGPROB_TOLERANCE = 1e-3
-"""A prompt that is computed again, in other batches, gives the same numbers up to this."""
+"""Maximum difference of log-probabilities when a prompt is recomputed in a different batch."""
 
 ON_ITS_WAY = 0.5
 
 
 class Output(msgspec.Struct):
-    """One sequence of a request. ``logprobs`` belong to the tokens; ``usage`` is that of prompt and output."""
+    """Output of one sequence of a request.
+
+    Attributes:
+        logprobs: Log-probabilities of the output tokens.
+        usage: Number of prompt tokens and of output tokens.
+    """
 
     text: str = ""
     token_ids: list[int] = []
@@ -23,13 +28,14 @@ class Output(msgspec.Struct):
     stop: str = ""
     usage: tuple[int, int] = (0, 0)
     arrivals: list[float] = []
-    """When its messages came, monotonic seconds."""
+    """Arrival times of the sequence's messages, in monotonic seconds."""
 
     def wait_across(self, moment: float) -> float:
-        """Return the longest wait for a message that overlaps ``moment`` or the half second after it, in seconds.
+        """Return the longest wait between two messages that overlaps ``moment`` or the following half second, in
+        seconds.
 
-        Messages in flight at ``moment`` still arrive in that half second. Returns 0 if there are no messages on both
-        sides.
+        Messages in flight at ``moment`` still arrive within the half second. Returns 0 if there are no messages before
+        or none after ``moment``.
         """
         if not self.arrivals or moment < self.arrivals[0]:
             return 0.0
@@ -39,11 +45,13 @@ class Output(msgspec.Struct):
 
 
 class Outcome(msgspec.Struct):
-    """A request from the client's side. ``error``: the status it failed with. Times are in seconds.
+    """Outcome of a request on the client's side. Times are in seconds.
 
-    ``first``: to the first message. ``largest_gap``: between two messages of a sequence, or before the first.
-        ``refusals``: of
-    frontends that did not take it, before one did.
+    Attributes:
+        error: Status of the error; empty if the request succeeded.
+        first: Time until the first message.
+        largest_gap: Longest time between two messages of a sequence, or before its first message.
+        refusals: Codes of the refusals before a frontend accepted the request.
     """
 
     outputs: dict[int, Output] = {}
@@ -56,11 +64,11 @@ class Outcome(msgspec.Struct):
     refusals: list[str] = []
 
     def at(self, index: int) -> Output:
-        """The sequence, from its first message on."""
+        """Return the output of a sequence. Creates the output on the first call."""
         return self.outputs.setdefault(index, Output())
 
     def arrived(self, output: Output) -> None:
-        """A message of the sequence came."""
+        """Record the arrival of a message of the sequence."""
         now = time.monotonic()
         self.first = self.first or now - self.began
         self.largest_gap = max(self.largest_gap, now - (output.arrivals[-1] if output.arrivals else self.began))
@@ -68,12 +76,12 @@ class Outcome(msgspec.Struct):
 
     @property
     def streamed(self) -> bool:
-        """Whether a sequence came in more than one message."""
+        """Whether a sequence arrived in more than one message."""
         return any(len(output.arrivals) > 1 for output in self.outputs.values())
 
     @property
     def num_tokens(self) -> int:
-        """Over all sequences."""
+        """Number of output tokens of all sequences."""
         return sum(len(output.token_ids) for output in self.outputs.values())
 
 
@@ -81,9 +89,9 @@ class Difference(msgspec.Struct, frozen=True):
     """Difference between an outcome and the expected outcome.
 
     Attributes:
-        failed: The status of a request that should not have failed.
-        duplicated: Number of tokens that came twice.
-        lost: Number of tokens that never came.
+        failed: Status of a request that should have succeeded.
+        duplicated: Number of tokens that arrived twice.
+        lost: Number of tokens that never arrived.
         differing: Other differences, as text.
     """
 
@@ -116,7 +124,10 @@ def difference(expected: Outcome, got: Outcome) -> Difference:
 
 
 def tokens_differ(expected: AnySequence[int], got: AnySequence[int]) -> tuple[int, int, int | None]:
-    """Tokens delivered twice, tokens never delivered, and where something else begins (None: nowhere)."""
+    """Return the number of duplicated tokens, the number of lost tokens, and the position of any other difference.
+
+    The position is None if there is no other difference.
+    """
     expected, got = list(expected), list(got)
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
     if at == len(expected) == len(got):

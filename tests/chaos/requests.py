@@ -1,4 +1,4 @@
-"""Requests of every shape whose outputs are the same each time they are sent: greedy, or seeded."""
+"""Requests of every shape, greedy or seeded. Their outputs are the same each time."""
 
 import json
 from collections.abc import Callable
@@ -16,13 +16,18 @@ ANIMALS = ("fox", "bear", "bird", "cat", "dog", "frog", "duck", "mouse")
 PLACES = ("by the river", "in a small house", "on a hill", "near the lake", "in the old town")
 NAMES = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 30}, "minItems": 200}
 STOPS = ("the king said that the zebra", "and then there were seven hundred", ". The end of all")
-"""Stop strings whose beginnings are common in stories, but which never occur whole. They cause text to be withheld
-often.
+"""Stop strings whose beginnings are common in stories, but which never occur completely. The frontend often delays
+text because the text could be the beginning of a stop string.
 """
 
 
 class Request(msgspec.Struct, frozen=True):
-    """``kind`` names it in tables. ``message``: of gRPC, or a JSON body."""
+    """A request.
+
+    Attributes:
+        kind: Name of the request's kind in tables.
+        message: Message of gRPC, or JSON body of HTTP.
+    """
 
     kind: str
     way: Way
@@ -30,24 +35,24 @@ class Request(msgspec.Struct, frozen=True):
 
     @property
     def cumulative(self) -> bool:
-        """Whether each message replaces the previous one."""
+        """Whether each message contains the complete output so far."""
         kind = self.message.sampling_params.output_kind if self.way in ("Generate", "GenerateSession", "Chat") else 0
         return kind != 0 and kind != sampling_pb.OUTPUT_KIND_DELTA
 
 
 def prompt(number: int) -> str:
-    """The beginning of a story, a different one for each of forty numbers."""
+    """Return the beginning of a story. Forty numbers give different beginnings."""
     return f"Once upon a time there was a {ANIMALS[number % 8]} who lived {PLACES[number // 8 % 5]}."
 
 
 def generate(kind: str, number: int, *, way: Way = "Generate", **sampling: Any) -> Request:
-    """A prompt to continue."""
+    """Return a request that continues a prompt."""
     params = sampling_pb.SamplingParams(**sampling)
     return Request(kind, way, pb.GenerateRequest(text=prompt(number), sampling_params=params))
 
 
 def chat(kind: str, number: int, **sampling: Any) -> Request:
-    """A conversation to answer."""
+    """Return a chat request."""
     asked = f"Tell me a story about a {ANIMALS[number % 8]} {PLACES[number // 8 % 5]}."
     return Request(
         kind,
@@ -60,14 +65,14 @@ def chat(kind: str, number: int, **sampling: Any) -> Request:
 
 
 def completion(kind: str, number: int, **fields: Any) -> Request:
-    """A streamed completion over HTTP."""
+    """Return a request for a streamed completion over HTTP."""
     usage = {"include_usage": True}
     body = {"prompt": prompt(number), "stream": True, "stream_options": usage, "return_token_ids": True, **fields}
     return Request(kind, "/v1/completions", body)
 
 
 def chat_completion(kind: str, number: int, **fields: Any) -> Request:
-    """A streamed chat over HTTP."""
+    """Return a request for a streamed chat completion over HTTP."""
     messages = [{"role": "user", "content": f"What does the {ANIMALS[number % 8]} do {PLACES[number // 8 % 5]}?"}]
     usage = {"include_usage": True}
     body = {"messages": messages, "stream": True, "stream_options": usage, "return_token_ids": True, **fields}
@@ -119,11 +124,14 @@ LONG: tuple[Callable[[int, int], Request], ...] = (
         stream_interval=20,
     ),
 )
-"""Requests that run to their full length. Every second one samples."""
+"""Functions that make requests which run to their maximum length. Every second request samples."""
 
 
 def long_ones(count: int, tokens: int) -> list[Request]:
-    """``count`` of all these shapes in turn, of three to five quarters of ``tokens`` tokens each (an ``n`` has half of that)."""
+    """Return ``count`` long requests of all shapes in turn.
+
+    Each request asks for 0.75 to 1.25 times ``tokens`` output tokens. Requests with ``n`` ask for half of that.
+    """
     return [LONG[i % len(LONG)](i, tokens * (12 + i % 9) // 16) for i in range(count)]
 
 
@@ -139,7 +147,7 @@ SHORT: tuple[Callable[[int, int], Request], ...] = (
     ),
     lambda i, t: chat_completion("HTTP chat to its end", i, temperature=0.0, max_tokens=300),
 )
-"""Also those that end by themselves."""
+"""Functions that make requests, including requests that end before their maximum length."""
 REFUSED: tuple[Callable[[int], Request], ...] = (
     lambda i: generate("refused: temperature", i, temperature=-1.0),
     lambda i: generate("refused: n", i, n=0),
@@ -152,10 +160,10 @@ REFUSED: tuple[Callable[[int], Request], ...] = (
     lambda i: completion("refused: HTTP", i, temperature="warm"),
     lambda i: chat_completion("refused: HTTP format", i, response_format={"type": "xml"}),
 )
-"""Requests that are answered with an error."""
+"""Functions that make requests which get an error."""
 
 
 def short_ones(count: int, tokens: int) -> list[Request]:
-    """``count`` of all shapes, refused ones among them."""
+    """Return ``count`` requests of all shapes, including refused ones."""
     makers = [*SHORT, *((lambda i, t, make=make: make(i)) for make in REFUSED)]
     return [makers[i % len(makers)](i, tokens * (4 + i % 9) // 8) for i in range(count)]

@@ -24,20 +24,21 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """Comparison of a run's requests with the same requests without faults. Times are in seconds; quantiles are over
-    requests.
+    """Comparison of a run's requests with the same requests without faults. Times are in seconds. Quantiles are
+    computed
+    over requests.
 
     Attributes:
         streams: Number of streams.
-        finished: Streams whose requests were all answered in full.
+        finished: Number of streams without failed requests.
         requests: Number of requests.
-        refused: Requests that were sent again because a frontend did not accept them.
+        refused: Requests that a frontend refused and that the client sent again.
         failed: Requests that ended with an error.
         duplicated: Requests that received a token twice.
         lost: Requests that lacked a token.
         differing: Requests with other differences: tokens, text, log-probabilities, finish reason or usage.
-        extra: Additional time of a request.
-        gap: Longest wait for a message, of requests with more than one message.
+        extra: Additional time of a request compared with the run without faults.
+        gap: Longest wait for a message, for requests with more than one message.
     """
 
     streams: int
@@ -65,14 +66,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which that share lies; 0 of nothing."""
+    """Return the quantile ``share`` (0 to 1) of the values. Returns 0 without values."""
     if len(values) < 2:
         return values[0] if values else 0.0
     return statistics.quantiles(values, n=100, method="inclusive")[round(share * 100) - 1]
 
 
 def paired(load: Load, undisturbed: Outcomes, disturbed: Outcomes) -> list[Pair]:
-    """The requests of a load with their outcomes in both runs of it."""
+    """Return the requests of a load, each with its outcomes in both runs."""
     return [
         Pair(request, expected, got)
         for requests, before, after in zip(load, undisturbed, disturbed, strict=True)
@@ -81,7 +82,11 @@ def paired(load: Load, undisturbed: Outcomes, disturbed: Outcomes) -> list[Pair]
 
 
 def summarize(pairs: Sequence[Pair], *, streams: int, finished: int) -> Summary:
-    """``finished``: streams in which no request failed."""
+    """Return the summary of a run.
+
+    Args:
+        finished: Number of streams in which no request failed.
+    """
     found = [difference(pair.expected, pair.got) for pair in pairs]
     whole = [pair for pair, wrong in zip(pairs, found, strict=True) if not wrong.failed]
     extra = [pair.got.seconds - pair.expected.seconds for pair in whole]
