@@ -1,5 +1,7 @@
-"""``python -m tests.cluster up``: a cluster until Ctrl-C. ``exec COMMAND``: a command in its network, where kubectl is.
-``test [PYTEST ARGUMENTS]``: the tests.
+"""Command line of the test cluster: ``python -m tests.cluster``.
+
+``up`` runs a cluster until Ctrl-C. ``exec COMMAND`` runs a command in the cluster's network, with kubectl on the path.
+``test [PYTEST ARGUMENTS]`` runs the tests.
 """
 
 import argparse
@@ -40,7 +42,7 @@ def up(minor: str, nodes: int, images: list[Path]) -> None:
 
 
 def execute(command: list[str], minor: str) -> None:
-    """Become ``command`` in the network of the cluster that runs."""
+    """Replace this process by ``command``, in the network of the running cluster."""
     pid = int(HOLDER.read_text())
     child = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
     os.environ["PATH"] = f"{PROGRAMS / f'kubernetes-{minor}'}:{os.environ['PATH']}"
@@ -51,8 +53,8 @@ def execute(command: list[str], minor: str) -> None:
 
 
 def test(minor: str, clusters: int, arguments: list[str]) -> int:
-    """Run the tests in namespaces with a cluster. With several clusters, test files run in parallel with a cluster
-    each.
+    """Run the tests in namespaces with a cluster. With several clusters, test files run in parallel, each with its own
+    cluster.
     """
     enter("tests.cluster", sys.argv[1:])
     os.environ["PENSTOCK_CLUSTER_MINOR"] = minor
@@ -61,7 +63,7 @@ def test(minor: str, clusters: int, arguments: list[str]) -> int:
 
 
 def main() -> None:
-    """Read the command line."""
+    """Run the subcommand on the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--minor", choices=sorted(KUBERNETES), default=NEWEST, help="Kubernetes version of the control plane"

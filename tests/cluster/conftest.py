@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster(worker_id: str) -> Iterator[Cluster]:
-    """Four nodes, one of them tainted as GPU nodes are."""
+    """Yield a cluster with four nodes. One node has the usual taint of GPU nodes."""
     directory = ROOT / ("run" if worker_id == "master" else f"run-{worker_id}")
     images = sorted([*(ROOT / "images").glob("penstock-*.tar"), *(ROOT / "images").glob("torch-*.tar")])
     cluster = Cluster(directory, minor=os.environ.get("PENSTOCK_CLUSTER_MINOR", NEWEST), images=images)
@@ -39,7 +39,7 @@ def cluster(worker_id: str) -> Iterator[Cluster]:
 
 @pytest.fixture(params=sorted(HELMS))
 def helm(request: pytest.FixtureRequest) -> str:
-    """Return the path of a helm version that users install with."""
+    """Return the path of helm, for each supported version."""
     return str(HELMS[request.param])
 
 
@@ -48,7 +48,7 @@ NewRelease = Callable[..., Release]
 
 @pytest.fixture
 def new_release(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[NewRelease]:
-    """Makes releases, which are gone after the test, their namespaces with them."""
+    """Yield a function that creates releases. The fixture removes the releases and their namespaces after the test."""
     made: list[Release] = []
 
     def make(name: str = "demo", *, namespace: str = "", helm: str = str(HELMS["3"]), **options: Any) -> Release:

@@ -1,4 +1,4 @@
-"""ghz, a load generator for gRPC, as one more client: it retries nothing, and counts how every call ended."""
+"""ghz, a load generator for gRPC, as another client. ghz never retries, and counts calls by status."""
 
 import asyncio
 import json
@@ -11,10 +11,10 @@ METHOD = "penstock.inference.v1.InferenceService.Generate"
 
 
 class Ghz:
-    """Sends one stream after the other on one connection to ``address``, from :meth:`start` to :meth:`stop`.
+    """Sends streams one after the other on one connection to ``address``, from :meth:`start` to :meth:`stop`.
 
-    ghz finds the method by reflection. It does not report the answers of calls. ``wrong`` lists the calls that failed,
-    as text.
+    ghz finds the method by reflection, and does not report the answers of calls. ``wrong`` lists the failed calls, as
+    text.
     """
 
     def __init__(self, address: str, *, text: str, max_tokens: int) -> None:
@@ -25,7 +25,7 @@ class Ghz:
         self.wrong: list[str] = []
 
     async def start(self) -> None:
-        """Begin to call."""
+        """Start ghz."""
         flags = ["--insecure", "--call", METHOD, "--data", json.dumps(self._request), "--concurrency", "1"]
         # ghz calls until it gets a signal, and then waits for the current call.
         flags += ["--duration", "1h", "--duration-stop", "wait", "--timeout", "300s", "--format", "json"]
@@ -34,7 +34,10 @@ class Ghz:
         )
 
     async def stop(self) -> None:
-        """End the last call and count the calls. Raises AssertionError with ghz's output if it ended before."""
+        """Let ghz finish its current call, and count the calls.
+
+        Raises AssertionError with ghz's output if ghz had already ended.
+        """
         if self._process is None:
             return
         ended = self._process.returncode is not None

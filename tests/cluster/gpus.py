@@ -1,7 +1,7 @@
-"""Device plugin with GPUs that do not exist: ``python -m tests.cluster.gpus nvidia.com/gpu=4``, run on a node.
+"""Device plugin with fake GPUs, to run on a node: ``python -m tests.cluster.gpus nvidia.com/gpu=4``.
 
-The plugin speaks the kubelet's protocol, ``deviceplugin/v1beta1``, with stubs generated from the module in which it is
-published. A container gets only an environment variable with the names of its devices.
+The plugin uses the kubelet's protocol ``deviceplugin/v1beta1``. Its stubs are generated from the Go module that
+publishes the protocol. A container gets only an environment variable with the names of its devices.
 """
 
 import importlib
@@ -26,7 +26,7 @@ LOOK_SECONDS = 1.0
 
 
 def stubs(directory: Path) -> tuple[Any, Any]:
-    """The modules of messages and services of the contract, generated into ``directory``."""
+    """Generate the protocol's Python modules into ``directory``, and return the messages and the services."""
     module = download("k8s.io/kubelet", READ["k8s.io/kubelet"])
     source = module / "pkg/apis/deviceplugin/v1beta1"
     status = protoc.main(
@@ -39,7 +39,7 @@ def stubs(directory: Path) -> tuple[Any, Any]:
 
 
 def plugin(pb: Any, rpc: Any, ids: list[str], over: threading.Event) -> Any:
-    """A servicer that offers devices with these ids, all of them healthy, until ``over``."""
+    """Return a servicer that offers healthy devices with these ids until ``over`` is set."""
 
     class DevicePlugin(rpc.DevicePluginServicer):  # type: ignore[misc]
         def GetDevicePluginOptions(self, request: Any, context: Any) -> Any:
@@ -60,24 +60,28 @@ def plugin(pb: Any, rpc: Any, ids: list[str], over: threading.Event) -> Any:
 
 
 class Offer:
-    """Devices of a resource. They are registered again after each start of the kubelet, because it then clears the
-    folder of sockets.
+    """Devices of a resource. The devices are registered after each start of the kubelet, because the kubelet clears the
+    folder of sockets when it starts.
     """
 
     def __init__(self, pb: Any, rpc: Any, argument: str, over: threading.Event) -> None:
-        """``argument``: ``RESOURCE=COUNT``."""
+        """Prepare an offer.
+
+        Args:
+            argument: Resource and number of devices, as ``RESOURCE=COUNT``.
+        """
         self._resource, _, self._count = argument.partition("=")
         self._name = self._resource.replace("/", "-")
         self._pb, self._rpc, self._over = pb, rpc, over
-        self._server: Any = None  # gRPC stops a server without a reference
+        self._server: Any = None  # keeps a reference, because gRPC stops servers without references
 
     def tell(self) -> None:
-        """Serve, and register, unless that has been done and holds."""
+        """Serve the devices and register them with the kubelet. Does nothing while the plugin's socket exists."""
         socket = PLUGINS / f"{self._name}.sock"
         if socket.exists():
             return
         if self._server is not None:
-            self._server.stop(grace=None).wait()  # or it removes the socket of the next one
+            self._server.stop(grace=None).wait()  # otherwise the old server would later remove the new server's socket
         ids = [f"{self._name}-{number}" for number in range(int(self._count))]
         self._server = grpc.server(ThreadPoolExecutor(8))
         self._rpc.add_DevicePluginServicer_to_server(plugin(self._pb, self._rpc, ids, self._over), self._server)
@@ -90,7 +94,7 @@ class Offer:
 
 
 def main() -> None:
-    """Offer the resources on the command line."""
+    """Offer the devices that the command line names, until a signal arrives."""
     over = threading.Event()
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, lambda *_: over.set())

@@ -65,7 +65,7 @@ async def over_grpc(stub: Any, answer: Answer, max_tokens: int) -> None:
 
 
 async def over_http(client: openai.AsyncOpenAI, model: str, answer: Answer, max_tokens: int) -> None:
-    """The same with OpenAI's client, which retries as its users have it."""
+    """Receive a stream with OpenAI's client and its default retries."""
     stream = await client.completions.create(
         model=model,
         prompt=answer.prompt,
@@ -88,7 +88,7 @@ Send = Callable[[Answer, int], Any]
 
 
 class Clients:
-    """``async with Clients(target) as clients``: one connection of each kind, shared by its streams as programs do."""
+    """Clients of all kinds: ``async with Clients(target) as clients``. All streams of a kind use one connection."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -116,7 +116,7 @@ class Clients:
         await asyncio.gather(self._plain.close(), self._published.close(), self._openai.close())
 
     async def send(self, kind: str, prompt: str, max_tokens: int) -> Answer:
-        """Send one call with the client of that kind. Its exception becomes the answer's error."""
+        """Send one call with the client of that kind. The client's exception becomes the answer's error."""
         answer = Answer(client=kind, prompt=prompt, began=time.monotonic())
         try:
             await self.kinds[kind](answer, max_tokens)
@@ -131,8 +131,8 @@ class Clients:
 class Load:
     """Sends calls while its block runs: ``async with Load(clients, known, streams=16) as load``.
 
-    Every kind of client has ``streams`` streams, which send one call after the other. At the end each stream finishes
-    its current call. ghz has one stream. ``resize`` changes the number of streams.
+    Every kind of client has ``streams`` streams, and each stream sends calls one after the other. At the end, each
+    stream finishes its current call. ghz has one stream. ``resize`` changes the number of streams.
 
     Args:
         known: Answer of each prompt without disruptions.
@@ -203,7 +203,7 @@ class Load:
         while number < self._wanted:
             self.answers.append(await self._clients.send(kind, next(self._prompts), self._max_tokens))
             if self.answers[-1].error:
-                await asyncio.sleep(0.2)  # a client that fails at once must not fill the machine
+                await asyncio.sleep(0.2)  # limits the rate of calls if a client fails immediately
 
 
 async def undisturbed(clients: Clients, max_tokens: int) -> dict[str, list[int]]:

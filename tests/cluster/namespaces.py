@@ -37,12 +37,12 @@ def missing() -> str:
 
 
 def why_not() -> str:
-    """Why tests in a cluster cannot run in this process; empty where they can."""
+    """Return the reason why cluster tests cannot run in this process; empty if they can."""
     return missing() or ("" if os.environ.get(INSIDE) else "the test cluster runs by itself: make cluster-test")
 
 
 def enter(module: str, arguments: list[str]) -> None:
-    """Go on as ``python -m module`` in network, mount and process namespaces of our own."""
+    """Replace this process by ``python -m module`` in new network, mount and process namespaces."""
     if os.environ.get(INSIDE):
         return
     if reason := missing():

@@ -47,15 +47,15 @@ class Release:
         return done.stdout
 
     def install(self, values: Mapping[str, Any], *flags: str) -> str:
-        """``helm install``; returns the notes."""
+        """Run ``helm install`` and return the notes."""
         return self._with_values("install", values, "--create-namespace", *flags)
 
     def upgrade(self, values: Mapping[str, Any], *flags: str) -> str:
-        """``helm upgrade``."""
+        """Run ``helm upgrade``."""
         return self._with_values("upgrade", values, *flags)
 
     def uninstall(self) -> None:
-        """``helm uninstall``, to the end of every pod."""
+        """Run ``helm uninstall``, and wait until every pod has ended."""
         self.helm("uninstall", self.name, "--wait", "--timeout", "5m")
 
     def remove(self) -> None:
@@ -68,7 +68,7 @@ class Release:
         kubectl("wait", "--for=delete", f"namespace/{self.namespace}", "--timeout=180s")
 
     def kubectl(self, *arguments: str) -> str:
-        """``kubectl`` in the release's namespace."""
+        """Run ``kubectl`` in the release's namespace."""
         return self.cluster.kubectl("--namespace", self.namespace, *arguments)
 
     def objects(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
@@ -78,16 +78,16 @@ class Release:
         return items
 
     def pods(self, component: str) -> list[dict[str, Any]]:
-        """The pods of a component that are not on their way out."""
+        """Return the pods of a component, without pods that are being deleted."""
         found = self.objects("pods", f"app.kubernetes.io/component={component}")
         return [pod for pod in found if "deletionTimestamp" not in pod["metadata"]]
 
     def ready(self, component: str) -> list[str]:
-        """The names of the component's pods that are ready."""
+        """Return the names of the component's ready pods."""
         return [pod["metadata"]["name"] for pod in self.pods(component) if is_ready(pod)]
 
     def served(self) -> dict[str, float]:
-        """Requests that each frontend has answered."""
+        """Return the number of answered requests of each frontend."""
         counts = {}
         for pod in self.pods("frontend"):
             url = f"http://{pod['status']['podIP']}:8000/metrics"
@@ -101,7 +101,7 @@ class Release:
         return self.name if "penstock" in self.name else f"{self.name}-penstock"
 
     def target(self, model: str) -> Target:
-        """Return the address for clients, once kube-proxy on this host knows the frontends."""
+        """Return the address for clients. Waits until kube-proxy on this host routes to the frontends."""
         service = self.fullname + "-frontend"
         address = self.kubectl("get", "service", service, "-o", "jsonpath={.spec.clusterIP}")
         until(f"{service} reached", lambda: connects(address, 50051))
@@ -116,7 +116,7 @@ class Release:
             return str(error)
 
     def _ends(self) -> Iterator[str]:
-        """Why containers ended, as ``kubectl describe`` shows it."""
+        """Return the reasons why containers ended, as in ``kubectl describe``."""
         for pod in self.objects("pods"):
             for container in pod["status"].get("containerStatuses", []):
                 for state in (container["state"], container["lastState"]):
@@ -135,7 +135,7 @@ class Release:
 
 
 def connects(address: str, port: int) -> bool:
-    """Return whether the address accepts connections, once kube-proxy on this host knows it."""
+    """Return whether the address accepts connections. Waits until kube-proxy on this host routes to the address."""
     try:
         socket.create_connection((address, port), timeout=5).close()
     except OSError:

@@ -1,4 +1,4 @@
-"""Terminal of a user of a release, which runs the commands of pages and notes as printed."""
+"""A user's terminal, which runs the commands of pages and chart notes as printed."""
 
 import contextlib
 import os
@@ -11,7 +11,10 @@ from tests.cluster.system.programs import built
 
 
 class Terminal:
-    """``with Terminal(release) as terminal``: commands find kubectl, helm, grpcurl and penstock, and the cluster."""
+    """Runs commands with access to kubectl, helm, grpcurl, penstock and the cluster.
+
+    Usage: ``with Terminal(release) as terminal``.
+    """
 
     def __init__(self, release: Release) -> None:
         kubectl = Path(release.cluster.control_plane.kubectl[0])
@@ -30,7 +33,7 @@ class Terminal:
         self._beside.close()
 
     def forward(self, command: str) -> None:
-        """Run a ``kubectl port-forward`` in the background until the end."""
+        """Run a ``kubectl port-forward`` in the background until the terminal closes."""
         forwarding = subprocess.Popen(command.split(), env=self._environment, stdout=subprocess.PIPE, text=True)
         self._beside.enter_context(forwarding)
         self._beside.callback(forwarding.terminate)

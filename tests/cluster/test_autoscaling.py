@@ -1,4 +1,4 @@
-"""The real autoscalers over engines under real load: enough of them, none too many, and no call that notices."""
+"""Real autoscalers with engines under load: the number of engines fits the load, and no call fails."""
 
 import asyncio
 import time
@@ -20,25 +20,28 @@ SLOTS = 16
 MAX_TOKENS = 100
 PLOTS = ROOT / "plots"
 MANY, FEW = 21, 8
-"""Streams of each of three kinds of client. With ghz's one 64 fill four engines of 16 slots; 25 are two engines at 0.8."""
+"""Number of streams of each of three kinds of client. ghz adds one stream.
+
+3 x 21 + 1 = 64 streams fill four engines of 16 slots. 3 x 8 + 1 = 25 streams are a load of 0.8 for two engines.
+"""
 PATIENCE = 240.0
 
 
 @pytest.fixture(scope="module")
 def metrics(cluster: Cluster) -> None:
-    """A Prometheus that scrapes the pods, and the adapter that shows its series."""
+    """Install a Prometheus that scrapes the pods, and the adapter that serves Prometheus's series to the HPA."""
     install_prometheus(cluster)
     install_adapter(cluster)
 
 
 @pytest.fixture(scope="module")
 def keda(cluster: Cluster) -> None:
-    """KEDA, which asks the coordinators themselves."""
+    """Install KEDA, which calls the coordinators directly."""
     install_keda(cluster)
 
 
 def scaled(mode: str, **changes: Any) -> dict[str, Any]:
-    """Return values with one to four engines of few slots, whose steps take 50 ms."""
+    """Return values with one to four engines. The engines have few slots, and a step takes 50 ms."""
     own = {
         "config": {"scheduler": {"max_num_seqs": SLOTS}},
         "extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.05"}],
@@ -54,7 +57,7 @@ def scaled(mode: str, **changes: Any) -> dict[str, Any]:
 
 
 async def until(what: str, true: Callable[[], bool]) -> None:
-    """Wait for it. AssertionError after ``PATIENCE``."""
+    """Wait until ``true`` returns True. Raises AssertionError with ``what`` after ``PATIENCE`` seconds."""
     deadline = time.monotonic() + PATIENCE
     while not true():
         assert time.monotonic() < deadline, f"{what}: not within {PATIENCE:.0f} s"
@@ -62,7 +65,10 @@ async def until(what: str, true: Callable[[], bool]) -> None:
 
 
 async def rise_and_fall(release: Release, plot: str) -> None:
-    """64 streams, then 25: one engine, four, two. Every call is answered as without all that."""
+    """Run 64 streams, then 25 streams. The number of engines goes from one to four, then to two.
+
+    Every call's answer is the same as without scaling.
+    """
     async with Clients(release.target(MODEL)) as clients:
         known = await undisturbed(clients, MAX_TOKENS)
         with Watch(release, f"deployment/{release.fullname}-enginecore") as watch:
@@ -94,7 +100,7 @@ async def test_the_hpa_follows_the_load(new_release: NewRelease) -> None:
 
 
 async def wake(release: Release) -> None:
-    """Ten requests sent when there is no engine, the coordinator killed meanwhile: each is answered once."""
+    """Send ten requests while there are no engines, and kill the coordinator. Each request is answered once."""
     async with Clients(release.target(MODEL)) as clients:
         known = await undisturbed(clients, MAX_TOKENS)
         with Watch(release, f"deployment/{release.fullname}-enginecore") as watch:

@@ -1,6 +1,6 @@
-"""Clients of every language in front of frontends that come and go: no call fails, and those that come have their share.
+"""Clients of every language while frontends are added and removed.
 
-The clients are those that ``make clients-test`` has built.
+No call fails, and new frontends get an even share of the calls. ``make clients-test`` builds the clients.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from tests.cluster.release import Release
 from tests.cluster.values import MODEL, merged, oracle
 
 STREAMS = 32
-"""Number of calls of each language."""
+"""Number of concurrent calls of each language."""
 AGE = 10
-"""Seconds after which a frontend moves a connection."""
+"""Seconds after which a frontend closes a connection, so that clients reconnect."""
 WINDOW = 15.0
-"""Seconds in which shares are counted."""
+"""Seconds for which calls per frontend are counted."""
 SHARE = 0.25
 VALUES = {
     "frontend": {"replicas": 3, "config": {"server": {"max_connection_age": AGE}}},
@@ -36,14 +36,14 @@ def languages() -> dict[str, list[str]]:
 
 
 class Callers:
-    """A client of each language, which calls until it is stopped."""
+    """A client of each language. The clients make calls until they are stopped."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._running: dict[str, asyncio.subprocess.Process] = {}
 
     async def start(self) -> None:
-        """Begin."""
+        """Start the clients."""
         options = ["--at-once", str(STREAMS), "--for", "3600", "--max-tokens", "10", "--seed", "1", "Once upon a time"]
         for language, command in languages().items():
             self._running[language] = await asyncio.create_subprocess_exec(
@@ -72,7 +72,7 @@ class Callers:
 
 
 async def shares(release: Release) -> list[float]:
-    """Return each frontend's answers over a while, relative to an even share."""
+    """Count each frontend's answers for ``WINDOW`` seconds. Returns the counts relative to an even distribution."""
     before = await asyncio.to_thread(release.served)
     await asyncio.sleep(WINDOW)
     after = await asyncio.to_thread(release.served)

@@ -1,4 +1,4 @@
-"""Disruptions of nodes and pods under load: every call is answered, with the tokens of a run without disruptions."""
+"""Disruptions of nodes and pods under load: every call has the same tokens as in a run without disruptions."""
 
 import asyncio
 import functools
@@ -24,9 +24,13 @@ ROLLED = {
     "enginecore": {"config": {"scheduler": {"max_num_seqs": 15}}},
     "coordinator": {"config": {"lease_seconds": 6}},
 }
-"""Settings that services read when they start and then no more: their pods are replaced."""
+"""Settings that services read only at start. Changing them replaces the pods."""
 MOVED_SOON = {"frontend": {"config": {"server": {"max_connection_age": 20}}}}
-"""Frontends drain for as long as clients may stay on a connection: two minutes by default, as in the tests of upgrades."""
+"""Settings for short connections.
+
+A frontend drains as long as clients may stay on a connection. The default, which the tests of upgrades use, is two
+minutes.
+"""
 SLOW = {"enginecore": {"extraEnv": [{"name": "ORACLE_STEP_SECONDS", "value": "0.05"}]}}
 
 
@@ -40,7 +44,7 @@ class Scene:
 
 @pytest.fixture
 async def scene(new_release: NewRelease) -> Scene:
-    """Return values with two frontends and three engines, whose streams last two seconds."""
+    """Yield a release with two frontends and three engines. Its streams last two seconds."""
     values = oracle(merged(merged(SLOW, MOVED_SOON), {"enginecore": {"replicas": 3}}))
     release = new_release()
     release.install(values)
@@ -53,12 +57,15 @@ def empty(cluster: Cluster, node: Node) -> None:
 
 
 async def in_background(action: object, *arguments: object) -> None:
-    """Run a blocking action concurrently with the clients."""
+    """Run a blocking action in a thread, concurrently with the clients."""
     await asyncio.get_running_loop().run_in_executor(None, action, *arguments)  # type: ignore[arg-type]
 
 
 async def under_load(scene: Scene, action: object, *arguments: object) -> Load:
-    """Run the action while every kind of client calls, and return their results, including some after its end."""
+    """Run the action while every kind of client makes calls.
+
+    Returns the results of the calls, including some calls after the action.
+    """
     async with Clients(scene.release.target(MODEL)) as clients:
         known = await undisturbed(clients, MAX_TOKENS)
         async with Load(clients, known, streams=STREAMS, max_tokens=MAX_TOKENS) as load:
@@ -126,7 +133,10 @@ async def test_every_node_is_drained_in_turn(scene: Scene, cluster: Cluster) -> 
 
 
 async def test_two_nodes_are_drained_at_once(scene: Scene, cluster: Cluster) -> None:
-    """Their pods move to the remaining node, as many at a time as the disruption budgets allow."""
+    """Drains two nodes, whose pods move to the remaining node.
+
+    The disruption budgets limit the number of moving pods.
+    """
     first, second, kept = (node for node in cluster.nodes if node.number != GPU_NODE)
     release = scene.release
     unready: list[int] = []
@@ -203,7 +213,7 @@ async def test_a_node_is_lost(new_release: NewRelease, cluster: Cluster) -> None
 
 
 async def test_pods_are_evicted_one_at_a_time(scene: Scene) -> None:
-    """Evict pods like a node upgrade, but faster. The disruption budgets limit it."""
+    """Evicts pods like a node upgrade, but faster. The disruption budgets limit the evictions."""
     release = scene.release
 
     def evict() -> None:
@@ -218,7 +228,7 @@ async def test_pods_are_evicted_one_at_a_time(scene: Scene) -> None:
 
 
 def evicted(release: Release, name: str) -> bool:
-    """Return whether the API server accepted the eviction of a pod. It refuses when a budget is used up."""
+    """Return whether the API server accepted the eviction of a pod. The API server refuses if a budget is used up."""
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name}}
     path = f"/api/v1/namespaces/{release.namespace}/pods/{name}/eviction"
     try:

@@ -1,4 +1,4 @@
-"""The chart's routes through a real gateway: the same tokens as without it, each without delay."""
+"""The chart's routes through a real gateway: the same tokens as without the gateway, and no delayed tokens."""
 
 import json
 import time
@@ -30,12 +30,12 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def gateway(cluster: Cluster) -> str:
-    """The address of a Gateway that takes routes of all namespaces."""
+    """Return the address of a Gateway that accepts routes from all namespaces."""
     return install_gateway(cluster)
 
 
 def routed(*hostnames: str) -> dict[str, object]:
-    """Return values with two frontends, two engines whose steps take 50 ms, and a route of each kind."""
+    """Return values with two frontends, two engines with steps of 50 ms, and a route of each kind."""
     kinds = {
         kind: {
             "enabled": True,
@@ -48,12 +48,12 @@ def routed(*hostnames: str) -> dict[str, object]:
 
 
 def through(gateway: str) -> Target:
-    """The gateway in place of the frontends' Service."""
+    """Return a target that reaches the frontends through the gateway instead of their Service."""
     return Target(service=gateway, headless=f"traefik.{NAMESPACE}.svc.cluster.local", model=MODEL)
 
 
 def wait_for_routes(release: Release) -> None:
-    """Return when the gateway has taken both routes and knows where they go."""
+    """Wait until the gateway has accepted both routes and found their backends."""
 
     def taken() -> bool:
         for kind in ("grpcroutes", "httproutes"):
@@ -90,7 +90,7 @@ async def test_tokens_are_passed_on_as_they_come(new_release: NewRelease, gatewa
 
 
 async def grpc_spread(gateway: str) -> float:
-    """Seconds between the first and the last message of a stream."""
+    """Return the seconds between the first and the last message of a stream."""
     times = []
     async with grpc.aio.insecure_channel(f"{gateway}:{GRPC_PORT}") as channel:
         params = SamplingParams(seed=1, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -101,7 +101,7 @@ async def grpc_spread(gateway: str) -> float:
 
 
 async def http_spread(gateway: str) -> float:
-    """Seconds between the first and the last event of a stream."""
+    """Return the seconds between the first and the last event of a stream."""
     times = []
     url = f"http://{gateway}:{HTTP_PORT}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=60, max_retries=0) as client:
@@ -150,6 +150,7 @@ async def test_a_route_takes_its_own_host_alone(new_release: NewRelease, gateway
                     answered[authority] = "OK"
             except grpc.aio.AioRpcError as error:
                 answered[authority] = error.code().name
-    # A 404, which the contract of gRPC reads as UNIMPLEMENTED, comes without gRPC's content type, which some read first.
+    # By the gRPC specification, a 404 means UNIMPLEMENTED. Here the answer lacks gRPC's content type. Some clients
+    # check the content type first and report UNKNOWN.
     assert answered.pop("other.example.org") in {"UNIMPLEMENTED", "UNKNOWN"}
     assert answered == {HOST: "OK"}

@@ -1,4 +1,4 @@
-"""Engines on nodes with GPUs, which a device plugin offers and which are reserved for engines."""
+"""Engines on GPU nodes. A device plugin offers the GPUs, and a taint reserves the nodes for engines."""
 
 import json
 import re
@@ -16,17 +16,17 @@ GPU_NODE_NAME = f"node-{GPU_NODE}"
 
 
 def with_gpus(**changes: object) -> dict[str, object]:
-    """Return values with two engines of one GPU each, which uses all GPUs."""
+    """Return values with two engines of one GPU each. Together, they use all GPUs."""
     return oracle({"enginecore": merged({"gpu": {"count": 1}, "replicas": 2}, changes)})
 
 
 def nodes_of(release: Release, component: str) -> set[str]:
-    """Return the nodes of its pods."""
+    """Return the nodes of a component's pods."""
     return {pod["spec"]["nodeName"] for pod in release.pods(component) if "nodeName" in pod["spec"]}
 
 
 def gpus_of(release: Release, resource: str = "nvidia.com/gpu") -> list[str]:
-    """The devices that each engine was given."""
+    """Return the devices of each engine."""
     names = [pod["metadata"]["name"] for pod in release.pods("enginecore")]
     devices = [release.kubectl("exec", name, "--", "printenv", VARIABLE).strip() for name in names]
     assert all(device.startswith(resource.replace("/", "-")) for device in devices)
@@ -43,7 +43,7 @@ def test_engines_land_on_the_node_with_gpus_and_share_none(new_release: NewRelea
 
 def test_an_engine_without_a_gpu_waits_with_the_reason(new_release: NewRelease) -> None:
     release = new_release()
-    # helm waits for all but as many as a rollout may take away, which is one.
+    # helm waits for all engines except the number that a rollout may make unavailable, which is one.
     with pytest.raises(HelmError, match="Insufficient nvidia.com/gpu"):
         release.install(with_gpus(replicas=4), "--timeout", "30s")
     assert len(release.ready("enginecore")) == 2
@@ -76,7 +76,7 @@ spec: {selectors: [{cel: {expression: device.driver == 'gpu.example.com'}}]}
 
 @pytest.fixture(scope="module")
 def claimed(cluster: Cluster) -> dict[str, object]:
-    """Values for engines that claim their GPU from a driver, which has two on the node."""
+    """Return values for engines that claim their GPU from a resource driver. The driver has two GPUs on the node."""
     cluster.control_plane.apply(DEVICE_CLASS)
     cluster.nodes[GPU_NODE - 1].offer_claims(2)
     until("the driver's devices", lambda: GPU_NODE_NAME in cluster.kubectl("get", "resourceslices", "-o", "yaml"))
@@ -85,7 +85,7 @@ def claimed(cluster: Cluster) -> dict[str, object]:
 
 
 def claims_of(release: Release) -> list[str]:
-    """The devices that each engine's container was given by the driver."""
+    """Return the devices that the driver gave to each engine's container."""
     names = [pod["metadata"]["name"] for pod in release.pods("enginecore")]
     variables = [release.kubectl("exec", name, "--", "printenv") for name in names]
     return [device for each in variables for device in re.findall(r"^GPU_DEVICE_\d+=(.*)$", each, flags=re.MULTILINE)]

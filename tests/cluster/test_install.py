@@ -1,4 +1,4 @@
-"""``helm install`` as the README has it, from an empty namespace and back to one."""
+"""``helm install`` and ``helm uninstall`` as in the README. The namespace is empty before and after."""
 
 import re
 
@@ -45,7 +45,8 @@ async def test_the_cpu_profile_gets_ready_answers_and_leaves_nothing(new_release
         known = await undisturbed(clients, max_tokens=16)
     assert all(len(tokens) == 16 for tokens in known.values())
     release.uninstall()
-    release.kubectl("wait", "--for=delete", "pods", "--all", "--timeout=300s")  # helm waits for their owners alone
+    # Helm waits only for the pods' owners, not for the pods.
+    release.kubectl("wait", "--for=delete", "pods", "--all", "--timeout=300s")
     everything = release.cluster.kubectl("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     kinds = [kind for kind in everything if not re.match(r"events|.*metrics\.k8s\.io", kind)]
     left = release.kubectl("get", ",".join(kinds), "-o", "name").split()

@@ -1,4 +1,4 @@
-"""Frontends as an InferencePool: a real endpoint picker chooses among them by their metrics, for a real Envoy."""
+"""Frontends as an InferencePool: a real endpoint picker chooses frontends by their metrics, for a real Envoy."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from tests.cluster.tools.build import PROGRAMS
 from tests.cluster.values import MODEL, merged, oracle
 
 SLOTS = 2
-"""Requests that a busy engine runs at once; more of them queue."""
+"""Maximum number of concurrently running requests of a busy engine. Further requests are queued."""
 BUSY = 12
 ASKED = 16
 QUEUE = "inference_pool_average_queue_size"
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module", autouse=True)
 def kinds(cluster: Cluster) -> None:
-    """InferencePools are known."""
+    """Define the kind InferencePool."""
     define(cluster)
 
 
@@ -43,7 +43,7 @@ def pooled(pool: str, **enginecore: object) -> dict[str, object]:
 
 
 def through(address: str, release: Release) -> Target:
-    """HTTP by way of the picker's Envoy."""
+    """Yield an HTTP client that goes through the picker's Envoy."""
     return Target(service=address, headless=release.target(MODEL).headless, model=MODEL, http_port=PORT)
 
 
@@ -108,7 +108,7 @@ async def test_a_prefix_that_came_before_goes_where_it_went(new_release: NewRele
 
 
 def share(release: Release, pool: str) -> None:
-    """Make an InferencePool of all frontends in the namespace, like the chart's own otherwise."""
+    """Create an InferencePool of all frontends in the namespace. Its other fields equal those of the chart's pool."""
     own = json.loads(release.kubectl("get", "inferencepool", f"{release.fullname}-frontend", "-o", "json"))
     own["metadata"] = {"name": pool, "namespace": release.namespace}
     own["spec"]["selector"]["matchLabels"] = {"app.kubernetes.io/component": "frontend"}

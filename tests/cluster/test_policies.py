@@ -1,4 +1,4 @@
-"""Network policies, tested on every listening port: pods reach exactly the ports that the policies allow."""
+"""Network policies, tested on every listening port: pods can connect to exactly the ports that the policies allow."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ CLIENTS, MONITORING, ELSEWHERE = "policies-clients", "policies-monitoring", "pol
 COMPONENTS = ("frontend", "enginecore", "coordinator")
 PATIENCE = 120.0
 
-# Listening ports of a pod's network, on any address but its loopback, over IPv4 and IPv6.
+# Prints the listening ports of a pod's network, on all addresses except loopback, over IPv4 and IPv6.
 LISTENING = """
 import json
 ports = set()
@@ -71,12 +71,12 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it has eve
 
 
 def namespace_of(name: str) -> dict[str, Any]:
-    """A peer: all pods of a namespace."""
+    """Return a policy peer for all pods of a namespace."""
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": name}}}
 
 
 def guarded(*clients: dict[str, Any]) -> dict[str, Any]:
-    """Return values with one pod of each kind, and policies that allow calls from ``clients``."""
+    """Return values with one pod of each component, and policies that allow calls from ``clients``."""
     own = {
         "frontend": {"replicas": 1},
         "enginecore": {"replicas": 1},
@@ -86,7 +86,7 @@ def guarded(*clients: dict[str, Any]) -> dict[str, Any]:
 
 
 def pod(namespace: str, name: str, node: str) -> dict[str, Any]:
-    """A pod that does nothing; it has Python."""
+    """Create a pod that does nothing and contains Python."""
     container = {
         "name": "main",
         "image": f"penstock/frontend:{chart_version()}",
@@ -103,7 +103,7 @@ def python(cluster: Cluster, namespace: str, name: str, *program: str) -> Any:
 
 
 def name_of(release: Release, component: str) -> str:
-    """The name of the only pod of a component."""
+    """Return the name of a component's only pod."""
     (found,) = release.pods(component)
     return str(found["metadata"]["name"])
 
@@ -118,7 +118,7 @@ class Guarded:
         self.other = other
         self.cluster = release.cluster
         self.targets: list[tuple[str, str, int]] = []
-        """Component, address and port."""
+        """Ports to connect to, as component, address and port."""
         for component in COMPONENTS:
             name = name_of(release, component)
             address = release.kubectl("get", "pod", name, "-o", "jsonpath={.status.podIP}")
@@ -146,7 +146,7 @@ class Guarded:
             )
 
     def remove_others(self) -> None:
-        """The namespaces, and so the pods that are in them; those in the release's own go with it."""
+        """Delete the other namespaces and their pods. Pods in the release's namespace are deleted with the release."""
         self.cluster.kubectl("delete", "namespace", *self.namespaces, "--ignore-not-found", "--timeout=120s")
 
     def reached(self, namespace: str, name: str) -> Reached:
@@ -162,7 +162,7 @@ class Guarded:
         return {(component, port) for component, _, port in self.targets}
 
     async def differences(self) -> list[str]:
-        """Every pod that reaches something else than it should, in words."""
+        """Describe every pod whose reachable ports differ from the allowed ports."""
 
         async def compare(namespace: str, name: str, allowed: Reached) -> str:
             found = await asyncio.to_thread(self.reached, namespace, name)
@@ -172,9 +172,9 @@ class Guarded:
         return [word for word in words if word]
 
     def allowed(self) -> dict[tuple[str, str], Reached]:
-        """Return the connections of the architecture: namespace and name of a pod → the ports that it may reach."""
+        """Return the allowed connections: for the namespace and name of each pod, the ports that the pod may reach."""
         here = self.release.namespace
-        # No policy keeps a pod from itself.
+        # Policies do not apply to connections from a pod to itself.
         own = {each: {(name, port) for name, port in self.everything if name == each} for each in COMPONENTS}
         clients = {("frontend", 50051), ("frontend", 8000)}
         metrics = {("frontend", 8000), ("enginecore", 9100), ("coordinator", 9100)}
@@ -195,9 +195,9 @@ class Guarded:
 
 @pytest.fixture
 def scene(new_release: NewRelease) -> Iterator[Guarded]:
-    """Yield a running scene with all pods. No policy is enforced yet."""
+    """Yield running releases with all pods. Policies are not enforced yet."""
     release = new_release()
-    # The tests' own clients run on the host of the control plane.
+    # The tests' clients run on the host of the control plane.
     release.install(guarded(namespace_of(CLIENTS), {"ipBlock": {"cidr": f"{CONTROL_PLANE}/32"}}))
     other = new_release("other", namespace=release.namespace)
     other.install(oracle({"frontend": {"replicas": 1}, "enginecore": {"replicas": 1}}))

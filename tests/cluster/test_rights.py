@@ -1,4 +1,4 @@
-"""Rights of the coordinator's account, asked of the API server: exactly those in the chart's README."""
+"""Rights of the coordinator's account, according to the API server: exactly the rights in the chart's README."""
 
 import itertools
 import json
@@ -17,21 +17,21 @@ EVERYBODYS = {
     *(("create", name) for name in ("selfsubjectaccessreviews", "selfsubjectrulesreviews", "selfsubjectreviews")),
     *((verb, "clustertrustbundles") for verb in ("get", "list", "watch")),
 }
-"""Rights of every account: to ask for its own rights, and to read the certificate authorities of the cluster."""
+"""Rights of every account: to query its own rights, and to read the cluster's certificate authorities."""
 
 
 def scaled(**coordinator: object) -> dict[str, object]:
-    """A release whose engines an HPA scales, so that the coordinator writes deletion costs."""
+    """Return values for engines that an HPA scales, so that the coordinator writes deletion costs."""
     return oracle({"enginecore": {"autoscaling": {"mode": "hpa"}}, "coordinator": coordinator})
 
 
 def account(release: Release) -> str:
-    """Return the API server's name of the coordinator's account."""
+    """Return the user name of the coordinator's account in the API server."""
     return f"system:serviceaccount:{release.namespace}:{release.fullname}-coordinator"
 
 
 def allowed(release: Release, namespace: str) -> set[tuple[str, str]]:
-    """Every verb on every resource that the account may use in a namespace."""
+    """Return all pairs of verb and resource that the account may use in a namespace."""
     resources = release.cluster.kubectl("api-resources", "--no-headers", "-o", "name").split()
     resources += ["deployments.apps/scale", "pods/exec", "pods/eviction", "pods/log", "nodes/proxy"]
     checks = [
@@ -71,7 +71,7 @@ def documents(printed: str) -> Iterator[dict[str, Any]]:
 
 
 def attributes(verb: str, name: str, namespace: str) -> dict[str, str]:
-    """``deployments.apps/scale`` as the API server takes it."""
+    """Return the resource attributes for an access review, for example of ``deployments.apps/scale``."""
     full, _, subresource = name.partition("/")
     resource, _, group = full.partition(".")
     return {"verb": verb, "group": group, "resource": resource, "subresource": subresource, "namespace": namespace}
@@ -94,7 +94,7 @@ def test_without_autoscaling_it_has_no_account(new_release: NewRelease) -> None:
 
 @pytest.fixture(scope="module")
 def watched(cluster: Cluster) -> Iterator[Release]:
-    """Yield one release for all patches. The patches do not affect each other."""
+    """Yield one release for the tests of all patches. The patches do not affect each other."""
     release = Release(cluster, str(HELMS["3"]), "demo", "patches")
     release.install(merged(scaled(), {"frontend": {"replicas": 1}}))
     yield release

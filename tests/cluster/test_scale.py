@@ -1,6 +1,4 @@
-"""``penstock scale`` as in docs/guides/kubernetes.md: setting the number of engines by hand under load, and its
-refusals.
-"""
+"""``penstock scale`` as in docs/guides/kubernetes.md: sets the number of engines under load, and refuses wrong numbers."""
 
 import asyncio
 import json
@@ -15,12 +13,12 @@ from tests.cluster.test_disruption import MAX_TOKENS, SLOW
 from tests.cluster.values import MODEL, merged, oracle
 
 ROLLED = {"enginecore": {"config": {"scheduler": {"max_num_seqs": 15}}}}
-"""Engines are replaced for it."""
+"""Change of a setting that replaces the engines' pods."""
 BY_HAND = {"coordinator": {"kubernetes": {"scale": True}}}
 
 
 def forwarded(release: Release, terminal: Terminal) -> None:
-    """The operators' port of a frontend is at hand."""
+    """Forward the operators' port of a frontend."""
     deployment = f"deployment/{release.fullname}-frontend"
     terminal.forward(f"kubectl --namespace {release.namespace} port-forward {deployment} 50053")
 
@@ -32,7 +30,7 @@ def wanted(release: Release) -> int:
 
 
 async def until_ready(release: Release, engines: int) -> None:
-    """Return when there are so many and no more."""
+    """Wait until exactly this number of engines is ready."""
     async with asyncio.timeout(120):
         while len(release.pods("enginecore")) != engines or len(release.ready("enginecore")) != engines:
             await asyncio.sleep(0.5)

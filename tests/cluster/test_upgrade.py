@@ -1,4 +1,4 @@
-"""From the release before to this one and back, while clients call."""
+"""Upgrade from the previous release to the current one, and rollback, while clients make calls."""
 
 import io
 import subprocess
@@ -18,7 +18,10 @@ from tests.cluster.tools.build import ROOT
 from tests.cluster.values import MODEL, ORACLE_ENGINE, merged, oracle
 
 BEFORE = "6426839c7670e2b1d44d03e59f4db680a21256dd"
-"""The commit that stands for the release before; ``python -m tests.cluster.images.build --commit BEFORE --version 0.0.9``."""
+"""Commit that represents the previous release.
+
+``python -m tests.cluster.images.build --commit BEFORE --version 0.0.9`` builds its images.
+"""
 VERSION = "0.0.9"
 NEW = chart_version()
 ORDERS = [
@@ -26,13 +29,13 @@ ORDERS = [
     ("coordinator", "enginecore", "frontend"),
     ("frontend", "coordinator", "enginecore"),
 ]
-"""Order in which services are upgraded. Each mixture of the two releases occurs once."""
+"""Orders in which services are upgraded. Each mixture of the two releases occurs once."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def chart_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart as it was."""
+    """Return the chart of the previous release."""
     if not (ROOT / "images" / f"penstock-frontend-{VERSION}.tar").exists():
         pytest.skip(f"the images of {VERSION} are not built")
     directory = tmp_path_factory.mktemp("before")
@@ -45,7 +48,7 @@ def chart_before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values_before(chart: Path) -> dict[str, Any]:
-    """Return the values of the chart's own profile for CPUs, with oracle engines."""
+    """Return the values of the previous chart's CPU profile, with oracle engines."""
     profile = yaml.safe_load((chart / "profiles" / "cpu-demo-values.yaml").read_text())
     small = {"requests": {"cpu": "50m", "memory": "128Mi"}}
     own = {
@@ -65,7 +68,7 @@ async def test_upgrade_and_rollback_fail_no_call(new_release: NewRelease, chart_
         after.upgrade(oracle(SLOW))
         release.helm("rollback", release.name, "1", "--wait", "--timeout", "4m")
 
-    # Frontends of the release before refuse new calls on open connections while they drain: a policy that retries is needed.
+    # Draining frontends of the previous release refuse new calls on open connections, so clients need a retry policy.
     async with Clients(release.target(MODEL)) as clients:
         known = await undisturbed(clients, MAX_TOKENS)
         async with Load(clients, known, streams=6, max_tokens=MAX_TOKENS, kinds=["published"]) as load:
@@ -79,7 +82,7 @@ async def test_upgrade_and_rollback_fail_no_call(new_release: NewRelease, chart_
 async def test_each_mixture_of_versions_serves(
     new_release: NewRelease, chart_before: Path, order: tuple[str, ...]
 ) -> None:
-    """One service after the other goes to this release; under load before, between and after."""
+    """Upgrades the services one after the other, with load before, between and after the upgrades."""
     release = new_release(chart=chart_before)
     release.install(values_before(chart_before))
     deployments = {name: f"deployment/{release.fullname}-{name}" for name in order}

@@ -1,4 +1,4 @@
-"""Every set of values that the chart is tested with, put before a real API server."""
+"""A real API server accepts the chart's objects for every tested set of values."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_the_api_server_takes_every_object(new_release: NewRelease, values: Path
     for account in set(re.findall(r"serviceAccountName: (\S+)", manifests)):
         kubectl(
             "--namespace", release.namespace, "create", "serviceaccount", account
-        )  # pods are refused without theirs
+        )  # the API server refuses pods without their service account
     taken = kubectl(
         "--namespace", release.namespace, "apply", "--dry-run=server", "--validate=strict", "-f", "-", stdin=manifests
     )

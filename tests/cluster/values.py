@@ -1,4 +1,4 @@
-"""Values that the tests install with: the chart's own profile for CPUs, with engines that cost next to nothing."""
+"""Chart values of the tests: the chart's CPU profile, with oracle engines that use few resources."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ ORACLE_ENGINE = "penstock/oracle-engine"
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``changes`` over ``base``, as helm merges values."""
+    """Return ``base`` merged with ``changes``, by helm's rules for values."""
     both = dict(base)
     for key, value in changes.items():
         old = both.get(key)
@@ -22,7 +22,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def cpu_profile(changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The profile that the README tells people to install first."""
+    """Return the values of the CPU profile, which the README installs first."""
     profile = yaml.safe_load((CHART / "profiles" / "cpu-demo-values.yaml").read_text())
     return merged(profile, changes or {})
 

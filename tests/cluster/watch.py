@@ -1,4 +1,4 @@
-"""Behavior of an autoscaler over time: load, desired and ready engines, as numbers and as a plot."""
+"""Behavior of an autoscaler over time: load, desired engines and ready engines, as numbers and as a plot."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """A sample at ``at`` seconds from the beginning. ``streams`` is the number of streams that clients keep open."""
+    """A sample, taken ``at`` seconds after the beginning. ``streams`` is the number of open streams of clients."""
 
     at: float
     streams: int
@@ -27,7 +27,12 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Engine(msgspec.Struct, frozen=True):
-    """A ready pod at one time. ``cost``: of its deletion, as the coordinator has written it; ``leaving``: it is being deleted."""
+    """A ready pod in a sample.
+
+    Attributes:
+        cost: Deletion cost that the coordinator has written.
+        leaving: Whether the pod is being deleted.
+    """
 
     cost: int
     leaving: bool
@@ -38,7 +43,7 @@ class Watch:
 
     Attributes:
         streams: Number of streams, set by the load generator.
-        dearer: Pods that were removed although a ready pod had a lower deletion cost, as text.
+        dearer: Pods that were removed although another ready pod had a lower deletion cost, as text.
     """
 
     def __init__(self, release: Release, workload: str) -> None:
@@ -84,7 +89,9 @@ class Watch:
         }
 
     def _compare(self, engines: dict[str, Engine]) -> None:
-        """Check that the removed pods had the lowest deletion costs, by the costs before or after the removal."""
+        """Check that the removed pods had the lowest deletion costs, according to the costs before or after the
+        removal.
+        """
         before, self._engines = self._engines, engines
         there = before.keys() & engines.keys()
         taken = [name for name in there if engines[name].leaving and not before[name].leaving]
@@ -96,13 +103,13 @@ class Watch:
                 self.dearer.append(f"{name}, cost {engines[name].cost}, while there were {costs}")
 
     def changes(self, since: float = 0.0) -> list[int]:
-        """The numbers of engines wanted after ``since``, one for each change."""
+        """Return the desired numbers of engines after ``since``, one for each change."""
         wanted = [sample.wanted for sample in self.samples if sample.at >= since]
         return [number for index, number in enumerate(wanted) if index == 0 or number != wanted[index - 1]]
 
     @property
     def now(self) -> float:
-        """Seconds from the beginning."""
+        """Return the seconds since the beginning."""
         return time.monotonic() - self._began
 
     def plot(self, path: Path) -> None:

@@ -1,8 +1,8 @@
-"""The base image of the project's images in the test cluster, which cannot reach a registry: Debian with its own
-Python.
+"""Base image of the project's images in the test cluster: Debian with Debian's Python. The cluster cannot reach a
+registry.
 
-It replaces ``python:3.11-slim-bookworm``: the same Debian and the same minor version of Python, also called ``python``.
-``DEBIAN_MIRROR`` sets another mirror than mmdebstrap's default.
+The image replaces ``python:3.11-slim-bookworm``. It has the same Debian release and the same minor version of Python,
+and its Python is also called ``python``. ``DEBIAN_MIRROR`` replaces mmdebstrap's default mirror.
 """
 
 import hashlib
@@ -71,6 +71,6 @@ def _mirror() -> list[str]:
 
 
 def _apt_setting(key: str) -> str:
-    """The machine's own; empty where it has none."""
+    """Return the machine's apt setting ``key``; empty if it is not set."""
     said = subprocess.run(["apt-config", "shell", "VALUE", key], check=True, capture_output=True, text=True).stdout
     return said.strip().removeprefix("VALUE=").strip("'")

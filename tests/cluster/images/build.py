@@ -1,7 +1,7 @@
-"""Build of the test cluster's images: ``python -m tests.cluster.images.build [IMAGE ...]``.
+"""Builds the test cluster's images: ``python -m tests.cluster.images.build [IMAGE ...]``.
 
-Each image is written into an archive that containerd imports, under the name that the chart gives it. Existing images
-are not built again. ``--commit`` and ``--version`` build an earlier release in addition to this one.
+Each image is written into an archive that containerd imports, under the image name of the chart. Existing images are
+not built again. ``--commit`` and ``--version`` build an earlier release in addition to the current one.
 """
 
 import argparse
@@ -23,8 +23,11 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Release:
-    """A release to build. ``commit`` is empty for the working tree. ``cuda``: whether the engine keeps CUDA's
-    libraries.
+    """A release to build.
+
+    Attributes:
+        commit: Commit of the release; empty for the working tree.
+        cuda: Whether the engine's image keeps CUDA's libraries.
     """
 
     version: str
@@ -32,14 +35,18 @@ class Release:
     cuda: bool = False
 
     def name(self, image: str) -> str:
-        """Return containerd's name of the chart's image ``penstock/IMAGE:TAG``."""
+        """Return the name that containerd uses for the chart's image ``penstock/IMAGE:TAG``."""
         if image == "tools":
             return TOOLS
         suffix = "-cpu" if image == "enginecore" else ""
         return f"docker.io/penstock/{image}:{self.version}{suffix}"
 
     def archive(self, image: str, directory: Path) -> Path:
-        """Its file. Nodes are given all archives of which the name begins with penstock; that of the engine with torch is not."""
+        """Return the archive of an image.
+
+        Nodes get all archives whose names begin with penstock. The archive of the engine with torch has a different
+        name.
+        """
         prefix = "torch" if image == "enginecore" else "penstock"
         return directory / f"{prefix}-{image}-{self.version}.tar"
 
@@ -53,7 +60,7 @@ class Release:
 
 
 def build(image: str, release: Release, tree: Path) -> None:
-    """Build one image, those that it begins from first."""
+    """Build an image, after the images that it is based on."""
     arguments = {"PYTHON_IMAGE": base.build()}
     match image:
         case "oracle-engine":
@@ -70,7 +77,7 @@ def build(image: str, release: Release, tree: Path) -> None:
             contexts = {}
             if image == "enginecore" and not release.cuda:
                 contexts["enginecore-build"] = hollow(release, tree, arguments)
-                arguments["KERNEL_SHAPES"] = ""  # GPU kernels are not run in the cluster
+                arguments["KERNEL_SHAPES"] = ""  # no GPU kernels, because the cluster does not run them
             buildah.build(
                 release.name(image),
                 tree,
@@ -83,7 +90,7 @@ def build(image: str, release: Release, tree: Path) -> None:
 
 
 def hollow(release: Release, tree: Path, arguments: Mapping[str, str]) -> str:
-    """The stage ``enginecore-build`` with a torch that computes on CPUs alone; returns its name."""
+    """Build the stage ``enginecore-build`` with a torch that computes only on CPUs. Returns the image's name."""
     built, name = (f"localhost/penstock-{stage}:{release.version}" for stage in ("enginecore-build", "hollow"))
     buildah.build(built, tree, file=sources.ROOT / "Dockerfile", target="enginecore-build", arguments=arguments)
     buildah.build(name, HERE, file=HERE / "hollow.Dockerfile", arguments={"BUILT_IMAGE": built})
@@ -91,7 +98,7 @@ def hollow(release: Release, tree: Path, arguments: Mapping[str, str]) -> str:
 
 
 def main() -> None:
-    """Build the images on the command line, or all except the engine with torch."""
+    """Build the images that the command line names, or all images except the engine with torch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", nargs="*", metavar="IMAGE", help=", ".join(IMAGES))
     parser.add_argument(

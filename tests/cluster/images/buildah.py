@@ -1,4 +1,4 @@
-"""Buildah, as root and without a daemon: images built, tagged and written into archives that containerd imports."""
+"""Buildah, as root and without a daemon. Builds and tags images, and writes archives that containerd imports."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = {"BUILDAH_ISOLATION": "chroot"}
-"""Environment of builds. They use no container runtime, which would need cgroups and a network without outside access."""
+"""Environment of builds. The builds use chroot, because a container runtime would need cgroups and a network."""
 FROM_THE_MACHINE = ("/etc/pip.conf", "/etc/ssl/certs")
 """Files for access to a package index. Builds see these files, but images do not contain them."""
 
@@ -40,8 +40,8 @@ def run(*arguments: str, cwd: Path | None = None, quiet: bool = False) -> str:
 
 
 def inspect(name: str) -> dict[str, Any] | None:
-    """Return the data of an image: its id as ``FromImageID``, its settings under ``OCIv1``. None if the image does not
-    exist.
+    """Return the data of an image: its id in ``FromImageID``, and its settings in ``OCIv1``. Returns None if the image
+    does not exist.
     """
     try:
         found: dict[str, Any] = json.loads(run("inspect", "--type", "image", name, quiet=True))
@@ -60,11 +60,13 @@ def build(
     labels: Mapping[str, str] | None = None,
     contexts: Mapping[str, str] | None = None,
 ) -> None:
-    """Build ``context`` into the image ``name``, from the layers of earlier builds as far as they go.
+    """Build ``context`` into the image ``name``. Reuses unchanged layers of earlier builds.
 
-    ``target``: the stage; the last one without. ``contexts``: images that stand for stages that it copies from. The
-        machine's way
-    to a package index is mounted, ``PIP_INDEX_URL`` passed on.
+    The machine's files for access to a package index are mounted, and ``PIP_INDEX_URL`` is passed to the build.
+
+    Args:
+        target: Stage to build. None means the last stage.
+        contexts: Images that replace stages from which the build copies.
     """
     command = ["build", "--layers", "--file", str(file), "--tag", name]
     for path in FROM_THE_MACHINE:
@@ -102,7 +104,11 @@ def archive(name: str, file: Path) -> bool:
 
 
 def commit(parts: Sequence[Sequence[str]], name: str, labels: Mapping[str, str], *, start: str = "scratch") -> None:
-    """An image without a Dockerfile. ``parts``: commands of buildah on the container, which is put in for ``{}``."""
+    """Build an image without a Dockerfile.
+
+    Args:
+        parts: Commands of buildah. ``{}`` in a command is replaced by the container.
+    """
     container = run("from", start)
     try:
         for part in parts:

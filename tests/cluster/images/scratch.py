@@ -1,4 +1,4 @@
-"""Images of static programs, written without a builder: one layer, in the layout of the Open Container Initiative."""
+"""Writes images of static programs without a builder: one layer, in the OCI image layout."""
 
 import gzip
 import hashlib
@@ -21,7 +21,11 @@ def write_image(
     *,
     user: str = "65534:65534",
 ) -> Path:
-    """Write the image ``name`` into ``archive``: ``files`` maps paths in it to files of this machine, which become executable."""
+    """Write the image ``name`` into ``archive``.
+
+    Args:
+        files: Files of this machine, by their paths in the image. The files become executable.
+    """
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w") as layer:
         for directory in ("tmp", "etc"):

@@ -1,4 +1,4 @@
-"""Sources of the images: the working tree, or the tree of a commit."""
+"""Source files of the images: the working tree, or the tree of a commit."""
 
 import shutil
 import subprocess
@@ -13,14 +13,14 @@ from charts import image_tag
 ROOT = Path(__file__).resolve().parents[3]
 ENGINE = "services/enginecore/penstock_enginecore"
 ORACLE = ("tests/fakes/engines/fake_executor.py", "tests/fakes/engines/oracle_service")
-"""Files of the oracle engine that are not part of the engine's own code."""
+"""Files of the oracle engine outside the engine's code."""
 _FIRST_ORACLE = "354825eeb79fc9af1a43066cc448d8a31b830508"
 """First commit with the oracle engine. Earlier releases get the files of this commit."""
 DEMO_MODEL = "examples/demo_model/penstock-tiny"
 
 
 def chart_version() -> str:
-    """The chart's appVersion: the tag that it gives its images."""
+    """Return the chart's appVersion, which is the tag of its images."""
     return image_tag.chart_version(ROOT)
 
 
@@ -31,7 +31,7 @@ def revision(commit: str = "HEAD") -> str:
 
 @contextmanager
 def tree(commit: str) -> Iterator[Path]:
-    """A directory with the files of a commit, or this tree where none is named."""
+    """Return a directory with the files of a commit, or the working tree if ``commit`` is empty."""
     if not commit:
         yield ROOT
         return
@@ -45,7 +45,7 @@ def tree(commit: str) -> Iterator[Path]:
 
 @contextmanager
 def oracle_context(sources: Path) -> Iterator[Path]:
-    """A directory to build the oracle engine from: the engine of ``sources``, and an executor that was made for it."""
+    """Return a directory for building the oracle engine: the engine of ``sources``, and a matching fake executor."""
     with tempfile.TemporaryDirectory(prefix="penstock-oracle-") as directory, _with_oracle(sources) as oracle:
         context = Path(directory)
         _copy(sources / ENGINE, context / "code" / "penstock_enginecore")
@@ -66,9 +66,7 @@ def _with_oracle(sources: Path) -> Iterator[Path]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy the tree with file times, by which layers are recognized, and without generated files of interpreter and
-    compiler.
-    """
+    """Copy the tree with file times, which identify layers. Leaves out generated files of interpreter and compiler."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "kernels_*.so"))

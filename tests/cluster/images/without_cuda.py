@@ -1,8 +1,8 @@
-"""Removal of CUDA's libraries from an environment whose torch needs them, so that its image fits on test nodes.
+"""Removes CUDA's libraries from an environment with torch, so that the image fits on test nodes.
 
 Run ``python without_cuda.py ENVIRONMENT`` where a C compiler is available. torch loads these libraries at import, even
-without a GPU. This script replaces each library by a small one with the same name and the same symbols. The symbols do
-nothing, because computations on the CPU never call them. CUDA's runtime stays, because torch uses it to count the
+without a GPU. This script replaces each library by a small one with the same name and the same symbols. The functions
+do nothing, because computations on the CPU never call them. CUDA's runtime stays, because torch uses it to count the
 devices. triton, which compiles for GPUs, is removed.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 KEPT = ("libcudart.so",)
 SMALL = 2**20
-"""Bytes of a library that is not worth it."""
+"""Size in bytes up to which a library is not replaced."""
 UNUSED = ("triton", "nvidia/*/include", "nvidia/*/bin", "nvidia/*/nvvm")
 
 
@@ -44,7 +44,7 @@ def soname(library: Path) -> str:
 
 
 def hollow(library: Path) -> None:
-    """Put one with the same symbols in its place."""
+    """Replace the library by a small one with the same symbols."""
     symbols = exported(library)
     labels = sorted({name for names in symbols.values() for name in names})
     assembly = "".join(f".globl {name}\n.type {name}, @function\n{name}:\n" for name in labels)
@@ -65,7 +65,7 @@ def hollow(library: Path) -> None:
 
 
 def main() -> None:
-    """Do it, and import torch to see that it still can be."""
+    """Replace and remove the libraries of an environment, then check that torch can still be imported."""
     environment = Path(sys.argv[1])
     (packages,) = environment.glob("lib/python3.*/site-packages")
     for pattern in UNUSED:

@@ -1,4 +1,4 @@
-"""Objects of every cluster besides its control plane: the name service, and the rights of it and of the nodes' proxies."""
+"""Kubernetes objects that every cluster gets: the name service, and the rights of the name service and of kube-proxy."""
 
 from tests.cluster.system.addresses import CLUSTER_DOMAIN, DNS_SERVICE
 

@@ -3,17 +3,17 @@
 CLUSTER_DOMAIN = "cluster.local"
 SERVICES = "10.79.0.0/16"
 SERVICES_V6 = "fd79::/112"
-"""Services may have such addresses as well. Nothing leads to them: nodes and pods have none."""
+"""IPv6 addresses that Services may have. No traffic reaches them, because nodes and pods have only IPv4 addresses."""
 PODS = "10.78.0.0/16"
 
-# The bridge between the nodes has an address on the control plane's host.
+# Address of the bridge between the nodes, on the control plane's host.
 CONTROL_PLANE = "10.77.0.1"
 API_SERVICE = "10.79.0.1"
 DNS_SERVICE = "10.79.0.10"
 
 
 def node_address(number: int) -> str:
-    """The address of node ``number``, counted from 1."""
+    """Return the address of node ``number``, counted from 1."""
     return f"10.77.0.{10 + number}"
 
 

@@ -1,5 +1,5 @@
-"""Autoscaling by metrics: Prometheus, the adapter that serves its series to the HPA, and KEDA. They are installed on
-demand.
+"""Autoscaling by metrics: Prometheus, the adapter that serves Prometheus's series to the HPA, and KEDA. Tests install
+them on demand.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ scrape_configs:
       - {source_labels: [__meta_kubernetes_pod_name], target_label: pod}
 """
 
-# The rules of the chart's README.
+# Adapter rules from the chart's README.
 ADAPTER_RULES = """
 rules:
   - seriesQuery: '{__name__="penstock:load",namespace!="",pod!=""}'
@@ -51,7 +51,9 @@ externalRules:
 
 
 def install_prometheus(cluster: Cluster) -> None:
-    """A Prometheus that scrapes every pod with the usual annotations each second: ``prometheus.monitoring:9090``."""
+    """Install a Prometheus that scrapes every pod with the usual annotations each second:
+    ``prometheus.monitoring:9090``.
+    """
     cluster.import_program("prometheus", "prometheus", PROMETHEUS_IMAGE)
     rules = [{"apiGroups": [""], "resources": ["pods", "services", "endpoints"], "verbs": ["get", "list", "watch"]}]
     arguments = ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/tmp/data"]
@@ -67,7 +69,10 @@ def install_prometheus(cluster: Cluster) -> None:
 
 
 def install_adapter(cluster: Cluster) -> None:
-    """prometheus-adapter, which answers for ``custom.metrics.k8s.io``, and for ``external.metrics.k8s.io`` until KEDA does."""
+    """Install prometheus-adapter.
+
+    The adapter serves ``custom.metrics.k8s.io``. It also serves ``external.metrics.k8s.io`` until KEDA is installed.
+    """
     cluster.import_program("prometheus-adapter", "prometheus-adapter", ADAPTER_IMAGE)
     rules = [{"apiGroups": [""], "resources": ["pods", "namespaces", "configmaps"], "verbs": ["get", "list", "watch"]}]
     arguments = [
@@ -92,7 +97,7 @@ def install_adapter(cluster: Cluster) -> None:
 
 
 def install_keda(cluster: Cluster) -> None:
-    """KEDA's operator and its metrics server from its own manifests, without the webhooks."""
+    """Install KEDA's operator and metrics server from KEDA's manifests, without the webhooks."""
     for program, image in (("keda-operator", "/keda"), ("keda-adapter", "/keda-adapter")):
         cluster.import_program("keda", program, KEDA_IMAGES[image], path=image)
     component = COMPONENTS["keda"]

@@ -1,4 +1,4 @@
-"""The whole of it: a control plane, nodes, the network between them and the name service."""
+"""A complete cluster: control plane, nodes, the network between them, and the name service."""
 
 import contextlib
 import http.client
@@ -28,9 +28,11 @@ GPUS = {"nvidia.com/gpu": 2, "nvidia.com/mig-1g.10gb": 2}
 
 
 class Cluster:
-    """A cluster in the network namespace that this process runs in, which should be one made for it.
+    """A cluster in the network namespace of this process. The namespace should be new.
 
-    ``directory``: where its state and its logs are. ``images``: archives that every node gets.
+    Args:
+        directory: Directory for the cluster's state and logs.
+        images: Image archives that every node gets.
     """
 
     def __init__(self, directory: Path, *, minor: str = NEWEST, nodes: int = 4, images: Sequence[Path] = ()) -> None:
@@ -53,7 +55,7 @@ class Cluster:
         self._proxy = kube_proxy("control-plane", pki, directory / "control-plane")
 
     def start(self) -> float:
-        """Start everything and return, when every node is ready and names resolve, the seconds that took."""
+        """Start the cluster. Returns the seconds until every node was ready and names resolved."""
         begun = time.monotonic()
         self._make_network()
         numbers = [node.number for node in self.nodes]
@@ -72,11 +74,14 @@ class Cluster:
         return time.monotonic() - begun
 
     def wait_for_nodes(self) -> None:
-        """Return when every node is ready."""
+        """Wait until every node is ready."""
         until("nodes ready", self._nodes_ready)
 
     def import_program(self, component: str, program: str, image: str, *, path: str = "") -> None:
-        """Give every node the image ``image`` of a program that is built; it is at ``path``, or at ``/PROGRAM``."""
+        """Import an image with a built program into every node.
+
+        The program is at ``path`` in the image, or at ``/PROGRAM`` if ``path`` is empty.
+        """
         archive = ROOT / "images" / f"{program}.tar"
         inside = path or f"/{program}"
         source = Path(built(component, program))
@@ -91,7 +96,7 @@ class Cluster:
         return run(*self.control_plane.kubectl, *arguments, stdin=stdin)
 
     def patch(self, path: str, body: dict[str, Any], *, user: str) -> tuple[int, dict[str, Any]]:
-        """PATCH an object as ``user``, without reading it before, as ``kubectl patch`` does. Returns status and answer."""
+        """PATCH an object as ``user`` without reading the object first. Returns the status and the answer."""
         pki = self.directory / "pki"
         trust = ssl.create_default_context(cafile=str(pki / "ca.crt"))
         trust.load_cert_chain(str(pki / "admin.crt"), str(pki / "admin.key"))
@@ -103,7 +108,7 @@ class Cluster:
             return answer.status, json.loads(answer.read())
 
     def stop(self) -> None:
-        """End everything."""
+        """Stop all programs of the cluster."""
         for node in self.nodes:
             node.stop()
         plane = self.control_plane
@@ -115,7 +120,7 @@ class Cluster:
         run("ip", "link", "add", "nodes0", "type", "bridge")
         run("ip", "address", "add", f"{CONTROL_PLANE}/24", "dev", "nodes0")
         run("ip", "link", "set", "nodes0", "up")
-        # Their addresses are translated on the way out, which takes a way out.
+        # Addresses of Services are translated on output, which requires a route for them.
         run("ip", "route", "add", SERVICES, "dev", "nodes0")
         run("sysctl", "-q", "-w", "net.ipv4.ip_forward=1")
 

@@ -1,4 +1,4 @@
-"""containerd and its store: images are unpacked once, and every node begins with a copy."""
+"""containerd and its store. Images are unpacked once, and every node starts with a copy of the store."""
 
 import hashlib
 import shutil
@@ -14,7 +14,7 @@ PAUSE = "penstock.test/pause:1"
 
 
 def program(name: str, directory: Path, *, root: str = "/var/lib/containerd", enter: Sequence[str] = ()) -> Program:
-    """containerd with its configuration and its log in ``directory`` and its data in ``root``."""
+    """Return a containerd program with configuration and log in ``directory``, and with data in ``root``."""
     config = directory / "containerd.toml"
     config.write_text(_config(root))
     path = f"PATH={PROGRAMS / 'containerd'}:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -32,7 +32,7 @@ def answers(*, enter: Sequence[str] = ()) -> bool:
 
 
 def import_image(archive: Path, *, enter: Sequence[str] = ()) -> None:
-    """Take the images of an archive over."""
+    """Import the images of an archive."""
     ctr = [built("containerd", "ctr"), "--address", SOCKET, "--namespace", "k8s.io"]
     run(*enter, *ctr, "images", "import", str(archive))
 

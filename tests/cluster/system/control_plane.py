@@ -1,4 +1,4 @@
-"""etcd, the API server, the controllers and the scheduler, in the namespace that the tests run in."""
+"""etcd, the API server, the controllers and the scheduler, in the network namespace of the tests."""
 
 import shutil
 import urllib.error
@@ -14,7 +14,7 @@ ETCD = "http://127.0.0.1:2379"
 
 
 class ControlPlane:
-    """The control plane of one minor version. ``directory`` has its state."""
+    """The control plane of one minor version of Kubernetes. ``directory`` contains its state."""
 
     def __init__(self, minor: str, pki: Pki, directory: Path) -> None:
         self.version = tuple(int(part) for part in minor.split("."))
@@ -30,16 +30,17 @@ class ControlPlane:
         self.scheduler = self._kubernetes("kube-scheduler", self._scheduler_flags())
 
     def start(self) -> None:
-        """Start everything, and return when the API server is ready."""
+        """Start all components, and wait until the API server is ready."""
         shutil.rmtree(self._directory / "etcd", ignore_errors=True)
         self.etcd.start().ready(lambda: _answers(f"{ETCD}/readyz"))
-        # Ready includes the rights of the others: without them they end.
+        # The API server is ready only after it has created the rights of the other components, which would exit without
+        # them.
         self.api_server.start().ready(self._api_ready)
         self.controllers.start()
         self.scheduler.start()
 
     def apply(self, manifest: str) -> None:
-        """``kubectl apply`` of YAML documents."""
+        """Run ``kubectl apply`` for YAML documents."""
         run(*self.kubectl, "apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifest)
 
     def _api_ready(self) -> bool:
@@ -58,7 +59,7 @@ class ControlPlane:
         )
 
     def _etcd_flags(self) -> list[str]:
-        # Nothing outlives a test run, so nothing has to reach the disk.
+        # No data must survive a test run, so etcd need not sync to disk.
         return [f"--data-dir={self._directory / 'etcd'}", "--unsafe-no-fsync", "--log-level=warn"]
 
     def _api_server_flags(self) -> dict[str, object]:
@@ -110,7 +111,7 @@ def _kubeconfigs(config: Path) -> dict[str, object]:
 
 
 def _request_headers(pki: Pki, front_proxy: KeyPair) -> dict[str, object]:
-    """Flags that tell servers of aggregated APIs the user of a forwarded call."""
+    """Return flags for the headers that tell servers of aggregated APIs the user of a forwarded call."""
     return {
         "requestheader-client-ca-file": pki.front_proxy_authority.pair.certificate,
         "requestheader-allowed-names": "front-proxy-client",

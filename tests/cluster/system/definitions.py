@@ -1,4 +1,4 @@
-"""Resources of other projects that the chart has objects of, from the modules in which these publish their definitions."""
+"""Custom resource definitions of other projects that the chart uses, from the projects' published modules."""
 
 from tests.cluster.system.cluster import Cluster
 from tests.cluster.tools.build import download
@@ -20,12 +20,12 @@ PUBLISHED = [
     ("sigs.k8s.io/lws", "config/crd/bases", "leaderworkerset.x-k8s.io_*.yaml"),
     (COMPONENTS["keda"].module, "config/crd/bases", "keda.sh_*.yaml"),
 ]
-"""Module, directory and the names of files in it."""
+"""Module, directory in the module, and pattern of file names."""
 VERSIONS = READ | {component.module: component.version for component in COMPONENTS.values()}
 
 
 def define(cluster: Cluster) -> None:
-    """Let the API server take such objects. Nothing acts on them."""
+    """Install the definitions, so that the API server accepts such objects. No controller acts on the objects."""
     for module, directory, names in PUBLISHED:
         source = download(module, VERSIONS[module]) / directory
         files = sorted({path for name in names.split() for path in source.glob(name)})

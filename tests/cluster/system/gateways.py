@@ -1,4 +1,4 @@
-"""A gateway for routes: Traefik, which takes them by the Gateway API. Installed when asked for."""
+"""A gateway for routes of the Gateway API: Traefik. Tests install it on demand."""
 
 from tests.cluster.system.cluster import Cluster
 from tests.cluster.system.definitions import define
@@ -113,8 +113,9 @@ spec:
 
 
 def install_gateway(cluster: Cluster) -> str:
-    """The kinds of the Gateway API, and a Gateway with listeners ``grpc`` and ``http`` at the frontends' own ports; returns its
-    address.
+    """Install the kinds of the Gateway API, and a Gateway. Returns the Gateway's address.
+
+    The listeners ``grpc`` and ``http`` have the same ports as the frontends.
     """
     cluster.import_program("traefik", "traefik", TRAEFIK_IMAGE)
     define(cluster)

@@ -1,4 +1,4 @@
-"""A node: containerd, kubelet and kube-proxy in network, mount, host name and process namespaces of their own."""
+"""A node: containerd, kubelet and kube-proxy in separate network, mount, host name and process namespaces."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ from tests.cluster.system.pki import Pki
 from tests.cluster.system.programs import Program, built, run, until
 from tests.cluster.tools.build import ROOT
 
-# Directories that each node has for itself. The rest of the file system is this machine's.
+# Directories that each node has separately. All other directories are this machine's.
 OWN = (
     "/var/lib/kubelet",
     "/var/lib/containerd",
@@ -37,7 +37,7 @@ OWN = (
 
 
 class Node:
-    """Node ``number``, counted from 1. ``directory`` has its state."""
+    """Node ``number``, counted from 1. ``directory`` contains the node's state."""
 
     def __init__(
         self,
@@ -66,7 +66,11 @@ class Node:
         self._programs: list[Program] = []
 
     def start(self, others: list[int]) -> None:
-        """Make the namespaces, start containerd and kube-proxy. ``others``: the numbers of the other nodes."""
+        """Create the namespaces, and start containerd and kube-proxy.
+
+        Args:
+            others: Numbers of the other nodes.
+        """
         shutil.rmtree(self._directory, ignore_errors=True)
         self._directory.mkdir(parents=True)
         containerd.copy(self._images, Path(f"{self._directory}/var/lib/containerd"))
@@ -95,11 +99,11 @@ class Node:
         return run(*self.enter, *command)
 
     def import_image(self, archive: Path) -> None:
-        """Give the node's containerd the images in an archive."""
+        """Import the images of an archive into the node's containerd."""
         containerd.import_image(archive, enter=self.enter)
 
     def offer_gpus(self, **counts: int) -> None:
-        """Let a device plugin offer GPUs that do not exist: ``offer_gpus(**{"nvidia.com/gpu": 4})``."""
+        """Run a device plugin that offers fake GPUs: ``offer_gpus(**{"nvidia.com/gpu": 4})``."""
         offered = [f"{resource}={count}" for resource, count in counts.items()]
         self.gpus = Program(
             f"{self.name}: device plugin",
@@ -111,7 +115,7 @@ class Node:
         self.gpus.ready(lambda: len(self.gpus.tail().splitlines()) >= len(counts))
 
     def offer_claims(self, count: int) -> None:
-        """Let the example driver of dynamic resource allocation offer ``count`` GPUs, in the device class
+        """Run the example driver of dynamic resource allocation, which offers ``count`` GPUs in the device class
         gpu.example.com.
         """
         config = self._pki.kubeconfig(f"{self.name}-dra", user=f"system:node:{self.name}", groups=("system:nodes",))
@@ -125,7 +129,7 @@ class Node:
         self._programs.append(driver)
 
     def lose(self) -> None:
-        """Cut the node off, as a cable pulled would."""
+        """Disconnect the node's network, like pulling its cable."""
         run("ip", "link", "set", self.link, "down")
 
     def find(self) -> None:
@@ -145,7 +149,7 @@ class Node:
         own = " && ".join(
             f"mkdir -p {path} {self._directory}{path} && mount --bind {self._directory}{path} {path}" for path in OWN
         )
-        # Fail lookups of registries and other outside names at once, because no name server can be reached.
+        # Lookups of outside names, such as registries, fail immediately, because no name server can be reached.
         names = self._directory / "resolv.conf"
         names.write_text("nameserver 127.0.0.1\n")
         own += f" && mount --bind {names} /etc/resolv.conf"
@@ -216,7 +220,7 @@ class Node:
             "tlsPrivateKeyFile": str(serving.key),
             "containerRuntimeEndpoint": f"unix://{containerd.SOCKET}",
             "cgroupDriver": "cgroupfs",
-            # This machine's control groups may be of the first version, and are shared by all nodes.
+            # This machine may have cgroups v1. All nodes use this machine's cgroups.
             "failCgroupV1": False,
             "cgroupsPerQOS": False,
             "enforceNodeAllocatable": [],
@@ -232,7 +236,7 @@ class Node:
 
 
 def kube_proxy(name: str, pki: Pki, directory: Path, *, enter: Sequence[str] = ()) -> Program:
-    """Return the proxy that implements Service addresses in a network namespace. ``enter``: see :class:`Program`."""
+    """Return kube-proxy, which implements Service addresses in a network namespace. ``enter``: see :class:`Program`."""
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "kube-proxy.yaml"
     config.write_text(yaml.safe_dump(_proxy_config(name, pki.kubeconfig(f"{name}-proxy", user="system:kube-proxy"))))
@@ -241,8 +245,8 @@ def kube_proxy(name: str, pki: Pki, directory: Path, *, enter: Sequence[str] = (
 
 
 def _cni_config(network: str) -> dict[str, object]:
-    # Point to point rather than a bridge: traffic between pods of a node is routed, so that answers pass the
-    # translation of Service addresses and network policies again.
+    # Use point-to-point links instead of a bridge. Then traffic between pods of a node is routed, and answers also pass
+    # network policies and the translation of Service addresses.
     return {
         "cniVersion": "1.0.0",
         "name": "test",

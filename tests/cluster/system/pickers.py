@@ -1,4 +1,4 @@
-"""The endpoint picker of the Gateway API inference extension with an Envoy that asks it, by its project's own chart."""
+"""The endpoint picker of the Gateway API inference extension, and an Envoy that calls it, from the project's chart."""
 
 import shutil
 import tempfile
@@ -23,13 +23,15 @@ SMALL = {"requests": {"cpu": "50m", "memory": "64Mi"}}
 
 
 def service(pool: str) -> str:
-    """Name of an InferencePool's picker in ``endpointPickerRef``."""
+    """Return the picker's name for ``endpointPickerRef`` of an InferencePool."""
     return f"{pool}-epp"
 
 
 def install_picker(release: Release, pool: str) -> str:
-    """The picker of the InferencePool ``pool`` in the release's namespace; returns its address. Envoy listens at ``PORT`` for
-    HTTP and passes each request on to the endpoint that the picker names; the picker tells metrics at ``METRICS_PORT``.
+    """Install the picker of the InferencePool ``pool`` in the release's namespace, and return its address.
+
+    Envoy listens for HTTP at ``PORT`` and forwards each request to the endpoint that the picker chooses. The picker
+    serves metrics at ``METRICS_PORT``.
     """
     release.cluster.import_program("endpoint-picker", "epp", IMAGE)
     release.cluster.control_plane.apply(yaml.safe_dump_all(_manifests(release, pool)))
@@ -42,7 +44,10 @@ def install_picker(release: Release, pool: str) -> str:
 
 
 def _passes_on(address: str) -> bool:
-    """Envoy answers with errors until it has found the picker healthy, and the picker until it has heard of endpoints."""
+    """Return whether requests are forwarded.
+
+    Envoy returns errors until the picker is healthy, and the picker returns errors until it knows endpoints.
+    """
     try:
         with urllib.request.urlopen(f"http://{address}:{PORT}/v1/models", timeout=10) as answer:
             return bool(answer.status == HTTPStatus.OK)
@@ -56,7 +61,7 @@ def _manifests(release: Release, pool: str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         chart = Path(folder) / "standalone"
         shutil.copytree(published / "standalone", chart, copy_function=shutil.copyfile)
-        chart.chmod(0o755)  # the module cache has no folder that can be written
+        chart.chmod(0o755)  # folders copied from the module cache are read-only
         shutil.copytree(published / "epplib", chart / "charts" / "epplib", copy_function=shutil.copyfile)
         values = Path(folder) / "values.yaml"
         values.write_text(yaml.safe_dump(_values()), encoding="utf-8")
@@ -71,7 +76,7 @@ def _manifests(release: Release, pool: str) -> list[dict[str, Any]]:
 
 
 def _values() -> dict[str, Any]:
-    """Return values for this cluster: locally available images, less memory, and metrics without authentication."""
+    """Return chart values for this cluster: local images, less memory, and metrics without authentication."""
     envoy = {"image": ENVOY_IMAGE, "imagePullPolicy": "Never", "command": ENVOY, "resources": SMALL}
     arguments = ["--service-node", "envoy", "--log-level", "warning", "-c", "/etc/envoy/envoy.yaml"]
     return {

@@ -1,4 +1,7 @@
-"""The cluster's certificates: one authority signs everybody's, and a second one speaks for the aggregation layer."""
+"""The cluster's certificates.
+
+One authority signs all certificates except the aggregation layer's, which has its own.
+"""
 
 import datetime as dt
 import ipaddress
@@ -25,7 +28,10 @@ class KeyPair:
 
 
 class Authority:
-    """Signs certificates into ``directory``; its own is ``NAME.crt``."""
+    """Certificate authority that writes certificates into ``directory``.
+
+    The authority's own certificate is ``NAME.crt``.
+    """
 
     def __init__(self, directory: Path, name: str) -> None:
         self._directory = directory
@@ -39,7 +45,7 @@ class Authority:
         self.pair = _write(directory, name, self._certificate, self._key)
 
     def issue(self, name: str, *, user: str, groups: tuple[str, ...] = (), hosts: tuple[str, ...] = ()) -> KeyPair:
-        """A certificate in ``NAME.crt`` that lets its bearer be ``user`` of ``groups``, and serve as ``hosts``."""
+        """Issue a certificate in ``NAME.crt`` for ``user`` in ``groups``, and for a server with the names ``hosts``."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name(
             [
@@ -60,7 +66,7 @@ class Authority:
 
 @dataclass(frozen=True)
 class Pki:
-    """Every file that the control plane and the nodes are started with."""
+    """All certificates, keys and kubeconfigs of the control plane and the nodes."""
 
     directory: Path
     authority: Authority
@@ -68,7 +74,7 @@ class Pki:
 
     @classmethod
     def create(cls, directory: Path) -> "Pki":
-        """Make the authorities, and the key that service account tokens are signed with."""
+        """Create the authorities, and the key that signs service account tokens."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "service-account.key").write_bytes(
             rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
@@ -79,7 +85,7 @@ class Pki:
 
     @property
     def service_account_key(self) -> Path:
-        """The private key of service account tokens."""
+        """Return the private key that signs service account tokens."""
         return self.directory / "service-account.key"
 
     def api_server(self) -> KeyPair:
@@ -101,7 +107,7 @@ class Pki:
         return self.front_proxy_authority.issue("front-proxy-client", user="front-proxy-client")
 
     def kubeconfig(self, name: str, *, user: str, groups: tuple[str, ...] = ()) -> Path:
-        """A kubeconfig in ``NAME.kubeconfig`` for ``user``."""
+        """Write a kubeconfig for ``user`` into ``NAME.kubeconfig``."""
         pair = self.authority.issue(name, user=user, groups=groups)
         config = {
             "apiVersion": "v1",

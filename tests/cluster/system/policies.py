@@ -1,4 +1,4 @@
-"""Enforcement of NetworkPolicies: the firewall of kube-router on every node, as long as a test needs it."""
+"""Enforcement of NetworkPolicies: the firewall of kube-router on every node, while a test needs it."""
 
 import contextlib
 import functools
@@ -36,7 +36,7 @@ subjects: [{{apiGroup: rbac.authorization.k8s.io, kind: User, name: {USER}}}]
 
 @contextlib.contextmanager
 def firewalls(cluster: Cluster) -> Iterator[None]:
-    """While it lasts, every node keeps to the NetworkPolicies; it takes a moment for a new one to count."""
+    """Enforce NetworkPolicies on every node while the block runs. A new policy applies after a short delay."""
     cluster.control_plane.apply(RIGHTS)
     programs = {node: _firewall(cluster, node) for node in cluster.nodes}
     try:
@@ -48,7 +48,7 @@ def firewalls(cluster: Cluster) -> Iterator[None]:
     finally:
         for node, program in programs.items():
             program.stop()
-            # No other program uses iptables there: the rules of Services are in nftables.
+            # No other program on the node uses iptables. The rules of Services are in nftables.
             node.run("iptables", "--table=filter", "--flush")
             node.run("iptables", "--table=filter", "--delete-chain")
             node.run("ipset", "destroy")
@@ -68,7 +68,7 @@ def _firewall(cluster: Cluster, node: Node) -> Program:
         "--v=1",
     ]
     log = cluster.directory / node.name / "kube-router.log"
-    log.unlink(missing_ok=True)  # log of an earlier firewall, which reports that its rules are in place
+    log.unlink(missing_ok=True)  # remove the log of an earlier firewall, which already says that the rules are in place
     return Program(f"{node.name}: kube-router", command, log, enter=node.enter)
 
 

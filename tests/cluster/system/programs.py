@@ -1,4 +1,4 @@
-"""Programs that run for as long as the cluster does, in this network namespace or in a node's."""
+"""Programs that run while the cluster runs, in this network namespace or in a node's namespaces."""
 
 import contextlib
 import fcntl
@@ -15,11 +15,11 @@ PATIENCE = 120.0
 
 
 class NotUpError(Exception):
-    """A part of the cluster ended or does not get ready; the message has the end of its log."""
+    """A program of the cluster ended, or did not become ready. The message has the end of the program's log."""
 
 
 def built(component: str, program: str) -> str:
-    """The path of a program that ``make cluster-tools`` builds. NotUpError when it has not."""
+    """Return the path of a program that ``make cluster-tools`` builds. Raises NotUpError if the program is missing."""
     path = PROGRAMS / component / program
     if not path.exists():
         raise NotUpError(f"{path.name} is not built: make cluster-tools")
@@ -37,7 +37,7 @@ def run(*command: str, stdin: str | None = None) -> str:
 
 
 def until(what: str, ready: Callable[[], bool], seconds: float = PATIENCE) -> None:
-    """Wait until ``ready``. NotUpError after ``seconds``, naming ``what``."""
+    """Wait until ``ready`` returns True. Raises NotUpError with ``what`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not ready():
         if time.monotonic() > deadline:
@@ -47,17 +47,21 @@ def until(what: str, ready: Callable[[], bool], seconds: float = PATIENCE) -> No
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Hold a lock that excludes other clusters on this machine, for files that they share."""
+    """Hold a lock on the files that all clusters on this machine use."""
     with (ROOT / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 class Program:
-    """A command with a log, which can be stopped and started again."""
+    """A command with a log file. The command can be stopped and restarted."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, *, enter: Sequence[str] = ()) -> None:
-        """``enter``: the command that runs ``command`` in a node; it makes one child and waits for it."""
+        """Prepare a program.
+
+        Args:
+            enter: Command prefix that runs ``command`` in a node. It starts one child process and waits for the child.
+        """
         self.name = name
         self.log = log
         self._command = [*enter, *command]
@@ -65,7 +69,7 @@ class Program:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "Program":
-        """Start it and return at once."""
+        """Start the program and return immediately."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
@@ -77,11 +81,11 @@ class Program:
         return self._process is not None and self._process.poll() is None
 
     def tail(self, lines: int = 20) -> str:
-        """The end of its log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.exists() else ""
 
     def ready(self, check: Callable[[], bool]) -> "Program":
-        """Wait for ``check``. NotUpError, with its log, when it ends before."""
+        """Wait until ``check`` returns True. Raises NotUpError with the log if the program ends first."""
 
         def checked() -> bool:
             if not self.alive:
@@ -95,12 +99,12 @@ class Program:
         return self
 
     def stop(self, sign: signal.Signals = signal.SIGTERM) -> None:
-        """Send it ``sign`` and wait for its end; kill it where it does not heed that."""
+        """Send the signal ``sign`` and wait until the program ends. Kill the program after 20 seconds."""
         if self._process is None:
             return
         for each in [sign, signal.SIGKILL]:
             if self._process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                with contextlib.suppress(ProcessLookupError):  # the program may have ended in the meantime
                     os.kill(self._child(), each)
                 try:
                     self._process.wait(timeout=20)
@@ -109,7 +113,7 @@ class Program:
         self._process = None
 
     def _child(self) -> int:
-        """The command's own process: below the one that entered the node for it."""
+        """Return the process id of the command itself, which may be a child of the ``enter`` command."""
         assert self._process is not None
         pid = self._process.pid
         if not self._enters:

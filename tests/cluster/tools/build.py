@@ -1,7 +1,7 @@
-"""Build of the test cluster's programs: ``python -m tests.cluster.tools.build [COMPONENT ...]``.
+"""Builds the test cluster's programs: ``python -m tests.cluster.tools.build [COMPONENT ...]``.
 
-Each component gets its own module under ``build/cluster/src``, because components need different versions of k8s.io. A
-component that exists at its version is not built again.
+Each component gets its own Go module under ``build/cluster/src``, because components need different versions of k8s.io
+modules. A component that already exists in its version is not built again.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PROGRAMS = ROOT / "bin"
 
 
 def download(module: str, version: str) -> Path:
-    """The directory in the module cache that holds ``module`` at ``version``."""
+    """Download a module and return its directory in the module cache."""
     said = subprocess.run(
         ["go", "mod", "download", "-json", f"{module}@{version}"], check=False, capture_output=True, text=True
     )
@@ -37,12 +37,12 @@ def download(module: str, version: str) -> Path:
 
 
 def required_staging(go_mod: str) -> list[str]:
-    """The modules that a ``go.mod`` of Kubernetes requires at v0.0.0, where its own tree replaces them."""
+    """Return the modules that Kubernetes's ``go.mod`` requires at v0.0.0 and replaces by directories of its tree."""
     return sorted(set(re.findall(r"^\s+(k8s\.io/[\w.-]+) v0\.0\.0(?:\s|$)", go_mod, flags=re.MULTILINE)))
 
 
 def replacements(go_mod: str) -> list[str]:
-    """The ``replace`` lines of a ``go.mod``, without those that point into its own tree."""
+    """Return the ``replace`` lines of a ``go.mod``, without the lines that point to directories of its tree."""
     block = "\n".join(re.findall(r"^replace \(\n(.*?)^\)", go_mod, flags=re.MULTILINE | re.DOTALL))
     single = re.findall(r"^replace (.+=>.+)$", go_mod, flags=re.MULTILINE)
     lines = [line.split("//")[0].strip() for line in [*block.splitlines(), *single]]
@@ -50,7 +50,7 @@ def replacements(go_mod: str) -> list[str]:
 
 
 def go_mod(name: str, component: Component) -> str:
-    """The text of the ``go.mod`` that ``component`` is built with."""
+    """Return the text of the ``go.mod`` for building ``component``."""
     source = component.replaced.get(component.module, f"{component.module} {component.version}")
     theirs = (download(*source.split()) / "go.mod").read_text()
     go = re.search(r"^go (\S+)$", theirs, flags=re.MULTILINE)
@@ -72,7 +72,7 @@ def go_mod(name: str, component: Component) -> str:
 
 
 def write_module(directory: Path, path: str, module: OwnModule) -> None:
-    """Write ``module``, which is imported as ``path``, into ``directory``."""
+    """Write ``module`` with the import path ``path`` into ``directory``."""
     if module.version:
         shutil.copytree(download(path, module.version), directory)
     else:
@@ -80,12 +80,12 @@ def write_module(directory: Path, path: str, module: OwnModule) -> None:
         (directory / "go.mod").write_text(f"module {path}\n")
     for name, text in module.files.items():
         file = directory / name
-        file.unlink(missing_ok=True)  # the module cache has no file that can be written
+        file.unlink(missing_ok=True)  # files copied from the module cache are read-only
         file.write_text(text)
 
 
 def built_from(component: Component) -> str:
-    """Return a hash that changes when a program must be built again."""
+    """Return a hash of all inputs of the component's build."""
     return hashlib.sha256(component.recipe.encode()).hexdigest()
 
 
@@ -121,7 +121,7 @@ def build(name: str, component: Component, parallel: int) -> None:
 
 
 def main() -> None:
-    """Build the components on the command line, or all."""
+    """Build the components that the command line names, or all components."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("components", nargs="*", metavar="COMPONENT", help=", ".join(COMPONENTS))
     parser.add_argument("--parallel", type=int, default=os.cpu_count() or 1, help="packages compiled at once")

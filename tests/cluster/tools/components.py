@@ -1,4 +1,4 @@
-"""Programs of the test cluster. They are written in Go, and each is built at its own version from its published module."""
+"""Go programs of the test cluster. Each program is built in its own version, from its published module."""
 
 from dataclasses import dataclass, field
 
@@ -11,8 +11,10 @@ OLDEST = "1.35"
 
 @dataclass(frozen=True)
 class OwnModule:
-    """A module with files written here. ``files`` (path → Go source) replace those of the published ``version``, if
-    there is one.
+    """A Go module with files from this repository.
+
+    Attributes:
+        files: Go source by path. The files replace those of the published ``version``, if a version is set.
     """
 
     files: dict[str, str]
@@ -21,15 +23,15 @@ class OwnModule:
 
 @dataclass(frozen=True)
 class Component:
-    """Programs that are built together, because they share a list of modules.
+    """Programs that are built together, because they use the same list of modules.
 
     Attributes:
         packages: Import path by the name of the program.
         tags: Go build tags.
         variables: Values that the linker sets, by import path and name.
         replaced: Replacements of modules, each as ``PATH VERSION``.
-        own: Replacements of modules that are written here.
-        staging: Whether the module requires the parts of Kubernetes at v0.0.0, which exist only in its own tree.
+        own: Replacements of modules, with files from this repository.
+        staging: Whether the module requires Kubernetes's modules at v0.0.0, which exist only in Kubernetes's tree.
     """
 
     module: str
@@ -49,8 +51,8 @@ class Component:
 
 
 def kubernetes(minor: str, programs: tuple[str, ...]) -> Component:
-    """Return the programs of Kubernetes ``minor``, a key of :data:`KUBERNETES`. They include a version, because helm
-    requires it.
+    """Return the programs of Kubernetes ``minor``, a key of :data:`KUBERNETES`. The programs contain a version number,
+    because helm requires one.
     """
     version = KUBERNETES[minor]
     return Component(
@@ -72,7 +74,7 @@ def kubernetes(minor: str, programs: tuple[str, ...]) -> Component:
 CONTROL_PLANE = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl")
 NODE = ("kubelet", "kube-proxy")
 
-# Settings of Traefik's commercial builds. Traefik's tree has an empty version, as an unpublished module.
+# Settings of Traefik's commercial builds. In Traefik's tree, this unpublished module is empty.
 TRAEFIK_EXTENSIONS = """package ext
 
 type HTTP struct{}
@@ -80,7 +82,7 @@ type HTTP struct{}
 type Router struct{}
 """
 
-# ACME certificates by DNS challenge support a hundred providers, each with its own modules.
+# Replaces the DNS providers for ACME certificates. A hundred providers would need a hundred modules.
 NO_DNS_PROVIDERS = """package dns
 
 import (
@@ -101,7 +103,7 @@ READ = {
     "github.com/prometheus-operator/prometheus-operator": "v0.92.1",
     "sigs.k8s.io/lws": "v0.9.0",
 }
-"""Modules of which nothing is built, and their versions: tests read files of theirs, where no network is."""
+"""Modules, with versions, of which tests read files without network access. No programs are built from them."""
 
 COMPONENTS: dict[str, Component] = {
     **{f"kubernetes-{minor}": kubernetes(minor, CONTROL_PLANE) for minor in KUBERNETES},
@@ -183,7 +185,7 @@ COMPONENTS: dict[str, Component] = {
         "v3.7.13",
         {"traefik": "github.com/traefik/traefik/v3/cmd/traefik"},
         copies_replaces=True,
-        # The revision that it names itself is not published everywhere.
+        # Not all module proxies have the revision that its go.mod requires.
         replaced={
             "github.com/abbot/go-http-auth": "github.com/containous/go-http-auth v0.4.1-0.20200324110947-a37a7636d23e"
         },
