@@ -1,1 +1,1 @@
-"""Random requests, cancels and kills for minutes: ``python -m tests.soak``."""
+"""Soak test: minutes of random requests, cancels and kills. Run with ``python -m tests.soak``."""

@@ -1,9 +1,9 @@
-"""Random requests of all shapes with random cancels and deadlines, while engines and the coordinator are killed and
-frozen.
+"""Soak test: random requests of all shapes with random cancels and deadlines, while engines and the coordinator are
+killed and frozen.
 
-Every completed answer is compared with the answer that the same request gave without faults. At the end of the run,
-every KV block must be free and no request may be left. Each process that lived throughout must use no more than after
-the warm-up.
+Every completed answer is compared with the answer to the same request without faults. At the end of the run, every KV
+block must be free and no request may be left. Processes that lived for the entire run must not use more resources than
+after the warm-up.
 
 ``--kv`` tests KV transfer and offloading. It runs engines of all roles with small host memory and disk tiers. The
 requests have long common prefixes, second turns, and prompts given as embeddings. Engines are restarted in turn, a
@@ -129,7 +129,7 @@ class Soak:
             self.problems.append(f"{name}: {counts['harmed']} of {counts['completed']} requests harmed")
 
     async def _traffics(self, known: Known, stack: contextlib.AsyncExitStack) -> list[Traffic]:
-        """Streams of each frontend, which have not begun. Only the first one's are never excused."""
+        """Return the traffic for each frontend, not started. Failures on the first frontend are never excused."""
         made, frontends = [], self._cluster.frontends
         for number, frontend in enumerate(frontends):
             client = await stack.enter_async_context(Client(address(frontend)))
@@ -194,7 +194,7 @@ def table(growth: list[Growth]) -> Table:
 
 
 async def soak(args: argparse.Namespace) -> Soak:
-    """Run it, whole. SIGTERM ends it like Ctrl-C, services first."""
+    """Run the soak test. Like Ctrl-C, SIGTERM stops the services and then ends the test."""
     if (task := asyncio.current_task()) is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with cluster_of(args) as cluster:
@@ -210,7 +210,7 @@ async def soak(args: argparse.Namespace) -> Soak:
 
 
 def cluster_of(args: argparse.Namespace) -> SoakCluster:
-    """Return the cluster that the options describe, not started."""
+    """Return the cluster for the command line's options, not started."""
     flags: dict[str, Any] = {"lease_seconds": 3, "kv_cache_memory": "128MiB", "drain_timeout": 2.0}
     if args.kv:
         return KvCluster(args.model, engines=args.engines or len(ROLES), **flags)

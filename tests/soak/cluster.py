@@ -16,8 +16,11 @@ STREAMS, COUNT = 16, 120
 
 
 class SoakCluster(Cluster):
-    """A cluster whose model answers in words. ``lasting``: how many engines, the first ones, are never ended. ``fresh``: share of
-    the requests that get a salt of their own.
+    """A cluster with a text model, and hooks for the tested feature.
+
+    Attributes:
+        lasting: Number of engines that are never ended. They are the first ones.
+        fresh: Fraction of requests that get their own cache salt.
     """
 
     lasting = 1
@@ -48,7 +51,7 @@ class SoakCluster(Cluster):
         return False
 
     async def left(self) -> str:
-        """Describe the resources that are still held while there are no requests. Empty if nothing is left."""
+        """Describe resources that are still in use while there are no requests. Empty if there are none."""
         return ""
 
     async def done(self) -> Mapping[str, float]:
@@ -57,5 +60,5 @@ class SoakCluster(Cluster):
 
     @property
     def wrong(self) -> list[str]:
-        """Violations found so far, as text. After the services have ended, files that they left behind count too."""
+        """Violations found so far, as text. After the services have ended, their remaining files are violations too."""
         return []

@@ -113,7 +113,7 @@ class Havoc:
 
 
 async def stopped_and_started(service: Service) -> None:
-    """SIGTERM, and a new process when it has ended. RuntimeError, with its log, where it did not end well."""
+    """Stop a service with SIGTERM and restart it. Raises RuntimeError with the log if its exit code is not 0."""
     if (code := await service.stop()) != 0:
         raise RuntimeError(f"{service.module} was told to stop and ended with {code}:\n{service.log()}")
     await service.restart()

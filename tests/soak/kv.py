@@ -1,4 +1,4 @@
-"""Keys and values that move, in the soak: engines of all roles, small tiers, prompts as vectors, a frontend that ends."""
+"""KV transfer and offloading in the soak test: engines of all roles, small tiers, embeddings, a restarted frontend."""
 
 import asyncio
 import math
@@ -63,7 +63,10 @@ DONE: Mapping[str, tuple[str, Mapping[str, str]]] = {
 
 
 class KvCluster(SoakCluster):
-    """Engines of all roles with small caches, host memory, a disk each, and two frontends, of which the second may end."""
+    """Cluster with engines of all roles and two frontends.
+
+    Each engine has a small KV cache, little host memory and a disk tier. Accidents may end the second frontend.
+    """
 
     lasting = 2
     fresh = 0.1
@@ -141,7 +144,7 @@ class KvCluster(SoakCluster):
         return self._turns.get(id(request))
 
     def accidents(self, rng: random.Random) -> Accidents:
-        """Engines restarted in turn, the second frontend ended, all caches emptied."""
+        """Return the accidents: engines restart in turn, the second frontend ends, or all caches are cleared."""
 
         async def roll() -> None:
             for engine in self.engines[self.lasting :]:
@@ -173,7 +176,7 @@ class KvCluster(SoakCluster):
         self._outages[-1] = began, time.monotonic() + RECONNECTED
 
     def excuses(self, outcome: Outcome) -> bool:
-        """See ``SoakCluster``; of requests to the second frontend."""
+        """See ``SoakCluster``. Only requests to the second frontend are excused."""
         ended = outcome.began + outcome.seconds
         return outcome.error in GONE and any(outcome.began <= end and begin <= ended for begin, end in self._outages)
 

@@ -1,4 +1,4 @@
-"""Media part of the soak: small caches, accidents of media workers, and checks for leaked media."""
+"""Media in the soak test: small caches, accidents of media workers, and checks for leaked media."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from tests.soak.watch import children_of, gauge, metrics
 
 WORKERS = 2
 STORE_BYTES = 2 * 1024 * 1024
-"""Size of a frontend's media store. It holds twenty items of a hundred thousand bytes, so items are evicted and made
+"""Size of a frontend's media store. The store has space for twenty items of 100 kB, so items are evicted and processed
 again.
 """
 RECEIVER_BYTES = 1024 * 1024
@@ -50,7 +50,7 @@ class MediaCluster(SoakCluster):
         self.temporary = Path(self._temporary.name)
         self._owners: set[str] = set()
         self._left_behind: list[str] = []
-        """Files that were left when all services had ended, as text."""
+        """Files that still existed after all services had ended, as text."""
         frontend: dict[str, Any] = {
             "admin__port": self.admin_port,
             "media__workers": WORKERS,
@@ -85,7 +85,7 @@ class MediaCluster(SoakCluster):
         return [f"when all had ended: {left}" for left in self._left_behind]
 
     def requests(self, tokens: int) -> list[Request]:
-        """Half of them with media."""
+        """Return all requests to send. Half of them have media."""
         return super().requests(tokens) + media_ones(self._family, COUNT, tokens)
 
     def workers(self) -> list[int]:
@@ -100,7 +100,7 @@ class MediaCluster(SoakCluster):
         return [name for name in names if not (self.frontend.alive and LOCK.fullmatch(name))]
 
     async def reset(self) -> None:
-        """Have all engines forget media and their embeddings."""
+        """Clear the media caches and encoder caches of all engines."""
         await forget(self.admin_port)
 
     def accidents(self, rng: random.Random) -> Accidents:
@@ -116,7 +116,7 @@ class MediaCluster(SoakCluster):
         return {"media worker killed": (3, kill_worker), "media forgotten": (3, self.reset)}
 
     async def left(self) -> str:
-        """Describe the media resources that are held when there are no requests and caches are empty. Empty if there
+        """Describe media resources that are in use although there are no requests and the caches are empty. Empty if there
         are none.
         """
         await self.reset()
@@ -145,7 +145,7 @@ class MediaCluster(SoakCluster):
 
 
 def name_of(pid: int) -> str:
-    """The words it was started with, or has given itself; empty when it has ended."""
+    """Return the command line of a process, or the title that the process has set. Empty if the process has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     return ""

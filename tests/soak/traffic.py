@@ -13,23 +13,25 @@ from tests.chaos.outcome import Outcome, difference
 from tests.chaos.requests import Request
 
 CANCELLED, DEADLINE = 0.15, 0.1
-"""Shares of the requests."""
+"""Fractions of requests that the client cancels, and that have a deadline."""
 NEXT_TURN = 0.5
 """Probability that a client sends the follow-up request after an answer, where a follow-up exists."""
 REFUSED = 0.5
-"""Seconds that a stream waits when its frontend is away."""
+"""Seconds that a stream waits while its frontend does not serve."""
 PATIENCE = 1.5
-"""Seconds after which clients give up, at most."""
+"""Maximum seconds until a client cancels."""
 MAX_EXAMPLES = 20
 
 
 class Traffic:
-    """``async with Traffic(...)``: ``streams`` at once send requests of a catalogue, chosen at random, for as long as the block
-    lasts, and finish those that they are at.
+    """Random requests of a catalogue on concurrent streams, while a block runs: ``async with Traffic(...)``.
 
-    Most run to their end, the others are cancelled or have a deadline that may pass. ``counts``: completed, cancelled,
-    expired,
-    broken, harmed. ``examples``: of harmed ones, in words.
+    At the end of the block, each stream finishes its current request. Most requests run to their end. The other requests
+    are cancelled, or have a deadline that may pass.
+
+    Attributes:
+        counts: Number of requests by result: completed, cancelled, expired, broken, harmed.
+        examples: Descriptions of harmed requests.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Traffic:
                 await self._send(salted(following[0], salt), following[1])
 
     async def _send(self, request: Request, expected: Outcome) -> bool:
-        """Returns whether it was answered as it should."""
+        """Send a request. Returns whether the answer was complete and right."""
         share = self._rng.random()
         if share < CANCELLED:
             return await self._cancelled(request, expected)

@@ -54,7 +54,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Tolerance(msgspec.Struct, frozen=True):
-    """Allowed increase of a quantity between two idle samples, after the warm-up and at the end: an amount or a share."""
+    """Allowed increase of a quantity between the idle samples after the warm-up and at the end: an amount or a fraction."""
 
     most: float
     share: float = 0.0
@@ -65,16 +65,16 @@ class Tolerance(msgspec.Struct, frozen=True):
 
 
 TOLERANCES: Mapping[str, Tolerance] = {
-    "rss_mib": Tolerance(16, 0.08),  # allocators keep their peak size
-    "fds": Tolerance(4),  # connections that close later
-    "threads": Tolerance(4),  # pools start their threads when these are first needed
+    "rss_mib": Tolerance(16, 0.08),  # allocators do not return their peak memory
+    "fds": Tolerance(4),  # some connections close later
+    "threads": Tolerance(4),  # thread pools start threads on first use
     "tasks": Tolerance(3),
     "children": Tolerance(0),
 }
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Growth of one quantity of a process that lived throughout. ``per_minute`` is its slope under load, by least
+    """Growth of one quantity of a process that lived for the entire run. ``per_minute`` is the slope under load, by least
     squares.
     """
 
@@ -87,7 +87,7 @@ class Growth(msgspec.Struct, frozen=True):
 
 
 class Watch:
-    """Samples named services. ``phase`` is the phase that new samples get; it is IDLE while there are no requests."""
+    """Samples the resource use of services. ``phase`` is the phase of new samples: IDLE while there are no requests."""
 
     def __init__(self, services: Mapping[str, Service]) -> None:
         self.services = services
@@ -171,20 +171,20 @@ def children_of(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError):
         for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process may just have ended
                 found += map(int, (thread / "children").read_text().split())
     return found
 
 
 def per_minute(points: Sequence[tuple[float, float]]) -> float:
-    """Slope of the straight line through (seconds, value); 0 of fewer than two."""
+    """Return the slope per minute of the regression line through (seconds, value). Returns 0 for fewer than two points."""
     if len(points) < 2:
         return 0.0
     return statistics.linear_regression(*zip(*points, strict=True)).slope * 60
 
 
 async def metrics(http: httpx.AsyncClient, service: Service) -> str:
-    """The text of its ``/metrics``."""
+    """Return the text of a service's ``/metrics``."""
     response = await http.get(f"http://127.0.0.1:{service.metrics_port}/metrics")
     return response.raise_for_status().text
 

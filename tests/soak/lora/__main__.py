@@ -1,10 +1,9 @@
-"""Adapters that are loaded, reloaded, unloaded and pinned while requests have them: ``python -m tests.soak.lora``.
+"""Soak test of adapters that are loaded, reloaded, unloaded and pinned while requests use them.
 
-Answers tell which adapter gave them, and each must be that of a content that its name meant while it was asked. The KV
-cache,
-the memory for adapters and the number that may run together are small, so that requests are preempted and adapters make
-room for
-others all the time. At the end nothing may be left: no request, no block, no adapter in the engine or its workers.
+Run with ``python -m tests.soak.lora``. Each answer identifies its adapter, which must be an adapter that the requested
+name meant during the request. The KV cache, the adapter memory and the number of active adapters are small, so that
+requests are often preempted and adapters often evicted. At the end, no request, no KV block and no adapter may be left
+in the engine or its workers.
 """
 
 import argparse
@@ -25,7 +24,7 @@ console = Console()
 
 
 async def soak(options: Options, folder: Path) -> Result:
-    """Run it, whole. SIGTERM ends it like Ctrl-C, services first."""
+    """Run the soak test. Like Ctrl-C, SIGTERM stops the services and then ends the test."""
     if (task := asyncio.current_task()) is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await LoraSoak(options, folder, log=console.log).run()

@@ -1,4 +1,4 @@
-"""Adapter contents of the soak, and the expected answers of each, computed by transformers."""
+"""Adapters of the soak test, and the expected answers of each adapter, computed by transformers."""
 
 import copy
 from pathlib import Path
@@ -16,11 +16,11 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 STRENGTH = 1.0
 """Size of the adapter's change relative to the weights. It is large enough that the answers share no tokens."""
 CLOSE = 1e-3
-"""Logits that differ by less may swap their order when sums are computed in another order."""
+"""Minimum difference of two logits. Logits that are closer may change their order with the order of summation."""
 FEWEST = 8
-"""Tokens of an answer that are sure, or its prompt is not asked."""
+"""Minimum number of certain tokens in an answer. Prompts with fewer certain tokens are not used."""
 BASE = -1
-"""The number of no content: the model as it is."""
+"""Content number of the base model without an adapter."""
 
 
 class Content(NamedTuple):
@@ -46,7 +46,7 @@ def make_contents(model: Path, out: Path, count: int, ranks: tuple[int, ...], se
 
 
 class Answers:
-    """Greedy answers by content and prompt, each cut where rounding could change the next token.
+    """Greedy answers by content and prompt. Each answer is cut before the first token that rounding could change.
 
     transformers computes them from weights with the adapter merged in, so they do not depend on the server's code.
     """
@@ -67,16 +67,16 @@ class Answers:
 
     @property
     def askable(self) -> list[int]:
-        """The places of prompts that all contents are sure of for long enough."""
+        """Indices of the prompts for which the answers of all contents have enough certain tokens."""
         short = {place for (_, place), answer in self._known.items() if len(answer) < FEWEST}
         return [place for place in range(len(self.prompts)) if place not in short]
 
     def of(self, number: int, prompt: int) -> list[int]:
-        """The answer of a content to the prompt of this place."""
+        """Return the answer of content ``number`` to the prompt with index ``prompt``."""
         return self._known[number, prompt]
 
     def who(self, prompt: int, tokens: list[int]) -> list[int]:
-        """The contents whose answer to a prompt begins like ``tokens``, or the other way round."""
+        """Return the contents for which the answer to a prompt is a prefix of ``tokens``, or ``tokens`` is its prefix."""
         return [
             number for number, place in self._known if place == prompt and begins_alike(self.of(number, prompt), tokens)
         ]

@@ -1,4 +1,4 @@
-"""An operator who never rests: loads, reloads in place, unloads and pins."""
+"""Random operator calls without a break: loads, reloads in place, unloads and pins."""
 
 import asyncio
 import random
@@ -17,15 +17,15 @@ from tests.soak.lora.contents import Content
 from tests.soak.lora.names import Names
 
 GIVES_UP, GIVES_UP_WITHIN = 0.1, 0.05
-"""Share of loads, and seconds."""
+"""Fraction of loads that the operator cancels, and the maximum seconds before it cancels."""
 NOBODY = "nobody"
 
 
 class Operator:
     """Changes the meanings of the ``own`` names, one at a time, until ``end`` is called.
 
-    An adapter is loaded from its own directory, or through a link that belongs to the name and is first pointed at the
-    content.
+    An adapter is loaded from its directory, or through the name's symbolic link, which the operator first points to the
+    adapter.
 
     Attributes:
         counts: Number of changes by kind, and of refusals.
@@ -43,7 +43,11 @@ class Operator:
         pause: float,
         seed: int,
     ) -> None:
-        """``pause``: mean seconds between two changes."""
+        """Prepare an operator.
+
+        Args:
+            pause: Mean seconds between two changes.
+        """
         self._admin = admin
         self._names = names
         self._own = own
@@ -57,7 +61,7 @@ class Operator:
         self.problems: list[str] = []
 
     async def run(self) -> None:
-        """Give every name a meaning, then change them at random until ``end``."""
+        """Give every name a meaning, then change the meanings at random until ``end`` is called."""
         for name in self._own:
             await self._load(name)
         while not self._over:
@@ -74,13 +78,13 @@ class Operator:
         self._over = True
 
     async def unload_all(self) -> None:
-        """Take all names away."""
+        """Unload all names."""
         for name in self._own:
             if self._names.now(name) is not None:
                 await self._unload(name)
 
     async def _load(self, name: str) -> None:
-        """Give a name a content, in place where it has one."""
+        """Load a content under a name. If the name already has a content, reload in place."""
         content, meant = self._rng.choice(self._contents), self._names.now(name)
         linked = self._rng.random() < 0.5
         path = self._links / name if linked else content.folder
@@ -114,13 +118,15 @@ class Operator:
 
     async def _means(self, name: str, content: Content) -> bool:
         """Return whether a name has a content, after all earlier changes are complete."""
-        error = await self._answered(self._admin.PinLora(pb.PinLoraRequest(name=NOBODY)))  # waits for its turn
+        error = await self._answered(
+            self._admin.PinLora(pb.PinLoraRequest(name=NOBODY))
+        )  # the frontend handles this call after all earlier changes
         assert error is not None, f"{NOBODY} was pinned"
         loras = (await self._admin.ListLoras(pb.ListLorasRequest())).loras
         return any((each.name, each.digest) == (name, content.digest) for each in loras)
 
     async def _take_name(self, name: str) -> None:
-        """Other content under a name, without a word that it may take its place."""
+        """Load a different content under a used name, without permission to replace. The frontend must refuse the load."""
         meant = self._names.now(name)
         content = self._rng.choice([each for each in self._contents if each.number != meant])
         error = await self._answered(self._admin.LoadLora(pb.LoadLoraRequest(name=name, path=str(content.folder))))
@@ -167,7 +173,7 @@ class Operator:
         return link.readlink() if link.is_symlink() else None
 
     def _link(self, name: str, folder: Path) -> None:
-        """Put a name's link on a folder, at once."""
+        """Point a name's link to a folder, atomically."""
         fresh = self._links / f".{name}"
         fresh.symlink_to(folder)
         fresh.replace(self._links / name)

@@ -24,7 +24,7 @@ from tests.soak.lora.traffic import Traffic
 from tests.soak.watch import IDLE, Growth, Watch
 
 CPU_MEMORY = 1024 * 1024
-"""Bytes for adapters: about seven of rank 2."""
+"""Host memory for adapters in bytes. It suffices for about seven adapters of rank 2."""
 RANKS = (1, 2, 3, 2)
 PREFIXES, TAILS, LENGTHS = 3, 3, (52, 65)
 """Prompts: number of common prefixes (48 tokens, three blocks), number of prompts for each prefix, and prompt lengths.
@@ -210,7 +210,7 @@ class LoraSoak:
         await watch.sample()
 
     async def _look(self, cluster: Cluster, when: str) -> list[dict[bytes, bool]]:
-        """Add the engines' counters, and check that each engine and its workers hold the same adapters.
+        """Add the engines' counters, and check that each engine and its workers have the same adapters.
 
         Returns the adapters of each engine, with whether each is pinned.
         """
@@ -246,7 +246,7 @@ class LoraSoak:
         self._problems.append(f"engines have pinned {pinned}; names that are pinned mean {wanted}")
 
     async def _gone(self, cluster: Cluster) -> None:
-        """Check that within two seconds no adapter is held, once no name has a meaning."""
+        """Check that all engines drop all adapters within two seconds, once no name has a meaning."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(IDLE_TIMEOUT):
                 while any([(await held_by(cluster, number))[0] for number in range(len(cluster.engines))]):
@@ -269,7 +269,7 @@ async def held_by(cluster: Cluster, number: int) -> tuple[dict[bytes, bool], lis
 
 
 def make_prompts(seed: int) -> list[list[int]]:
-    """Token ids of prompts, some of which begin alike."""
+    """Return prompts as token ids. Some prompts have common prefixes."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> list[int]:

@@ -19,9 +19,9 @@ from tests.soak.lora.contents import BASE, Answers, begins_alike
 from tests.soak.lora.names import Names
 
 BASE_SHARE, CANCELLED, DEADLINE = 0.15, 0.15, 0.05
-"""Shares of the requests."""
+"""Fractions of requests: with the base model, cancelled by the client, and with a deadline."""
 PATIENCE = 0.15
-"""Seconds after which clients give up, at most."""
+"""Maximum seconds until a client cancels."""
 MAX_EXAMPLES = 20
 REST = 0.05
 """Seconds that a stream waits after a refusal."""
@@ -29,9 +29,7 @@ REST = 0.05
 
 @dataclass
 class Asked:
-    """A request and its result. Times are of the monotonic clock; ``first`` is the time of its first token, 0 without
-    one.
-    """
+    """A request and its result. Times are monotonic. ``first`` is the time of the first token, or 0 without tokens."""
 
     name: str
     prompt: int
@@ -64,7 +62,11 @@ class Traffic:
         max_tokens: int,
         seed: int,
     ) -> None:
-        """``pool``: names that requests have; those that mean nothing just now are among them."""
+        """Prepare the traffic.
+
+        Args:
+            pool: Names that requests use, including names that have no meaning at the moment.
+        """
         self._stub = stub
         self._names = names
         self._pool = pool
