@@ -1,1 +1,1 @@
-"""The project's own benchmarks. ``make bench`` runs them; none of them is a test."""
+"""Benchmarks of the project. ``make bench`` runs them. They are not tests."""

@@ -16,7 +16,7 @@ from penstock_enginecore.lora.target import AdapterTarget
 
 
 def measure(model: Path, adapter: Path, rounds: int) -> dict[str, float]:
-    """Milliseconds of a reading on one thread, of its processor alone too, and the adapter's size."""
+    """Return the milliseconds of one read on one thread (elapsed time and processor time), and the adapter's size."""
     torch.set_num_threads(1)
     make: Any = AutoModelForCausalLM
     with torch.device("meta"):
@@ -41,7 +41,7 @@ def measure(model: Path, adapter: Path, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the results."""
     parser = argparse.ArgumentParser(description="Measure how long reading an adapter takes.")
     parser.add_argument("model", type=Path, help="folder of the base model")
     parser.add_argument("adapter", type=Path, help="folder of the adapter, see examples/demo_model/make_adapters.py")

@@ -76,13 +76,13 @@ def known_server() -> Iterator[str]:
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """An ASGI application with completions alone."""
+    """ASGI application that serves only completions."""
     if scope["type"] != "http":
         return
     body, more = b"", True
     while more:
         message = await receive()
-        if message["type"] == "http.disconnect":  # the batch was killed while it sent this
+        if message["type"] == "http.disconnect":  # the batch was killed while it sent this request
             return
         body, more = body + message.get("body", b""), message.get("more_body", False)
     answer = {"choices": [{"text": answer_of(json.loads(body)["prompt"])}]}
@@ -97,7 +97,7 @@ def lines_in(path: Path) -> int:
 
 
 def resident(pid: int) -> int:
-    """Bytes of a process in memory; 0 when it has gone."""
+    """Return the resident bytes of a process, or 0 if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * 4096
     except (OSError, IndexError):
@@ -105,8 +105,8 @@ def resident(pid: int) -> int:
 
 
 def run_until(argv: Sequence[str], output: Path, lines: int | None, how: signal.Signals) -> list[int]:
-    """Run the batch until its end, or until its output has ``lines`` lines. Returns the resident sizes while lines were
-    written.
+    """Run the batch until it ends, or until its output has ``lines`` lines. Returns the resident sizes during that
+    time.
     """
     before = lines_in(output)
     process = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
@@ -127,7 +127,7 @@ def run_until(argv: Sequence[str], output: Path, lines: int | None, how: signal.
 
 
 def interrupted(count: int, max_tokens: int, times: int, seed: int, folder: Path, server: str) -> dict[str, Any]:
-    """Run the batch in ``times`` + 1 pieces. Returns the result; ``texts`` are by line."""
+    """Run the batch with ``times`` interruptions. Returns the result, with ``texts`` by line."""
     chance = random.Random(seed)
     source, output = folder / "in.jsonl", folder / "out.jsonl"
     write_input(source, count, max_tokens)
@@ -148,7 +148,10 @@ def interrupted(count: int, max_tokens: int, times: int, seed: int, folder: Path
 
 
 def speed(role: str, count: int, max_tokens: int, folder: Path) -> dict[str, Any]:
-    """Tokens and seconds, of the clock and of the processor, of one way over the prompts, in this process; loading aside."""
+    """Run all prompts in this process by one method.
+
+    Returns the number of tokens, the elapsed seconds and the processor seconds, without loading.
+    """
     from penstock_local import LLM
     from penstock_local.batch import batch, options
     from penstock_local.batch.engine import LocalEngine
@@ -187,7 +190,10 @@ def speed(role: str, count: int, max_tokens: int, folder: Path) -> dict[str, Any
 
 
 def in_turns(count: int, max_tokens: int, turns: int) -> tuple[float, float]:
-    """The batch's share of the tokens a second of ``LLM.generate``, by the processor and by the clock: medians of turns."""
+    """Return the batch's tokens per second relative to ``LLM.generate``, as medians over turns.
+
+    The two ratios use processor time and elapsed time.
+    """
     rates: dict[str, list[tuple[float, float]]] = {"generate": [], "batch": []}
     texts: list[str] = []
     for _ in range(turns):
@@ -223,7 +229,7 @@ def main() -> int:
     arguments = parser.parse_args()
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # a shell's background jobs ignore it, and so would the batch
+    )  # background jobs of a shell ignore SIGINT, and the batch would inherit that
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if arguments.role:

@@ -1,6 +1,6 @@
 """Cost per step of reporting cache events to a frontend: CPU time of the main thread, without the model.
 
-Prompts of 256 tokens and answers of 32 to 95 fill a pool in which every new block evicts one.
+Prompts of 256 tokens and answers of 32 to 95 tokens keep the block pool full, so every new block evicts a block.
 """
 
 import itertools
@@ -18,7 +18,7 @@ ROUNDS = 5
 
 
 def microseconds(running: int, *, followed: bool, steps: int = 1500) -> float:
-    """CPU time of a step with ``running`` requests, on average."""
+    """Return the mean CPU time of a step with ``running`` requests, in microseconds."""
     executor = NullExecutor()
     config = EngineCoreConfig(
         model=ModelConfig(path="null"),

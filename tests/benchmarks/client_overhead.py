@@ -1,10 +1,10 @@
 """Cost per message of the example clients in each language: ``python -m tests.benchmarks.client_overhead
 [LANGUAGE...]``.
 
-Each client makes calls of one stream, one after the other, to a public API without a model. It does so with few
-messages and with many. The cost of a message is the difference of the CPU times (user and system, all threads) divided
-by the difference of the message counts. Startup and JIT compilation cancel out. Languages alternate over several
-rounds; results are medians.
+Each client makes streaming calls, one after the other, to a public API without a model: once with few messages and once
+with many. The cost of a message is the difference of the CPU times (user and system, all threads) divided by the
+difference of the message counts. Startup and JIT compilation cancel out. Languages alternate over several rounds, and
+results are medians.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.fakes.frontends.fake_inference import FakeInference
 ROUNDS = 5
 WORDS = 100
 FEW, MANY = 20, 220
-"""Calls, of so many words each."""
+"""Number of calls in the small run and in the large run."""
 
 
 async def main(wanted: list[str]) -> None:

@@ -1,6 +1,7 @@
-"""Time of a sum over workers of one host, in shared memory and over gloo: ``python -m tests.benchmarks.collectives``.
+"""Time of an all-reduce over workers of one host: ``python -m tests.benchmarks.collectives``.
 
-Processes have one thread each. The two methods alternate over several rounds; results are medians.
+The benchmark compares shared memory with gloo. Each process has one thread. The two methods alternate over several
+rounds, and results are medians.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def _measure(kind: str, rank: int, size: int, store: int, memory: int, tokens: i
 
 
 def microseconds(kind: str, size: int, tokens: int) -> float:
-    """Return the time of a sum over ``size`` processes, measured by the first process."""
+    """Return the time of an all-reduce over ``size`` processes, measured by the first process."""
     context = multiprocessing.get_context("fork")
     told, store, memory = context.Queue(), os.memfd_create("store"), collectives.create(size)
     ranks = [

@@ -1,9 +1,9 @@
 """Cost of a step of 16 unconstrained requests while constrained requests run in the same batch.
 
 Run ``python -m tests.benchmarks.constrained_neighbours``. A row of the table compares equal work: the same number of
-additional requests with a schema and without, measured in turn in every round. ``--masks`` selects the code that
-applies masks: ``torch``, the ``kernels``, or ``both``, one after the other in each round. To compare with other
-sources, run their copy with the same arguments on an idle machine.
+additional requests, with a schema and without, measured in turn in every round. ``--masks`` selects the code that
+applies masks: ``torch``, the ``kernels``, or ``both`` in turn in each round. To compare with another version of the
+code, run that version with the same arguments on an idle machine.
 """
 
 import argparse
@@ -25,8 +25,8 @@ COUNTS = (1, 4)
 
 @contextmanager
 def masks(by: str) -> Iterator[None]:
-    """Let masks be applied by ``torch`` or by the ``kernels`` meanwhile."""
-    method = "mask"  # which older sources do not have
+    """Apply masks with ``torch`` or with the ``kernels`` while the block runs."""
+    method = "mask"  # older versions do not have this setting
     native = getattr(NativeSampling, method, None)
     if by == "torch" and native is not None:
         setattr(NativeSampling, method, lambda _self, logits, grammar: mask_grammar(logits, grammar))
@@ -38,7 +38,11 @@ def masks(by: str) -> Iterator[None]:
 
 
 def measure(model: Path, threads: int, rounds: int, ways: list[str]) -> Iterator[tuple[str, str, int, float, float]]:
-    """Scheduling mode, mask code, additional requests, and median milliseconds per step without and with a schema."""
+    """Measure all rows.
+
+    Returns the scheduling mode, the mask code, the number of additional requests, and the median milliseconds per step
+    without and with a schema.
+    """
     for async_scheduling in (False, True):
         bench = Bench(str(model), threads, async_scheduling=async_scheduling)
         found: dict[tuple[str, int, bool], list[float]] = defaultdict(list)

@@ -1,9 +1,10 @@
 """Memory growth of an engine with drafts over many requests: ``python -m tests.benchmarks.draft_memory --requests
 20000``.
 
-Each method runs in an engine process of its own: no drafts (for comparison), ngram and suffix. Short requests of many
-tenants come and go; some are preempted and some aborted. The resident set is sampled while no request runs. A method
-passes if it grows by at most a few MiB between the warm-up and the end. suffix may also grow by the bytes of its cache.
+Each method runs in a separate engine process: no drafts (for comparison), ngram and suffix. The load is short requests
+of many tenants. Some requests are preempted, and some are aborted. The resident set is sampled while no request runs. A
+method passes if its resident set grows by at most a few MiB between the warm-up and the end. suffix may also grow by
+the size of its cache.
 """
 
 import argparse
@@ -27,15 +28,23 @@ from tests.fakes.engines.in_process import CLIENT, build_engine
 MODEL = Path("examples/demo_model/penstock-tiny")
 METHODS = ("", "ngram", "suffix")
 CONCURRENT, TENANTS, ABORTED = 64, 40, 23
-"""Requests at once; ``cache_salt``s; every so many requests one is aborted in its middle."""
+"""Number of concurrent requests, number of cache salts, and the interval of aborted requests.
+
+One of ``ABORTED`` requests is aborted while it runs.
+"""
 NUM_BLOCKS, BLOCK_SIZE = 160, 16
-"""Too few for all that run: some are preempted."""
+"""Size of the block pool. It is too small for all running requests, so some are preempted."""
 TOLERANCE = 8.0
-"""Tolerance in MiB: allocators keep their peak size."""
+"""Tolerance in MiB, because allocators do not return their peak memory."""
 
 
 class Row(msgspec.Struct, frozen=True):
-    """``resident``: MiB after this many requests. ``kept``: MiB of suffix's past outputs, by its own count."""
+    """A sample.
+
+    Attributes:
+        resident: Resident set in MiB after this number of requests.
+        kept: MiB of past outputs in the suffix cache, according to the drafter.
+    """
 
     requests: int
     resident: float
@@ -43,7 +52,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Result of a method. ``allowed``: MiB by which it may grow."""
+    """Result of a method. ``allowed`` is the allowed growth in MiB."""
 
     method: str
     rows: list[Row]
@@ -53,13 +62,16 @@ class Found(msgspec.Struct, frozen=True):
     preemptions: int
 
     def grown(self, warm_up: int) -> float:
-        """MiB from the first sample after the warm-up to the highest one."""
+        """Return the growth in MiB from the first sample after the warm-up to the largest sample."""
         behind = [row.resident for row in self.rows if row.requests >= warm_up]
         return max(behind) - behind[0]
 
 
 def requests(count: int, vocab_size: int) -> Iterator[EngineCoreRequest]:
-    """Prompts of 8 to 40 tokens, every second one of 200 that come again, outputs of 24 tokens."""
+    """Yield requests with prompts of 8 to 40 tokens and outputs of 24 tokens.
+
+    Every second prompt is one of 200 repeated prompts.
+    """
     rng = random.Random(0)
     common = [[rng.randrange(6, vocab_size) for _ in range(rng.randint(8, 40))] for _ in range(200)]
     for number in range(count):
@@ -120,7 +132,7 @@ def measure(method: str, count: int, every: int, cache_bytes: int) -> Found:
 
 
 def _kept(engine: EngineCore) -> int:
-    """Bytes of past outputs."""
+    """Return the bytes of past outputs in the drafter's cache."""
     executor: Any = engine.executor
     drafting = executor._worker.runner._drafting
     inner = getattr(getattr(drafting, "drafter", None), "_inner", None)
@@ -128,7 +140,7 @@ def _kept(engine: EngineCore) -> int:
 
 
 def main() -> int:
-    """Print a line per sample, and a verdict per method. Returns 1 when one has grown."""
+    """Print a line per sample and a result per method. Returns 1 if a method's memory has grown too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--every", type=int, default=500, help="requests between two samples")

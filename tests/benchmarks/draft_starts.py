@@ -1,7 +1,7 @@
 """Additional start time of an engine with drafts: ``python -m tests.benchmarks.draft_starts --rounds 5``.
 
-It measures ``penstock serve`` from its start to the first healthy answer, without drafts and with drafts, in turn.
-Results are medians.
+The benchmark measures the time from the start of ``penstock serve`` to the first healthy answer, with and without
+drafts in turn. Results are medians.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from tests.fakes.network.ports import free_port
 
 MODEL = Path("examples/demo_model/penstock-tiny")
 LIMIT = 0.5
-"""Seconds that looking tokens up may add to a start."""
+"""Maximum seconds that lookup drafters may add to the start."""
 _POLL = 0.02
 
 
 def start(model: Path, flags: list[str], log: Path) -> float:
-    """Seconds to the first healthy answer."""
+    """Return the seconds from the start to the first healthy answer."""
     port = free_port()
     server = Server("start", serve_command(model, port, flags), {}, log)
     try:
@@ -41,7 +41,7 @@ def _soon(url: str) -> bool:
 
 
 def main() -> int:
-    """Print seconds of each round, and the medians. Returns 1 when drafts add more than they may."""
+    """Print the seconds of each round, and the medians. Returns 1 if drafts add more than ``LIMIT``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=MODEL, help="the checkpoint that is served")
     parser.add_argument("--method", default="ngram")
@@ -51,7 +51,7 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "start.log"
     flags = {"without": [], args.method: ["--speculative", args.method]}
-    start(args.model, flags["without"], log)  # files come from the disk
+    start(args.model, flags["without"], log)  # the first start reads files from the disk, so it does not count
     seconds: dict[str, list[float]] = {name: [] for name in flags}
     for number in range(args.rounds):
         for name in flags if number % 2 == 0 else reversed(flags):

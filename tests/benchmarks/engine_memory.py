@@ -1,4 +1,4 @@
-"""The memory of a server's engine."""
+"""Resident memory of a server's engine process."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class EngineMemory:
-    """The resident memory of the engine's process among those of this process' descendants, looked at every 20 ms."""
+    """Samples the resident memory of the engine process every 20 ms. The process is a descendant of this process."""
 
     def __init__(self) -> None:
         (self._pid,) = (pid for pid in _descendants() if _command(pid).startswith(b"penstock-enginecore "))
@@ -16,13 +16,13 @@ class EngineMemory:
 
     @property
     def now(self) -> int:
-        """Bytes."""
+        """Return the current resident memory in bytes."""
         pages = int(Path(f"/proc/{self._pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     @contextlib.contextmanager
     def peak(self) -> Iterator[list[int]]:
-        """The largest that is seen in the ``with`` block, in the list once it has ended."""
+        """Record the peak while the ``with`` block runs. The list gets the peak when the block ends."""
         seen: list[int] = []
         self._stopped.clear()
 

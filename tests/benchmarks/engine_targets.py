@@ -1,4 +1,4 @@
-"""Ways to reach an engine: inside this process, and over its session."""
+"""Load targets: an engine in this process, and an engine over its session."""
 
 import asyncio
 import itertools
@@ -25,7 +25,7 @@ KV_CACHE_MEMORY = 512 * 1024 * 1024
 
 
 def cpu_engine(model: str, threads: int) -> EngineCoreConfig:
-    """An engine of ``threads`` threads."""
+    """Return the configuration of a CPU engine with ``threads`` threads."""
     return EngineCoreConfig(
         model=ModelConfig(path=model),
         cache=CacheConfig(kv_cache_memory=KV_CACHE_MEMORY),
@@ -34,7 +34,7 @@ def cpu_engine(model: str, threads: int) -> EngineCoreConfig:
 
 
 class InProcessEngine:
-    """The busy loop on a thread of this process: no wire, no other process."""
+    """An engine whose busy loop is a thread of this process, without messages or other processes."""
 
     def __init__(self, config: EngineCoreConfig, executor: Executor | None = None) -> None:
         self._engine = EngineCore(config, executor or UniprocExecutor(config), progress=lambda line: None)
@@ -61,10 +61,10 @@ class InProcessEngine:
         self._loop.call_soon_threadsafe(self._deliver, outputs)
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Part of ``OutputSink``; cache events are off."""
+        """Part of ``OutputSink``. Ignored, because cache events are off."""
 
     def draining(self, timeout: float) -> None:
-        """Part of ``OutputSink``; nothing runs when the benchmark stops."""
+        """Part of ``OutputSink``. Ignored, because no request runs when the benchmark stops."""
 
     def engine_dead(self, reason: str) -> None:
         """Part of ``OutputSink``."""
@@ -75,7 +75,7 @@ class InProcessEngine:
             self._pieces[output.request_id].put_nowait((len(output.new_token_ids), output.finish_reason is not None))
 
     async def stream(self, prompt: list[int], output_len: int) -> AsyncIterator[int]:
-        """Greedy, to the full length."""
+        """Yield a greedy output of exactly ``output_len`` tokens."""
         request_id = str(next(self._ids))
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         self._busy_loop.add(
@@ -90,7 +90,7 @@ class InProcessEngine:
 
 
 class SessionClient:
-    """A frontend reduced to its session: one bidi stream to an engine process."""
+    """The session part of a frontend: one bidirectional stream to an engine process."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -118,7 +118,7 @@ class SessionClient:
                 self._pieces[output.request_id].put_nowait((len(output.new_token_ids), bool(output.finish_reason)))
 
     async def stream(self, prompt: list[int], output_len: int) -> AsyncIterator[int]:
-        """Greedy, to the full length."""
+        """Yield a greedy output of exactly ``output_len`` tokens."""
         request_id = str(next(self._ids))
         params = WireSamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         request = pb.EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params)

@@ -1,9 +1,9 @@
-"""Balance of expert load over ranks, before and after the experts are placed again: ``python -m
+"""Balance of expert load over ranks, before and after moving experts: ``python -m
 tests.benchmarks.expert_balance``.
 
-The simulation has 8 ranks and 64 experts. Each token selects 4 experts by a Zipf distribution, whose order changes
-every few windows. There are a quarter more slots than experts. The placement for each window uses the counts of the
-previous window.
+The simulation has 8 ranks and 64 experts. Each token selects 4 experts by a Zipf distribution. The order of the experts
+in the distribution changes every few windows. The number of slots is 25 percent larger than the number of experts. The
+placement for each window uses the counts of the previous window.
 """
 
 import argparse
@@ -19,14 +19,14 @@ RANKS, EXPERTS, TOP, SLOTS = 8, 64, 4, 10
 
 
 def traffic(seed: int, exponent: float, tokens: int, windows: int, steady: int) -> list[list[int]]:
-    """Tokens by expert, of each window. The order of the experts is another one after ``steady`` windows."""
+    """Yield the tokens per expert for each window. The order of the experts changes after ``steady`` windows."""
     random = np.random.default_rng(seed)
     weights = np.log(np.arange(1, EXPERTS + 1) ** -exponent)
     found = []
     for window in range(windows):
         if window % steady == 0:
             order = random.permutation(EXPERTS)
-        # The largest of so disturbed logarithms are a draw without replacement.
+        # The largest of these logarithms with Gumbel noise are a sample without replacement.
         drawn = np.argpartition(-(weights + random.gumbel(size=(tokens, EXPERTS))), TOP, axis=1)[:, :TOP]
         found.append(np.bincount(order[drawn].ravel(), minlength=EXPERTS).tolist())
     return found

@@ -1,10 +1,9 @@
-"""Ranks that share a model's experts, as processes: ``python -m tests.benchmarks.expert_groups cost`` and ``...
-balance``.
+"""Expert-parallel ranks as processes: ``python -m tests.benchmarks.expert_groups cost`` and ``... balance``.
 
-``cost`` compares two ranks of one thread with one engine of two threads, at 32 streams, for each dispatch. It also
-prints a rank's memory. ``balance`` runs four ranks with 32 experts and ten slots each. Tokens select experts by a Zipf
-distribution whose order changes with the prompts. It compares the balance and the time between tokens with fixed and
-with moving experts.
+``cost`` compares two ranks of one thread with one engine of two threads, at 32 streams, for each dispatch. The
+command also prints a rank's memory. ``balance`` runs four ranks with 32 experts and with ten slots per rank. Tokens
+select experts by a Zipf distribution whose order changes with the prompts. The command compares the balance and the
+time between tokens for fixed and for moving experts.
 """
 
 import argparse
@@ -45,7 +44,7 @@ STREAMS, OUTPUT_LEN, ROUNDS_OF_AN_ORDER, ORDERS = 16, 50, 8, 4
 
 
 def make_model(folder: Path, shape: Mapping[str, Any]) -> Any:
-    """Random weights from seed 0, and a tokenizer of bytes."""
+    """Write a model with random weights from seed 0 and a byte tokenizer."""
     set_seed(0)
     auto: Any = AutoModelForCausalLM
     model = auto.from_config(AutoConfig.for_model("qwen3_moe", **shape))
@@ -55,11 +54,12 @@ def make_model(folder: Path, shape: Mapping[str, Any]) -> Any:
 
 @torch.no_grad()
 def follow_zipf(model: Any) -> None:
-    """Make tokens select experts by a Zipf distribution. Its order differs between the first and the second half of the
-    vocabulary.
+    """Change the model so that tokens select experts by a Zipf distribution. The order of the experts differs between
+    the
+    first and the second half of the vocabulary.
 
-    Two features of the embedding encode the half; the routers' other inputs are noise. The output layer shares the
-    embeddings, so an answer stays in the half of its prompt.
+    Two features of the embedding encode the half of the vocabulary. The routers' other inputs are noise. The output
+    layer uses the embeddings' weights, so an answer stays in the half of its prompt.
     """
     random = np.random.default_rng(0)
     weight = model.get_input_embeddings().weight
@@ -67,11 +67,13 @@ def follow_zipf(model: Any) -> None:
     weight.normal_()
     weight[:, :2] = 0
     weight[: vocab // 2, 0] = weight[vocab // 2 :, 1] = hidden**0.5
-    # After the norm such a feature is (hidden / 2) ** 0.5, and the others have a variance of 1 / 2.
+    # After the norm, the feature has this value, and all other features have a variance of 1 / 2.
     feature = (hidden / 2) ** 0.5
     for layer in model.model.layers:
         gate = layer.mlp.gate.weight
-        gate.normal_(std=1.28 / feature)  # a Gumbel's deviation: the highest are a draw without replacement
+        gate.normal_(
+            std=1.28 / feature
+        )  # the deviation of a Gumbel distribution, so that the largest values are a sample without replacement
         for column in range(2):
             order = random.permutation(len(gate)) + 1
             gate[:, column] = torch.from_numpy(np.log(order**-EXPONENT) / feature)
@@ -79,7 +81,7 @@ def follow_zipf(model: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def one_engine(model: str) -> AsyncIterator[tuple[str, list[Service]]]:
-    """An engine of two threads. Gives the public address, and the engines."""
+    """Run an engine of two threads. Yields the public address and the engines."""
     async with processes.engine(model, 2) as engine, processes.frontend(model, engine.address) as front:
         await asyncio.gather(engine.serving(), front.serving())
         yield front.address, [engine]
@@ -87,7 +89,7 @@ async def one_engine(model: str) -> AsyncIterator[tuple[str, list[Service]]]:
 
 @contextlib.asynccontextmanager
 async def group(model: str, size: int, **flags: Any) -> AsyncIterator[tuple[str, list[Service]]]:
-    """Ranks of one thread. Gives the public address, and the ranks."""
+    """Run ranks of one thread each. Yields the public address and the ranks."""
     shared: dict[str, Any] = {
         "data_parallel__size": size,
         "data_parallel__min_size": size,
@@ -98,7 +100,7 @@ async def group(model: str, size: int, **flags: Any) -> AsyncIterator[tuple[str,
 
 
 async def cost(model: str, rounds: int) -> None:
-    """Prints a table."""
+    """Measure and print a table."""
     tokens: dict[str, list[float]] = {}
     memory: dict[str, list[float]] = {}
     for number in range(rounds):
@@ -136,7 +138,11 @@ async def _ask(client: PublicClient, prompt: list[int], between: list[float]) ->
 
 
 async def _streams(address: str, rank: Service, seed: int) -> tuple[list[float], list[list[float]]]:
-    """Seconds between tokens, and by order of the experts the balance of the last window after each of the load's rounds."""
+    """Run the load.
+
+    Returns the seconds between tokens, and for each order of the experts the balance of the last window after each
+    round.
+    """
     between: list[float] = []
     balances: list[list[float]] = []
     rng = np.random.default_rng(seed)
@@ -152,7 +158,7 @@ async def _streams(address: str, rank: Service, seed: int) -> tuple[list[float],
 
 
 async def balance(model: str, rounds: int) -> None:
-    """Prints a table."""
+    """Measure and print a table."""
     table = Table(
         title=f"{RANKS} ranks, {SLOTS} slots each, Zipf {EXPONENT}; {STREAMS} streams, another order three times"
     )

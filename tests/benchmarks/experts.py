@@ -49,7 +49,10 @@ LOADS = (
 
 
 async def measure(model: str, item: Load, seed: int, *, packed: bool) -> tuple[float, int]:
-    """Tokens per second of a processor, those of prompts among them where a load has but one of output, and bytes of weights."""
+    """Return the tokens per processor second, and the bytes of weights.
+
+    For loads with one output token, the count includes prompt tokens.
+    """
     config = EngineCoreConfig(
         model=ModelConfig(path=model, device="cpu", dtype="float32"),
         cache=CacheConfig(kv_cache_memory=KV_CACHE_MEMORY),

@@ -1,8 +1,7 @@
-"""Requests to extract: five worked examples of a text and its record as JSON, the same for all, and a new text.
+"""Extraction requests: five examples of a text and its JSON record, the same for all requests, and then a new text.
 
-The form is one that the demo model was trained on (``examples/demo_model/tasks.py``), so that its answers are right:
-keys and
-punctuation come from the examples, values from the text.
+The demo model was trained on this format (``examples/demo_model/tasks.py``), so its answers are right: keys and
+punctuation come from the examples, and values come from the text.
 """
 
 import json
@@ -34,13 +33,13 @@ Record = dict[str, str | int | bool]
 
 
 def person(rng: random.Random) -> tuple[str, Record]:
-    """A text, and its record."""
+    """Return a text and its JSON record."""
     name, age, city = rng.choice(NAMES), rng.randint(5, 90), rng.choice(CITIES)
     return f"{name} is {age} years old and lives in {city}.", {"name": name, "age": age, "city": city}
 
 
 def item(rng: random.Random) -> tuple[str, Record]:
-    """A text, and its record."""
+    """Return a text and its JSON record."""
     color, what, price = rng.choice(COLORS), rng.choice(ITEMS), rng.randint(1, 99)
     stock = rng.random() < 0.5
     text = f"A {color} {what} costs {price} dollars and is {'' if stock else 'not '}in stock."
@@ -48,7 +47,7 @@ def item(rng: random.Random) -> tuple[str, Record]:
 
 
 def extractions(count: int, **fields: Any) -> list[dict[str, Any]]:
-    """Bodies of chats, of persons and items in turn."""
+    """Return chat bodies with persons and items in turn."""
     return [{"messages": messages(number)[0], "max_tokens": 60, "seed": number, **fields} for number in range(count)]
 
 

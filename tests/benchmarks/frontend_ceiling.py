@@ -1,14 +1,14 @@
 """Maximum throughput of one frontend process, and its cost per token and per request: ``python -m
 tests.benchmarks.frontend_ceiling``.
 
-The frontend is a process of its own. This process has its engines (``FakeEngine``: no model, prepared outputs) and its
-clients (``raw_streams``: no HTTP or gRPC library). By default the engines take a step once the clients have read the
-previous step. Every token is then a separate piece of output, however busy the machine is. With ``--ahead`` the engines
-run ahead, and the frontend merges tokens into larger pieces when it cannot keep up. CPU time is the frontend's own,
-from /proc: user and system, all threads. It can be compared even on a shared machine.
+The frontend is a separate process. This process runs the engines (``FakeEngine``: no model, prepared outputs) and the
+clients (``raw_streams``: no HTTP or gRPC library). By default, the engines run a step once the clients have read the
+previous step. Then every token is a separate piece of output, even on a busy machine. With ``--ahead``, the engines do
+not wait for the clients, and a slow frontend merges tokens into larger pieces. The CPU time is the frontend's, from
+/proc: user and system, all threads. CPU times are comparable even on a shared machine.
 
-``--base-url`` measures a running server with the same load. The server must be OpenAI-compatible and have its own
-engines. ``--pids`` names its processes.
+``--base-url`` measures a running server with the same load. The server must be OpenAI-compatible and run its own
+engines. ``--pids`` lists the server's processes.
 """
 
 import argparse
@@ -37,7 +37,7 @@ MAX_MODEL_LEN = 65_536
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """``streams`` at once, ``requests`` in all, each with ``output_len`` tokens."""
+    """A load: ``requests`` requests on ``streams`` concurrent streams, each with ``output_len`` output tokens."""
 
     streams: int
     requests: int
@@ -45,7 +45,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of one run. ``cpu_us``: microseconds of CPU per token, or per request where each has one token."""
+    """Results of one run. ``cpu_us``: microseconds of CPU per token, or per request if each request has one token."""
 
     tokens_per_s: float
     requests_per_s: float
@@ -56,7 +56,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Engines:
-    """Engines that step together, once the clients have read all but the last ``ahead - 1`` steps."""
+    """Engines that run steps together, at most ``ahead`` steps before the clients have read them."""
 
     def __init__(self, count: int, *, output_len: int, ahead: int) -> None:
         script = [outputs.token(1, index) for index in range(output_len)]
@@ -84,7 +84,7 @@ class Engines:
         return [engine.address for engine in self._engines]
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
         for engine in self._engines:
             await engine.start()
 
@@ -104,7 +104,7 @@ class Engines:
             running = sum(len(engine.running) for engine in self._engines)
             if running == 0 or self._unread > (self._ahead - 1) * running:
                 self._room.clear()
-                # A request that comes sets nothing here: look again soon.
+                # A new request does not set this event, so check again after a millisecond.
                 await _set_within(self._room, 0.001)
                 continue
             self._unread += running
@@ -123,7 +123,7 @@ async def _set_within(event: asyncio.Event, seconds: float) -> None:
 
 
 def cpu_seconds(pids: Sequence[int]) -> tuple[float, float]:
-    """User and system time of these processes, all threads."""
+    """Return the user and system time of all threads of these processes."""
     ticks = os.sysconf("SC_CLK_TCK")
     fields = [Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split() for pid in pids]
     return sum(int(each[11]) for each in fields) / ticks, sum(int(each[12]) for each in fields) / ticks
@@ -180,7 +180,7 @@ async def measure(streams: Streams, load: Load, pids: Sequence[int], engines: En
 
 @asynccontextmanager
 async def own_frontend(flags: argparse.Namespace, output_len: int) -> AsyncIterator[tuple[Service, int, Engines]]:
-    """A frontend with engines; yields it, its HTTP port and them."""
+    """Run a frontend with engines. Yields the frontend, its HTTP port, and the engines."""
     engines = Engines(flags.engines, output_len=output_len, ahead=flags.ahead)
     http_port = free_port()
     with tempfile.TemporaryDirectory() as folder:
@@ -211,8 +211,8 @@ async def own_frontend(flags: argparse.Namespace, output_len: int) -> AsyncItera
 async def one(flags: argparse.Namespace, protocol: str, load: Load) -> Result:
     """Run a warm-up and some rounds over one protocol, against a new frontend or the server at ``--base-url``.
 
-    The result has the median of the times and the minimum of the CPU time, because other load on the machine only adds
-    to it.
+    The result has the median of the times and the minimum of the CPU time, because other load on the machine can only
+    increase the CPU time.
     """
     prompt = PROMPT * flags.prompt_repeats
     warm = Load(streams=load.streams, requests=load.streams, output_len=load.output_len)
@@ -257,7 +257,7 @@ async def _runs(
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags."""
+    """Return the parsed flags."""
     parser = argparse.ArgumentParser(prog="frontend_ceiling", description=__doc__)
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256, 1024])
     parser.add_argument(
@@ -288,7 +288,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 async def main(flags: argparse.Namespace) -> None:
-    """A row per protocol, load and number of streams."""
+    """Measure a row for each protocol, load and number of streams."""
     write = sys.stdout.write
     write("protocol streams  load       tokens/s  requests/s  tokens/piece  CPU us/token  CPU us/request  system\n")
     for protocol in flags.protocols:

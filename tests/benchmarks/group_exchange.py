@@ -1,7 +1,7 @@
-"""What an exchange of a group's ranks takes, and rows between them: ``python -m tests.benchmarks.group_exchange``.
+"""Time of a data-parallel group's exchange and all-to-all: ``python -m tests.benchmarks.group_exchange``.
 
-Ranks are processes of this machine. An exchange is of a row of 64 bytes; an all-to-all of as many bytes for each rank as the
-table says. Seconds from rank 0's entry to its return, those of waiting for the others among them.
+Ranks are processes of this machine. An exchange has a row of 64 bytes, and an all-to-all has the table's number of
+bytes for each rank. Times are from rank 0's call to its return, including the wait for other ranks.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def _rank(address: str, rank: int, size: int, num_bytes: int, results: "multipro
 
 
 def measure(size: int, num_bytes: int) -> list[float]:
-    """Seconds of each collective, in ascending order; ``num_bytes`` 0: of an exchange."""
+    """Return the seconds of each collective in ascending order. ``num_bytes`` 0 measures an exchange."""
     server = MeetingServer("127.0.0.1")
     context = multiprocessing.get_context("spawn")
     results = context.Queue()

@@ -37,7 +37,7 @@ SAMPLE_EVERY, SAY_EVERY = 500, 4000
 
 
 class StepRow(msgspec.Struct, frozen=True):
-    """Median milliseconds of a decode step, and of the scheduler's part in it (measured by itself, see ``scheduler_step``)."""
+    """Median milliseconds of a decode step, and of the scheduler alone (measured by ``scheduler_step``)."""
 
     running: int
     waiting: int
@@ -46,7 +46,7 @@ class StepRow(msgspec.Struct, frozen=True):
 
 
 class MemoryRow(msgspec.Struct, frozen=True):
-    """Return the resident sets after the given numbers of requests."""
+    """Resident sets after the given numbers of requests."""
 
     requests: int
     engine_mib: float
@@ -117,7 +117,7 @@ def steps(model: str, threads: int, rounds: int) -> list[StepRow]:
 async def memory(
     model: str, threads: int, requests: int = 20_000, *, log: Callable[[str], object] = print
 ) -> list[MemoryRow]:
-    """Resident sets of an engine and a frontend while they serve short requests, ``CONCURRENT`` at a time."""
+    """Return the resident sets of an engine and a frontend that serve ``CONCURRENT`` concurrent short requests."""
     vocab_size = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     item = Load(streams=CONCURRENT, requests=requests, input_len=INPUT_LEN, output_len=OUTPUT_LEN)
     prompts = enumerate(load.prompts(item, vocab_size, seed=0), start=1)
@@ -138,7 +138,7 @@ async def memory(
 
         async def send() -> None:
             nonlocal done
-            for number, prompt in prompts:  # shared by all that send
+            for number, prompt in prompts:  # all senders take prompts from the same iterator
                 got = sum([size async for size in client.stream(prompt, OUTPUT_LEN)])
                 if got != OUTPUT_LEN:
                     raise RuntimeError(f"request {number} gave {got} of {OUTPUT_LEN} tokens")
@@ -154,7 +154,7 @@ async def memory(
 
 
 def resident_mib(pid: int | str = "self") -> float:
-    """The resident set of a process. RuntimeError when it has ended."""
+    """Return the resident set of a process. Raises RuntimeError if the process has ended."""
     found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"process {pid} has ended")
@@ -174,7 +174,9 @@ def plot(folder: Path, step_rows: Sequence[StepRow], memory_rows: Sequence[Memor
 def _plot_steps(rows: Sequence[StepRow]) -> Figure:
     figure = Figure(figsize=(8, 5), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for waiting, mark, size in zip(WAITING, ("o", "x"), (9, 6), strict=True):  # where they coincide, both are seen
+    for waiting, mark, size in zip(
+        WAITING, ("o", "x"), (9, 6), strict=True
+    ):  # different marks, so that both are visible at the same point
         chosen = [row for row in rows if row.waiting == waiting]
         running = [row.running for row in chosen]
         name = f"{waiting:,} waiting".replace(",", " ") if waiting else "nothing waiting"

@@ -1,1 +1,1 @@
-"""The coordinator with a thousand engines and a hundred frontends."""
+"""Benchmarks of the coordinator with a thousand engines and a hundred frontends."""

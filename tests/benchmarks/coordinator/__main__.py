@@ -1,10 +1,10 @@
-"""The coordinator with many engines and frontends, and the cost for a frontend of choosing one of many engines.
+"""Benchmarks of the coordinator with many engines and frontends, and of a frontend's choice among many engines.
 
     python -m tests.benchmarks.coordinator                # in simulation, then as streams on the loopback interface
     python -m tests.benchmarks.coordinator --only streams --engines 200 --frontends 20
 
 Simulations have a simulated clock, and measure the processor time of only the coordinator's state and encoders. Streams
-are real: the coordinator's share of a core is that of its process, including gRPC.
+are real: the coordinator's core usage is that of its process, including gRPC.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tests.benchmarks.coordinator.simulation import Simulation
 
 
 def show(title: str, measured: dict[str, float]) -> None:
-    """A line per number."""
+    """Print one line for each number."""
     print(title)
     for name, value in measured.items():
         print(f"  {name:24} {value:12.4g}", flush=True)

@@ -12,7 +12,7 @@ MODEL = "meta-llama/Llama-3.1-8B-Instruct"
 
 
 def register(number: int, *, pool: str = "default", name: str = "penstock-engine") -> pb.EngineReport:
-    """The first message of an engine in a pod."""
+    """Return the registration message of an engine in a pod."""
     return pb.EngineReport(
         register=pb.Register(
             engine_id=f"{name}-6d5f7c9b44-{number:05d}",
@@ -26,7 +26,7 @@ def register(number: int, *, pool: str = "default", name: str = "penstock-engine
 
 
 def report(number: int, step: int) -> pb.EngineReport:
-    """A report of a busy engine: every one of its counts differs from the last."""
+    """Return a report of a busy engine. Every count differs from the previous report."""
     stats = SchedulerStats(
         num_running_reqs=100 + (number * 7 + step) % 150,
         num_waiting_reqs=(number + step) % 20,
@@ -40,6 +40,6 @@ def report(number: int, step: int) -> pb.EngineReport:
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
-    """The value that this fraction of them does not exceed; NaN of none."""
+    """Return the quantile of the values for this fraction. Returns NaN without values."""
     ordered = sorted(values)
     return ordered[min(int(len(ordered) * fraction), len(ordered) - 1)] if ordered else float("nan")

@@ -1,4 +1,4 @@
-"""Cost for a frontend of choosing one of many engines, from the list of its connections to the router's answer."""
+"""Time that a frontend takes to choose one of many engines, from the list of connections to the router's choice."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ ROUNDS = 200
 
 
 class Connected:
-    """The fields of a connection that the pool's candidates read."""
+    """Connection with only the fields that the engine pool reads."""
 
     ready = None
 
@@ -26,7 +26,7 @@ class Connected:
 
 
 def seconds_per_pick(engines: int) -> float:
-    """Return the median time of a choice among that many engines, all of which accept requests."""
+    """Return the median time of a choice among ``engines`` engines, which all accept requests."""
     config = FrontendConfig(model=ModelConfig(path="model"), engines=("engine:50052",))
     pool = EnginePool(config, incarnation="1", certificates=Certificates(), on_first_request=lambda _: None)
     connections = [Connected(number) for number in range(engines)]

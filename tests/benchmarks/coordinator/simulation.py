@@ -13,7 +13,7 @@ from penstock_coordinator.view_channel import Subscription
 from tests.benchmarks.coordinator.fleet import MODEL, quantile, register, report
 
 STEP = 0.01
-"""Seconds of the simulated clock between two checks for due events."""
+"""Simulated seconds between two checks for due events."""
 REPORT_INTERVAL = 0.1
 """Seconds between two reports of an engine, unless the coordinator tells it otherwise."""
 
@@ -22,26 +22,31 @@ class Simulated(msgspec.Struct, frozen=True):
     """Results of a simulation. Times are in seconds, sizes in bytes of payload."""
 
     core_share: float
-    """Seconds of processor time per second of the clock."""
+    """Seconds of processor time per simulated second."""
     bytes_per_second: float
-    """Bytes that one frontend gets per second."""
+    """Bytes per second that the coordinator sends to one frontend."""
     reports_per_second: float
     views_per_second: float
-    """Number of views that one frontend gets per second."""
+    """Views per second that the coordinator sends to one frontend."""
     lag_p50: float
     """Seconds from a membership change to the end of its encoding for all frontends."""
     lag_p99: float
 
     def as_dict(self) -> dict[str, float]:
-        """The numbers by name."""
+        """Return the numbers by name."""
         return msgspec.structs.asdict(self)
 
 
 class Simulation:
-    """Engines that report, frontends that are sent every view, and an engine that joins or leaves now and then."""
+    """Simulation of engines that report and of frontends that get every view. Sometimes an engine joins or leaves."""
 
     def __init__(self, engines: int, frontends: int, *, pools: int = 1, deltas: bool = True) -> None:
-        """``pools``: that engines and frontends are spread over. ``deltas``: whether frontends understand them."""
+        """Prepare a simulation.
+
+        Args:
+            pools: Number of pools. Engines and frontends are distributed over the pools.
+            deltas: Whether frontends accept view deltas.
+        """
         self.now = 0.0
         self._config = CoordinatorConfig(restart_grace=0.0, lease_seconds=600.0)
         self._cluster = Cluster(self._config, lambda: self.now, ProtoEncoder())
@@ -57,7 +62,7 @@ class Simulation:
         self.sent_bytes = self.sent_views = self.reports = 0
 
     def run(self, seconds: float) -> Simulated:
-        """Let the clock run for so long, with a change of the members about four times a second."""
+        """Simulate ``seconds`` seconds. The membership changes about four times per second."""
         self.now = 10.0
         self._cluster.tick()
         self._send()

@@ -25,11 +25,11 @@ NEWCOMERS_EVERY = 0.5
 REPORT_INTERVAL = 0.1
 """Seconds between two reports of an engine, unless the coordinator tells it otherwise."""
 LIMIT = 90.0
-"""Seconds in which everybody has to be connected and to end."""
+"""Timeout in seconds for connecting all clients, and for their end."""
 
 
 class Engines:
-    """Streams that register and report as often as the coordinator lets them."""
+    """Engine streams, which register and send reports at the coordinator's interval."""
 
     def __init__(self, address: str, count: int) -> None:
         self._address, self._count = address, count
@@ -100,7 +100,7 @@ class Engines:
 
 
 class Frontends:
-    """Streams that read views."""
+    """Frontend streams, which read views."""
 
     def __init__(self, address: str, count: int) -> None:
         self._count = count
@@ -151,7 +151,7 @@ def hello(number: int) -> pb.FrontendHello:
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time of a process and its threads."""
+    """Return the processor time of a process with all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -217,7 +217,7 @@ async def _line(process: Any, expected: str = "") -> Any:
 
 
 def main() -> None:
-    """A process of clients."""
+    """Run a process with client streams."""
     parser = argparse.ArgumentParser()
     parser.add_argument("side", choices=["engines", "frontends"])
     parser.add_argument("address")

@@ -1,4 +1,4 @@
-"""Steps of the shape: decode steps, prompts, and steps that verify drafts."""
+"""Batches for a model shape: decode steps, prompts, and steps that verify drafts."""
 
 from typing import Any
 
@@ -12,7 +12,10 @@ Rows = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def decode_batch(plan: Plan, row: DecodeRow) -> tuple[ForwardBatch, Rows]:
-    """The next token of each stream, whose blocks lie scattered over the cache, and the rows whose logits are wanted."""
+    """Return a batch with the next token of each stream, and the rows that need logits.
+
+    The blocks of a stream are scattered over the cache.
+    """
     random = np.random.default_rng(0)
     per_stream = -(-row.context // BLOCK_SIZE)
     order = 1 + random.permutation(row.streams * per_stream).astype(np.int32)
@@ -30,7 +33,7 @@ def decode_batch(plan: Plan, row: DecodeRow) -> tuple[ForwardBatch, Rows]:
 
 
 def prefill_batch(plan: Plan, prefill: Prefill) -> tuple[ForwardBatch, Rows]:
-    """A prompt, and the row of its last token."""
+    """Return a batch with a prompt, and the row of the prompt's last token."""
     count = prefill.tokens
     table = 1 + np.arange(-(-count // BLOCK_SIZE), dtype=np.int32)[None]
     positions = np.arange(count)
@@ -40,7 +43,7 @@ def prefill_batch(plan: Plan, prefill: Prefill) -> tuple[ForwardBatch, Rows]:
 
 
 def verify_batch(plan: Plan, row: DecodeRow, tokens: int) -> tuple[ForwardBatch, Rows]:
-    """The last ``tokens`` of each stream of ``row``, every one with logits."""
+    """Return a batch with the last ``tokens`` tokens of each stream of ``row``. All tokens have logits."""
     decode, _ = decode_batch(plan, row)
     (of_one,) = decode.attention
     last = np.arange(row.context - tokens, row.context)
@@ -54,10 +57,10 @@ def verify_batch(plan: Plan, row: DecodeRow, tokens: int) -> tuple[ForwardBatch,
 
 
 def blocks(row: DecodeRow) -> int:
-    """Of the cache for ``row``, the null block included."""
+    """Return the number of cache blocks for ``row``, including the null block."""
     return 1 + row.streams * -(-row.context // BLOCK_SIZE)
 
 
 def prefill_blocks(prefill: Prefill) -> int:
-    """Of the cache for ``prefill``, the null block included."""
+    """Return the number of cache blocks for ``prefill``, including the null block."""
     return 1 + -(-prefill.tokens // BLOCK_SIZE)

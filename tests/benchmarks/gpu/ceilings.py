@@ -1,4 +1,4 @@
-"""Measured limits of the device: a copy in its memory, and a product of random matrices."""
+"""Measured limits of the device: the rate of copies in its memory, and of products of random matrices."""
 
 import torch
 
@@ -8,11 +8,13 @@ from tests.device.phases import Row, Settings, Stage
 
 COPY_BYTES = 4 * 2**30
 SIDE = 8192
-"""Of the matrices."""
+"""Number of rows and columns of the matrices."""
 
 
 def stages(settings: Settings) -> list[Stage]:
-    """Return two rows: bytes per second of a copy, read and written, and operations per second of a product of matrices."""
+    """Return two rows: bytes per second of a copy, read and written, and operations per second of a product of
+    matrices.
+    """
     device = machine.pick(settings)
     num_bytes, side = (2**24, 256) if settings.cpu else (COPY_BYTES, SIDE)
     dtype = getattr(torch, plan_of(settings).shape.dtype)

@@ -1,4 +1,4 @@
-"""Compilation of kernels by several processes at once, into the cache that later phases use."""
+"""Compilation of kernels by several concurrent processes, into the cache for later phases."""
 
 import time
 from functools import partial
@@ -14,7 +14,7 @@ SHAPES = {"8B": "llama-8b", "1B": "llama-1b"}
 
 
 def stages(settings: Settings) -> list[Stage]:
-    """Return a row for each process: the sizes of decode steps that this benchmark runs, dealt out."""
+    """Return a row for each process. The sizes of decode steps are distributed over the processes."""
     if settings.shape not in SHAPES:
         return []
     plan = PLANS[settings.shape]

@@ -25,7 +25,7 @@ Step = Callable[[], object]
 
 
 class Decoder:
-    """The forward pass of a model shape, as in an engine. The rows of a stage share it."""
+    """The forward pass of a model shape, as in an engine. All rows of a stage use the same forward pass."""
 
     def __init__(self, plan: Plan, device: torch.device, built: BuiltForward) -> None:
         self.plan = plan
@@ -75,8 +75,9 @@ class Decoder:
         return run
 
     def timed(self, step: Step, *, rounds: int = ROUNDS, alone: bool = False, replays: bool = True) -> dict[str, Any]:
-        """Return the milliseconds of a step among many, of a single awaited step if ``alone``, and the kernels that
-        computed it.
+        """Return the milliseconds of one step in a sequence of steps, or of a single awaited step if ``alone`` is set.
+
+        Also returns the kernels that computed the step.
 
         ``replays``: whether steps of this shape should be replayed from a CUDA graph.
         """
@@ -95,7 +96,7 @@ class Decoder:
 
     @contextmanager
     def launched(self) -> Iterator[None]:
-        """Launch steps kernel by kernel in the ``with`` block, as with ``kernels.graphs: false``."""
+        """Launch the kernels of a step one by one in the ``with`` block, as with ``kernels.graphs: false``."""
         graphs, self.forward._graphs = self.forward._graphs, None
         try:
             yield
@@ -119,7 +120,7 @@ def decoder(
 
 @contextmanager
 def cache(forward: ForwardPass, num_blocks: int) -> Iterator[None]:
-    """A KV cache of random numbers, the null block included."""
+    """Return a KV cache of random numbers, including the null block."""
     caches = forward.memory.throwaway(BLOCK_SIZE, num_blocks)
     for layer in caches.values():
         for part in (layer.cache.keys, layer.cache.values):

@@ -1,4 +1,7 @@
-"""An engine in this process, and one with a frontend and two hops of gRPC, under a closed loop of streams."""
+"""Load on an engine in this process, and on an engine behind a frontend with two gRPC hops.
+
+Each stream sends its next request when the previous one ends.
+"""
 
 import asyncio
 import contextlib
@@ -29,8 +32,9 @@ ROUNDS = 3
 
 
 def stages(settings: Settings) -> list[Stage]:
-    """Return two stages: an engine in this process, and one in its own behind a frontend. Rows have medians of tokens per second
-    and of times to tokens.
+    """Return two stages: an engine in this process, and an engine process behind a frontend.
+
+    Rows have medians of the tokens per second, of the time to the first token and of the time per token.
     """
     plan, device = plan_of(settings), machine.pick(settings)
     return [
@@ -117,7 +121,7 @@ def _config(plan: Plan, path: Path, device: torch.device) -> EngineCoreConfig:
 
 
 def _process(config: EngineCoreConfig) -> Service:
-    """The same engine as a process."""
+    """Return the same engine as a separate process."""
     return Service(
         "penstock_enginecore",
         model__path=config.model.path,

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs the kernels of a tiny run on a CPU."""
+"""Setup of Triton's interpreter, which runs the kernels on a CPU for tiny runs."""
 
 import functools
 from importlib.metadata import version
@@ -21,7 +21,7 @@ def _adapt() -> None:
 
     def patch_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
-        # The original attribute, saved at the first change, is restored after the kernel.
+        # Triton restores the original attribute, which it saved at the first change, after the kernel.
         tensor.__index__ = lambda self: int(self.handle.data.squeeze())
 
     interpreter._patch_lang_tensor = patch_with_index

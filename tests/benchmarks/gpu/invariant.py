@@ -1,4 +1,4 @@
-"""The price of ``kernels.batch_invariant``, and whether the device keeps it: logits alone and in a batch, bit by bit."""
+"""Cost of ``kernels.batch_invariant``, and a bitwise comparison of logits alone and in a batch on the device."""
 
 from functools import partial
 from typing import Any
@@ -19,9 +19,11 @@ from tests.device.phases import Row, Settings, Stage
 
 
 def stages(settings: Settings) -> list[Stage]:
-    """Return the decode steps and prompts of ``passes``. ``same_bits``: whether the first stream's logits are those that it has
-    alone, and those of a prompt's last token those of a decode step of it. There are none on a CPU without compiled kernels,
-    which alone are batch-invariant there.
+    """Return the decode steps and prompts of ``passes``, computed with batch-invariant kernels.
+
+    ``same_bits`` says whether two pairs of logits are bitwise equal. The first pair is the first stream's logits in the
+    batch and alone. The second pair is the logits of a prompt's last token, computed in the prompt and in a decode
+    step. On a CPU, only compiled kernels are batch-invariant, so without them there are no rows.
     """
     if settings.cpu and not _has_kernels():
         return []
@@ -60,7 +62,7 @@ def _prefill(model: Decoder, prompt: Prefill) -> dict[str, Any]:
 
 
 def _one_token(batch: ForwardBatch, token: int) -> ForwardBatch:
-    """A step of one token of the first request of ``batch`` alone."""
+    """Return a step of one token for only the first request of ``batch``."""
     (metadata,) = batch.attention
     here = slice(token, token + 1)
     alone = AttentionMetadata(

@@ -1,4 +1,4 @@
-"""Attention alone: its error against float64, and its time with the lower bound from its bytes or products."""
+"""Attention kernels alone: error relative to float64, and time with the lower bound from bytes or products."""
 
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from tests.benchmarks.gpu.shapes import BLOCK_SIZE, DecodeRow, ModelShape, Prefi
 from tests.device.phases import Row, Settings, Stage
 
 CHECKED = 2
-"""Requests, or last queries of a prompt, whose outputs are computed again in float64."""
+"""Number of requests, or of last queries of a prompt, whose outputs are also computed in float64."""
 ROUNDS = 30
 
 
@@ -38,7 +38,7 @@ def stages(settings: Settings) -> list[Stage]:
 
 
 class _Layer:
-    """Random queries over a random cache: ``queries`` new tokens in each of ``requests`` sequences of ``length``."""
+    """Random queries and a random cache: ``queries`` new tokens in each of ``requests`` sequences of ``length`` tokens."""
 
     def __init__(
         self, shape: ModelShape, requests: int, queries: int, length: int, dtype: torch.dtype, device: torch.device
@@ -64,7 +64,7 @@ class _Layer:
         )
 
     def seconds(self, rounds: int) -> float:
-        """Return the time of one launch among many."""
+        """Return the time of one launch in a sequence of launches."""
         return machine.seconds_in_a_row(self._device, self._attend, rounds=rounds, warm_up=min(3, rounds))
 
     def _attend(self) -> None:
@@ -74,7 +74,7 @@ class _Layer:
         )  # fmt: skip
 
     def error(self, tokens: range) -> float:
-        """The largest difference from float64 over these tokens, as a share of the largest number."""
+        """Return the largest difference from float64 over these tokens, relative to the largest number."""
         found = self._out[tokens.start : min(tokens.stop, len(self._out))].double()
         expected = torch.stack([self._exact(tokens.start + i) for i in range(len(found))])
         return float((found - expected).abs().max() / expected.abs().max())

@@ -1,4 +1,4 @@
-"""What adapters cost: shrink and expand of one product alone, and decode steps in which streams have some or none."""
+"""Cost of adapters: the shrink and expand kernels of one product, and decode steps with and without adapters."""
 
 from functools import partial
 from typing import Any
@@ -27,11 +27,9 @@ WARM_UP = 3
 def stages(settings: Settings) -> list[Stage]:
     """Return two stages.
 
-    Rows of ``model`` have milliseconds of whole steps with adapters and without, and of the first step, which copies
-    adapters to
-    their slots. Rows of ``updates`` have milliseconds of the two kernels of a product, and their largest difference
-    from float64,
-    as a share of the largest number.
+    Rows of ``model`` have the milliseconds of complete steps with and without adapters, and of the first step, which
+    copies adapters into slots. Rows of ``updates`` have the milliseconds of the two kernels of a product. They also
+    have the kernels' largest difference from float64, relative to the largest number.
     """
     interpreter.prepare(settings)
     plan, device = plan_of(settings), machine.pick(settings)
@@ -88,13 +86,13 @@ def _error(found: torch.Tensor, x: torch.Tensor, segments: list[LoraSegment], ma
 
 
 def _segments(rows: int, made: list[LoraAdapter]) -> list[LoraSegment]:
-    """``rows`` among adapters, about as many each."""
+    """Distribute ``rows`` evenly over adapters."""
     ends = np.linspace(0, rows, len(made) + 1).astype(int).tolist()
     return [LoraSegment(one.digest, ends[i], ends[i + 1]) for i, one in enumerate(made)]
 
 
 def _adapter(layers: Any, rank: int, number: int) -> LoraAdapter:
-    """Of random numbers."""
+    """Return an adapter of random numbers."""
     generator = torch.Generator().manual_seed(number)
     updates = {
         name: LowRankUpdate(
@@ -107,7 +105,7 @@ def _adapter(layers: Any, rank: int, number: int) -> LoraAdapter:
 
 
 def _of_model(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Features of the linear layers of all layers, by the names that transformers has for them."""
+    """Return the numbers of features of all linear layers, by transformers' names."""
     own = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
     own |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
     found = {own[name]: size for place in _products(shape).values() for name, size in place.layers.items()}

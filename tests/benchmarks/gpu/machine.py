@@ -1,4 +1,4 @@
-"""The device that is measured, and how long work on it takes."""
+"""The measured device, and timing of work on the device."""
 
 import importlib.util
 import platform
@@ -22,7 +22,7 @@ def stages(settings: Settings) -> list[Stage]:
 
 
 def describe(settings: Settings, _: None) -> dict[str, Any]:
-    """Return name, compute capability and memory of the device; no capability where there is none."""
+    """Return name, compute capability and memory of the device. A CPU has no compute capability."""
     found: dict[str, Any] = {"device": "CPU", "capability": None, "python": platform.python_version()}
     found |= {name: version(name) for name in SHOWN if importlib.util.find_spec(name)}
     if settings.cpu:
@@ -35,18 +35,18 @@ def describe(settings: Settings, _: None) -> dict[str, Any]:
 
 
 def pick(settings: Settings) -> torch.device:
-    """Return the first GPU, or the CPU for a run on it."""
+    """Return the first GPU, or the CPU if the settings select the CPU."""
     return torch.device("cpu") if settings.cpu else torch.device("cuda", 0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished all submitted work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def median_seconds(device: torch.device, work: Callable[[], object], *, rounds: int, warm_up: int = 3) -> float:
-    """Return the time of ``work``, from its call to its end on the device."""
+    """Return the median time of ``work``, from the call to its end on the device."""
     for _ in range(warm_up):
         work()
     synchronize(device)
@@ -60,7 +60,7 @@ def median_seconds(device: torch.device, work: Callable[[], object], *, rounds: 
 
 
 def seconds_in_a_row(device: torch.device, work: Callable[[], object], *, rounds: int, warm_up: int = 3) -> float:
-    """Return the seconds of one ``work`` among ``rounds`` without waits in between, so that the device is never idle."""
+    """Return the seconds of one ``work`` in a sequence of ``rounds`` without waits, so that the device is never idle."""
     for _ in range(warm_up):
         work()
     synchronize(device)

@@ -25,12 +25,12 @@ def launched(row: DecodeRow) -> str:
 
 
 def idle_row(plan: Plan) -> DecodeRow:
-    """Return the decode step nearest to 64 streams, which idleness is measured of."""
+    """Return the decode step whose number of streams is closest to 64. The idle time is measured for this step."""
     return min(plan.decode, key=lambda each: (abs(each.streams - 64), each.context))
 
 
 def launched_rows(plan: Plan) -> list[DecodeRow]:
-    """Return the decode steps that are also run without graphs: the first one, and that of ``idle_row``."""
+    """Return the decode steps that also run without graphs: the first step, and the step of ``idle_row``."""
     return list(dict.fromkeys((plan.decode[0], idle_row(plan))))
 
 
@@ -40,7 +40,7 @@ def engine(target: str, streams: int) -> str:
 
 
 def peer_streams(plan: Plan) -> int:
-    """Return how many streams of a peer decode at once."""
+    """Return the number of concurrent streams for peers."""
     return min(PEER_STREAMS, max(plan.engine_streams))
 
 
@@ -54,7 +54,7 @@ class StepCase:
 
     @property
     def name(self) -> str:
-        """The name of its row."""
+        """Return the name of the row."""
         return f"{self.row.name}, {self.adapters} of rank {self.rank}"
 
 
@@ -69,7 +69,7 @@ class UpdateCase:
 
     @property
     def name(self) -> str:
-        """The name of its row."""
+        """Return the name of the row."""
         return f"{self.product}, {self.rows} rows, {self.adapters} of rank {self.rank}"
 
 
@@ -99,6 +99,6 @@ def update_cases(plan: Plan) -> list[UpdateCase]:
 
 
 def ceilings(results: Results) -> Ceilings | None:
-    """Return the measured rates of the device, None unless there are both."""
+    """Return the measured rates of the device, or None if a rate is missing."""
     copy, product = results.get("ceilings", "copy"), results.get("ceilings", "product")
     return None if copy is None or product is None else Ceilings(copy["rate"], product["rate"])

@@ -1,5 +1,7 @@
-"""The forward pass alone over keys and values of random numbers: decode steps, steps that verify drafts, prompts, decode steps
-without graphs, and how long the device idles. All rows share one model.
+"""The forward pass alone, with a KV cache of random numbers.
+
+The rows are decode steps, steps that verify drafts, prompts, decode steps without graphs, and the idle time of the
+device. All rows use one model.
 """
 
 from functools import partial
@@ -19,7 +21,7 @@ BUILD_LIMIT = 90.0
 
 
 def stages(settings: Settings) -> list[Stage]:
-    """Return the rows. A CPU has neither graphs nor a profiler that tells when it idles."""
+    """Return the rows. A CPU has neither graphs nor a profiler that measures its idle time."""
     plan, device = plan_of(settings), machine.pick(settings)
     rows = [Row(row.name, partial(decode, row=row)) for row in plan.decode]
     rows += [Row(prompt.name, partial(prefill, prompt=prompt)) for prompt in plan.prefill]
@@ -44,8 +46,8 @@ def decode(model: Decoder, row: DecodeRow) -> dict[str, Any]:
 
 @torch.inference_mode()
 def prefill(model: Decoder, prompt: Prefill) -> dict[str, Any]:
-    """Return the milliseconds of a prompt. Each prompt is awaited, because prompts do not follow one another directly
-    in an engine.
+    """Return the milliseconds of a prompt. Each prompt is awaited, because in an engine other work runs between
+    prompts.
     """
     step = model.step(*prefill_batch(model.plan, prompt), per_stream=None)
     rounds = max(5, ROUNDS // 3)
@@ -70,7 +72,7 @@ def _launched(model: Decoder, row: DecodeRow) -> dict[str, Any]:
 
 @torch.inference_mode()
 def _idle(model: Decoder, row: DecodeRow) -> dict[str, Any]:
-    """Return the share of time in which the device does nothing during decode steps, and the launches of each."""
+    """Return the fraction of idle time of the device during decode steps, and the number of launches per step."""
     step = model.step(*decode_batch(model.plan, row))
     with cache(model.forward, blocks(row)):
         found = model.timed(step)
@@ -85,7 +87,7 @@ def _idle(model: Decoder, row: DecodeRow) -> dict[str, Any]:
 
 
 def share_idle(spans: list[tuple[float, float]]) -> float:
-    """Return the share of the time from the first begin to the last end that no span covers. ``spans`` are sorted
+    """Return the fraction of time that no span covers, between the first begin and the last end. ``spans`` are sorted
     by begin.
     """
     busy, end = 0.0, spans[0][0]

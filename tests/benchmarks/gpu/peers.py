@@ -20,11 +20,11 @@ from tests.benchmarks.gpu.shapes import BLOCK_SIZE, Plan
 from tests.device.phases import Row, Settings, Stage
 
 Generate = Callable[[list[list[int]], int], None]
-"""Takes prompts and how many tokens each gets."""
+"""Function that generates outputs for prompts. The second argument is the number of output tokens per prompt."""
 
 
 def stages(settings: Settings) -> list[Stage]:
-    """Return a row for each peer that is installed: tokens per second, and milliseconds per step of decoding."""
+    """Return a row for each installed peer: tokens per second, and milliseconds per decode step."""
     peers = ["transformers"]
     if not settings.cpu and importlib.util.find_spec("vllm"):
         peers.append("vllm")
@@ -44,7 +44,7 @@ def _measure(settings: Settings, peer: str, _: None) -> dict[str, Any]:
 
 
 def _timed(plan: Plan, device: torch.device, prompts: list[list[int]], generate: Generate) -> dict[str, float]:
-    """Return the time of decode steps, as the difference between a longer and a shorter output."""
+    """Return the time of decode steps, from the difference between a longer and a shorter output."""
     generate(prompts, 2)
     seconds = {}
     for count in (plan.output_len // 4, plan.output_len):
@@ -69,7 +69,7 @@ def _transformers(path: Path, plan: Plan, device: torch.device) -> Generate:
         )
     model.eval().requires_grad_(False)
     sizes = None
-    if device.type == "cpu":  # whose memory it does not find out by itself
+    if device.type == "cpu":  # transformers does not determine the memory of a CPU
         blocks = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
         make_sizes: Any = ContinuousBatchingConfig
         sizes = make_sizes(**{blocks: BLOCK_SIZE}, num_blocks=64, max_batch_tokens=64)

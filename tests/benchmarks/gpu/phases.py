@@ -1,8 +1,8 @@
 """The phases of ``make bench-gpu``. Imports no torch.
 
-Seconds are those of an H100 or H200 with the shape of Llama 3.1 8B. ``worth`` weighs the importance of a phase's
-results. The forward pass comes first, because the others are compared with it. Then come the phases with the fewest
-results so far.
+Seconds are estimates for an H100 or H200 with the shape of Llama 3.1 8B. ``worth`` weighs the importance of a phase's
+results. The forward pass runs first, because the other phases are compared with it. Then the phases with the fewest
+results so far run.
 """
 
 from tests.device.phases import ALWAYS, Phase

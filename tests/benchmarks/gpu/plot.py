@@ -11,7 +11,7 @@ from tests.device.records import Results
 
 
 def plot(plan: Plan, results: Results, path: Path) -> None:
-    """Draw the decode steps of the first context that were measured; nothing if none was, or if ceilings were not."""
+    """Draw the measured decode steps of the first context. Draws nothing if decode steps or ceilings are missing."""
     limits = names.ceilings(results)
     context = plan.decode[0].context
     rows = [

@@ -14,7 +14,7 @@ Line = tuple[object, ...]
 
 
 def show(folder: Path) -> int:
-    """Print the tables of the run in ``folder``, write them next to its records, and draw a plot if matplotlib is
+    """Print the tables of the run in ``folder``, and write the tables into the folder. Draws a plot if matplotlib is
     installed.
     """
     results = read(folder / FILE)
@@ -30,7 +30,7 @@ def show(folder: Path) -> int:
 
 
 def lines(plan: Plan, results: Results) -> Iterator[str]:
-    """Return the tables in Markdown. A figure that no row has brought is called unmeasured."""
+    """Return the tables in Markdown. Missing numbers are shown as unmeasured."""
     machine = results.get("machine", "machine") or {}
     software = ", ".join(f"{name} {machine[name]}" for name in ("torch", "triton", "transformers") if name in machine)
     device = machine.get("device", UNMEASURED)
@@ -61,7 +61,7 @@ def lines(plan: Plan, results: Results) -> Iterator[str]:
 
 
 class Tables:
-    """Tables of one run. ``limits``: None where ceilings are unmeasured."""
+    """Tables of one run. ``limits`` is None if the ceilings are unmeasured."""
 
     def __init__(self, plan: Plan, results: Results, limits: Ceilings | None) -> None:
         self._plan = plan
@@ -81,7 +81,7 @@ class Tables:
         yield from _table("phase | computing | graphs", ways)
 
     def decode(self) -> Iterator[str]:
-        """Decode steps."""
+        """Yield the table of decode steps."""
         yield from _table(
             "streams | context | floor ms | target ms | ms | of the floor | tokens/s",
             (self._decode(row) for row in self._plan.decode),
@@ -93,7 +93,7 @@ class Tables:
         return row.streams, row.context, _ms(floor), _ms(row.target_ms, "none"), _ms(found), _share(floor, found), rate
 
     def prefill(self) -> Iterator[str]:
-        """Prompts."""
+        """Yield the table of prompts."""
         rows: list[Line] = []
         for prompt in self._plan.prefill:
             found = self._ms("passes", prompt.name)
@@ -102,7 +102,9 @@ class Tables:
         yield from _table("prompt | floor ms | target ms | ms | of the floor", rows)
 
     def verify(self) -> Iterator[str]:
-        """Yield steps that verify drafts, each compared with the first of its streams."""
+        """Yield the table of steps that verify drafts, each compared with the first step with the same number of
+        streams.
+        """
         rows: list[Line] = []
         for row in self._plan.verify:
             one = self._ms("passes", names.verify(row, self._plan.verified[0]))
@@ -113,7 +115,7 @@ class Tables:
         yield from _table("streams | context | tokens of each | ms | of the floor | beside one token", rows)
 
     def launched(self) -> Iterator[str]:
-        """Decode steps without graphs."""
+        """Yield the table of decode steps without graphs."""
         rows: list[Line] = []
         for row in names.launched_rows(self._plan):
             found = self._ms("passes", names.launched(row))
@@ -124,7 +126,7 @@ class Tables:
         yield from _table("without graphs, streams | context | ms | of the floor | beside graphs", rows)
 
     def attention(self) -> Iterator[str]:
-        """Attention of one layer."""
+        """Yield the table of one layer's attention."""
         shape = self._plan.shape
         floors = [(row.name, self._floor(Ceilings.attention_ms, shape, row)) for row in self._plan.decode]
         floors += [(each.name, self._floor(Ceilings.scores_ms, shape, each)) for each in self._plan.prefill]
@@ -137,7 +139,7 @@ class Tables:
         yield from _table("attention of one layer | floor ms | ms | of the floor | error", rows)
 
     def invariant(self) -> Iterator[str]:
-        """The same steps with batch-invariant kernels."""
+        """Yield the table of the same steps with batch-invariant kernels."""
         shape = self._plan.shape
         floors = [(row.name, self._step_floor(row)) for row in self._plan.decode]
         floors += [(each.name, self._floor(Ceilings.prefill_ms, shape, each)) for each in self._plan.prefill]
@@ -167,7 +169,7 @@ class Tables:
         yield from _table("adapters | streams | rank | ms | of the floor of none | beside none", rows)
 
     def updates(self) -> Iterator[str]:
-        """Shrink and expand alone."""
+        """Yield the table of the shrink and expand kernels."""
         rows: list[Line] = []
         for case in names.update_cases(self._plan):
             found = self._results.get("lora", case.name)
@@ -178,8 +180,9 @@ class Tables:
         yield from _table("updates of one product | rows | adapters | rank | ms | error", rows)
 
     def served(self) -> Iterator[str]:
-        """Yield engines and peers under load: time between tokens, with the lower bound of a step in the middle of the
-        answers.
+        """Yield the table of engines and peers under load: time between tokens, and the lower bound of a step in the
+        middle
+        of the answers.
         """
         plan = self._plan
         rows: list[Line] = []
@@ -198,7 +201,7 @@ class Tables:
         yield from _table("load | streams | tokens/s | ms a token | of the floor", rows)
 
     def _floor(self, floor: Callable[..., float], *of: object) -> float | None:
-        """Return a method of ``Ceilings``, called with ``of``."""
+        """Return a function that calls a method of ``Ceilings`` with ``of``."""
         return None if self._limits is None else floor(self._limits, *of)
 
     def _step_floor(self, row: DecodeRow, tokens: int = 1) -> float | None:

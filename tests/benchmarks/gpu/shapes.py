@@ -1,4 +1,4 @@
-"""Model shapes with random weights, the rows that are measured of them, and how fast a device could be at most."""
+"""Model shapes with random weights, the measured rows, and lower bounds from the device's limits."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder of Llama's kind. ``dtype``: of weights, activations and KV cache."""
+    """Shape of a decoder with Llama's architecture. ``dtype`` is the type of weights, activations and KV cache."""
 
     name: str
     layers: int
@@ -30,22 +30,22 @@ class ModelShape:
 
     @property
     def number_bytes(self) -> int:
-        """Bytes of a number."""
+        """Number of bytes of one number."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def step_weights(self) -> int:
-        """Numbers that every step multiplies by: the layers and the head."""
+        """Number of weights that every step uses: the layers and the head."""
         attention = self.hidden * self.head_size * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.vocab * self.hidden
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of a token, over all layers."""
+        """Number of bytes of a token's keys and values, over all layers."""
         return 2 * self.layers * self.kv_heads * self.head_size * self.number_bytes
 
     def write(self, directory: Path) -> Path:
-        """A checkpoint without weights, for ``model.load_format: dummy``."""
+        """Write a checkpoint without weights, for ``model.load_format: dummy``."""
         directory.mkdir(parents=True, exist_ok=True)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copyfile(TOKENIZER / name, directory / name)
@@ -81,7 +81,7 @@ class DecodeRow:
 
     @property
     def name(self) -> str:
-        """The name of its row in each phase."""
+        """Return the name of the row, which is the same in each phase."""
         return f"decode {self.streams} x {self.context}"
 
 
@@ -94,7 +94,7 @@ class Prefill:
 
     @property
     def name(self) -> str:
-        """The name of its row in each phase."""
+        """Return the name of the row, which is the same in each phase."""
         return f"prompt of {self.tokens}"
 
 
@@ -109,10 +109,10 @@ class Plan:
     output_len: int
     input_len: int
     verify: tuple[DecodeRow, ...] = ()
-    """Steps in which each stream has several tokens: each number of ``verified``."""
+    """Steps in which each stream has several tokens, for each number in ``verified``."""
     verified: tuple[int, ...] = (1, 2, 5, 8, 12)
     adapted: tuple[DecodeRow, ...] = ()
-    """Steps whose streams have adapters: as many as each number of ``adapters``, of each of ``ranks``."""
+    """Steps whose streams have adapters, for each number in ``adapters`` and each rank in ``ranks``."""
     adapters: tuple[int, ...] = (1, 8)
     ranks: tuple[int, ...] = (8, 64)
 
@@ -172,23 +172,24 @@ class Ceilings:
     product_rate: float
 
     def decode_ms(self, shape: ModelShape, row: DecodeRow, tokens: int = 1) -> float:
-        """The least a decode step can take, of ``tokens`` of each sequence: weights read once or multiplied, and every sequence's
-        keys and values read.
+        """Return the lower bound of a decode step with ``tokens`` tokens per sequence.
+
+        The step reads all weights once, or multiplies them, and reads the keys and values of every sequence.
         """
         weights = shape.step_weights * shape.number_bytes / self.copy_rate
         products = 2 * shape.step_weights * row.streams * tokens / self.product_rate
         return max(weights, products) * 1e3 + shape.layers * self.attention_ms(shape, row)
 
     def attention_ms(self, shape: ModelShape, row: DecodeRow) -> float:
-        """The least that attention of a layer can take in a decode step."""
+        """Return the lower bound of a layer's attention in a decode step."""
         return row.streams * row.context * shape.kv_bytes_per_token / shape.layers / self.copy_rate * 1e3
 
     def prefill_ms(self, shape: ModelShape, prefill: Prefill) -> float:
-        """The least a prompt can take: all tokens through the layers, attention to half of the square, one row of logits."""
+        """Return the lower bound of a prompt: all tokens in all layers, causal attention, and one row of logits."""
         layers = shape.step_weights - shape.vocab * shape.hidden
         products = 2 * layers * prefill.tokens / self.product_rate * 1e3
         return products + shape.layers * self.scores_ms(shape, prefill)
 
     def scores_ms(self, shape: ModelShape, prefill: Prefill) -> float:
-        """The least that attention of a layer can take in a prompt."""
+        """Return the lower bound of a layer's attention in a prompt."""
         return 2 * shape.heads * shape.head_size * prefill.tokens**2 / self.product_rate * 1e3
