@@ -44,7 +44,7 @@ def _trimmed(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(manifest: dict[str, Any]) -> None:
-    """Raise jsonschema.ValidationError if the LeaderWorkerSet is invalid. The function does not check its pod templates."""
+    """Raise jsonschema.ValidationError if the LeaderWorkerSet is invalid. Pod templates are not checked."""
     jsonschema.validate(manifest, json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 

@@ -1,7 +1,7 @@
 """Checks of the chart: ``python -m charts.lint``. Prints its progress; the exit status is 1 if it finds a problem.
 
-For every values file under ``ci/`` and ``profiles/``, it runs ``helm lint --strict``, renders the chart for several
-versions of Kubernetes, and validates the manifests against each version's schemas.
+For every values file under ``ci/`` and ``profiles/``, the command runs ``helm lint --strict`` and renders the chart for
+several versions of Kubernetes. It validates the manifests against the schemas of each version.
 """
 
 import functools
@@ -75,7 +75,7 @@ def helm(*arguments: str) -> str:
     program = beside_python or shutil.which("helm")
     if program is None:
         raise ChartError("helm is not installed; the Python distribution helm-binary has it")
-    env = {"GOGC": "off", **os.environ}  # helm ends before garbage collection would pay off
+    env = {"GOGC": "off", **os.environ}  # disable garbage collection, because helm runs only for a short time
     done = subprocess.run([program, *arguments], capture_output=True, text=True, check=False, env=env)  # noqa: S603 - our own words
     if done.returncode != 0:
         raise ChartError((done.stdout + done.stderr).strip())

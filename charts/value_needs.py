@@ -1,7 +1,7 @@
 """Generator of ``values_needs.json``: chart values that have an effect only together with another value.
 
-The file lists these values with their defaults, and the dependencies of the services' settings. ``templates/_needs.tpl``
-reads the file and refuses values without effect.
+The file lists these values with their defaults, and the dependencies of the services' settings.
+``templates/_needs.tpl`` reads the file and refuses values without effect.
 """
 
 import json
@@ -81,7 +81,7 @@ OF_POOLS: Needs = (
     Need(("autoscaling.hpa.selector",), _is("autoscaling.hpa.metrics", "External")),
     Need(("modelCache.size",), _is(f"{ROOT}model.source", "hub", "init")),
 )
-"""Dependencies of values of ``enginecore`` and its pools, by path below these."""
+"""Dependencies of values of ``enginecore`` and its pools, by path below ``enginecore`` or the pool."""
 
 
 def text() -> str:

@@ -32,7 +32,7 @@ def text() -> str:
     for row in ROWS:
         number += 1
         built = built.with_row(board.Row(row.title).id(number))
-        # Use as few lines of panels as possible, with panels of equal width.
+        # Use as few rows of panels as possible, with panels of equal width.
         across = len(row.panels) if len(row.panels) <= _PER_LINE else _PER_LINE - 1
         for panel in row.panels:
             number += 1

@@ -1,4 +1,5 @@
-"""Makes a release: ``python -m charts.release VERSION``. Runs checks, sets the version in all files, builds, commits and tags.
+"""Makes a release: ``python -m charts.release VERSION``. Runs checks, sets the version in all files, builds, commits
+and tags.
 
 If a release is refused or fails, the repository is unchanged.
 """
@@ -38,7 +39,7 @@ def main() -> int:
 
 
 def check(root: Path, version: str) -> None:
-    """Raise ReleaseError if the version, the working tree or the changelog does not admit the release."""
+    """Raise ReleaseError if the version, the working tree or the changelog is not ready for the release."""
     numbers = parsed(version)
     if f"v{version}" in git(root, "tag", "--list").splitlines():
         raise ReleaseError(f"tag v{version} already exists; choose a greater version")
@@ -71,7 +72,10 @@ def run_gates(root: Path, gates: str) -> None:
 
 
 def release(root: Path, version: str) -> Path:
-    """Set the version, build, commit and tag. Return the folder of files. After a failure, restore the repository."""
+    """Set the version, build, commit and tag.
+
+    Returns the folder with the files. Restores the repository after a failure.
+    """
     before = git(root, "rev-parse", "HEAD")
     out = root / "build/release" / version
     try:
@@ -95,7 +99,10 @@ def release(root: Path, version: str) -> Path:
 
 
 def restore(root: Path, version: str, commit: str) -> None:
-    """Reset the repository to a commit. The tree was clean before the release, so only changes of the release are lost."""
+    """Reset the repository to a commit.
+
+    The tree was clean before the release, so only changes of the release are lost.
+    """
     git(root, "reset", "--quiet", "--hard", commit)
     for path in (root / RELEASED).glob(f"v{version}.*"):
         path.unlink()

@@ -1,6 +1,6 @@
 """Builds the files of a release: wheels, the package of the chart, the contracts, and their checksums.
 
-``python -m charts.release.artifacts FOLDER`` builds those of the version that the repository has.
+``python -m charts.release.artifacts FOLDER`` builds the files of the repository's current version.
 """
 
 import hashlib

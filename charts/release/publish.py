@@ -24,8 +24,11 @@ _SHOWN = 100
 
 @dataclass(frozen=True)
 class Target:
-    """Destination of a release. ``registry`` has the images and, below ``charts``, the chart. ``builder`` builds and
-    pushes images.
+    """Destination of a release.
+
+    Attributes:
+        registry: Registry of the images. The chart is in ``charts`` below the registry.
+        builder: Program that builds and pushes images.
     """
 
     version: str
