@@ -1,4 +1,4 @@
-"""The chart rendered once per set of values, and ways into its manifests."""
+"""The chart, rendered once per set of values, and functions to find parts of its manifests."""
 
 import functools
 from pathlib import Path
@@ -88,11 +88,11 @@ class Release:
         return self.pod(component)["spec"]
 
     def container(self, component: str, rank: int = 0) -> dict[str, Any]:
-        """``rank``: which of several in a pod."""
+        """Return a container of a component. ``rank`` selects one of several engines in a pod."""
         return self.pod_spec(component)["containers"][rank]
 
     def before(self, component: str) -> dict[str, dict[str, Any]]:
-        """The containers that start before the service's own."""
+        """Return the containers that start before the service's container."""
         return {container["name"]: container for container in self.pod_spec(component).get("initContainers", [])}
 
     def env(self, component: str, rank: int = 0) -> dict[str, dict[str, Any]]:
@@ -113,7 +113,10 @@ class Release:
 
 @functools.cache
 def release(name: str = HUB, *settings: str, kube_version: str = "") -> Release:
-    """The value set ``name`` with ``key=value`` settings on top, for the oldest Kubernetes that it needs. Raises ChartError."""
+    """Return the release of the value set ``name`` with additional ``key=value`` settings.
+
+    The release is rendered for the oldest version of Kubernetes that the value set supports. Raises ChartError.
+    """
     version = kube_version or lint.kube_versions(VALUE_SETS[name])[0]
     return Release(lint.render(VALUE_SETS[name], settings=settings, kube_version=version))
 
@@ -132,12 +135,15 @@ def load(rendered: Release, component: str, folder: Path, rank: int = 0) -> msgs
 
 
 def service_of(component: str) -> str:
-    """The service whose pods those of a component are."""
+    """Return the service that runs in a component's pods."""
     return component.removesuffix(WORKER).partition("-")[0]
 
 
 def notes(tmp_path: Path, name: str, *settings: str) -> str:
-    """NOTES.txt of a release; ``helm template`` leaves it out, so that a copy of the chart renders it as a manifest."""
+    """Return NOTES.txt of a release.
+
+    ``helm template`` leaves out the notes, so a copy of the chart renders them as a manifest.
+    """
     chart = tmp_path / "chart"
     chart.mkdir()
     for part in ("Chart.yaml", "values.yaml", "values.schema.json", "values_needs.json", "templates"):

@@ -52,7 +52,7 @@ def test_an_autoscaler_that_would_count_the_engines_of_other_pools_is_refused():
     assert [hpa["metadata"]["name"] for hpa in scaled.all("HorizontalPodAutoscaler")] == [
         "demo-penstock-enginecore-spot"
     ]
-    # A LeaderWorkerSet selects nothing but its own.
+    # A LeaderWorkerSet selects only its own pods.
     assert release(MULTINODE).one("HorizontalPodAutoscaler", "enginecore")["spec"]["maxReplicas"] == 4
 
 

@@ -1,4 +1,4 @@
-"""The config files that the chart writes are those that the services read."""
+"""The services can read the config files that the chart writes."""
 
 import importlib
 import inspect

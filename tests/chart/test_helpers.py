@@ -91,7 +91,7 @@ def test_a_rollout_waits_for_an_engine_that_drains_and_for_one_that_loads(compon
 
 
 def replaced(*settings: str) -> list[str]:
-    """The services whose pods are others with these settings."""
+    """Return the services whose pods change with these settings."""
     before, after = release(HUB), release(HUB, *settings)
     return [c for c in SERVICES if before.pod(c) != after.pod(c)]
 

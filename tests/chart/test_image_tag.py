@@ -1,4 +1,4 @@
-"""charts/image_tag.py: no two states of the files share a tag."""
+"""charts/image_tag.py: different states of the files have different tags."""
 
 import re
 import subprocess

@@ -126,7 +126,8 @@ def test_an_image_holds_its_own_service_and_what_that_depends_on(service: str):
 def test_images_share_a_base_and_take_the_environment_from_their_own_build(service: str):
     assert in_image(service) == ["runtime", service]
     copies = [rest for name, rest in stages()[service].instructions if name == "COPY" and rest.startswith("--from")]
-    kernels = ["--from=kernels /opt/penstock/kernels /opt/penstock/kernels"]  # that its own environment has compiled
+    # The stage that compiled the kernels with the image's environment.
+    kernels = ["--from=kernels /opt/penstock/kernels /opt/penstock/kernels"]
     assert copies == [
         f"--from={service}-build /opt/penstock/sbom.json /usr/share/penstock/sbom.json",
         f"--from={service}-build /opt/penstock/venv /opt/penstock/venv",
@@ -216,7 +217,7 @@ def test_the_base_image_is_pinned_and_no_package_index_is_named():
     (base,) = [rest for name, rest in stages()[""].instructions if name == "ARG"]
     assert re.fullmatch(r"PYTHON_IMAGE=python:3\.11-slim-\w+", base)
     assert {stage.base for stage in stages().values()} - stages().keys() == {"${PYTHON_IMAGE}"}
-    # Debian's own, which DEBIAN_MIRROR replaces, is the only address.
+    # The only address is Debian's mirror, which DEBIAN_MIRROR replaces.
     assert "://" not in DOCKERFILE.read_text(encoding="utf-8").replace("http://deb.debian.org", "")
 
 

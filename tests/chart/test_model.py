@@ -1,4 +1,4 @@
-"""Sources of the model."""
+"""Sources of the model: volumes, images and downloads."""
 
 import pytest
 
@@ -111,7 +111,7 @@ def test_room_on_the_node_is_requested_where_the_model_is_downloaded_to_it():
 
 
 def test_files_written_at_run_time_are_on_a_volume():
-    """The root file system is read-only."""
+    """Checks the folders of written files, because the root file system is read-only."""
     env = release(HUB).env("enginecore")
     caches = {name for name in env if name.endswith(("_CACHE_DIR", "_CACHE_HOME", "_CACHE_PATH", "HF_HOME"))}
     assert caches == {"HF_HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"}
@@ -198,7 +198,7 @@ def test_only_downloads_use_the_proxy_and_the_mirror():
         assert env["HF_ENDPOINT"]["value"] == "https://hub.example.internal"
         assert env["HTTPS_PROXY"]["value"] == "http://proxy.example:3128"
         assert env["NO_PROXY"]["value"] == "localhost,127.0.0.1,::1,.svc,.cluster.local,.example.internal"
-        # gRPC reads those in small letters.
+        # gRPC would read variables with lower-case names.
         assert not [name for name in env if name.lower() == name]
         coordinator = rendered.config(service)["coordinator"]["address"]
         assert coordinator.rpartition(":")[0].endswith(".svc")

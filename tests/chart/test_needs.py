@@ -43,7 +43,7 @@ def another(default: Any) -> Any:
 
 
 def off(condition: dict[str, Any]) -> Any:
-    """A value that does not meet the condition."""
+    """Return a value for which the condition is false."""
     if condition["values"]:
         words = {"autoscaling.mode": ("hpa", "keda", "none"), "autoscaling.hpa.metrics": ("Pods",)}[
             condition["setting"]
@@ -64,7 +64,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_a_value_without_effect_is_refused_with_the_value_that_it_needs(
     prefix: str, row: dict[str, Any], tmp_path: Path
 ) -> None:
-    condition = row["any_of"][0]  # others are off by default
+    condition = row["any_of"][0]  # the other alternatives are off by default
     values = {"model": {"hub": {"id": "example/model"}}}
     if condition["setting"].removeprefix(ROOT) == "model.source":
         values = {"model": {"source": "image", "image": {"path": "/model"}}}
@@ -73,7 +73,7 @@ def test_a_value_without_effect_is_refused_with_the_value_that_it_needs(
     else:
         name = condition["setting"]
         merged(values, nested(prefix + name, off(condition)))
-    for path, need, value in OTHERS:  # needs of the same value that come first
+    for path, need, value in OTHERS:  # other conditions of the same value, which the chart checks first
         if row["setting"].startswith(path) and condition["setting"] != need:
             merged(values, nested(prefix + need, value))
     merged(values, nested(prefix + row["setting"], another(row["default"])))

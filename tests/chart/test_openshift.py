@@ -1,4 +1,4 @@
-"""ci/openshift-values.yaml: pods that OpenShift's SCC restricted-v2 admits as they are."""
+"""ci/openshift-values.yaml: pods that OpenShift's SCC restricted-v2 admits without changes."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from tests.chart.rendering import DEMO, FETCHED, GROUPS, HUB, VALUE_SETS, Releas
 
 OPENSHIFT = VALUE_SETS["openshift"]
 VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
-"""The kinds that the SCC allows."""
+"""Kinds of volumes that the SCC allows."""
 
 
 def pods(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The specifications of all pods, that of the test included."""
+    """Return the specifications of all pods, including the test's pod."""
     found = [m["spec"]["template"]["spec"] for m in manifests if m["kind"] in ("Deployment", "StatefulSet")]
     return found + [m["spec"] for m in manifests if m["kind"] == "Pod"]
 

@@ -1,4 +1,4 @@
-"""serviceaccount.yaml: an account for the pods where one is asked for, and none where it is not."""
+"""serviceaccount.yaml: an account for the pods, which is rendered only if enabled."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_the_account_has_what_a_cloud_knows_it_by():
 
 def test_without_one_the_pods_have_that_of_the_values_or_of_the_namespace():
     assert not release(HUB).all("ServiceAccount")
-    (own,) = release(AUTOSCALED).all("ServiceAccount")  # the coordinator's, which has rights
+    (own,) = release(AUTOSCALED).all("ServiceAccount")  # the coordinator's account, which has rights
     assert own["metadata"]["labels"]["app.kubernetes.io/component"] == "coordinator"
     assert release(AUTOSCALED).pod_spec("enginecore")["serviceAccountName"] == "penstock"
     assert "serviceAccountName" not in release(HUB).pod_spec("enginecore")

@@ -1,4 +1,4 @@
-"""Certificates, keys and key sets of given Secrets: in the pods and in the config files, or in neither."""
+"""Certificates, keys and key sets from Secrets are in both the pods and the config files, or in neither."""
 
 from pathlib import Path
 
@@ -35,7 +35,8 @@ def test_services_show_each_other_the_certificates_of_their_secrets(component: s
     rendered = release(HUB, *BETWEEN)
     config = load(rendered, component, tmp_path)
     assert rendered.volumes(component)["tls"]["secret"]["secretName"] == f"of-{component}"
-    assert "subPath" not in rendered.mounts(component)["/etc/penstock-tls"]  # it would never see a new certificate
+    # With subPath, the pod would never get a new certificate.
+    assert "subPath" not in rendered.mounts(component)["/etc/penstock-tls"]
     if component == "frontend":
         assert isinstance(config, FrontendConfig)
         assert config.engine_tls == ClientTlsConfig(**OWN, server_name="penstock-enginecore")

@@ -69,7 +69,7 @@ def test_workloads_select_the_pods_that_they_make(name: str):
     rendered = release(name)
     for component in rendered.components():
         if rendered.workload(component)["kind"] == "LeaderWorkerSet":
-            continue  # whose controller selects by labels of its own
+            continue  # this object's controller selects pods by its own labels
         selector = rendered.workload(component)["spec"]["selector"]["matchLabels"]
         assert selector.items() <= rendered.pod(component)["metadata"]["labels"].items()
 
@@ -100,7 +100,7 @@ def test_names_are_valid_and_distinct(name: str):
 @every_value_set
 def test_no_secret_is_written_into_a_manifest(name: str):
     rendered = release(name)
-    # The one that the chart makes for the engines' ports is in no other manifest.
+    # The secret that the chart generates for the engines' ports is in no other manifest.
     made = [secret["data"]["secret"] for secret in rendered.all("Secret")]
     assert len(made) <= 1
     for manifest in rendered.manifests:

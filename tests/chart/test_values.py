@@ -72,7 +72,10 @@ def test_every_value_is_described():
 
 
 def test_every_object_is_closed_or_is_one_of_kubernetes():
-    """The chart's own objects admit no unknown key. Objects that the chart passes to Kubernetes define no keys here."""
+    """Checks that the chart's objects allow no unknown keys.
+
+    The schema defines no keys for objects that the chart passes to Kubernetes.
+    """
     schema = read_schema()
     parts = [("values", schema), *objects(schema)]
     parts += [item for name, part in schema["definitions"].items() for item in [(name, part), *objects(part, name)]]
@@ -82,7 +85,7 @@ def test_every_object_is_closed_or_is_one_of_kubernetes():
 
 
 def places(schema: dict, part: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the places of the schema that have an object with its own keys, with a pool called ``a``."""
+    """Yield the paths of objects with defined keys in the schema. The pool in paths is called ``a``."""
     part = values_table.resolve(schema, part)
     if part.get("properties"):
         yield path

@@ -1,4 +1,4 @@
-"""_workload.tpl: how many pods there are and how they are replaced."""
+"""_workload.tpl: the number of pods and the replacement of pods."""
 
 import json
 import threading
@@ -67,7 +67,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 
 
 class ApiServer(BaseHTTPRequestHandler):
-    """The part of an API server that helm calls before it renders."""
+    """Fake API server with the calls that helm makes before rendering."""
 
     def do_GET(self) -> None:
         answer = ANSWERS.get(self.path.partition("?")[0])
@@ -136,7 +136,7 @@ def test_an_autoscaler_keeps_the_number_of_groups_that_there_is(api_server: str)
 def test_an_upgrade_keeps_the_pods_of_a_group_that_operators_have_asked_for(api_server: str):
     asked = in_cluster(api_server, GROUPS)
     assert asked.workload("enginecore")["spec"]["replicas"] == 6
-    assert asked.workload("enginecore-wide")["spec"]["replicas"] == 4  # which is not there yet
+    assert asked.workload("enginecore-wide")["spec"]["replicas"] == 4  # the pool's Deployment does not exist yet
 
 
 def test_without_a_cluster_to_look_at_an_autoscaled_deployment_has_no_number():

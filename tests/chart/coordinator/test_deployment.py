@@ -1,4 +1,4 @@
-"""coordinator/deployment.yaml: one pod, which answers its probes and holds nothing of the model."""
+"""coordinator/deployment.yaml: one pod, which answers its probes and mounts no model files."""
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -1,4 +1,4 @@
-"""coordinator/rbac.yaml: rights where something is changed, and no others."""
+"""coordinator/rbac.yaml: the coordinator's account has rights only for objects that the coordinator changes."""
 
 from tests.chart.rendering import AUTOSCALED, GROUPS, HUB, MULTINODE, POOLS, release
 
@@ -83,7 +83,7 @@ def test_pods_of_groups_follow_their_ranks():
 
 
 def test_what_engines_of_several_pods_cost_to_remove_is_nothing_to_anybody():
-    """A LeaderWorkerSet always removes its last groups first."""
+    """Checks that there are no deletion costs, because a LeaderWorkerSet always removes its last groups first."""
     autoscaled = release(MULTINODE)
     assert autoscaled.config("coordinator")["kubernetes"]["deletion_costs"] is False
     assert autoscaled.all("Role") == autoscaled.all("ValidatingAdmissionPolicy") == []

@@ -1,4 +1,4 @@
-"""coordinator/service.yaml: the one address that engines and frontends are given."""
+"""coordinator/service.yaml: the coordinator's address for engines and frontends."""
 
 from tests.chart.rendering import BARE, HUB, release
 

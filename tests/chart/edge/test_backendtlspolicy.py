@@ -1,4 +1,4 @@
-"""edge/backendtlspolicy.yaml: how gateways check the certificate that frontends show."""
+"""edge/backendtlspolicy.yaml: how gateways verify the frontends' certificate."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""edge/_checks.tpl: certificates come from one place, for all services or for none."""
+"""edge/_checks.tpl: certificates have one source, and either all services have certificates or none."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""edge/inferencepool.yaml: the frontends as the endpoints of a picker, which reads their metrics."""
+"""edge/inferencepool.yaml: the frontends as endpoints for an endpoint picker, which reads their metrics."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""enginecore/_autoscaling.tpl: switching autoscaling on keeps the number of engines, whatever installed the Deployment."""
+"""enginecore/_autoscaling.tpl: enabling autoscaling keeps the number of engines, for any tool that installed them."""
 
 import json
 import shutil

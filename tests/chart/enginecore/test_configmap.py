@@ -19,7 +19,7 @@ def test_values_reach_the_engine(tmp_path: Path):
     assert (config.server.port, config.metrics.port) == (50052, 9100)
     assert config.drain_timeout == 300
     assert config.engine_id == "from-the-cluster"
-    assert config.coordinator.advertise == POD_IP  # the port is the server's
+    assert config.coordinator.advertise == POD_IP  # without a port, because the server adds its own port
     assert config.log.format == "json"
 
 

@@ -1,4 +1,4 @@
-"""enginecore/deployment.yaml: how engines are named, replaced, and given memory to share."""
+"""enginecore/deployment.yaml: names of engines, their replacement, and their shared memory."""
 
 from tests.chart.rendering import AUTOSCALED, BARE, HUB, release
 
@@ -14,7 +14,8 @@ def test_engines_register_under_the_address_of_their_pod():
     assert env["PENSTOCK_COORDINATOR__ADVERTISE"]["value"] == "$(POD_IP)"
     assert env["PENSTOCK_ENGINE_ID"]["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
     names = list(env)
-    assert names.index("POD_IP") < names.index("PENSTOCK_COORDINATOR__ADVERTISE")  # a reference must come later
+    # a variable must come after the variables that it refers to.
+    assert names.index("POD_IP") < names.index("PENSTOCK_COORDINATOR__ADVERTISE")
 
 
 def test_shared_memory_is_mounted_on_request():
@@ -26,7 +27,7 @@ def test_shared_memory_is_mounted_on_request():
 def test_a_runtime_class_is_for_pods_with_gpus():
     assert release(AUTOSCALED).pod_spec("enginecore")["runtimeClassName"] == "nvidia"
     assert "runtimeClassName" not in release(HUB).pod_spec("enginecore")
-    assert "runtimeClassName" not in release(BARE).pod_spec("enginecore")  # which names one, and has no GPU
+    assert "runtimeClassName" not in release(BARE).pod_spec("enginecore")  # BARE sets a runtime class but no GPU
 
 
 def test_metrics_have_a_port_where_they_are_served():

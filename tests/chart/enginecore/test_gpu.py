@@ -1,4 +1,4 @@
-"""enginecore/_gpu.tpl: GPUs of a device plugin or of a claim, and the nodes that have them."""
+"""enginecore/_gpu.tpl: GPUs from a device plugin or a claim, and the selection of GPU nodes."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_one_gpu_and_workers_on_cpus_need_no_shared_memory_of_their_own(settings
 
 
 def shared_memory(rendered: Release) -> str | None:
-    """The size of the engine's /dev/shm."""
+    """Return the size of the engine's /dev/shm."""
     volumes = {volume["name"]: volume for volume in rendered.pod_spec("enginecore")["volumes"]}
     return volumes["shm"]["emptyDir"]["sizeLimit"] if "shm" in volumes else None
 

@@ -1,4 +1,4 @@
-"""enginecore/hpa.yaml: the autoscaler where it is asked for, and no trace of it where it is not."""
+"""enginecore/hpa.yaml: the engines' autoscaler, which is rendered only if enabled."""
 
 import pytest
 

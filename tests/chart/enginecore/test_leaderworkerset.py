@@ -1,4 +1,4 @@
-"""enginecore/leaderworkerset.yaml: the groups of pods where engines are several, and none where they are one."""
+"""enginecore/leaderworkerset.yaml: groups of pods for engines with several pods. Other engines have no groups."""
 
 import copy
 from typing import Any
@@ -48,7 +48,7 @@ def test_a_group_lies_in_one_domain_of_its_own_where_that_is_asked_for():
     assert asked["metadata"]["annotations"] == {"penstock.io/replicas": "autoscaler", key: "example.com/rack"}
     assert key not in groups("enginecore")["metadata"]["annotations"]
     pods = asked["spec"]["leaderWorkerTemplate"]
-    assert key not in str([pods["leaderTemplate"], pods["workerTemplate"]])  # where the controller puts it itself
+    assert key not in str([pods["leaderTemplate"], pods["workerTemplate"]])  # the controller sets this variable
 
 
 @pytest.mark.parametrize(

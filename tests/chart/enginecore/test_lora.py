@@ -1,4 +1,4 @@
-"""enginecore/_lora.tpl: adapters with one block of values."""
+"""enginecore/_lora.tpl: one block of values configures adapters."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""enginecore/_parallel.tpl: the secret of engines' internal ports, in the pods that have such ports."""
+"""enginecore/_parallel.tpl: the secret for engines' internal ports, mounted only in pods with internal ports."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""enginecore/pdb.yaml: how many engines of a pool a drain of nodes may take at once."""
+"""enginecore/pdb.yaml: the number of a pool's engines that a node drain may evict at the same time."""
 
 from tests.chart.rendering import AUTOSCALED, BARE, HUB, MULTINODE, POOLS, WORKER, release
 
@@ -33,7 +33,7 @@ def test_of_the_pods_of_groups_one_engines_may_be_evicted_at_a_time():
     assert (leaders["maxUnavailable"], workers["maxUnavailable"]) == (
         "50%",
         1,
-    )  # a fraction of pods would be more engines
+    )  # a fraction would count pods, not engines
     for budget, component in ((leaders, "enginecore-wide"), (workers, f"enginecore-wide{WORKER}")):
         selector = budget["selector"]["matchLabels"]
         selected = [

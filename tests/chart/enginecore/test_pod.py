@@ -1,4 +1,4 @@
-"""enginecore/_pod.tpl: the pods of engines, and those of their workers on other nodes."""
+"""enginecore/_pod.tpl: pods of engines, and pods of engines' workers on other nodes."""
 
 from tests.chart.rendering import HUB, MULTINODE, WORKER, release
 
@@ -43,7 +43,7 @@ def test_a_worker_is_no_engine_to_what_selects_engines():
 
 
 def test_a_worker_outlives_the_drain_of_its_engine():
-    """A worker that is evicted gets its signal before its engine."""
+    """Covers evictions in which a worker's pod gets SIGTERM before its engine's pod."""
     for component in (WIDE, OTHERS):
         pod = release(MULTINODE, "enginecore.terminationGracePeriodSeconds=300").pod_spec(component)
         assert pod["terminationGracePeriodSeconds"] == 300

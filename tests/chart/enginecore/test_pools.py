@@ -85,7 +85,7 @@ def test_a_release_without_pools_keeps_the_name_and_the_selector_of_older_charts
     service = release(HUB).one("Service", "enginecore", suffix="-headless")
     assert (
         "penstock.io/pool" not in service["spec"]["selector"]
-    )  # engines without that label stay until they are replaced
+    )  # engines without the label stay until they are replaced
 
 
 def test_pools_of_engines_of_one_pod_and_of_several_stand_beside_each_other():
@@ -145,7 +145,7 @@ def test_a_name_that_is_too_long_beside_the_releases_is_refused():
 
 
 def test_a_pool_may_differ_in_every_value_of_the_engine():
-    """A pool accepts every value that the engine accepts, except null."""
+    """Checks that a pool accepts every value that ``enginecore`` accepts, except null."""
     schema = json.loads((lint.CHART / "values.schema.json").read_text())
     engine = schema["properties"]["enginecore"]["properties"]
     assert schema["definitions"]["pool"]["properties"].keys() == engine.keys() - {"pools"}

@@ -1,4 +1,4 @@
-"""enginecore/_ranks.tpl: settings of ranks about their group and themselves, and refused groups."""
+"""enginecore/_ranks.tpl: settings of data-parallel ranks and groups, and refused groups."""
 
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def test_a_drain_of_nodes_leaves_as_many_ranks_as_the_group_goes_on_with():
             ChartError, match=rf"maxUnavailable is {given}; of 4 pods at most 2 may be unavailable, .* = 4 ranks"
         ):
             release(GROUPS, f"{budget}={given}")
-    # A group at its minimum size pauses while a pod is evicted; the node drain continues.
+    # If a group has its minimum size, an eviction pauses the group, and the node drain continues.
     assert release(HUB, *CPU, "enginecore.dataParallel.minSize=4").one("PodDisruptionBudget", "enginecore")
 
 

@@ -1,4 +1,4 @@
-"""enginecore/resourceclaimtemplate.yaml: which devices a pod of a pool claims, where they are claimed at all."""
+"""enginecore/resourceclaimtemplate.yaml: the devices that a pool's pods claim, if claims are enabled."""
 
 from tests.chart.rendering import AUTOSCALED, CLAIMED, HUB, release
 

@@ -1,4 +1,4 @@
-"""enginecore/_resources.tpl: GPUs where they are asked for, of whatever name, and none elsewhere."""
+"""enginecore/_resources.tpl: GPU resources of any name, only in pods that request GPUs."""
 
 import pytest
 

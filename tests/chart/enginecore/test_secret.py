@@ -1,4 +1,4 @@
-"""enginecore/secret.yaml: the secret of engines' internal ports, made once, where there are such ports."""
+"""enginecore/secret.yaml: the secret for engines' internal ports. It is created once, if there are internal ports."""
 
 import base64
 
@@ -24,7 +24,7 @@ def test_a_secret_of_the_users_comes_in_its_place():
 
 
 def test_the_secret_is_in_no_checksum_so_that_pods_stay_when_it_does():
-    settings = ["commonLabels.a=x"], ["commonLabels.a=y"]  # rendered twice
+    settings = ["commonLabels.a=x"], ["commonLabels.a=y"]  # two different settings, so that the chart is rendered twice
     first, second = (release(GROUPS, *each) for each in settings)
     assert first.all("Secret")[0]["data"] != second.all("Secret")[0]["data"]
     found = [each.pod("enginecore")["metadata"]["annotations"]["checksum/config"] for each in (first, second)]

@@ -1,4 +1,4 @@
-"""enginecore/service.yaml: an address per engine, and none for all of them."""
+"""enginecore/service.yaml: one address for each engine, and no common address."""
 
 from tests.chart.rendering import BARE, HUB, release
 

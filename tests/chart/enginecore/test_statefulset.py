@@ -1,4 +1,4 @@
-"""enginecore/statefulset.yaml: the ranks of a group, and none where engines know nothing of each other."""
+"""enginecore/statefulset.yaml: the ranks of a data-parallel group. Other engines have no StatefulSet."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def test_a_pool_is_a_deployment_or_a_group_of_ranks():
 
 
 def test_pods_are_as_many_as_the_ranks_fill():
-    for owner in ((), (OWNED_BY_THE_CHART,)):  # operators start from the chart's number
+    for owner in ((), (OWNED_BY_THE_CHART,)):  # the chart's number of replicas is only the initial number
         assert [ranks(pool, *owner)["spec"]["replicas"] for pool in ("enginecore", "enginecore-wide")] == [4, 4]
     assert ranks("enginecore-wide", "enginecore.pools.wide.dataParallel.ranksPerPod=4")["spec"]["replicas"] == 2
 

@@ -7,7 +7,7 @@ def test_the_values_say_how_many_frontends_there_are():
     assert release(HUB).one("Deployment", "frontend")["spec"]["replicas"] == 2
     assert (
         "replicas" not in release(AUTOSCALED).one("Deployment", "frontend")["spec"]
-    )  # the autoscaler's, see test_workload.py
+    )  # the autoscaler sets the number of replicas, see test_workload.py
 
 
 def test_rollouts_follow_the_values():

@@ -1,4 +1,4 @@
-"""frontend/hpa.yaml: the frontends' autoscaler where it is asked for, and no trace of it where it is not."""
+"""frontend/hpa.yaml: the frontends' autoscaler, which is rendered only if enabled."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""frontend/pdb.yaml: how many frontends a drain of nodes may take at once."""
+"""frontend/pdb.yaml: the number of frontends that a node drain may evict at the same time."""
 
 from tests.chart.rendering import AUTOSCALED, BARE, HUB, release
 

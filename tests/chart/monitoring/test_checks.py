@@ -1,4 +1,4 @@
-"""monitoring/_checks.tpl: values that do not fit together are refused by name."""
+"""monitoring/_checks.tpl: contradictory values are refused, and the error names them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""monitoring/dashboard.yaml: the dashboard where it is asked for, whole and as ``make dashboard`` writes it."""
+"""monitoring/dashboard.yaml: the unchanged dashboard of ``make dashboard``, rendered only if enabled."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""monitoring/_metadata.tpl: labels and annotations of all objects, and their own; those that name the release stay."""
+"""monitoring/_metadata.tpl: common and separate labels and annotations of objects. Labels of the release stay."""
 
 import pytest
 

@@ -14,7 +14,7 @@ def endpoint(component: str, *settings: str) -> dict:
 
 
 def labels(component: str) -> dict[str, str]:
-    """The labels that series get of which label of a pod."""
+    """Return the labels of series, each with the pod label from which it is copied."""
     rules = [rule for rule in endpoint(component)["relabelings"] if "targetLabel" in rule]
     return {rule["targetLabel"]: rule["sourceLabels"][0] for rule in rules}
 

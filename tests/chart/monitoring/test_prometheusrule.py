@@ -9,7 +9,7 @@ ON = "metrics.prometheusRule.enabled=true"
 
 
 def rules(*settings: str) -> dict[str, dict]:
-    """The alerts and recording rules by name."""
+    """Return the alerts and the recording rules by name."""
     return rules_of(release(HUB, ON, *settings))
 
 

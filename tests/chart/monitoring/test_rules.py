@@ -1,4 +1,4 @@
-"""monitoring/_rules.tpl: the thresholds of the alerts are the values', and no word in capitals is left unfilled."""
+"""monitoring/_rules.tpl: values set the thresholds of alerts, and no placeholder in capitals remains."""
 
 import re
 from pathlib import Path

@@ -213,7 +213,7 @@ def test_only_pods_of_a_pools_engines_reach_each_other_on_every_port():
     (policy,) = policies_of(rendered, f"enginecore-wide{WORKER}")
     assert policy in policies_of(rendered, "enginecore-wide")
     (ingress,) = policy["spec"]["ingress"]
-    assert ingress.keys() == {"from"}  # on any port
+    assert ingress.keys() == {"from"}  # without ports, the rule allows any port
     (peer,) = ingress["from"]
     assert policy["spec"]["egress"][0] == {"to": [peer]}
     reached = [c for c in rendered.components() if selects(peer["podSelector"], rendered.pod(c)["metadata"]["labels"])]

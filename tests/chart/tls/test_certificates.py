@@ -1,4 +1,4 @@
-"""tls/certificates.yaml: cert-manager issues the names that the services use, in the Secrets that their pods mount."""
+"""tls/certificates.yaml: cert-manager issues certificates for the services' names, in the Secrets that pods mount."""
 
 from pathlib import Path
 
