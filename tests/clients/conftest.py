@@ -1,4 +1,4 @@
-"""A client in each language, and servers for it."""
+"""Fixtures: a client in each language, and a server for the clients."""
 
 import os
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from tests.clients.running import Client
 from tests.fakes.frontends.fake_inference import FakeInference
 
 WANTED = [name for name in os.environ.get("CLIENT_LANGUAGES", "").split(",") if name]
-"""Languages to try; by default all."""
+"""Languages to test; all by default."""
 assert set(WANTED) <= {language.name for language in LANGUAGES}, (
     f"CLIENT_LANGUAGES is {WANTED}: there are not all of these"
 )
@@ -19,7 +19,7 @@ _broken: set[str] = set()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which languages were run."""
+    """Print the tested languages."""
     if _commands:
         terminalreporter.write_line(f"clients that were run: {', '.join(_commands)}")
 
@@ -28,7 +28,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     params=[language for language in LANGUAGES if not WANTED or language.name in WANTED], ids=lambda x: x.name
 )
 def client(request: pytest.FixtureRequest) -> Client:
-    """The client in a language, built once."""
+    """Return the client in a language. Each client is built once."""
     language: Language = request.param
     if language.name in _broken:
         pytest.fail(f"it could not be built: see the first test of {language.name}")
@@ -43,6 +43,6 @@ def client(request: pytest.FixtureRequest) -> Client:
 
 @pytest.fixture
 async def server() -> AsyncIterator[FakeInference]:
-    """A public API without a model."""
+    """Yield a server of the public API without a model."""
     async with FakeInference() as fake:
         yield fake

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "clients"
 BUILD = ROOT / "build" / "clients"
 RELEASED = os.environ.get("CLIENT_CONTRACTS", "")
-"""A descriptor set of ``protos/released`` to build the clients from, instead of the contracts as they are."""
+"""Descriptor set in ``protos/released`` from which to build the clients, instead of the current contracts."""
 OF_RELEASE = f"-{Path(RELEASED).stem}" if RELEASED else ""
 """Suffix of the names of built files."""
 
@@ -25,10 +25,9 @@ OF_RELEASE = f"-{Path(RELEASED).stem}" if RELEASED else ""
 class Language(msgspec.Struct, frozen=True):
     """A language that has an example client.
 
-    Attributes:
-        needs: Names of the executables that the build needs.
-        package: Whether ``protos/stubs`` has a package for the language.
-        build: Takes the folder of packages and a folder to build in, and returns the client's command line.
+    Attributes: needs: Names of the executables that the build needs. package: Whether ``protos/stubs`` has a
+    package for the language. build: Function that builds the client and returns its command line. Its arguments are
+    the folder of packages and a folder for the build.
     """
 
     name: str
@@ -40,7 +39,7 @@ class Language(msgspec.Struct, frozen=True):
 
     @property
     def missing(self) -> str:
-        """Why it cannot be built here; empty where it can."""
+        """Return the reason why this machine cannot build the client; empty if it can."""
         absent = [name for name in self.needs if shutil.which(name) is None]
         return (
             f"no {' and '.join(absent)} on PATH, for clients in {self.name}{self.get and f' ({self.get})'}"
@@ -49,7 +48,10 @@ class Language(msgspec.Struct, frozen=True):
         )
 
     def command(self) -> list[str]:
-        """Return the client's command line, and build the client if necessary. Skips the test if a program is missing."""
+        """Return the client's command line, and build the client if necessary.
+
+        Skips the test if a program is missing.
+        """
         if self.missing:
             pytest.skip(self.missing)
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,7 @@ def run(command: list[str], folder: Path = ROOT, **env: str) -> None:
 
 
 def install_wheel(stubs: Path, folder: Path) -> None:
-    """Put the contracts' wheel alone into an empty folder."""
+    """Install only the contracts' wheel into an empty folder."""
     (wheel,) = (stubs / "python").glob("*.whl")
     shutil.rmtree(folder, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", "--no-deps"]
@@ -87,7 +89,7 @@ def install_wheel(stubs: Path, folder: Path) -> None:
 
 
 def python(stubs: Path, out: Path) -> list[str]:
-    """Put only the wheel on the path, in front of this environment's own contracts."""
+    """Return a client that imports the wheel's contracts instead of the environment's contracts."""
     install_wheel(stubs, out / "site")
     return ["env", f"PYTHONPATH={out / 'site'}", sys.executable, "-W", "error", str(EXAMPLES / "python/client.py")]
 
@@ -105,7 +107,11 @@ def node(stubs: Path, out: Path) -> list[str]:
 
 
 def go(stubs: Path, out: Path) -> list[str]:
-    """The module is fetched as from any proxy, into a cache of its own: under work its files change, and its version does not."""
+    """Build the Go client. The contracts' module is fetched from a local proxy into a separate cache.
+
+    A common cache would be stale, because the module's files change during development while its version stays the
+    same.
+    """
     cache = out / "modules"
     shutil.rmtree(cache / "penstock.io", ignore_errors=True)
     shutil.rmtree(cache / "cache/download/penstock.io", ignore_errors=True)

@@ -1,7 +1,6 @@
-"""A frontend of the last release with an engine without a model: ``python last_release.py FOLDER``, in the release's
-tree.
+"""Frontend of the last release with a fake engine: ``python last_release.py FOLDER``, run in the release's tree.
 
-It prints its port, and ends when its standard input does.
+The program prints the port, and ends when its standard input ends.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from tests.fakes.small_tokenizers import byte_level, save_model
 
 
 async def main(folder: Path) -> None:
-    """Serve."""
+    """Serve until standard input ends."""
     async with (
         FakeEngine(vocab_size=byte_level().get_vocab_size()) as engine,
         FrontendServer(save_model(folder), engines=[engine.address]) as server,

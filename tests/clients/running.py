@@ -1,4 +1,4 @@
-"""A client's process, as a user runs it."""
+"""Processes of clients, started like a user does."""
 
 import asyncio
 import os
@@ -16,17 +16,17 @@ class Ended(NamedTuple):
 
 
 class Client:
-    """``command``: its command line, without arguments."""
+    """A client. ``command`` is its command line without arguments."""
 
     def __init__(self, command: list[str]) -> None:
         self._command = command
 
     def behind(self, *command: str) -> "Client":
-        """The same, started by another program."""
+        """Return the same client, started through another program."""
         return Client([*command, *self._command])
 
     async def start(self, address: str, *arguments: str, key: str = "") -> asyncio.subprocess.Process:
-        """Begin ``arguments[0]``, a command, with the options and texts that follow."""
+        """Start the client with a command (``arguments[0]``) and the command's options and texts."""
         name, *rest = arguments
         env = {**os.environ, "PENSTOCK_API_KEY": key}
         if not key:
@@ -43,18 +43,18 @@ class Client:
         )
 
     async def run(self, address: str, *arguments: str, key: str = "") -> Ended:
-        """Run it to its own end."""
+        """Run the client until it ends."""
         return await ended(await self.start(address, *arguments, key=key))
 
 
 async def ended(process: asyncio.subprocess.Process) -> Ended:
-    """Wait for its end."""
+    """Wait until the process ends."""
     out, err = await asyncio.wait_for(process.communicate(), PATIENCE)
     return Ended(process.returncode, out.decode(), err.decode())
 
 
 async def read(process: asyncio.subprocess.Process, text: str) -> None:
-    """Wait until it has printed ``text``, and nothing else."""
+    """Wait until the process has printed exactly ``text``."""
     assert process.stdout is not None
     expected = text.encode()
     assert await asyncio.wait_for(process.stdout.readexactly(len(expected)), PATIENCE) == expected

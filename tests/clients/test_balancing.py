@@ -1,6 +1,7 @@
 """Several frontends behind one name: calls take turns, new frontends are found, and stopped ones get no more calls.
 
-The client runs in its own mount namespace, where ``/etc/hosts`` has the name. The addresses are loopback addresses.
+The client runs in a separate mount namespace, in which ``/etc/hosts`` contains the name. The addresses are loopback
+addresses.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ pytestmark = [
 
 
 class Frontends:
-    """``one`` more at an address of its own, all on one port. ``hosts`` is the client's file of names."""
+    """Frontends on different addresses with the same port. ``hosts`` is the client's /etc/hosts."""
 
     def __init__(self, folder: Path) -> None:
         self.hosts = folder / "hosts"
@@ -39,11 +40,11 @@ class Frontends:
 
     @property
     def address(self) -> str:
-        """Return the address that the client gets."""
+        """Return the address argument for the client."""
         return f"dns:///{NAME}:{self.port}"
 
     async def one(self, *, max_age: float = 1.0) -> FakeInference:
-        """Start one more. ``max_age``: seconds after which it moves connections."""
+        """Start another frontend. ``max_age`` is the maximum age of its connections in seconds."""
         server = FakeInference(host=f"127.0.0.{len(self.servers) + 11}", port=self.port, max_age=max_age)
         await server.start()
         self._stack.push_async_callback(server.stop)
@@ -51,22 +52,25 @@ class Frontends:
         return server
 
     def name(self, *servers: FakeInference) -> None:
-        """Let the name have the addresses of ``servers``. Written in place, since the client's file is mounted over another."""
+        """Make the name resolve to the addresses of ``servers``.
+
+        The file is changed in place, because it is mounted in the client's namespace.
+        """
         self.hosts.write_text("".join(f"{server.host} {NAME}\n" for server in servers) + "127.0.0.1 localhost\n")
 
     def counts(self) -> list[int]:
-        """Calls that each has had."""
+        """Return the number of calls of each frontend."""
         return [len(server.requests) for server in self.servers]
 
     async def until(self, *indices: int, more: int) -> None:
-        """Wait until each of these has had ``more`` calls than now."""
+        """Wait until each frontend has received the given number of additional calls."""
         before = self.counts()
         async with asyncio.timeout(PATIENCE):
             while any(self.counts()[i] - before[i] < more for i in indices):
                 await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """Stop all."""
+        """Stop all frontends."""
         await self._stack.aclose()
 
 
@@ -78,14 +82,14 @@ async def frontends(tmp_path: Path) -> AsyncIterator[Frontends]:
 
 
 async def load(client: Client, frontends: Frontends) -> asyncio.subprocess.Process:
-    """The client, with names of its own, calling until it is interrupted."""
+    """Run the client in a namespace with the name. The client makes calls until it is interrupted."""
     mount = f'mount --bind {frontends.hosts} /etc/hosts && exec "$@"'
     named = client.behind("unshare", "--mount", "sh", "-c", mount, "client")
     return await named.start(frontends.address, "load", "--at-once", "4", "--for", "600", "a b c")
 
 
 async def stop(process: asyncio.subprocess.Process) -> None:
-    """Interrupt it. No call has failed."""
+    """Interrupt the client, and check that no call has failed."""
     process.send_signal(signal.SIGINT)
     done = await ended(process)
     assert (done.code, done.err) == (130, "")
@@ -93,7 +97,8 @@ async def stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def test_all_addresses_of_a_name_are_called_in_turn(client: Client, frontends: Frontends) -> None:
-    frontends.name(*[await frontends.one(max_age=0.0) for _ in range(3)])  # a turn is lost with a connection
+    # Connections stay open, because a replaced connection would change the turns.
+    frontends.name(*[await frontends.one(max_age=0.0) for _ in range(3)])
     process = await load(client, frontends)
     await frontends.until(0, 1, 2, more=10)
     before = frontends.counts()
@@ -110,7 +115,7 @@ async def test_a_frontend_that_leaves_is_left_before_it_refuses(client: Client, 
     await frontends.until(0, 1, more=5)
     await second.set_serving(False)
     async with asyncio.timeout(PATIENCE):
-        while True:  # the client learns of the change by itself, a moment later
+        while True:  # the client resolves the name again after a moment
             before = frontends.counts()
             await frontends.until(0, more=20)
             if frontends.counts()[1] == before[1]:

@@ -1,4 +1,4 @@
-"""Conversations, sessions and many calls."""
+"""The example clients' commands for conversations, sessions and many calls."""
 
 import re
 import signal
@@ -15,7 +15,7 @@ SUMMARY = re.compile(r"calls: (\d+), failed: (\d+), messages: (\d+), seconds: \d
 
 
 def counts(out: str) -> tuple[int, ...]:
-    """Calls, failed ones and messages of a load."""
+    """Return the numbers of calls, failed calls and messages that the load command printed."""
     found = SUMMARY.fullmatch(out)
     assert found, out
     return tuple(map(int, found.groups()))

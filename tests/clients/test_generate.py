@@ -1,4 +1,4 @@
-"""One prompt: the text as it arrives, the request that the server gets, and calls that end early."""
+"""The example clients' generate command: streamed text, the request to the server, and calls that end early."""
 
 import asyncio
 import signal
@@ -16,9 +16,9 @@ from tests.fakes.patience import PATIENCE, deadlines
 pytestmark = pytest.mark.slow
 
 STEPS = 8
-"""Maximum number of steps until there is text: a token may be only a part of a character."""
+"""Maximum number of steps until there is text, because a token may be a part of a character."""
 SEED = 2**60 + 1
-"""More than a double can tell from its neighbours."""
+"""Seed that a double cannot represent exactly."""
 
 
 async def test_the_text_is_printed_as_it_is_streamed(client: Client, server: FakeInference) -> None:
@@ -81,7 +81,7 @@ async def test_a_cancelled_call_ends_in_the_engine_before_its_next_step(client: 
         await engine.until(lambda e: e.running, limit=PATIENCE)
         for _ in range(STEPS):
             engine.step()
-        assert await asyncio.wait_for(process.stdout.read(1024), PATIENCE)  # all that is there: whole characters
+        assert await asyncio.wait_for(process.stdout.read(1024), PATIENCE)  # the client prints only complete characters
         process.send_signal(signal.SIGINT)
         await engine.until(lambda e: e.aborted and not e.running, limit=PATIENCE)
         assert engine.num_steps == STEPS

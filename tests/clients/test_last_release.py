@@ -19,7 +19,7 @@ CONTRACTS = released().name.removesuffix(".words.json") + ".binpb"
 
 
 def commit() -> str:
-    """The one that has kept the contracts of the last release; empty where the history is not there."""
+    """Return the commit that stored the contracts of the last release; empty if the history is missing."""
     asked = ["git", "log", "--diff-filter=A", "--format=%H", "--", f"protos/released/{CONTRACTS}"]
     return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 

@@ -1,5 +1,5 @@
-"""Table of the resources of each tuned kernel configuration: ``make kernels-report``. ``--gate`` checks the common ones
-and fails on faults.
+"""Prints the resources of each tuned kernel configuration: ``make kernels-report``. ``--gate`` checks only common
+kernels, and fails if a kernel has faults.
 """
 
 import argparse
@@ -12,19 +12,19 @@ from tests.compiled.kernel import Kernel, Usage, compile_kernel
 ROOMS = (attention, latent, products, experts, invariant, adapters)
 ALL: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.kernels for room in ROOMS)
 GATE: tuple[Callable[[], Iterator[Kernel]], ...] = tuple(room.gate for room in ROOMS)
-"""Kernels of a file of this folder; another file adds its own to both."""
+"""Functions that yield kernels, one for each module of this folder. A new module must be added here."""
 
 HEAD = "| kernel | warps | stages | registers | shared memory | spills | fault |\n|---|---|---|---|---|---|---|"
 
 
 def row(kernel: Kernel, usage: Usage) -> str:
-    """A line of the table."""
+    """Return a row of the table."""
     cells = (kernel.name, kernel.warps, kernel.stages, usage.registers, usage.shared, usage.stack + usage.local)
     return "| " + " | ".join(map(str, cells)) + f" | {'; '.join(usage.faults) or 'none'} |"
 
 
 def main() -> int:
-    """The number of kernels that have a fault."""
+    """Print the table and return the number of kernels with faults."""
     parser = argparse.ArgumentParser(prog="python -m tests.compiled")
     parser.add_argument("--gate", action="store_true", help="a few configurations rather than all")
     faulty = 0

@@ -1,4 +1,4 @@
-"""Tuned configurations of attention, as engines launch them."""
+"""Attention kernels with the tuned configurations that engines use."""
 
 from collections.abc import Iterator
 
@@ -34,11 +34,17 @@ ALIGNED = frozenset(
         "value_stride",
     ]
 )
-"""Aligned arguments: the launcher checks them, or torch allocates them. The stride of block tables may have any value."""
+"""Aligned arguments: the launcher checks them, or torch allocates them.
+
+The stride of block tables may have any value.
+"""
 
 
 def kernels(bytes_per_number: tuple[int, ...] = (1, 2)) -> Iterator[Kernel]:
-    """Decodes and prefills of a layer of 32 heads and 8 KV heads, bf16 with caches of bf16 and of fp8, and their merge."""
+    """Yield kernels for decode, prefill and merge, for a bf16 layer with 32 heads and 8 KV heads.
+
+    The caches are bf16 and fp8.
+    """
     tuned = load_tuned()
     for decode in tuned.decode:
         if decode.bytes in bytes_per_number:

@@ -1,4 +1,4 @@
-"""Grouped products with experts' quantized weights, as a mixture of 128 experts has them."""
+"""Grouped products with quantized expert weights, in the shapes of a model with 128 experts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +11,7 @@ from tests.compiled.kernel import Kernel
 
 EXPERTS = 128
 ROWS = (64, 512)
-"""Rows per expert for which a batch-invariant program takes 64 and 128 rows."""
+"""Rows per expert for which a batch-invariant program computes 64 rows and 128 rows."""
 _KINDS: tuple[Kind, ...] = ("float8", "int4", "mxfp4")
 _ARGUMENTS: dict[str, str | None] = {
     "x": "*bf16", "zeros": None, "bias": None, "ends": "*i32", "out": "*bf16", "experts": "i32",
@@ -21,7 +21,11 @@ _ALIGNED = frozenset({"x", "numbers", "zeros", "scales", "bias", "ends", "out", 
 
 
 def kernels() -> Iterator[Kernel]:
-    """8-bit floats with scales by row and by blocks of 128 columns, 4 bits by groups of 32 and of 128, MXFP4 with biases."""
+    """Yield kernels for each format of weights.
+
+    The formats are fp8 with scales per row and per block of 128 columns, int4 with groups of 32 and 128, and MXFP4 with
+    biases.
+    """
     for tiles in load_tuned().experts:
         yield from _of(tiles, str(tiles.rows))
     for kind in _KINDS:

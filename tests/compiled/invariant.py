@@ -1,4 +1,4 @@
-"""Batch-invariant products, as a model of 8 billion parameters and a mixture of 128 experts have them."""
+"""Batch-invariant products, in the shapes of a model with 8 billion parameters and of a model with 128 experts."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,7 @@ from tests.compiled import products
 from tests.compiled.kernel import Kernel
 
 ROWS = (64, 512)
-"""Steps whose programs take 64 rows, and 128."""
+"""Rows of steps for which a program computes 64 rows and 128 rows."""
 FEATURES = (4096, 28_672)
 _ARGUMENTS: dict[str, str | None] = {
     "x": "*bf16", "weight": "*bf16", "bias": None, "ends": "*i32", "out": "*bf16", "rows": "i32", "experts": "i32",
@@ -20,7 +20,10 @@ _ALIGNED = frozenset({"x", "weight", "ends", "out", "out_features", "in_features
 
 
 def kernels() -> Iterator[Kernel]:
-    """Dense and grouped products of weights on both sides of the border between tiles, and those with quantized weights."""
+    """Yield kernels for dense and grouped products, also with quantized weights.
+
+    The sizes of weights are on both sides of the limit between two tile sizes.
+    """
     for features in FEATURES:
         for rows in ROWS:
             tiles = invariant_tiles(rows, features, 2)
@@ -36,7 +39,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def gate() -> Iterator[Kernel]:
-    """The dense products."""
+    """Yield the kernels of dense products."""
     return (kernel for kernel in kernels() if kernel.function is product_kernel)
 
 

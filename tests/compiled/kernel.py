@@ -21,10 +21,13 @@ _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``arguments`` by name, perhaps more than the kernel has: a type for each (``*bf16``, ``*i32``, ``i32``, ``fp32``), None for
-    one that is left out. ``aligned``: those that the launcher promises to be multiples of 16, of pointers their
-    addresses.
-    ``must_have``: instructions of PTX.
+    """A kernel to compile.
+
+    Attributes:
+        arguments: Types of arguments by name (``*bf16``, ``*i32``, ``i32``, ``fp32``), or None for an omitted argument.
+            Names that the kernel does not have are ignored.
+        aligned: Arguments whose value or address is a multiple of 16, as the launcher guarantees.
+        must_have: PTX instructions that the compiled kernel must contain.
     """
 
     name: str
@@ -39,8 +42,14 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """``registers`` of a thread; bytes of ``shared`` memory of a program, of the ``stack`` of a thread, for spilled registers,
-    and of its ``local`` memory. ``missing``: instructions that the kernel must have, and has not.
+    """Resources of a compiled kernel.
+
+    Attributes:
+        registers: Registers per thread.
+        shared: Bytes of shared memory per program.
+        stack: Bytes of stack per thread, which spilled registers use.
+        local: Bytes of local memory per thread.
+        missing: Required instructions that the kernel lacks.
     """
 
     registers: int

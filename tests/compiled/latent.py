@@ -1,4 +1,4 @@
-"""Attention over a latent cache, as DeepSeek-V3 (128 heads) and DeepSeek-V2-Lite (16 heads) launch it."""
+"""Attention over a latent cache, in the shapes of DeepSeek-V3 (128 heads) and DeepSeek-V2-Lite (16 heads)."""
 
 from collections.abc import Iterator
 
@@ -18,14 +18,14 @@ _ALIGNED = frozenset(_ARGUMENTS) - {"num_requests", "table_stride", "scaling"}
 
 
 def kernels() -> Iterator[Kernel]:
-    """Decodes and prompts, whose tiles the batch-invariant ones are too."""
+    """Yield kernels for decodes and prompts. Batch-invariant kernels use the same tiles as prompts."""
     for heads in HEADS:
         yield _kernel(f"latent decode, {heads} heads", latent_tiles(heads, 2), heads, fewest=0)
         yield _kernel(f"latent prefill, {heads} heads", latent_tiles(1 << 30, 2), heads, fewest=2)
 
 
 def gate() -> Iterator[Kernel]:
-    """Decodes."""
+    """Yield the kernels for decodes."""
     return (kernel for kernel in kernels() if kernel.constants["FEWEST"] == 0)
 
 

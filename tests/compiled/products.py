@@ -1,4 +1,4 @@
-"""Products with quantized weights, as a model of 8 billion parameters has them."""
+"""Products with quantized weights, in the shapes of a model with 8 billion parameters."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ _ALIGNED = frozenset({"x", "numbers", "zeros", "scales", "out", "out_features", 
 
 
 def kernels() -> Iterator[Kernel]:
-    """8-bit floats with scales by row and by blocks of 128 columns, and 4 bits by groups of 32 and of 128."""
+    """Yield kernels for fp8 with scales per row and per block of 128 columns, and for int4 with groups of 32 and 128."""
     for tiles in load_tuned().products:
         if tiles.bits == 8:
             yield from (float8(tiles, width) for width in (0, 128))

@@ -10,12 +10,12 @@ from pydantic import BaseModel
 
 @tool
 def weather(city: str) -> str:
-    """Tell the weather of a city."""
+    """Return the weather of a city."""
     return f"sunny in {city}"
 
 
 class Person(BaseModel):
-    """Somebody."""
+    """A person."""
 
     name: str
     age: int

@@ -9,7 +9,7 @@ from llama_index.llms.openai_like import OpenAILike
 
 
 def weather(city: str) -> str:
-    """Tell the weather of a city."""
+    """Return the weather of a city."""
     return f"sunny in {city}"
 
 
