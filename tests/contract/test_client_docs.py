@@ -1,4 +1,4 @@
-"""The code in docs/guides/clients is the code of examples/clients, which tests/clients runs."""
+"""Code on pages in docs/guides/clients equals the code in examples/clients, which tests/clients runs."""
 
 import re
 import textwrap
@@ -23,7 +23,7 @@ TOPICS = {
 
 
 class Snippet(NamedTuple):
-    """A block of code of a page, and the file that the page says it is from."""
+    """A code block of a page, and the file that the page names as the source."""
 
     page: str
     file: str
@@ -41,7 +41,7 @@ def snippets() -> list[Snippet]:
 
 
 def blocks(source: str, length: int) -> set[str]:
-    """Yield every run of that many lines, without their common indentation."""
+    """Yield every sequence of ``length`` lines, without the common indentation."""
     lines = source.splitlines()
     return {textwrap.dedent("\n".join(lines[i : i + length])) for i in range(len(lines) - length + 1)}
 

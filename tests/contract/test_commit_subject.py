@@ -1,4 +1,4 @@
-"""The check of commit subjects accepts plain subjects, and names each fault of others."""
+"""The check of commit subjects accepts valid subjects, and names each fault of invalid subjects."""
 
 import subprocess
 from pathlib import Path

@@ -73,7 +73,7 @@ OTHER_PROGRAMS = frozenset(
         "umask",
     }
 )
-"""Other programs that the pages call: third-party programs, shell builtins, and programs that a page has just built."""
+"""Other programs that pages call: third-party programs, shell builtins, and programs that the page builds."""
 OTHER_FLAGS = {"--worker-urls": "of smg, a gateway", "--reuse-values": "of helm"}
 OTHER_YAML = {"models": "of Continue", "rules": "of the Prometheus adapter"}
 OTHER_NAMES = {
@@ -82,12 +82,12 @@ OTHER_NAMES = {
     "docs/reference/pooling-api.md": {"1_Pooling/config.json"},
     "examples/clients/go/README.md": {"go.sum"},
 }
-"""Spans that look like a path of this repository and are none."""
+"""Code spans that look like a path of this repository but are not paths, by page."""
 
 
 @cache
 def tracked() -> frozenset[str]:
-    """Files and folders of the repository."""
+    """Return the files and folders of the repository."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -101,7 +101,7 @@ def tracked() -> frozenset[str]:
 
 @cache
 def sources() -> str:
-    """Return all code of the repository without the pages, to find names that are really used."""
+    """Return all code of the repository without the pages, to check that the code uses a name."""
     kinds = (".py", ".mjs", ".go", ".java", ".rs", ".proto", ".yaml", ".yml", ".tpl", ".toml", ".sh", ".html", ".json")
     own = Path(__file__).resolve()
     return "\n".join(
@@ -127,7 +127,7 @@ def ids(found: Command | Span | Block) -> str:
     return found.place
 
 
-# Commands in shell blocks.
+# Tests of commands in shell blocks.
 
 
 def test_every_command_is_in_a_block_that_says_so() -> None:
@@ -214,13 +214,13 @@ def check_curl(arguments: list[str]) -> None:
 
 
 def check_paths(command: Command, arguments: list[str]) -> None:
-    """Words that begin with one of our folders are in it."""
+    """Check that arguments which begin with a top-level folder are existing paths."""
     for word in arguments:
         if word.removeprefix("./").partition("/")[0] in top_folders():
             assert word.removeprefix("./").rstrip("/") in tracked(), f"{command.place}: {word} is not there"
 
 
-# Spans of running text.
+# Tests of code spans in running text.
 
 
 def top_folders() -> set[str]:
@@ -260,7 +260,7 @@ def is_there(span: Span) -> bool:
     if text.partition("/")[0] == "build" or re.fullmatch(r"[A-Z]+/.*", text):
         return True
     if "/" in text and text.partition("/")[0] not in top_folders() and "." not in text.rpartition("/")[2]:
-        return True  # no file: a pair of words, a media type, a hub id
+        return True  # not a file: a pair of words, a media type, or a hub id
     pattern = re.compile("(.*[/_])?" + re.escape(text).replace(r"\*", "[^/]*"))
     return own in tracked() or any(pattern.fullmatch(file) for file in tracked())
 
@@ -278,7 +278,7 @@ def test_settings_that_the_pages_name_are_there() -> None:
 
 
 def is_setting(text: str) -> bool:
-    """A key of a service or of the chart, a section of keys, or the name of a file or of a place in a request."""
+    """Return whether the text is a setting of a service or of the chart, a section, a file name, or a request field."""
     name = text.partition("=")[0].removesuffix(".*")
     everything = {key for keys in (*KEYS.values(), chart_values()) for key in keys}
     if any(key == name or key.startswith(f"{name}.") or key.endswith(f".{name}") for key in everything):
@@ -335,11 +335,11 @@ def test_variables_that_the_pages_name_are_read() -> None:
     assert wrong == []
 
 
-# Code and configuration.
+# Tests of code and configuration.
 
 
 NOT_INSTALLED = ("langchain_openai", "llama_index")
-"""Clients with environments of their own: tests/clients/test_frameworks.py runs them."""
+"""Clients with separate environments, which tests/clients/test_frameworks.py runs."""
 
 
 @pytest.mark.parametrize("block", [b for b in blocks("python") if b.page != "docs/guides/clients/python.md"], ids=ids)
@@ -372,7 +372,7 @@ def chart_values() -> set[str]:
 
 
 def fits(keys: list[str], known: set[str]) -> bool:
-    """Return whether each key is known, or lies in a mapping that is the value of a known key."""
+    """Return whether each key is known, or is inside a mapping that is the value of a known key."""
     return all(any(key == each or key.startswith(f"{each}.") for each in known) for key in keys)
 
 
@@ -389,7 +389,7 @@ def test_yaml_has_keys_that_are_there(block: Block) -> None:
     assert any(fits(keys, known) for known in (*KEYS.values(), chart_values()))
 
 
-# Lists of exceptions: each entry must still be needed, so that unused entries are removed.
+# Tests of the lists of exceptions. Each entry must still be needed, so that unused entries are removed.
 
 
 @pytest.mark.parametrize("name", sorted(OTHER_PROGRAMS))

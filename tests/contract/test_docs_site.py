@@ -1,4 +1,7 @@
-"""The docs site: links, navigation, generated reference, and defects of pages that end the build. `make docs` builds the site."""
+"""The docs site: links, navigation, generated reference, and faults of pages that stop the build.
+
+`make docs` builds the site.
+"""
 
 import os
 import re
@@ -34,7 +37,7 @@ HOME_PAGE = """\
 
 
 def written(folder: Path, pages: dict[str, str]) -> Path:
-    """A repository with these pages in ``docs``; returns ``docs``."""
+    """Write a repository with these pages in ``docs``, and return the ``docs`` folder."""
     docs = folder / "docs"
     (folder / "charts").mkdir(parents=True)
     (folder / "charts" / "values.yaml").write_text("a: 1\n")
@@ -162,7 +165,7 @@ def test_every_part_of_the_contracts_is_in_the_reference_with_its_comment() -> N
 
 
 def plain(text: str) -> str:
-    """Letters and digits of a text."""
+    """Return the letters and digits of a text."""
     lines = [line for line in text.splitlines() if "buf:lint:" not in line]
     return re.sub(r"[^a-z0-9]", "", "".join(lines).lower())
 

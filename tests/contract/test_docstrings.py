@@ -8,7 +8,7 @@ SERVICES = Path(__file__).resolve().parents[2] / "services"
 
 
 def classes(source: str) -> Iterator[ast.ClassDef]:
-    """Return the classes of a file, inner classes too."""
+    """Return all classes of a file, including inner classes."""
     return (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef))
 
 
@@ -23,7 +23,7 @@ def bases(node: ast.ClassDef) -> set[str]:
 
 
 def documented(sources: Mapping[str, str]) -> tuple[dict[str, set[str]], set[str]]:
-    """Return the documented methods of each class, and those of all interfaces together."""
+    """Return the documented methods of each class, and the documented methods of all interfaces."""
     by_class: dict[str, set[str]] = {}
     of_interfaces: set[str] = set()
     for source in sources.values():
@@ -36,7 +36,7 @@ def documented(sources: Mapping[str, str]) -> tuple[dict[str, set[str]], set[str
 
 
 def silent(sources: Mapping[str, str]) -> list[str]:
-    """Return the public methods of public classes that say nothing, and implement nothing that does."""
+    """Return the public methods of public classes that have no docstring, neither in the class nor in an interface."""
     by_class, of_interfaces = documented(sources)
     found = []
     for path, source in sources.items():
@@ -47,7 +47,7 @@ def silent(sources: Mapping[str, str]) -> list[str]:
                 for method in methods(node)
                 if not method.name.startswith("_") and not node.name.startswith("_")
                 if method.name[0].islower()
-                or not any(base.endswith("Servicer") for base in bases(node))  # the contract describes RPCs
+                or not any(base.endswith("Servicer") for base in bases(node))  # the .proto files describe the RPCs
                 if not ast.get_docstring(method) and method.name not in known
                 if not any(
                     "setter" in ast.unparse(item) or "overload" in ast.unparse(item) for item in method.decorator_list

@@ -1,4 +1,4 @@
-"""docs/reference/feature-pairs.md matches the table of pairs, and the table has one verdict for each pair."""
+"""docs/reference/feature-pairs.md matches the table of pairs, and the table has one entry for each pair."""
 
 import itertools
 

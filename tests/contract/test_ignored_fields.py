@@ -34,7 +34,7 @@ def test_no_field_is_listed_twice() -> None:
 
 @cache
 def body_structs() -> dict[str, type[msgspec.Struct]]:
-    """The structs that bodies are decoded as, and those of the objects in them, by name."""
+    """Return the structs of request bodies and of their nested objects, by name."""
     modules = [
         importlib.import_module(found.name)
         for package in (penstock_frontend.api.openai, penstock_frontend.api.anthropic)
@@ -68,7 +68,7 @@ def structs_in(of: object) -> Iterator[type[msgspec.Struct]]:
 
 @cache
 def names_that_are_read() -> frozenset[str]:
-    """Attributes that code gets, and texts that may be names of attributes."""
+    """Return the attributes that the code reads, and string constants that may be names of attributes."""
     found = set()
     for path in SOURCES.rglob("*.py"):
         if path.name == "ignored_fields.py":

@@ -1,7 +1,7 @@
-"""The import graph has no cycles between files, and none between rooms.
+"""The import graph has no cycles between files or between rooms.
 
-A room is a folder directly below a package, with all its contents, or a module there. The ``core`` folders of the
-engine's features belong to the room ``core``.
+A room is a folder directly below a package with all its contents, or a module directly below a package. The ``core``
+folders of the engine's features belong to the room ``core``.
 """
 
 import ast
@@ -14,7 +14,7 @@ SERVICES = Path(__file__).resolve().parents[2] / "services"
 
 
 def files() -> dict[str, Path]:
-    """Modules by name."""
+    """Return the modules by name."""
     found = {}
     for path in SERVICES.glob("*/penstock_*/**/*.py"):
         parts = path.relative_to(SERVICES).with_suffix("").parts[1:]

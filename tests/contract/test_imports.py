@@ -23,7 +23,7 @@ def modules(package: str) -> Iterator[Path]:
 
 @functools.cache
 def imported(path: Path) -> set[str]:
-    """Every module name that the file imports, wherever in the file."""
+    """Return the names of all modules that the file imports, at any place in the file."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

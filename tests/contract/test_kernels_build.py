@@ -1,4 +1,4 @@
-"""The build hook of the kernels: with a compiler, with a broken one, and without."""
+"""The build hook of the kernels: with a working compiler, with a broken one, and without a compiler."""
 
 import importlib.util
 from pathlib import Path
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "services" / "enginecore"
 
 @pytest.fixture
 def hook(tmp_path: Path) -> Any:
-    """Over a folder of its own with one source that compiles fast."""
+    """Return the build hook for a new folder with one source that compiles quickly."""
     spec = importlib.util.spec_from_file_location("enginecore_hatch_build", ROOT / "hatch_build.py")
     assert spec is not None
     assert spec.loader is not None

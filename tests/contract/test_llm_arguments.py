@@ -1,6 +1,6 @@
 """docs/guides/migrate-from-vllm.md describes the arguments of ``LLM`` correctly.
 
-``tests.peers.arguments`` checks that the page names all of their arguments.
+``tests.peers.arguments`` checks that the page names all arguments of vLLM's ``LLM``.
 """
 
 import inspect
@@ -20,7 +20,7 @@ LED = re.compile(r"(?:its fields: )?((?:`[a-z_]+`(?:, )?)+)")
 
 
 def rows(header: str) -> Iterator[list[str]]:
-    """The cells of the lines of the table below ``header``."""
+    """Return the cells of each row of the table with this header."""
     table = section().partition(f"{header}\n")[2].partition("\n\n")[0]
     for line in table.splitlines()[1:]:
         yield [cell.strip() for cell in line.strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""Languages that there is no client in: code is generated for them, in the packages that the contracts name."""
+"""Generated code for languages without an example client, in the packages that the contracts name."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 OPTIONS = {"csharp": ["--csharp_opt=base_namespace="]}
-"""Options by language. C# gets a folder for each namespace, since files of several packages have the same name."""
+"""Options of protoc by language. C# needs a folder per namespace, since packages have files with the same names."""
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 NAMES = {
     "csharp": b"namespace Penstock.Inference.V1 {",

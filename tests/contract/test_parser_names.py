@@ -16,13 +16,13 @@ NAMES = {"tool_parser": registry.tool_parser_names, "reasoning_parser": registry
 
 
 def documented() -> Set[str]:
-    """The names in the first column of the page's table."""
+    """Return the names in the first column of the page's table."""
     table = API.partition(HEADER)[2].partition("\n\n")[0]
     return {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
 
 
 def described(setting: str) -> Set[str]:
-    """The names that the setting's description lists, before ``none``."""
+    """Return the names that the setting's description lists before ``none``."""
     [found] = [each for each in settings_of(FrontendConfig) if each.key == f"model.{setting}"]
     listed = found.kind.description.partition(": ")[2].partition(", none")[0]
     return set(listed.split(", "))

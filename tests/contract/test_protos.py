@@ -1,4 +1,4 @@
-"""The rules every .proto keeps, checked on the descriptors and the sources; ``make lint`` runs buf besides."""
+"""Rules for every .proto file, checked on descriptors and sources. ``make lint`` also runs buf."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileOptions
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 OF_OTHERS = PROTOS / "penstock" / "keda"
-"""Contracts that are taken over as they are."""
+"""Unchanged contracts of other projects."""
 FILES = sorted(
     path.relative_to(PROTOS) for path in (PROTOS / "penstock").rglob("*.proto") if OF_OTHERS not in path.parents
 )

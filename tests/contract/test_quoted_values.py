@@ -1,4 +1,4 @@
-"""Errors that clients get never quote a whole value: ``quoted`` bounds it."""
+"""Errors for clients never quote values of any length, because ``quoted`` limits the length."""
 
 import ast
 from collections.abc import Iterator
@@ -24,7 +24,10 @@ ERRORS = {name for name, kind in vars(errors).items() if isinstance(kind, type) 
 
 
 def raw_quotes(source: str) -> Iterator[tuple[int, str]]:
-    """Lines and expressions that an error of a request has in quotes as they are. Constants of the code are not of clients."""
+    """Return lines and expressions that a request error quotes without a length limit.
+
+    Constants of the code are left out, because clients do not set them.
+    """
     for call in ast.walk(ast.parse(source)):
         if not isinstance(call, ast.Call):
             continue
@@ -42,7 +45,7 @@ def test_the_check_finds_a_raw_quote() -> None:
 
 
 KNOWN = {"served", "prompt[e.start]"}
-"""Words of the code, and a single character."""
+"""Quoted expressions that are allowed: words of the code, and a single character."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SERVICES)))

@@ -1,5 +1,5 @@
-"""`make release` refuses a tree that is not ready for release and then changes nothing. tests/e2e/test_release.py makes
-one.
+"""`make release` refuses a tree that is not ready for a release, and changes nothing. tests/e2e/test_release.py makes a
+release.
 """
 
 import re
@@ -15,7 +15,7 @@ from charts.release.versions import PLACES, ReleaseError, current_version, notes
 from tests.fakes.scratch_repository import ROOT, commit, git, scratch_repository
 
 NEXT = "9.1.0"
-"""Greater than the version of the repository, whichever that is."""
+"""Version for tests, greater than any version of the repository."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def tree(base: Path, tmp_path: Path) -> Path:
 
 
 def state(tree: Path) -> tuple[str, ...]:
-    """Commit, tags, changes and ignored files of a repository; compiled Python left out."""
+    """Return commit, tags, changes and ignored files of a repository, without compiled Python files."""
     ignored = git(tree, "status", "--porcelain", "--ignored", "--untracked-files=all").splitlines()
     return (
         git(tree, "rev-parse", "HEAD"),
@@ -46,7 +46,7 @@ def state(tree: Path) -> tuple[str, ...]:
 
 
 def refusal(tree: Path, version: str = NEXT, gates: str = "true") -> str:
-    """The message of a release that is refused; fails if it changes anything."""
+    """Return the error of a refused release. Fails if the release changes any file."""
     before = state(tree)
     command = [sys.executable, "-m", "charts.release", version, "--gates", gates]
     done = subprocess.run(command, cwd=tree, capture_output=True, text=True, timeout=300)
@@ -166,7 +166,7 @@ def test_distributions_of_one_release_depend_on_each_other_in_one_version() -> N
 
 
 def test_no_code_names_the_version() -> None:
-    """Services report the version of their installed distribution."""
+    """Checks that no code contains the version, because services report the version of their installed distribution."""
     version = current_version(ROOT)
     named = [
         str(path.relative_to(ROOT))

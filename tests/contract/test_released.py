@@ -21,7 +21,7 @@ Change = Callable[[Path], None]
 
 
 def replaced(file: str, pattern: str, by: str) -> Change:
-    """Change the first place in ``file`` that fits, which must be there."""
+    """Replace the first match of ``pattern`` in ``file``. Fails without a match."""
 
     def change(protos: Path) -> None:
         path = protos / "penstock" / file
@@ -85,7 +85,7 @@ ADDITIONS = {
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The contracts as they are, as ``make release`` keeps them."""
+    """Return the descriptor set of the current contracts, in the format that ``make release`` stores."""
     kept = tmp_path_factory.mktemp("released") / "kept.binpb"
     write_contracts(PROTOS, kept)
     return kept
@@ -111,7 +111,7 @@ def test_the_gate_refuses_what_breaks_clients(tmp_path: Path, image: Path, chang
     said = gate(tmp_path, image, change)
     assert said.returncode == 100, (
         said.stdout + said.stderr
-    )  # buf's exit code for findings; another is an error of its own
+    )  # buf's exit code for findings; other codes mean that buf failed
     assert ".proto:" in said.stdout
 
 

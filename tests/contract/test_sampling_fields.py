@@ -1,4 +1,7 @@
-"""A sampling parameter is known everywhere or nowhere: contract, struct, wire, engine, workers, handover, LLM, HTTP, docs."""
+"""Every sampling parameter is known in all places that need it.
+
+The places are contract, struct, messages, engine, workers, handover, LLM, HTTP and docs.
+"""
 
 import json
 import re
@@ -60,19 +63,19 @@ VALUES: dict[str, Any] = {
     "num_speculative_tokens": 4,
     "thinking_token_budget": 6,
 }
-"""A value of each that is not its default. A new parameter comes here first."""
+"""A value for each parameter that differs from the default. Add a new parameter here first."""
 NOT_OVER_HTTP = {
     "detokenize": "answers over HTTP are texts",
     "output_kind": "stream says it",
     "skip_reading_prefix_cache": "a knob for measurements; cache_salt keeps callers apart",
     "bad_word_token_ids": "the frontend makes them of bad_words",
 }
-"""Parameters without a field in OpenAI's bodies, and why."""
+"""Parameters without a field in OpenAI's request bodies, with the reason."""
 OTHERWISE: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": True, "top_logprobs": 3},
     "structured_output": {"structured_outputs": {"regex": "a"}},
 }
-"""Parameters that have another form over HTTP."""
+"""HTTP fields of parameters whose form differs over HTTP."""
 OVER_HTTP = [name for name in FIELDS if name not in NOT_OVER_HTTP]
 
 
@@ -115,7 +118,8 @@ def test_an_engine_that_a_request_moves_to_gets_the_parameter(name: str) -> None
     assert JournalEntry(request_with(name), Call()).to_send().sampling_params == params_with(name)
 
 
-@pytest.mark.parametrize("name", [name for name in FIELDS if name != "output_kind"])  # an LLM's answers are whole
+# LLM has no output_kind, because its answers are complete.
+@pytest.mark.parametrize("name", [name for name in FIELDS if name != "output_kind"])
 def test_an_llm_takes_the_parameter(name: str) -> None:
     fields = next(sampling_of({name: VALUES[name]}, 1))
     assert isinstance(fields, dict)

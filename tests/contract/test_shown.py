@@ -1,4 +1,4 @@
-"""Pages that claim a result on a device name the check that showed it."""
+"""Pages that claim a result on a device name the check that produced the result."""
 
 import re
 from pathlib import Path

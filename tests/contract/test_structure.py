@@ -1,4 +1,6 @@
-"""docs/development/code-map.md is current, unit tests mirror the folders of the code, and no production file is too long."""
+"""docs/development/code-map.md is current, unit tests mirror the folders of the code, and no production file is too
+long.
+"""
 
 from pathlib import Path
 
@@ -9,11 +11,11 @@ from tests.documents.code_map import PAGE, first_sentence, page
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {path.parent.name: path for path in sorted((ROOT / "services").glob("*/penstock_*"))}
 LONGEST = 600
-"""Lines of a file of production."""
+"""Maximum number of lines of a production file."""
 
 
 def unlike(package: Path, tests: Path) -> list[str]:
-    """Folders of tests without a folder of the package, from the repository's root."""
+    """Return test folders without a corresponding package folder, relative to the repository's root."""
     folders = sorted(
         path.relative_to(tests) for path in tests.rglob("*") if path.is_dir() and path.name != "__pycache__"
     )

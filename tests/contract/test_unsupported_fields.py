@@ -1,4 +1,6 @@
-"""The list of refused fields equals the table in docs/reference/request-fields.md, and fits the structs of request bodies."""
+"""The list of refused fields equals the table in docs/reference/request-fields.md, and fits the structs of request
+bodies.
+"""
 
 import re
 
@@ -28,7 +30,7 @@ def test_no_field_is_refused_and_ignored() -> None:
 
 
 def test_a_refused_field_of_a_struct_is_refused_where_the_struct_is_checked() -> None:
-    """A struct that has the field itself never gets to the list, unless its route asks for the refusal."""
+    """Checks structs that define a refused field. For such structs, the route must refuse the field explicitly."""
     sources = "".join(path.read_text() for path in (SOURCES / "api").rglob("*.py"))
     asked = {
         name

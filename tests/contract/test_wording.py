@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = 45
-"""Words of a sentence. The rule for writers is 25; the limit leaves room for lists of names."""
+"""Maximum number of words in a sentence. The rule for writers is 25, and the higher limit allows lists of names."""
 FRAGMENT = re.compile(
     r"(it|they|he|she|these|those|its|theirs|none(?! (if|until))|both|some|such|others|what|who|whose|whom|whoever|where|how"
     r"|of|for|to|in|on|by|with|as|from|at|beside|behind|likewise|so)\b(?!-)",
@@ -20,7 +20,7 @@ FOLDERS = ("services", "protos", "charts")
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each docstring, those of attributes included."""
+    """Yield the line and the text of each docstring, including docstrings of attributes."""
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
         for item in body if isinstance(body, list) else ():

@@ -1,4 +1,4 @@
-"""Workflows of the repository run only targets that exist, have no secrets, and may do only what their jobs need."""
+"""Workflows of the repository run only existing make targets, contain no secrets, and have only the rights they need."""
 
 import re
 import shlex
@@ -71,7 +71,7 @@ def test_images_and_chart_go_to_the_registry_in_the_version_that_the_chart_insta
     target = Target("1.2.3", REGISTRY, "podman", "cpu")
     build, *pushes = KINDS["images"](ROOT, target)
     assert build == ("make", "images", "TAG=1.2.3", f"REGISTRY={REGISTRY}", "IMAGE_BUILDER=podman", "DEVICE=cpu")
-    # The names that the Makefile builds.
+    # The image names that the Makefile builds.
     planned = subprocess.run(["make", "-n", *build[1:]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert [push[-1] for push in pushes] == re.findall(r"--tag (\S+)", planned)
     assert all(push[:2] == ("podman", "push") for push in pushes)
@@ -103,7 +103,7 @@ def test_publishing_is_refused(arguments: list[str], message: str) -> None:
 @pytest.mark.slow
 def test_a_dry_run_builds_everything_and_names_every_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_REQUIRE_KERNELS", "0")
-    monkeypatch.setenv("CXX", "/bin/false")  # kernels take a minute to compile
+    monkeypatch.setenv("CXX", "/bin/false")  # skip compiling the kernels, which takes a minute
     command = ["make", "--no-print-directory", "publish-dry-run", f"REGISTRY={REGISTRY.upper()}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,12 +16,12 @@ RELEASED = ROOT / "protos" / "released"
 REASON = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 METADATA = re.compile(r"x-[a-z]+(-[a-z]+)+|authorization|traceparent|tracestate")
 NAMES_OF_REASONS = {"reason", "default_reason"}
-"""Keywords, parameters and variables that a reason is given by."""
+"""Names of keywords, parameters and variables whose values are error reasons."""
 
 
 @functools.cache
 def current(root: Path = ROOT) -> dict[str, list[str]]:
-    """The words of the services under ``root``, sorted."""
+    """Return the sorted names in the services under ``root``."""
     trees = [ast.parse(path.read_text()) for path in sorted((root / "services").rglob("*.py"))]
     constants = {
         target.id: statement.value.value
@@ -44,7 +44,7 @@ def current(root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def given(tree: ast.Module) -> Iterator[ast.expr]:
-    """Every expression that is given as a reason."""
+    """Yield every expression that is used as an error reason."""
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg in NAMES_OF_REASONS:
             yield node.value
@@ -55,7 +55,7 @@ def given(tree: ast.Module) -> Iterator[ast.expr]:
 
 
 def texts(node: ast.expr, constants: dict[str, str]) -> Iterator[str]:
-    """The texts that an expression may have: of its parts, and of the constants that it names."""
+    """Yield the texts that an expression may evaluate to, including texts of named constants."""
     for part in ast.walk(node):
         if isinstance(part, ast.Constant) and isinstance(part.value, str):
             yield part.value
@@ -64,7 +64,7 @@ def texts(node: ast.expr, constants: dict[str, str]) -> Iterator[str]:
 
 
 def released() -> Path:
-    """The words of the last release."""
+    """Return the names of the last release."""
     return max(RELEASED.glob("*.words.json"), key=lambda path: [int(n) for n in re.findall(r"\d+", path.name)])
 
 

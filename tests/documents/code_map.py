@@ -1,4 +1,4 @@
-"""Writes docs/development/code-map.md: every package and module of the services with the first sentence of its docstring."""
+"""Writes docs/development/code-map.md: all packages and modules of the services, with their first sentences."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ SERVICES = ("frontend", "enginecore", "coordinator", "common", "local", "client"
 
 
 def page() -> str:
-    """Return the text of the page for the code as it is."""
+    """Return the text of the page for the current code."""
     lines = [
         "# Code map",
         "",

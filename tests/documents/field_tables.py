@@ -38,7 +38,7 @@ def refused() -> str:
 
 
 def updated(name: str) -> str:
-    """Return the page ``name`` with its table replaced by the one of the code."""
+    """Return the page ``name`` with its table replaced by the table from the code."""
     before, header, after = (REFERENCE / name).read_text(encoding="utf-8").partition(HEADERS[name])
     if not header:
         raise ValueError(f"docs/reference/{name} has no table with the header {HEADERS[name].splitlines()[0]!r}")

@@ -20,7 +20,7 @@ to use them.
 
 
 def commands(parser: argparse.ArgumentParser, name: str = "penstock") -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield each command that has arguments of its own, with its parser; those of actions such as ``lora load`` too."""
+    """Yield each command with arguments, and its parser. Actions such as ``lora load`` are commands too."""
     nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     if not nested:
         yield name, parser
@@ -30,7 +30,7 @@ def commands(parser: argparse.ArgumentParser, name: str = "penstock") -> Iterato
 
 
 def page() -> str:
-    """Return the page for the parsers as they are."""
+    """Return the page for the current parsers."""
     sections = [_section(name, parser) for name, parser in commands(build_parser())]
     return "\n".join([_HEAD, *sections])
 

@@ -16,7 +16,10 @@ PAGES = sorted(
         *(ROOT / "tests").glob("*/README.md"),
     ]
 )
-"""Pages that describe the current state. Decisions (docs/adr) and reports (docs/reports) describe the state at their date."""
+"""Pages that describe the current state.
+
+Decisions (docs/adr) and reports (docs/reports) describe the state at their date.
+"""
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
@@ -38,7 +41,7 @@ class Block(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Something between backquotes in running text, on one line."""
+    """A code span: text between backquotes on one line of running text."""
 
     page: str
     line: int
@@ -50,7 +53,7 @@ class Span(NamedTuple):
 
 
 def blocks(*languages: str) -> list[Block]:
-    """The fenced blocks of all pages, or those in ``languages``."""
+    """Return the fenced blocks of all pages. If ``languages`` are given, return only blocks in these languages."""
     return [block for page in PAGES for block in _blocks(page) if not languages or block.language in languages]
 
 
@@ -65,7 +68,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The fragments that a page's headings make."""
+    """Return the link fragments of a page's headings."""
     headings = _HEADING.findall(_without_blocks(page.read_text()))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -85,5 +88,5 @@ def _spans(page: Path) -> Iterator[Span]:
 
 
 def _without_blocks(text: str) -> str:
-    """The text with its blocks emptied, every line where it was."""
+    """Return the text with empty lines in place of blocks, so that line numbers stay the same."""
     return _FENCE.sub(lambda found: "\n" * found[0].count("\n"), text)

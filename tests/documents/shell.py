@@ -9,7 +9,7 @@ from tests.documents.pages import blocks
 
 SHELL = "sh"
 TRANSCRIPT = "console"
-"""Languages of sessions: lines that begin with ``$`` are commands, the others their output."""
+"""Language of session blocks. Lines that begin with ``$`` are commands, and all other lines are output."""
 
 
 class Command(NamedTuple):
@@ -25,8 +25,9 @@ class Command(NamedTuple):
 
     @property
     def calls(self) -> list[list[str]]:
-        """Words of each program that the command calls: after pipes, ``&&`` and ``;``, without leading variable
-        assignments.
+        """Return the words of each program call in the command, without leading variable assignments.
+
+        Pipes, ``&&`` and ``;`` separate the calls.
         """
         try:
             return [call for call in _split(self.text) if call]
@@ -34,12 +35,12 @@ class Command(NamedTuple):
             raise AssertionError(f"{self.place}: {self.text!r} is no shell command: {e}") from None
 
     def calls_of(self, *program: str) -> list[list[str]]:
-        """The arguments of each call of a program, ``penstock`` or ``python -m``."""
+        """Return the arguments of each call of a program, such as ``penstock`` or ``python -m``."""
         return [call[len(program) :] for call in self.calls if tuple(call[: len(program)]) == program]
 
 
 def commands() -> list[Command]:
-    """Every command of every page, in order."""
+    """Return all commands of all pages, in order."""
     found = []
     for block in blocks(SHELL, TRANSCRIPT):
         numbered = list(enumerate(block.code.splitlines(), block.line))
@@ -71,7 +72,10 @@ def _open(text: str) -> bool:
 
 
 def _without_remark(line: str) -> str:
-    """Remove the comment at the beginning or after two spaces. The project's commands contain no other ``#`` like that."""
+    """Remove the comment at the beginning or after two spaces.
+
+    The project's commands contain no other ``#`` like that.
+    """
     return re.sub(r"(^|\s{2,})#.*$", "", line).rstrip()
 
 

@@ -1,6 +1,7 @@
-"""The kernels for matrix units on processors that have none: their own text, compiled with the ``immintrin.h`` of this folder.
+"""Kernels for matrix units, for processors without matrix units.
 
-They go into ``build/emulation``, in a folder for each text that there was, and are compiled when they are first needed.
+The unchanged kernel sources are compiled with the ``immintrin.h`` of this folder, when a test first needs them. The
+libraries are in ``build/emulation``, in one folder for each version of the sources.
 """
 
 import fcntl
@@ -17,17 +18,17 @@ from tests.sanitizers.__main__ import ENGINE, HOOK, ROOT, compile_with
 HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "emulation"
 FAST = ("-O1", "-fno-math-errno", "-DPENSTOCK_TILE=5")
-"""To compile: tiles of few rows, of which there are two strips of a matrix unit in a task."""
+"""Compiler options. They set tiles of few rows, so that a task has two strips of a matrix unit."""
 
 
 def emulated(isa: str) -> Path:
-    """The folder of ``kernels_<isa>.so``."""
+    """Return the folder with ``kernels_<isa>.so``."""
     defined = [flag for flag in HOOK._X86[isa] if flag.startswith("-D") and "_TILE=" not in flag]
     return compiled(f"kernels_{isa}", sorted((ENGINE / "csrc").glob("*.cpp")), defined).parent
 
 
 def compiled(name: str, sources: list[Path], options: Iterable[str] = ()) -> Path:
-    """``<name>.so`` of ``sources``, for this machine's processor."""
+    """Compile ``sources`` into ``<name>.so`` for this machine's processor, and return the path."""
     native = ("-march=native",) if platform.machine().lower() in ("x86_64", "amd64") else ()
     flags = (f"-I{HERE}", "-fPIC", "-shared", "-fvisibility=hidden", *native, *FAST, *options)
     texts = sorted((*(ENGINE / "csrc").iterdir(), *HERE.iterdir()))
@@ -45,7 +46,10 @@ def compiled(name: str, sources: list[Path], options: Iterable[str] = ()) -> Pat
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, isa: str) -> None:
-    """Until the test ends the processor has ``isa``, emulated, and the system lets it be used."""
+    """Pretend, until the test ends, that the processor has ``isa`` and that the system allows it.
+
+    Kernels are emulated.
+    """
     monkeypatch.setattr(library, "_DIRECTORY", emulated(isa))
     monkeypatch.setitem(library._CAPABILITIES, isa, ())
     monkeypatch.setitem(library._PERMISSIONS, isa, lambda: None)

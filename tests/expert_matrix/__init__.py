@@ -1,1 +1,1 @@
-"""Every mixture of experts over several ranks."""
+"""Tests of every mixture-of-experts model type over several ranks."""

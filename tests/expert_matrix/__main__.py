@@ -1,4 +1,7 @@
-"""``make expert-matrix``: every mixture of experts over several ranks, as a table; fails for wrong tokens."""
+"""``make expert-matrix``: prints a table of all mixture-of-experts model types over several ranks.
+
+The command fails if tokens are wrong.
+"""
 
 import argparse
 import sys
@@ -7,7 +10,7 @@ from tests.expert_matrix.family import MIXTURES, WAYS, cells
 
 
 def main() -> int:
-    """The number of families with wrong tokens."""
+    """Print the table and return the number of model types with wrong tokens."""
     parser = argparse.ArgumentParser(prog="python -m tests.expert_matrix")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="these; all without any")
     names = [f"{dispatch} {size}" for size, dispatch in WAYS]

@@ -1,4 +1,7 @@
-"""One family, its experts on 1 to 4 ranks: tokens against transformers' ``generate``, logits against one engine's."""
+"""One model type with its experts on 1 to 4 ranks.
+
+Tokens are compared with transformers' ``generate``, and logits with the logits of one engine.
+"""
 
 import tempfile
 from pathlib import Path
@@ -15,20 +18,22 @@ from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 WAYS = ((1, "allgather"), (2, "allgather"), (3, "allgather"), (4, "allgather"), (4, "alltoall"), (4, "reduce_scatter"))
-"""Ranks, and the dispatch."""
+"""Number of ranks, and dispatch."""
 PROMPT_LENGTHS = (1, 7, 34, 50, 20)
 NEW_TOKENS = 8
 NUM_EXPERTS, EXPERTS_OF_A_TOKEN = 32, 4
 ENGINE: dict[str, Any] = {
-    # Prompts in pieces; blocks that the kernels take.
+    # Chunked prompts, and a block size that the kernels support.
     "cache": {"block_size": 16, "num_blocks": 128},
     "scheduler": {"max_num_batched_tokens": 40},
 }
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """``tokens``: they are those of ``generate``. ``bits``: so are the logits, to the last one, those of an engine that holds all
-    experts and has all requests in its batch.
+    """Result for a number of ranks and a dispatch.
+
+    Attributes: tokens: Whether the tokens equal those of ``generate``. bits: Whether the logits are bitwise equal
+    to those of one engine with all experts and all requests in its batch.
     """
 
     tokens: bool = False
@@ -37,28 +42,29 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def mark(self) -> str:
-        """In a table."""
+        """Text of the cell in the table."""
         if self.why:
             return "-"
         return "bits" if self.bits else "tokens" if self.tokens else "wrong"
 
 
 def prompts() -> list[list[int]]:
-    """Of different lengths."""
+    """Return prompts of different lengths."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
 def requests(numbers: range) -> list[tuple[str, list[int], SamplingParams]]:
-    """Greedy ones."""
+    """Return greedy requests."""
     wanted = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     return [(str(number), prompts()[number], wanted) for number in numbers]
 
 
 def changes(family: str) -> dict[str, int]:
-    """What makes of a family's tiny model one that the kernels serve as they do real ones: as many experts as torch's vectors
-    have numbers, of which tokens choose more than two, and heads whose sizes the attention kernels take. Empty for a family
-    without experts.
+    """Return configuration changes with which the kernels serve a type's tiny model like a real model.
+
+    The number of experts equals the width of torch's vectors, tokens choose more than two experts, and the attention
+    kernels support the head sizes. Empty for a model type without experts.
     """
     config = tiny_config(family)
     names = ("moe_num_experts", "n_routed_experts", "num_local_experts", "num_experts")
@@ -76,7 +82,7 @@ MIXTURES = tuple(family for family in ARCHITECTURES if changes(family))
 
 
 def cells(family: str, ways: tuple[tuple[int, str], ...] = WAYS) -> list[Cell]:
-    """One per way. The last rank of several has no request."""
+    """Yield one cell for each entry of ``ways``. With several ranks, the last rank has no request."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)

@@ -1,4 +1,4 @@
-"""The images that ``make cluster-images`` has built, one at a time."""
+"""Fixtures for the images that ``make cluster-images`` has built. One image is open at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def opened(service: str) -> Iterator[Image]:
-    """The image of a service; skips where it is not built."""
+    """Yield the image of a service. Skips the test if the image is not built."""
     name = RELEASE.name(service)
     if buildah.inspect(name) is None:
         pytest.skip(f"{name} is not built: make cluster-images IMAGES={service}")
@@ -47,7 +47,7 @@ def oracle_engine() -> Iterator[Image]:
 
 @pytest.fixture(scope="session")
 def enginecore() -> Iterator[Image]:
-    """The engine with torch, which is built only where it is asked for by name."""
+    """Yield the image of the engine with torch. The default build does not include this image."""
     yield from opened("enginecore")
 
 

@@ -1,4 +1,4 @@
-"""An image as a process: its entry point on its own root file system, read-only, as its user, without a capability; by runc."""
+"""Runs an image with runc: the entry point on a read-only root file system, as the image's user, without capabilities."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def why_not() -> str:
 
 
 class Image:
-    """An image of buildah's store, with its files in reach while it is open."""
+    """An image in buildah's store. While the image is open, its files are mounted."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class Image:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that it sets."""
+        """Environment variables that the image sets."""
         return dict(entry.split("=", 1) for entry in self.config.get("Env", []))
 
     @property
@@ -61,18 +61,21 @@ class Image:
         return {normalized(path.name.split("-")[0]) for path in found}
 
     def run(self, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run a command in place of the entry point, to its end."""
+        """Run a command instead of the entry point, and wait until the command ends."""
         with Running(self, command, environment, entrypoint=False) as running:
             code = running.wait()
             return subprocess.CompletedProcess(command, code, stdout=running.log())
 
     def start(self, *arguments: str, **environment: str) -> "Running":
-        """Start the entry point with these arguments. Stopped at the end of the block."""
+        """Start the entry point with these arguments. The container is stopped at the end of the block."""
         return Running(self, arguments, environment, entrypoint=True)
 
 
 class Running:
-    """A container in the network of this process, which can write to /tmp and /dev/shm, as under the chart, and nowhere else."""
+    """A container in the network of this process.
+
+    As in the chart, the container can write only to /tmp and /dev/shm.
+    """
 
     def __init__(
         self, image: Image, arguments: Sequence[str], environment: dict[str, str], *, entrypoint: bool
@@ -104,7 +107,7 @@ class Running:
         self._folder.cleanup()
 
     def log(self) -> str:
-        """Everything it has printed."""
+        """Return all output of the container."""
         return (self._bundle / "log").read_text(errors="backslashreplace")
 
     def wait(self) -> int:
@@ -112,7 +115,7 @@ class Running:
         return self._process.wait(PATIENCE)
 
     def stop(self) -> int:
-        """SIGTERM, as Kubernetes does. Returns the exit code."""
+        """Stop the container with SIGTERM, as Kubernetes does. Returns the exit code."""
         self._runc("kill", self._id, signal.SIGTERM.name)
         return self.wait()
 

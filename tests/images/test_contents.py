@@ -19,7 +19,7 @@ def component(image: Image) -> str:
 
 
 def test_the_user_is_a_number_that_is_not_roots(image: Image):
-    """With runAsNonRoot, a kubelet cannot resolve user names."""
+    """Checks that the user is numeric, because a kubelet with runAsNonRoot cannot resolve user names."""
     security = release(DEMO).pod_spec(component(image))["securityContext"]
     assert image.config["User"] == f"{security['runAsUser']}:{security['runAsGroup']}"
 
@@ -46,7 +46,7 @@ def test_nothing_can_be_compiled_or_installed_in_it(image: Image):
 
 
 def test_its_code_belongs_to_root(image: Image):
-    """The service cannot change its code, even if the root file system is writable."""
+    """Checks that a service cannot change its code, even if the root file system is writable."""
     for path in (image.root / "opt").rglob("*"):
         status = path.lstat()
         assert (status.st_uid, status.st_gid) == (0, 0), path

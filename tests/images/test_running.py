@@ -1,4 +1,4 @@
-"""The images run: read-only, as an ordinary user, without capabilities, and together."""
+"""The images run with read-only root file systems, as an ordinary user, without capabilities, alone and together."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ VOCAB = 2048
 
 
 def serving(running: Running, port: int, service: str = "") -> None:
-    """Wait for a probe's yes. AssertionError, with the log, when it does not come."""
+    """Wait until a probe succeeds. Raises AssertionError with the log after a timeout."""
     deadline = time.monotonic() + PATIENCE
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -44,7 +44,7 @@ def listening(port: int) -> list[str]:
 
 @pytest.fixture
 def coordinated(coordinator: Image) -> Iterator[str]:
-    """The address of a coordinator that runs, and ends well."""
+    """Yield the address of a running coordinator. Afterwards, check that the coordinator ends cleanly."""
     port = free_port()
     with coordinator.start(*listening(port)) as running:
         serving(running, port)
