@@ -1,5 +1,6 @@
-"""LoRA adapters on a device: greedy tokens of mixed batches compared with PEFT's, and bits alone compared with bits in
-a batch.
+"""LoRA adapters on a device.
+
+The checks compare greedy tokens of mixed batches with PEFT's tokens, and logits alone with logits in a batch.
 """
 
 import tempfile
@@ -28,8 +29,10 @@ _UNSERVED = ("mlp.", "kv_b_proj")
 
 
 def mixed(architecture: str, dtype: str, device: str) -> dict[str, Any]:
-    """Requests of the base model and of three adapters of several ranks, two slots for these, twice; requests of the base model
-    beside an engine without adapters. In float32 all tokens must be PEFT's.
+    """Compare requests of the base model and of three adapters with PEFT, twice.
+
+    The adapters have different ranks and only two slots. Requests of the base model are also compared with an engine
+    without adapters. In float32, all tokens must equal PEFT's.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
@@ -58,7 +61,7 @@ def mixed(architecture: str, dtype: str, device: str) -> dict[str, Any]:
 
 
 def alone(device: str) -> dict[str, Any]:
-    """Tokens drawn alone and in a crowd, with batch-invariant kernels in bfloat16."""
+    """Compare tokens sampled alone and in a batch, with batch-invariant kernels in bfloat16."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
         model = save_tiny_model("llama", path, **WIDTHS, head_dim=64)
@@ -103,7 +106,7 @@ def _tokens(
 
 
 def _same(found: list[list[int]], expected: list[list[int]]) -> float:
-    """The share of tokens that are the same up to the first of each request that is not."""
+    """Return the fraction of tokens before the first difference of each request."""
     count = 0
     for a, b in zip(found, expected, strict=True):
         for x, y in zip(a, b, strict=True):

@@ -20,7 +20,10 @@ from tests.device import environment, packing  # noqa: E402 - found by the line 
 
 
 def main() -> int:
-    """Exit status 1 if a row failed or did not run, or if a GPU did not compute by the fused decoder and its graphs."""
+    """Run the command line and return the exit status.
+
+    The status is 1 if a row failed or did not run, or if a GPU did not use the fused decoder and its graphs.
+    """
     parser = argparse.ArgumentParser(prog="bare.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_pack(commands.add_parser("pack", help="collect packages for a machine without a package index"))
@@ -41,7 +44,7 @@ def main() -> int:
 
 
 def _use_project_environment() -> None:
-    """Go on with the project's Python if this one does not have the project's packages."""
+    """Restart this program with the project's Python if the current Python lacks the project's packages."""
     if importlib.util.find_spec("penstock_common") is not None:
         return
     python = ROOT / ".venv/bin/python"
@@ -88,7 +91,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Run the phases in this environment, and print a line for each row, the tables and the verdict."""
+    """Run the phases in this environment, and print a line for each row, the tables and the result."""
     from tests.device.phases import Settings
     from tests.device.session import Options, Session
     from tests.device.verdict import row_line, verdict
@@ -127,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
 
 _REPORT_SECONDS = 5
 _CPU_PATIENCE = 20
-"""Factor of the time limits of rows on a CPU, which is slower and may be shared."""
+"""Factor for the time limits of rows on a CPU, which is slower and may be busy with other programs."""
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The phases of ``make check-gpu``: one, whose rows are processes of their own."""
+"""Phases of ``make check-gpu``. There is one phase, and each of its rows is a separate process."""
 
 from functools import partial
 from typing import Any
@@ -11,12 +11,12 @@ PHASES = [
 ]
 _LIMIT = 120.0
 _CPU_LIMIT = 15.0
-"""Behind ``patience``, which multiplies it on a CPU."""
+"""Time limit of a row on a CPU in seconds, before multiplication with ``patience``."""
 
 
 def stages(settings: Settings) -> list[Stage]:
     """Return a row for each check."""
-    from tests.device.checks import CHECKS  # torch and transformers
+    from tests.device.checks import CHECKS  # imported here, because it imports torch and transformers
 
     device = "cpu" if settings.cpu else "cuda"
 

@@ -24,34 +24,34 @@ NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
 CACHE = {"block_size": 16, "num_blocks": 256}
 LORA = ("llama", "gemma3", "deepseek_v3", "gpt_neox")
-"""Families whose adapters are checked: three of the fused decoder, one that runs by its modules."""
+"""Model types whose adapters are checked. Three types use the fused decoder, and one type runs with its modules."""
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 WIDTHS = {"hidden_size": 256, "intermediate_size": 512, "initializer_range": 0.1}
 HEADS = {**WIDTHS, "head_dim": 64}
 
 
 def _widths(architecture: str) -> dict[str, Any]:
-    """Heads of 64 numbers wherever a family lets them be chosen."""
+    """Return configuration changes for heads of 64 numbers, if the model type has a configurable head size."""
     if architecture in LATENT:
         return WIDTHS
     return HEADS if architecture not in ("gpt2", "gpt_bigcode", "opt", "jetmoe", "helium", "minicpm3") else {}
 
 
 def prompts() -> list[list[int]]:
-    """The same on every machine."""
+    """Return the prompts, which are the same on every machine."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
 
 
 class Said(logging.Handler):
-    """Collects the engine's log lines about the kernels that it uses."""
+    """Log handler that collects the engine's log lines about its kernels."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep lines on kernels."""
+        """Store log lines about kernels."""
         text = record.getMessage()
         if "computing with" in text or record.levelno >= logging.WARNING:
             self.lines.append(text)
@@ -93,7 +93,7 @@ def _same(found: list[list[int]], expected: list[list[int]]) -> str:
 
 
 def family(architecture: str, dtype: str, device: str) -> dict[str, Any]:
-    """Greedy tokens in one step, in chunks and on prefix hits, against transformers in float32."""
+    """Compare greedy tokens with transformers in float32: prompts in one step, in chunks and with prefix hits."""
     said = _said()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
@@ -130,7 +130,7 @@ def draws(device: str) -> dict[str, Any]:
 
 
 def invariant(device: str) -> dict[str, Any]:
-    """Log-probabilities alone and in a crowd, bit by bit."""
+    """Compare log-probabilities alone and in a batch, bit by bit."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         save_tiny_model("llama", path, **HEADS)
@@ -170,7 +170,7 @@ def sleeps(device: str, keep_addresses: bool = False) -> dict[str, Any]:
 
 
 def _free(device: str) -> int:
-    """MiB of the device's memory; 0 on a CPU."""
+    """Return the free device memory in MiB, or 0 on a CPU."""
     return torch.cuda.mem_get_info()[0] // 2**20 if device == "cuda" else 0
 
 
@@ -180,7 +180,7 @@ def _captured(engine: EngineCore) -> int:
 
 
 def eight_bits(device: str) -> dict[str, Any]:
-    """An 8-bit cache gives tokens, mostly those of the other."""
+    """Check that most tokens with an 8-bit KV cache equal the tokens with the default cache."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         save_tiny_model("llama", path, **HEADS)
@@ -191,7 +191,7 @@ def eight_bits(device: str) -> dict[str, Any]:
 
 
 def recorded(device: str) -> dict[str, Any]:
-    """Steps that are captured at the start give the same tokens."""
+    """Check that graphs captured at the start give the same tokens."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         model = save_tiny_model("llama", path, **HEADS)

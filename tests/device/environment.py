@@ -1,4 +1,4 @@
-"""Environment of a run: unpacks a pack and puts this project's folders first on the path."""
+"""Environment of a run. Unpacks a pack, and puts this project's folders first on the Python path."""
 
 import os
 import sys

@@ -24,7 +24,10 @@ from tests.device.rows import RowRunner
 
 
 class Nursery:
-    """Forks. ``options``: a dict of ``phases`` (name, stages), ``settings``, ``records`` (the file's path), ``faults``."""
+    """Forks processes for phases.
+
+    ``options`` has ``phases`` (name, stages), ``settings``, ``records`` (path), ``faults``.
+    """
 
     def __init__(self, options: dict[str, Any], answers: int) -> None:
         self._phases = {each["name"]: Phase(**each) for each in options["phases"]}
@@ -35,7 +38,7 @@ class Nursery:
         self._running: dict[int, int] = {}
 
     def tell_rows(self) -> None:
-        """Import every phase and tell its stages' rows, or why it cannot be imported."""
+        """Import every phase, and write its stages' rows or its import error as an answer."""
         for phase in self._phases.values():
             try:
                 stages = phase.load(self._settings)

@@ -1,4 +1,4 @@
-"""The nursery, seen from the process that started it."""
+"""Client of the nursery, used by the process that starts the nursery."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _PATIENCE = 10
 
 
 class NurseryProcess:
-    """Starts a nursery. ``options``: see ``nursery.Nursery``."""
+    """Starts a nursery and communicates with it. ``options``: see ``nursery.Nursery``."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._process = subprocess.Popen(
@@ -30,7 +30,7 @@ class NurseryProcess:
         """Whether the nursery has ended; ``answers`` returns nothing more."""
 
     def request(self, **values: Any) -> None:
-        """Ask for a process. A nursery that has ended does not hear it."""
+        """Request a process. Does nothing if the nursery has ended."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(f"{json.dumps(values)}\n".encode())

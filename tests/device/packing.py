@@ -1,4 +1,4 @@
-"""Packs of wheels that a machine with torch, Triton and transformers lacks, and their installation there.
+"""Packs of wheels for machines that already have torch, Triton and transformers, and the installation of packs.
 
 Standard library only.
 """
@@ -25,7 +25,7 @@ PROJECTS = ("common", "enginecore", "frontend", "client")
 EXTRA = ("peft",)
 """Additional packages that checks need."""
 GLIBC = range(17, 40)
-"""Minor versions of glibc 2 whose wheels are taken: ``pip download`` matches each by name."""
+"""Minor versions of glibc 2 for which wheels are accepted. ``pip download`` matches each version by name."""
 _LZMA_FROM = 32 * 1024
 MIB = 2**20
 
@@ -96,12 +96,12 @@ def pinned() -> dict[str, str]:
 
 
 def normalized(name: str) -> str:
-    """Return a package's name as indexes spell it."""
+    """Return a package's name in the normalized form of package indexes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def repack(wheel: Path, to: Path) -> None:
-    """Write a wheel again, with large files compressed by LZMA, which takes a quarter less, and without type stubs."""
+    """Write a wheel again, without type stubs and with large files compressed by LZMA, which saves a quarter."""
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(to, "w") as new:
         for item in old.infolist():
             if item.is_dir() or item.filename.endswith((".pyi", ".pyx", ".pxd")):

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 ALWAYS = 0
-"""The step of phases that ``--only`` does not leave out."""
+"""Step of phases that always run, also with ``--only``."""
 LAST = 9
-"""The step of phases that run alone on the device."""
+"""Step of phases that run alone on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,14 @@ class Row:
 
 
 def nothing() -> AbstractContextManager[Any]:
-    """Return what a stage opens whose rows share nothing."""
+    """Return an empty context for stages whose rows have no common object."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Rows that share the object that ``build`` opens. ``limit`` is the time limit of the build, which counts as a row
+    """Rows that use one object, which ``build`` opens. ``limit`` is the time limit of the build. The build counts as a
+    row
     named after the stage.
     """
 
@@ -59,12 +60,12 @@ class Stage:
 
     @property
     def build_name(self) -> str:
-        """The name of the row that building is."""
+        """Name of the row for building."""
         return f"build {self.name}"
 
     @property
     def close_name(self) -> str:
-        """The name of the row that closing is, where other stages follow."""
+        """Name of the row for closing, if other stages follow."""
         return f"close {self.name}"
 
 
@@ -72,17 +73,12 @@ class Stage:
 class Phase:
     """A phase, without importing it.
 
-    Attributes:
-        name: Short name, for ``--only``.
-        stages: ``module:function``; the function takes ``Settings`` and returns the phase's stages without touching a
-            device.
-        seconds: Expected duration on a GPU. After twice this time the phase stops, and its other rows run after all
-            phases.
-        worth: Importance of the results. Phases run in the order of worth per second.
-        step: Phases of the same number run at the same time, before those of higher numbers. Those of ``LAST`` run
-            alone.
-        isolated: Whether every row runs in a process of its own, several at a time.
-        host: Whether the phase needs no device.
+    Attributes: name: Short name, for ``--only``. stages: ``module:function``; the function takes ``Settings`` and
+    returns the phase's stages without touching a device. seconds: Expected duration on a GPU. After twice this time
+    the phase stops, and its other rows run after all phases. worth: Importance of the results. Phases run in the
+    order of worth per second. step: Number of the step. Phases with the same number run concurrently, before phases
+    with higher numbers. Phases with ``LAST`` run alone. isolated: Whether every row runs in a separate process.
+    Several such processes run concurrently. host: Whether the phase needs no device.
     """
 
     name: str

@@ -27,9 +27,9 @@ class RecordFile:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, kind: str, phase: str, row: str, **values: Any) -> None:
-        """Append a record. TypeError for values that JSON cannot hold."""
+        """Append a record. Raises TypeError for values that JSON cannot represent."""
         line = json.dumps({"kind": kind, "phase": phase, "row": row, **values})
-        # A line break in front as well: a process that was killed may have left half a line.
+        # Begin with a line break too, because a killed process may have written half a line.
         os.write(self._file, f"\n{line}\n".encode())
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Results:
     unrun: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take in a record. A row that was run again counts by its last record."""
+        """Add a record. If a row ran several times, its last record counts."""
         key = record["phase"], record["row"]
         if record["kind"] == "session":
             self.session |= record
@@ -79,7 +79,7 @@ class Results:
             self.unrun[key] = record["reason"]
 
     def get(self, phase: str, row: str) -> dict[str, Any] | None:
-        """Return the values of a row, None if it was not measured."""
+        """Return the values of a row, or None if the row was not measured."""
         return self.found.get((phase, row))
 
     def of(self, phase: str) -> dict[str, dict[str, Any]]:
@@ -105,7 +105,7 @@ def tail(path: Path) -> str:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return a record, None for an empty line or a torn one."""
+    """Return a record, or None for an empty or incomplete line."""
     try:
         record = json.loads(line)
     except ValueError:

@@ -131,9 +131,9 @@ class RowRunner:
             "seconds": round(seconds, 3),
             "poisoned": poisoned,
         }
-        # Before the device is asked: that may hang.
+        # Write the error before using the device again, because the device may hang.
         self._write("error", name, **values, **self._warnings.taken())
-        traceback.clear_frames(error.__traceback__)  # they hold tensors
+        traceback.clear_frames(error.__traceback__)  # the frames refer to tensors
         error.__traceback__ = None
         gc.collect()
         return _Failed(said[:300], poisoned or not _device_answers())
@@ -146,7 +146,7 @@ class _Failed:
 
 
 class _Warnings(logging.Handler):
-    """Keeps the engine's warnings: they say why a faster way was not taken."""
+    """Collects the engine's warnings, which explain why a faster method was not used."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Runs phases within a budget of seconds, each in a process that may fail, hang or die without taking other rows along."""
+"""Runs phases within a time budget. Each phase is a process that may fail, hang or die without affecting other rows."""
 
 import signal
 import tempfile
@@ -16,9 +16,9 @@ from tests.device.task import Task, status_words
 
 _POLL = 0.1
 _START_SECONDS = 60.0
-"""Until a process has begun its first row, and until the nursery has imported everything, on an idle machine."""
+"""Seconds until a process begins its first row, and until the nursery has imported all modules, if idle."""
 _LONGER = 2.0
-"""A phase stops after its current row once it has taken this many times its expected duration."""
+"""Factor for the expected duration of a phase. After this time, the phase stops after its current row."""
 _NURSERIES = 3
 
 
@@ -29,7 +29,7 @@ class Options:
     Attributes:
         out: Folder of the records.
         until: ``time.monotonic()`` at which the time budget ends.
-        patience: Factor of all limits: a CPU takes longer.
+        patience: Factor for all limits, because a CPU is slower.
         limit: Seconds for each row, instead of the row's own limit.
         only: Names of phases, or prefixes of row names; empty for all.
         faults: See ``faults.inject``.
@@ -68,7 +68,7 @@ class Session:
         self._records.write("session", "session", "session", **values)
 
     def run(self) -> Results:
-        """Run all rows that the budget allows. Rows that it does not are recorded as not run."""
+        """Run rows until the time budget ends. The remaining rows are recorded as not run."""
         with tempfile.TemporaryDirectory(prefix="penstock-device-", ignore_cleanup_errors=True) as folder:
             self._folder = Path(folder)
             self._nursery = self._start_nursery()
@@ -99,7 +99,10 @@ class Session:
             self._settings = replace(self._settings, capability=machine["capability"])
 
     def _tasks_of(self, phase: Phase) -> list[tuple[Phase, list[str], float]]:
-        """Return the rows of each process of a phase, and until when it begins rows; none where there is no device for it."""
+        """Return the rows of each process of a phase, and the time after which no row begins.
+
+        Without a device for the phase, there are no processes.
+        """
         rows = [row for _, names in self._stages[phase.name] for row in names if self._is_wanted(phase.name, row)]
         if not rows:
             return []
@@ -116,7 +119,7 @@ class Session:
         return not only or any(phase == name or row.startswith(name) for name in only)
 
     def _run_tasks(self, waiting: list[tuple[Phase, list[str], float]], width: int) -> None:
-        """Run processes, ``width`` of them at a time."""
+        """Run processes, at most ``width`` concurrently."""
         waiting = list(waiting)
         while waiting or self._running:
             while waiting and len(self._running) < max(1, width):
@@ -156,7 +159,7 @@ class Session:
         )
 
     def _poll(self) -> list[tuple[Task, int]]:
-        """Follow the processes for a moment. Returns those that have ended, with their exit status."""
+        """Wait briefly for events of the processes. Returns the ended processes with their exit status."""
         ended = []
         for answer in self._nursery.answers(_POLL):
             task = self._running[answer["task"]]
@@ -179,7 +182,7 @@ class Session:
         return ended
 
     def _read(self) -> None:
-        """Take in new records."""
+        """Read new records."""
         for record in self._reader.new():
             self.results.add(record)
             if (task := self._running.get(record.get("task", 0))) is not None:
@@ -188,7 +191,7 @@ class Session:
                 self._options.tell(record)
 
     def _rows_left(self, task: Task, status: int) -> list[str]:
-        """Record how a process failed, and return the rows that a fresh one should run now."""
+        """Record how a process failed, and return the rows that a new process should run now."""
         if task.current is not None:
             why = task.killed or status_words(status)
             self._error(task, task.current, why, stderr=tail(task.log))
@@ -213,7 +216,7 @@ class Session:
         for row in rows:
             task.left.remove(row)
             self._error(task, row, why, stderr=said)
-            said = ""  # once is enough
+            said = ""  # put the output only into the first record
 
     def _error(self, task: Task, row: str, why: str, **values: Any) -> None:
         self._records.write("error", task.phase, row, task=task.number, error=why, **values)
@@ -223,7 +226,7 @@ class Session:
         return next(phase for phase in self._phases if phase.name == name)
 
     def _start_nursery(self) -> NurseryProcess:
-        """Start a nursery, and wait until it has imported the phases, whose rows it tells."""
+        """Start a nursery, and wait until it has imported the phases and reported their rows."""
         self._nurseries += 1
         log = self._folder / f"nursery{self._nurseries}.log"
         nursery = NurseryProcess(

@@ -1,4 +1,4 @@
-"""Speculative decoding on a device: the demo model's tokens with drafts compared with those without."""
+"""Speculative decoding on a device: compares the demo model's tokens with and without drafts."""
 
 import time
 from pathlib import Path
@@ -18,7 +18,7 @@ NEW_TOKENS = 96
 
 
 def speculation(method: str, temperature: float, device: str) -> dict[str, Any]:
-    """Compare stories with drafts and without, for several concurrent requests and for one alone.
+    """Compare stories with and without drafts, for several concurrent requests and for one request alone.
 
     On a GPU, all tokens must be equal in bfloat16 with batch-invariant kernels. With the usual kernels in float32, the
     share of equal tokens is reported.
@@ -49,7 +49,7 @@ def speculation(method: str, temperature: float, device: str) -> dict[str, Any]:
 
 
 def speeds(device: str) -> dict[str, Any]:
-    """Tokens per second of one stream of the demo model by method, as an engine drafts that measures its steps."""
+    """Return the tokens per second of one stream of the demo model for each method, with adaptive drafting."""
     found: dict[str, float] = {}
     for method in ("", "ngram", "suffix", *_DRAFTERS):
         speculative = {"method": method} | ({"model": str(_DRAFTERS[method])} if method in _DRAFTERS else {})
@@ -79,7 +79,7 @@ def _engine(device: str, speculative: dict[str, Any], *, invariant: bool) -> Eng
 def _told(
     device: str, speculative: dict[str, Any], temperature: float, *, invariant: bool
 ) -> tuple[list[list[int]], Run, EngineCore]:
-    """Tokens of all at once, then of the first alone."""
+    """Return the tokens of all requests in one batch, and then of the first request alone."""
     engine = _engine(device, speculative, invariant=invariant)
     crowd = generate(engine, [_request(f"r{i}", i, temperature) for i in range(len(_THINGS))])
     alone = generate(engine, [_request("alone", 0, temperature)])

@@ -1,4 +1,4 @@
-"""Rows of a phase that a process is running, as far as its records tell."""
+"""Progress of a process that runs rows of a phase, according to its records."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _STACK_SECONDS = 1.0
-"""Time for a process to write its stack before it is killed."""
+"""Seconds for a process to write its stack before it is killed."""
 
 
 class Task:
@@ -20,7 +20,7 @@ class Task:
         phase: Name of the phase.
         rows: Names of rows, in order.
         until: ``time.monotonic()`` after which no row begins.
-        start_limit: Maximum seconds until the first row begins, and between the end of a row and the begin of the next.
+        start_limit: Maximum seconds until the first row begins, and between the end of a row and the next row's begin.
         log: File for the process's output.
     """
 
@@ -35,17 +35,17 @@ class Task:
         self.left = list(rows)
         """Rows that have not ended."""
         self.current: str | None = None
-        """The row that has begun and not ended, building and closing included."""
+        """Name of the current row. Building and closing count as rows."""
         self.pid: int | None = None
         self.killed = ""
-        """Why it was killed."""
+        """Reason why the process was killed; empty if it was not killed."""
         self._start_limit = start_limit
         self._since = time.monotonic()
         self._limit = start_limit
         self._kill_at: float | None = None
 
     def follow(self, record: dict[str, Any]) -> None:
-        """Take in one of its records."""
+        """Update the progress from a record of the process."""
         name = record["row"]
         if record["kind"] == "begin":
             self.current, self._since, self._limit = name, record["at"], record["limit"]
@@ -56,7 +56,10 @@ class Task:
             self.current, self._since, self._limit = None, time.monotonic(), self._start_limit
 
     def check(self, now: float, budget_end: float) -> None:
-        """Kill it if a row takes too long or the budget is over. First it is asked for the stacks of its threads."""
+        """Kill the process if a row takes too long or the budget has ended.
+
+        The process first writes its threads' stacks.
+        """
         if self.pid is None:
             return
         if self._kill_at is not None:
@@ -73,7 +76,7 @@ class Task:
         self._kill_at = now + _STACK_SECONDS
 
     def kill(self) -> None:
-        """Kill the process and its children at once."""
+        """Kill the process and its children immediately."""
         self._signal(signal.SIGKILL, group=True)
 
     def _signal(self, number: signal.Signals, *, group: bool = False) -> None:
@@ -87,7 +90,7 @@ class Task:
 
 
 def status_words(status: int) -> str:
-    """Return an exit status in words: negative ones are signals."""
+    """Return an exit status as text. Negative numbers are signals."""
     if status >= 0:
         return f"exit status {status}"
     try:

@@ -1,4 +1,4 @@
-"""Check that a run counts: its rows have no errors, and a GPU computed with the fused decoder and its graphs."""
+"""Check that a run is valid: no row failed, and a GPU used the fused decoder and its graphs."""
 
 import json
 from typing import Any
@@ -10,7 +10,7 @@ _WIDTH = 160
 
 
 def row_line(record: dict[str, Any]) -> str:
-    """Return a line about a row that has ended."""
+    """Return a line about an ended row."""
     found = record.get("found", {})
     good = record["kind"] == "row" and found.get("ok", True)
     says = record.get("error") or found.get("says") or _brief(found)
@@ -21,8 +21,9 @@ def row_line(record: dict[str, Any]) -> str:
 
 
 def slow_ways(results: Results) -> list[str]:
-    """Return why rows were not computed by the fused decoder or were not replayed. Rows say so by ``computing``, and by
-    ``not_replayed``, which is empty for a step that was replayed.
+    """Return reasons why rows did not use the fused decoder or did not replay graphs.
+
+    ``computing`` and ``not_replayed`` of the rows contain this. ``not_replayed`` is empty for replayed steps.
     """
     found = []
     for (phase, row), values in results.found.items():
@@ -35,7 +36,7 @@ def slow_ways(results: Results) -> list[str]:
 
 
 def verdict(results: Results, *, cpu: bool) -> tuple[int, str]:
-    """Return the exit status, and the line that says what it stands for."""
+    """Return the exit status, and a line that explains the status."""
     failed = [f"{phase}: {row}" for phase, row in results.errors]
     failed += [f"{phase}: {row}" for (phase, row), found in results.found.items() if not found.get("ok", True)]
     parts = []
@@ -55,7 +56,8 @@ def verdict(results: Results, *, cpu: bool) -> tuple[int, str]:
 
 def _brief(found: dict[str, Any]) -> str:
     """Return a row's values in short."""
-    shown = {key: value for key, value in found.items() if key != "computing"} or found  # every row of a phase has that
+    # Leave out fields that every row of a phase has.
+    shown = {key: value for key, value in found.items() if key != "computing"} or found
     numbers = {key: _rounded(value) for key, value in shown.items()}
     return json.dumps(numbers).replace('"', "")
 
