@@ -1,9 +1,9 @@
-"""Explores every network, or shows the defects that must be found.
+"""Explores every network configuration, or shows that known defects are found.
 
 python -m tests.modelcheck                      # every configuration, two at a time
 python -m tests.modelcheck --states 100000      # at most this many states of each
 python -m tests.modelcheck --only pause         # only configurations with the word in their names
-python -m tests.modelcheck --mutations          # each defect, and the shortest way to it
+python -m tests.modelcheck --mutations          # each defect, and the shortest sequence of events to it
 python -m tests.modelcheck --replay FOLDER      # traces that processes wrote to the folder
 """
 
@@ -45,7 +45,7 @@ def check(configurations: Iterable[Configuration], jobs: int) -> bool:
 
 
 def show_mutations() -> bool:
-    """Return whether every defect is found."""
+    """Print the exploration's result for each defect. Returns whether every defect was found."""
     every = True
     for mutation in MUTATIONS:
         found = explore(World(mutation.bounds, mutation.protocol), 100_000)
@@ -69,7 +69,7 @@ def show_replay(folder: Path) -> bool:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.modelcheck", description=__doc__.splitlines()[0])
     parser.add_argument("--states", type=int, help="maximum number of states of each network")
     parser.add_argument("--only", default="", help="only networks with this text in their names")

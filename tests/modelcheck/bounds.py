@@ -1,4 +1,4 @@
-"""Bounds of a network that is explored: the possible events, and how often each may happen."""
+"""Bounds of an explored network: the possible events, and the maximum number of each."""
 
 from dataclasses import dataclass, fields
 

@@ -16,7 +16,7 @@ class Configuration(NamedTuple):
 
 
 def bounds(**more) -> Bounds:
-    """Return bounds, by default with two ranks, a frontend and a request."""
+    """Return bounds. The defaults are two ranks, one frontend and one request."""
     return Bounds(**{"requests": (0,), **more})
 
 
@@ -77,7 +77,7 @@ EPOCHS = (
 )
 EVERY = tuple(configuration._replace(limit=700_000) for configuration in WAVES) + EPOCHS
 QUICK = 200_000
-"""States that the tests look at, over all configurations."""
+"""Number of states that the tests explore, over all configurations."""
 
 
 def explored(configuration: Configuration) -> tuple[Explored | Found, int]:

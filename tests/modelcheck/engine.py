@@ -23,19 +23,19 @@ from tests.modelcheck.violation import Violation
 class Asked(NamedTuple):
     id: int
     left: int
-    """Steps until it is done."""
+    """Number of steps until the request is finished."""
     held: bool
 
 
 class Entered(NamedTuple):
-    """A collective that the engine has entered and others have not."""
+    """A collective that the engine has entered, but not all other engines."""
 
     collective: Exchange | Forward
     batch: tuple[int, ...] = ()
 
 
 class Ended(NamedTuple):
-    """A collective that all have entered, and whose result the engine has not taken."""
+    """A collective that all engines have entered, and whose result the engine has not read."""
 
     collective: Exchange | Forward
     batch: tuple[int, ...]
@@ -47,7 +47,7 @@ class Engine(NamedTuple):
     requests: tuple[Asked, ...] = ()
     slot: Entered | Ended | None = None
     preparing: int = 0
-    """The epoch of the group that it builds."""
+    """Epoch of the group that the engine is building."""
 
 
 class Done(NamedTuple):
@@ -59,11 +59,11 @@ class Done(NamedTuple):
     told: tuple = ()
     """Messages to frontends."""
     ended: tuple[int, ...] = ()
-    """Requests that are over."""
+    """Requests that have ended."""
     moved: tuple[int, ...] = ()
     """Requests that are resumed on another engine."""
     forward: Forward | None = None
-    """The step that it has entered."""
+    """Step that the engine has entered."""
 
 
 def settle(engine: Engine, rank: Rank, effects: tuple, **changes) -> Done:
@@ -124,7 +124,7 @@ def add(engine: Engine, request: int, epoch: int, wave: int, steps: int, refused
 
 
 def drop(engine: Engine, ids: tuple[int, ...]) -> Done:
-    """Requests are aborted."""
+    """Abort requests."""
     left = tuple(r for r in engine.requests if r.id not in ids)
     unfinished, held = any(not r.held for r in left), any(r.held for r in left)
     rank, effects = engine.rank.left_with(unfinished=unfinished, held=held)
@@ -153,7 +153,7 @@ def not_prepared(engine: Engine) -> Done:
 
 
 def cannot_join(engine: Engine) -> Done:
-    """The group that is to be at once cannot be prepared here, so that its collective breaks off."""
+    """Fail to prepare the next group on this engine, so that the group's collective fails."""
     done = lose_peer(engine)
     failed = PrepareFailed(engine.rank.engine, engine.rank.group.epoch)
     return done._replace(sent=(*done.sent, failed))

@@ -1,4 +1,4 @@
-"""Every state of a network, nearest first."""
+"""Breadth-first exploration of all states of a network."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,9 @@ from tests.modelcheck.violation import Violation
 from tests.modelcheck.world import Label, World
 
 LONGEST_REST = 250
-"""Events after which a run without faults has come to its rest."""
+"""Maximum number of events until a run without faults is at rest."""
 BEAT = 250_000
-"""States between two words of progress."""
+"""Number of states between two progress messages."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class Explored:
 
 @dataclass(frozen=True)
 class Found:
-    """The shortest way to a state that breaks an invariant: ``trace``, then ``calm``, in which nothing fails, then ``last``.
+    """The shortest sequence of events that violates an invariant: ``trace``, then ``calm``, then ``last``.
 
-    ``calm`` is empty where an event breaks it, and ``last`` where the run that follows does.
+    ``calm`` is a run without faults. If an event of the exploration violates the invariant, ``calm`` is empty. If the
+    run without faults violates the invariant, ``last`` is empty.
     """
 
     violation: Violation
@@ -96,7 +97,10 @@ def _explore(world: World, limit: int, said: Callable[[str], None]) -> Explored 
 
 
 def come_to_rest(world: World, state: State, rests: set[State]) -> None:
-    """A run that fails nowhere ends, and ends well. ``rests`` are states of which that is known."""
+    """Check that a run without faults ends, and that its final state is valid.
+
+    ``rests`` are states for which this is already known.
+    """
     way: dict[State, None] = {}
     while state not in rests:
         if state in way or len(way) > LONGEST_REST:
@@ -124,7 +128,7 @@ def _found(world: World, state: State, came_from: dict[State, State | None], vio
 
 
 def _calm_way(world: World, state: State) -> tuple[Label, ...] | None:
-    """Return the run without faults that ends badly; None if it ends well."""
+    """Return the run without faults if it violates an invariant, or None."""
     way: list[Label] = []
     seen: set[State] = set()
     while state not in seen and len(way) <= LONGEST_REST:
@@ -141,7 +145,7 @@ def _calm_way(world: World, state: State) -> tuple[Label, ...] | None:
 
 
 def _breaks(world: World, state: State) -> Label:
-    """The event of this state in which an invariant breaks; empty where none does."""
+    """Return the event of this state that violates an invariant; empty if there is none."""
     try:
         for _ in world.successors(state):
             pass
@@ -151,7 +155,7 @@ def _breaks(world: World, state: State) -> Label:
 
 
 def replay(world: World, found: Found) -> bool:
-    """Return whether the trace leads to the violation that was found."""
+    """Return whether the trace reproduces the violation."""
     with world.protocol.in_force():
         state = world.initial()
         for label in found.trace:

@@ -38,11 +38,11 @@ from tests.modelcheck.protocol import Protocol
 from tests.modelcheck.trace import Event, Machine
 
 ANYBODY = ("start_dp_wave", "pause", "resume", "reconfigure")
-"""Events of a rank that may come twice."""
+"""Events of a rank that may be delivered twice."""
 FROM_OUTSIDE = ("add", "first_request", "left_with", "pause", "resume", "scale")
-"""Events that nothing in the network leads to."""
+"""Events that come from outside the network."""
 BEATS = 2
-"""Times that everybody has said again where it is, and nothing followed, until that is a rest."""
+"""Number of times that all processes must repeat their state without any effect before the network is at rest."""
 _NO_PAUSE = Pauses()
 _COORDINATOR = ""
 Told = StartWave | WaveComplete | PeerLost | PrepareFailed | RankReport | StartDpWave | Reconfigure
@@ -52,7 +52,7 @@ class History:
     """Events of ranks and coordinator, in an order in which every message is sent before it is received.
 
     Frontends leave no traces. The check assumes that they may send any message that they could have derived from
-    messages to them. At its registration, a rank may report any place where it has been.
+    messages to them. When a rank registers, it may report any of its earlier states.
     """
 
     def __init__(self, events: list[Event]) -> None:
@@ -64,7 +64,7 @@ class History:
         self.num_rests = 0
         self.num_steps = 0
         self.groups = {RankGroup()}
-        """Every one that was named."""
+        """Every group that the coordinator has named."""
         self._protocol = Protocol()
         self._to_come = Counter(_plain(event.message) for event in events if isinstance(event.message, Told))
         self._sent: Counter[Told] = Counter()
@@ -77,10 +77,10 @@ class History:
         self._collectives: dict[int, dict[str, list[Exchange | Forward]]] = defaultdict(lambda: defaultdict(list))
         self._beats: Counter[str] = Counter()
 
-    # Processes.
+    # Start and end of processes.
 
     def begin(self, machine: Machine) -> None:
-        """A process has started."""
+        """Record the start of a process."""
         self._rested(from_outside=True)
         if isinstance(machine, Rank):
             self.living[machine.engine] = machine
@@ -89,7 +89,7 @@ class History:
             self.machine = machine
 
     def end(self, machine: Machine) -> None:
-        """A process is no more."""
+        """Record the end of a process."""
         self._rested(from_outside=True)
         if isinstance(machine, Rank):
             del self.living[machine.engine]
@@ -106,7 +106,7 @@ class History:
                 return "" if message in self._reports else "the rank has not been there"
             case StartWave() | WaveComplete() | PeerLost() | RankReport():
                 return "" if self._under_way(message) else "nobody has sent it, or not as often"
-            case PrepareFailed():  # whose collective broke off says so where it cannot be in a group that is to be at once
+            case PrepareFailed():  # a rank whose collective failed reports that it cannot prepare the next group
                 failed = self._under_way(message) or (message.engine, message.epoch) in self._broken
                 return "" if failed else "nobody has sent it"
             case StartDpWave() if not self._under_way(message):
@@ -200,7 +200,7 @@ class History:
         self._named.add((view.group, view.wave, view.pauses))
 
     def _hear(self, epoch: int, wave: int, pauses: Pauses) -> None:
-        """Frontends may have heard of it."""
+        """Record that frontends may know this epoch, wave and pauses."""
         self._waves.add((epoch, wave))
         self._pauses.add(pauses)
 
@@ -209,7 +209,7 @@ class History:
             self.groups.update(groups)
             check_epochs(self.groups)
 
-    # Rest.
+    # States at rest.
 
     def _is_of_new_request(self, message: Any) -> bool:
         """Return whether the message may be a frontend's report of a request that another rank has not received yet."""
@@ -218,7 +218,7 @@ class History:
         return all(rank.phase in (Phase.IDLE, Phase.OUTSIDE) for rank in self.living.values())
 
     def _rested(self, *, from_outside: bool) -> None:
-        """Something changes now. If nothing in the network led to it, nothing had been left to happen."""
+        """Record whether the network was at rest before a change. It was at rest if the change came from outside."""
         names = [_COORDINATOR, *self.living]
         if from_outside and all(self._beats[name] >= BEATS for name in names) and not self._pending():
             check_rest(self.machine, self.living, [r for r in self.living.values() if r.unfinished or r.held])
@@ -226,8 +226,9 @@ class History:
         self._beats.clear()
 
     def _pending(self) -> bool:
-        """Whether something is about to happen: a message is under way, a collective ends, a death is about to be noticed, or
-        a coordinator comes back. Reports, of which some are lost and the same ones follow, do not tell.
+        """Return whether an event is pending: a message in flight, the end of a collective, the detection of a death,
+        or the
+        restart of a coordinator. Reports do not count, because a lost report is repeated.
         """
         ranks = list(self.living.values())
         if self.machine is None or is_changing(self.machine, ranks) or any(self._computes(rank) for rank in ranks):

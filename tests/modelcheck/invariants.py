@@ -1,4 +1,4 @@
-"""Invariants of every state of a network, and of its state at rest. Messages begin with the invariant's number."""
+"""Invariants of every state of a network, and of states at rest. Messages begin with the invariant's number."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def broken(protocol: Protocol, rule: str, detail: str) -> None:
         raise Violation(rule, detail)
 
 
-# Of a rank.
+# Invariants of a rank.
 
 
 def check_rank(old: Rank, new: Rank) -> None:
@@ -52,7 +52,7 @@ def check_twice(protocol: Protocol, old: Rank, new: Rank, name: str, message: An
         broken(protocol, "9 a resume was taken before the pause was complete", f"{message} at {old}")
 
 
-# Of ranks.
+# Invariants between ranks.
 
 
 def check_collective(entered: Sequence[Exchange | Forward], *, opening: bool) -> None:
@@ -74,7 +74,11 @@ def _place_of(collective: Exchange | Forward, *, opening: bool) -> tuple[Any, ..
 
 
 def check_forward(living: Iterable[Rank], step: Forward) -> None:
-    """``living``: the other ranks, of any epoch."""
+    """Check the forward passes of a step.
+
+    Args:
+        living: The other living ranks, of any epoch.
+    """
     others = [rank for rank in living if rank.group.epoch == step.epoch]
     told = [rank.pauses for rank in others if rank.paused and rank.pauses > step.pauses]
     paused = [rank for rank in others if rank.paused and rank.pauses == step.pauses]
@@ -85,11 +89,15 @@ def check_forward(living: Iterable[Rank], step: Forward) -> None:
         raise Violation("7 a step after a pause was complete", f"{step} {told}")
 
 
-# Of the coordinator.
+# Invariants of the coordinator.
 
 
 def check_running(protocol: Protocol, waves: Waves, living: Sequence[Rank]) -> None:
-    """``living``: all ranks that are."""
+    """Check the coordinator's record of the running wave.
+
+    Args:
+        living: All living ranks.
+    """
     here = waves.group.epoch, waves.wave
     if not waves.running or not {rank.engine for rank in living}.issuperset(waves.group.members):
         return
@@ -127,17 +135,17 @@ def check_size(old: GroupMachine, new: GroupMachine) -> None:
 
 
 def check_epochs(groups: Iterable[RankGroup]) -> None:
-    """An epoch is one group."""
+    """Check that every epoch belongs to one group."""
     known = set(groups)
     if len({group.epoch for group in known}) < len(known):
         raise Violation("16 an epoch was given out twice", str(known))
 
 
-# Of coordinator and frontends.
+# Invariants of the coordinator and of frontends.
 
 
 def check_again(after: Any, name: str, *arguments: Any, **more: Any) -> None:
-    """Check that an event that may come twice changes nothing the second time."""
+    """Check that an event that may be delivered twice has no effect the second time."""
     if name in ("peer_lost", "scale", "repeat", "recovered"):
         return
     again, _ = getattr(after, name)(*arguments, **more)
@@ -157,14 +165,19 @@ def check_told(protocol: Protocol, before: Any, after: Any, message: Any, sent: 
         raise Violation("11 what is known of a wave goes back", f"{before} -> {after}")
 
 
-# At rest.
+# Invariants of states at rest.
 
 
 def check_rest(machine: GroupMachine | None, living: Mapping[str, Rank], live: object) -> Pauses | None:
-    """Where nothing is left to happen everything is done. ``machine``: None where no coordinator is. ``living``: ranks by name.
-    ``live``: the requests that there are, if any. Returns the pause that is on, if one is.
+    """Check that all work is done in a state at rest, and return the active pause, if any.
+
+    Args:
+        machine: The coordinator's machine, or None without a coordinator.
+        living: Living ranks by name.
+        live: Unfinished requests, if any.
     """
-    if machine and len(living) < (machine.min_size if machine.group.epoch else machine.size):  # it waits for others
+    # The group waits for more ranks.
+    if machine and len(living) < (machine.min_size if machine.group.epoch else machine.size):
         return None
     groups = [machine.group] if machine else [rank.group for rank in living.values()]
     names = max(groups, key=lambda group: group.epoch).members

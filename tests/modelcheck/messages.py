@@ -1,4 +1,4 @@
-"""Messages between requests' callers and ranks, and which messages are too old to change anything."""
+"""Messages between frontends, callers and ranks, and checks for messages that are too old to have an effect."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from tests.modelcheck.engine import Engine
 
 
 class Add(NamedTuple):
-    """Frontend to rank."""
+    """Message of a frontend to a rank: a new request."""
 
     request: int
     epoch: int
@@ -27,7 +27,7 @@ class Add(NamedTuple):
 
 
 class PauseCall(NamedTuple):
-    """A caller to rank."""
+    """Message of a caller to a rank: a pause."""
 
     pauses: Pauses
 
@@ -62,7 +62,10 @@ def is_stale_for_engine(engine: Engine, message: Any) -> bool:
 
 
 def is_stale_for_others(part: Any, message: Any) -> bool:
-    """The same for coordinator and frontends. A coordinator answers a rank that is in an older epoch."""
+    """Return whether the message has no effect on the coordinator or a frontend, now or later.
+
+    A coordinator still answers a rank in an older epoch.
+    """
     view = part.view
     if not isinstance(message, StartWave | WaveComplete | FirstRequest):
         return False

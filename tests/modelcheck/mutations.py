@@ -1,4 +1,7 @@
-"""Defects of the machines, each of which the exploration must find: those of vLLM that were published, and such of our own."""
+"""Variants of the state machines with one defect each, which the exploration must find.
+
+Some defects are published defects of vLLM.
+"""
 
 from typing import NamedTuple
 
@@ -19,7 +22,7 @@ class Mutation(NamedTuple):
     protocol: Protocol
     bounds: Bounds
     rules: tuple[str, ...]
-    """The invariants that it breaks, by their numbers: the one that is nearest to the start is found."""
+    """Numbers of the violated invariants. The exploration finds the violation with the fewest events."""
 
 
 ONE = Bounds(requests=(0,))
@@ -32,7 +35,7 @@ BREAKS = Bounds(requests=(0,), broken_collectives=1)
 LOSES = Bounds(requests=(0,), losses=1)
 SILENT = Bounds(requests=(0,), ticks=False)
 
-# Ranks.
+# Defects of ranks.
 
 
 class PausesAlone(Rank, frozen=True):
@@ -177,7 +180,7 @@ class SwitchesUnasked(Rank, frozen=True):
         return self._open(self.standby) if epoch == self.standby.epoch else (self, ())
 
 
-# What they agree on.
+# Defects of the agreement between ranks.
 
 
 def oldest_pause(rows):
@@ -202,7 +205,7 @@ def wave_of_rank_0(rows):
     return replaced(agree(rows), wave=rows[0].wave)
 
 
-# The coordinator's waves.
+# Defects of the coordinator's waves.
 
 
 class Predicts(Waves, frozen=True):
@@ -237,7 +240,7 @@ class KeepsRunningOverEpochs(Waves, frozen=True):
         return replaced(self, group=group)
 
 
-# Its groups.
+# Defects of the coordinator's groups.
 
 
 class TakesNewcomersWord(GroupMachine, frozen=True):
@@ -292,7 +295,7 @@ class LeavesTheExpelled(GroupMachine, frozen=True):
         return () if engine not in self.group.members else super()._catch_up(engine, epoch)
 
 
-# Frontends.
+# Defects of frontends.
 
 
 class PassesNothingOn(Belief, frozen=True):

@@ -1,4 +1,4 @@
-"""Numbers that stand for values. They keep states small, and the effect of an event on a value is computed once."""
+"""Numbers in place of values. Numbers keep states small, and each effect of an event on a value is computed once."""
 
 from typing import Any, NamedTuple
 

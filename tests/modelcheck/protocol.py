@@ -11,7 +11,7 @@ from penstock_frontend.dispatch.wave_state import Waves as Belief
 
 
 class Protocol(NamedTuple):
-    """State machine classes: those of the services by default, or variants with a defect."""
+    """State machine classes. The defaults are the services' classes; tests replace them by variants with a defect."""
 
     rank: type[Rank] = Rank
     waves: type[Waves] = Waves
@@ -19,10 +19,10 @@ class Protocol(NamedTuple):
     frontend: type[Belief] = Belief
     agree: Callable[..., Agreement] = agree
     unchecked: frozenset[str] = frozenset()
-    """Invariants that may break, by their numbers."""
+    """Numbers of invariants that are not checked."""
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """While its agreement is that of the ranks."""
+        """Use this protocol's agreement for ranks while the block runs."""
         with patch("penstock_enginecore.data_parallel.core.rank.agree", self.agree):
             yield

@@ -1,6 +1,6 @@
-"""``python -m tests.modelcheck.recorded FOLDER SERVICE FLAGS``: a service whose machines leave their traces in a folder.
+"""Runs a service whose state machines write traces: ``python -m tests.modelcheck.recorded FOLDER SERVICE FLAGS``.
 
-An engine's driver and a coordinator's pools make their machines from recorded classes instead of their own.
+An engine's driver and a coordinator's pools create recorded machines instead of the original ones.
 """
 
 import importlib

@@ -16,12 +16,12 @@ from tests.modelcheck.trace import MACHINES, SUFFIX, Begin, Line, Machine, event
 
 
 class Recorder(contextlib.ExitStack):
-    """Writes a file per machine into a folder, until it is closed. Classes from ``maker`` replace the machine's class
-    in a service.
+    """Writes one file per machine into a folder, until the recorder is closed. Classes from ``maker`` replace the
+    machine
+    classes in a service.
 
-    Each machine gets a class of its own, which handles an event as the machine does and then records it. The machine
-    does not know of the recorder, and no event bypasses it. Each line is a single write to the file, so recorded events
-    survive SIGKILL.
+    Each machine gets a subclass, which handles an event like the machine and then records the event. All events are
+    recorded. Each line is a single write to the file, so recorded events survive SIGKILL.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Recorder(contextlib.ExitStack):
 
 
 class _Record:
-    """The lines of one machine."""
+    """Writer of one machine's trace."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file

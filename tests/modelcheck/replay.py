@@ -12,7 +12,12 @@ from tests.modelcheck.violation import Violation
 
 @dataclass(frozen=True)
 class Replayed:
-    """``steps``: those of the group's first rank. ``rests``: moments at which nothing was left to happen."""
+    """Result of a replay.
+
+    Attributes:
+        steps: Number of steps of the group's first rank.
+        rests: Number of times that the network was at rest.
+    """
 
     machines: int
     events: int
@@ -30,8 +35,8 @@ class Replayed:
 def replay(folder: Path) -> Replayed:
     """Replay the traces of one group's ranks and of its successive coordinators.
 
-    Raises Violation if a machine acts differently than it does here, if a message was received that was not sent, or if
-    an invariant is violated.
+    Raises Violation if a machine reacted differently than in the replay, if a received message was never sent, or if an
+    invariant is violated.
     """
     traces = traces_in(folder)
     for trace in traces:
@@ -85,7 +90,7 @@ def _new(state: Machine) -> Machine:
 
 
 class _Process:
-    """A trace of which ``at`` events have been taken."""
+    """A trace, of which ``at`` events have been replayed."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -104,7 +109,7 @@ class _Process:
 
     @property
     def where(self) -> str:
-        """Location of the next event in its trace, for messages."""
+        """Location of the next event in the trace, for error messages."""
         return f"{self.next.where}: {self.next.name}" if self.begun else f"{self.trace.name}: its start"
 
     @property

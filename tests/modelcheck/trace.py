@@ -1,4 +1,4 @@
-"""Traces of state machines in processes: a file per machine, a line per event."""
+"""Traces of state machines in processes: one file per machine, one line per event."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class Begin(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """An event. ``number``: from 1. ``sent``: names of types, and values."""
+    """An event. ``number`` counts from 1. ``sent`` has the types and values of sent messages."""
 
     number: int
     time: int
@@ -41,7 +41,7 @@ class Line(msgspec.Struct, frozen=True):
 
 class Event(NamedTuple):
     where: str
-    """File and line."""
+    """File and line of the event."""
     number: int
     time: int
     name: str
@@ -63,25 +63,26 @@ class Trace(NamedTuple):
 
     @property
     def last(self) -> Machine:
-        """The state that it has come to."""
+        """Last state of the machine."""
         return self.events[-1].after if self.events else self.first
 
     @property
     def changed(self) -> int:
-        """The time of its last change."""
+        """Time of the machine's last change."""
         states = [self.first, *(event.after for event in self.events)]
         times = [event.time for event, before in zip(self.events, states, strict=False) if event.after != before]
         return times[-1] if times else self.time
 
 
 def events_of(machine: type) -> dict[str, Callable[..., tuple[Any, tuple[Any, ...]]]]:
-    """The methods of a machine that are events, by name: all that are public."""
+    """Return the event methods of a machine by name. All public methods are events."""
     return {name: method for name, method in inspect.getmembers(machine, inspect.isfunction) if name[0] != "_"}
 
 
 def read(path: Path) -> Trace:
-    """The trace in a file. A last line that is not whole was being written when the process was killed: it acted on none of it.
-    Raises Violation where a line is not one.
+    """Read the trace in a file. Raises Violation for an invalid line.
+
+    An incomplete last line is ignored: the process was killed during the write, before it acted on the event.
     """
     lines = path.read_bytes().splitlines(keepends=True)
     whole = [line for line in lines if line.endswith(b"\n")]

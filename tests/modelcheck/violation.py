@@ -1,8 +1,8 @@
-"""An invariant that does not hold."""
+"""Exception for a violated invariant."""
 
 
 class Violation(Exception):  # noqa: N818 (named after the fact, not as an error)
-    """``rule`` begins with the invariant's number where it has one."""
+    """Violation of an invariant. ``rule`` begins with the invariant's number, if it has a number."""
 
     def __init__(self, rule: str, detail: str = "") -> None:
         super().__init__(f"{rule}: {detail}" if detail else rule)

@@ -1,7 +1,7 @@
-"""Ways at random through networks that are too large for all their states.
+"""Random walks through networks that are too large for a full exploration.
 
 python -m tests.modelcheck.walk                        # two processes, five minutes
-python -m tests.modelcheck.walk --walks 40 --seed 3    # so many, always the same
+python -m tests.modelcheck.walk --walks 40 --seed 3    # 40 walks, reproducible
 """
 
 import argparse
@@ -40,7 +40,7 @@ MANY = Bounds(
 )
 """Bounds of the walk: eight ranks and three frontends, with every kind of fault."""
 LONGEST = 60
-"""Choices of a walk. Three of ten are up to twenty events in a row in which nothing fails."""
+"""Number of choices in a walk. Three of ten choices are runs of up to twenty events without faults."""
 
 
 class Walked(NamedTuple):
@@ -51,7 +51,10 @@ class Walked(NamedTuple):
 
 
 def walk(bounds: Bounds, seed: str, protocol: Protocol | None = None) -> Walked:
-    """Take one random path through a network. From each of its states, a run without further faults must come to rest."""
+    """Take one random path through a network.
+
+    From each of its states, a run without further faults must come to rest.
+    """
     world, labels = World(bounds, protocol or Protocol()), []
     state, rests = world.initial(), set[State]()
     chance = random.Random(seed)
@@ -67,7 +70,10 @@ def walk(bounds: Bounds, seed: str, protocol: Protocol | None = None) -> Walked:
 
 
 def _steps(world: World, state: State, chance: random.Random) -> Iterator[tuple[Label, State]]:
-    """A run without faults, or one event: any, or any of one kind, so that rare ones come as often as others."""
+    """Yield a run without faults, or one event.
+
+    The event is any event, or any event of a random kind. Choosing by kind makes rare events as frequent as others.
+    """
     if chance.random() < 0.3:
         for _ in range(chance.randint(1, 20)):
             step = world.calm(state)
@@ -96,7 +102,7 @@ def walk_all(seed: str, walks: int, until: float) -> tuple[int, Walked | None]:
 
 
 def main() -> int:
-    """The exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.modelcheck.walk", description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=random.SystemRandom().getrandbits(32), help="default: any")
     parser.add_argument("--walks", type=int, default=1_000_000, help="of each process, at most")

@@ -95,7 +95,7 @@ class World:
         return (*(self.parts.number(part) for part in parts), self.lefts.number(Left(**spent)), NOTHING)
 
     def described(self, label: Label) -> Label:
-        """A label without numbers of this world's own."""
+        """Return a label in which values replace this world's numbers."""
         if label[0] in ("deliver", "duplicate", "lose", "refuse"):
             return (label[0], *self.described_message(label[1]))
         return label
@@ -111,7 +111,7 @@ class World:
 
     @property
     def breaking(self) -> Label:
-        """The event in which an invariant broke."""
+        """Return the event that violated an invariant."""
         at, event = self.doing
         return (self.name_of(at), self.described_message(event)[1] if type(event) is int else event)
 
@@ -119,7 +119,7 @@ class World:
         return None if state[at] == DOWN else self.parts.values[state[at]]
 
     def under_way(self, state: State) -> Iterator[tuple[int, int, Any]]:
-        """Bit, receiver and message of each."""
+        """Yield bit, receiver and message of each message in flight."""
         mask = state[self.messages_at]
         while mask:
             bit = mask & -mask
@@ -127,14 +127,14 @@ class World:
             yield (bit, *self.messages.values[bit.bit_length() - 1])
 
     def successors(self, state: State) -> Iterator[tuple[Label, State]]:
-        """Everything that may happen next."""
+        """Yield every possible event with the state after the event."""
         left: Left = self.lefts.values[state[self.left_at]]
         tidy = self._tidy
         for events in self._events:
             for label, after in events(state, left):
                 yield label, tidy(after)
 
-    # What happens.
+    # Events.
 
     def _deliveries(self, state: State, left: Left) -> Iterator[tuple[Label, State]]:
         for bit, to, message in self.under_way(state):
@@ -191,7 +191,7 @@ class World:
                 yield ("orphan", at, asked.id), self._engine(state, at, ("abort", asked.id))
 
     def _is_broken(self, state: State, engine: Engine) -> bool:
-        """Return whether a member has left the collective for good."""
+        """Return whether a member has permanently left the collective."""
         group = engine.rank.group
         for name in group.members:
             number = state[self.names.index(name)]
@@ -302,7 +302,7 @@ class World:
             yield ("repeat",), self._other(spent, at, ("repeat",))
 
     def _restart(self, state: State, left: Left) -> State:
-        """Ranks tell the new coordinator where they are."""
+        """Restart the coordinator. Ranks report their state to the new coordinator."""
         restarts = 1 + self.bounds.coordinator_crashes - left.coordinator_crashes
         machine = self.protocol.group(
             size=self.bounds.ranks, min_size=self.bounds.min_size, floor=100 * restarts, waves=self.protocol.waves()
@@ -315,7 +315,7 @@ class World:
         return state
 
     def _callers(self, state: State, left: Left) -> Iterator[tuple[Label, State]]:
-        """Operators who pause and resume. One that dies has reached a single rank."""
+        """Yield the pauses and resumes of operators. A dying caller has reached only one rank."""
         if left.pause_calls >= len(self.bounds.pause_calls):
             return
         what = self.bounds.pause_calls[left.pause_calls]
@@ -336,7 +336,7 @@ class World:
         return PauseCall(pauses.pause(MODES[what]))
 
     def _tidy(self, state: State) -> State:
-        """The same without messages that change nothing whenever they come."""
+        """Return the state without messages that can no longer have an effect."""
         mask = state[-1]
         if not mask:
             return state
@@ -375,7 +375,7 @@ class World:
             detail = f"{self.described_message(bit)} at {self.parts.values[number]}"
             broken(self.protocol, "6 what is old changes something", detail)
 
-    # Without faults.
+    # Runs without faults.
 
     def calm(self, state: State) -> tuple[Label, State] | None:
         step = self._calm(state)
@@ -419,7 +419,7 @@ class World:
         return ("resume",), self._send(state, self._message(first, ResumeCall(pause.resume())))
 
     def _first(self, mask: int) -> tuple[int, int]:
-        """The message that comes first, whatever its number is, and to whom."""
+        """Return the message to deliver first, independent of its number, and its receiver."""
         if mask & (mask - 1):
             bits = [1 << i for i in range(mask.bit_length()) if mask >> i & 1]
             mask = min(bits, key=self._order)
@@ -431,7 +431,7 @@ class World:
             key = self._orders[bit] = repr(self.messages.values[bit.bit_length() - 1])
         return key
 
-    # How it is computed.
+    # Computation of states.
 
     def _put(self, state: State, at: int, number: int) -> State:
         return (*state[:at], number, *state[at + 1 :])
@@ -581,7 +581,7 @@ class World:
         return step
 
     def _named(self, event: Any) -> tuple[str, tuple[Any, ...]]:
-        """The method that an event of a frontend or the coordinator is, and its arguments."""
+        """Return the method and the arguments of an event of a frontend or the coordinator."""
         if type(event) is not int:
             return event[0], event[1:]
         _, message = self.messages.values[event.bit_length() - 1]

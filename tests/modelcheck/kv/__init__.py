@@ -1,1 +1,1 @@
-"""Model check of leases, pulls and loads of two engines: every order of events, up to bounds."""
+"""Model check of KV leases, pulls and loads of two engines: all orders of events, up to bounds."""

@@ -1,7 +1,7 @@
-"""The engine that loads: the scheduler's own ``KvLoads`` and ``Loads``, its block pool and its block tables.
+"""The loading engine: the scheduler's real ``KvLoads`` and ``Loads``, block pool and block tables.
 
-Requests and their queues are minimal. Which request is scheduled next is an event. The connector behaves as
-``TieredConnector`` does for blocks of other engines: a load is over when no more blocks come and no block is being
+Requests and their queues are minimal. The choice of the next scheduled request is an event. The connector behaves like
+``TieredConnector`` for blocks of other engines: a load ends when no more blocks will arrive and no block is being
 written.
 """
 
@@ -20,11 +20,11 @@ from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads, Loads
 from tests.modelcheck.violation import Violation
 
 BLOCK = 2
-"""Tokens of a block. A prompt is one token longer than its blocks."""
+"""Tokens per block. A prompt is one token longer than its blocks."""
 
 
 class Wanting:
-    """A minimal request. ``has_source``: another engine may have its blocks."""
+    """A minimal request. ``has_source`` says whether another engine may have the request's blocks."""
 
     skip_reading_prefix_cache = False
     whole_spans = ()
@@ -51,7 +51,7 @@ class Wanting:
 
 
 class Line:
-    """The requests that wait, in no order: each of them may be the next."""
+    """The waiting requests, without an order, because each request may be the next one."""
 
     def hold(self, request: Wanting, hold: Hold) -> None:
         """See ``WaitingRequests``."""
@@ -64,7 +64,7 @@ class Line:
 
 @dataclass
 class Bringing:
-    """A load. ``writing``: places whose blocks have come, with their sequences, first ones first."""
+    """A load. ``writing`` lists the destinations of received blocks with their sequences, in order of arrival."""
 
     request: int
     places: tuple[Place, ...]
@@ -114,18 +114,18 @@ class Destination:
 
     @property
     def pool(self) -> BlockPool:
-        """Its blocks."""
+        """The engine's block pool."""
         return self.kv_cache.pool
 
-    # What happens.
+    # Events.
 
     def arrive(self, number: int, letters: str) -> None:
-        """A request comes."""
+        """Add a request."""
         request = self.requests[number] = Wanting(number, letters)
         self.kv_loads.added(request)  # type: ignore[arg-type]
 
     def turn(self, number: int) -> None:
-        """A request that waits has its turn: it is held, or starts, or finds no room."""
+        """Schedule a waiting request. The request is held, or starts, or does not get enough blocks."""
         request: Any = self.requests[number]
         computed = self.kv_cache.get_computed_blocks(request)
         if self.kv_loads.load(request, computed, lambda _: 0) is None:
@@ -151,14 +151,14 @@ class Destination:
         return True
 
     def finish(self, number: int) -> None:
-        """A request that runs has all that it was to compute."""
+        """Finish a running request, whose tokens are all computed."""
         request: Any = self.requests[number]
         request.num_processed_tokens = request.num_tokens
         self.kv_cache.cache_blocks(request)
         self.end(number)
 
     def end(self, number: int) -> None:
-        """A request ends, wherever it is."""
+        """End a request in any state."""
         request: Any = self.requests.pop(number)
         self.kv_loads.ended(request)
         if request in self.running:
@@ -166,7 +166,7 @@ class Destination:
         self.kv_cache.free(request)
 
     def arrived(self, number: int, index: int, sequence: int) -> None:
-        """A block of a load has come."""
+        """Receive a block of a load."""
         load = self.bringing.get(number)
         if load is None or load.ended:
             raise Violation("4 a block arrived behind the end of its fetch")
@@ -176,7 +176,7 @@ class Destination:
         load.writing.append((place, sequence))
 
     def written(self, number: int) -> int:
-        """The first block of a load that has come is written. Returns its sequence."""
+        """Complete the write of the first received block of a load. Returns the block's sequence."""
         load = self.bringing[number]
         place, sequence = load.writing.pop(0)
         block = self.pool.blocks[place.block_id]
@@ -270,7 +270,7 @@ class Destination:
             raise Violation("5 a block is on its way twice at a time")
 
     def check_rest(self) -> None:
-        """When nothing happens any more. Raises Violation."""
+        """Check the invariants of states at rest. Raises Violation."""
         loads = self.kv_loads
         if self.requests:
             raise Violation("4 a request never goes on")
@@ -280,7 +280,7 @@ class Destination:
             raise Violation("4 something is left of a load")
 
     def key(self) -> tuple[Any, ...]:
-        """Equal in equal states, whichever blocks of the pool they are in."""
+        """Return a key of the state. Keys are equal for states that differ only in the choice of pool blocks."""
         tables = self.kv_cache._blocks
         loads = self.kv_loads
         return (
@@ -364,7 +364,7 @@ def _loads_of(loads: Loads) -> Loads:
 
 
 def destination_of(engine: Destination) -> Destination:
-    """Another one in the same state, but for ``fetch`` and ``abandon_fetch``."""
+    """Return a copy of the engine in the same state, except for ``fetch`` and ``abandon_fetch``."""
     after = same(engine)
     after.kv_cache = kv_cache = same(engine.kv_cache)
     kv_cache.pool = pool = pool_of(engine.pool)

@@ -1,4 +1,4 @@
-"""Every state of a world, nearest first."""
+"""Breadth-first exploration of all states of a world."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from tests.modelcheck.kv.world import Bounds, Event, Machines, World
 from tests.modelcheck.violation import Violation
 
 LONGEST_REST = 400
-"""Events after which a run without faults has come to its rest."""
+"""Maximum number of events until a run without faults is at rest."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Explored:
 
 @dataclass(frozen=True)
 class Found:
-    """The shortest way to a state that breaks a rule, or from which a run without faults does."""
+    """The shortest sequence of events that violates an invariant, or after which a run without faults violates one."""
 
     violation: Violation
     trace: tuple[Event, ...]
@@ -59,7 +59,10 @@ def explore(bounds: Bounds, machines: Machines | None = None, *, limit: int = 1_
 
 
 def come_to_rest(world: World, rests: set[Any]) -> None:
-    """A run that fails nowhere ends, and ends well. ``rests`` are states of which that is known."""
+    """Check that a run without faults ends, and that its final state is valid.
+
+    ``rests`` are states for which this is already known.
+    """
     way = []
     for _ in range(LONGEST_REST):
         key = world.key()
@@ -95,7 +98,7 @@ def _trace(came_from: dict[Any, tuple[Any, Event] | None], key: Any) -> list[Eve
 
 
 def replay(bounds: Bounds, machines: Machines, found: Found) -> bool:
-    """Return whether the trace leads to the violation that was found."""
+    """Return whether the trace reproduces the violation."""
     world = World(bounds, machines)
     try:
         for event in found.trace:

@@ -1,4 +1,4 @@
-"""Leases, pulls and loads with one transition broken each. Exploring them must find it."""
+"""Variants of leases, pulls and loads with one defect each, which the exploration must find."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from tests.modelcheck.kv.world import Bounds, Machines
 
 @dataclass(frozen=True)
 class Mutation:
-    """``rules``: the numbers of the invariants one of which must be found broken."""
+    """A defect. ``rules`` has the numbers of invariants, of which the exploration must find one violated."""
 
     name: str
     machines: Machines
@@ -20,7 +20,7 @@ class Mutation:
 
 
 class FreesUnderACopy(Leases):
-    """vllm 21570: blocks are given back while they are read."""
+    """Defect (vllm 21570): blocks are freed while they are read."""
 
     def _end(self, lease: Any, state: LeaseState) -> None:
         super()._end(lease, state)
@@ -150,7 +150,7 @@ class ForgetsWhoWaits(Loads):
 
 
 class KeepsItsOwner(Loads):
-    """A request that has left has its blocks given to it when the load ends."""
+    """Defect: when a load ends, its blocks go to a request that has already ended."""
 
     def leave(self, key: str) -> int | None:
         if (number := self._of_owner.pop(key, None)) is not None:
@@ -163,7 +163,7 @@ class KeepsItsOwner(Loads):
 
 
 class NeverArrives(Loads):
-    """Blocks stay on their way when their load has ended."""
+    """Defect: blocks still count as in flight after their load has ended."""
 
     def end(self, number: int) -> Any:
         bringing = self._bringing.copy()

@@ -1,9 +1,9 @@
 """Two engines, one with KV blocks and one that pulls them, and the messages and copies in flight between them.
 
-The state machines are the real ones (``BlockPool``, ``Leases``, ``Pull``, and those of ``Destination``). The servers
-and clients around them are minimal: they take a message, begin a copy, end it, and send the result. A copy reads when
-it ends, which is the worst case. The source's requests begin with their blocks computed. A state is a ``World``;
-``events`` yields the possible events.
+The state machines are the real ones (``BlockPool``, ``Leases``, ``Pull``, and the machines of ``Destination``). The
+servers and clients are minimal. They read a message, begin a copy, end the copy, and send the result. A copy reads its
+blocks at the end of the copy, which is the worst case. The source's requests begin with computed blocks. A state is a
+``World``, and ``events`` yields the possible events.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,10 @@ LEASE_SECONDS, MAX_SECONDS, SILENCE, WINDOW = 5.0, 1e9, 1.0, 1 << 20
 
 @dataclass(frozen=True)
 class Bounds:
-    """``prompts``: by request, the letters of its blocks; equal letters are equal blocks. The others say how often something may
-    happen that need not.
+    """Bounds of the exploration.
+
+    ``prompts`` has the blocks of each request as letters. Equal letters are equal blocks. The other fields limit the
+    number of optional events.
     """
 
     prompts: tuple[str, ...] = ("ab", "ac")
@@ -42,10 +44,10 @@ class Bounds:
     silences: int = 0
     aborts: int = 0
     give_ups: int = 0
-    """Requests that load give up their blocks, and wait for their turn again."""
+    """Number of times that a loading request gives up its blocks and waits again."""
     deaths: int = 0
     room: int = 8
-    """Blocks of the engine that pulls; a request takes one more than its prompt has letters."""
+    """Blocks of the pulling engine. A request needs one block more than its prompt has letters."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Machines:
 
 
 class NoLock:
-    """Events come one at a time."""
+    """Lock without effect, because events happen one at a time."""
 
     def __enter__(self) -> None:
         """Do nothing: there are no other threads."""
@@ -76,7 +78,7 @@ class Server:
     """The source's end of a stream.
 
     Attributes:
-        asked: Fetches without an answer.
+        asked: Unanswered fetches.
         reading: Blocks of the first fetch that are being copied.
     """
 
@@ -89,7 +91,12 @@ class Server:
 
 @dataclass
 class Stream:
-    """``up`` and ``down``: messages under way. ``broken``: neither end can be heard; each notices by itself."""
+    """A stream between the engines.
+
+    Attributes:
+        up, down: Messages in flight in the two directions.
+        broken: The connection is lost. Each end notices this separately.
+    """
 
     up: list[Any] = field(default_factory=list)
     down: list[Any] = field(default_factory=list)
@@ -99,7 +106,7 @@ class Stream:
 
 @dataclass
 class Taker:
-    """The pull of a request at the engine that loads."""
+    """The pull of a request on the loading engine."""
 
     pull: Pull
     stream: Stream
@@ -107,7 +114,7 @@ class Taker:
 
 
 class World:
-    """A state. ``apply`` makes the next one of a copy."""
+    """A state. ``apply`` applies an event to a copy."""
 
     def __init__(self, bounds: Bounds, machines: Machines) -> None:
         self.bounds, self.machines = bounds, machines
@@ -118,9 +125,9 @@ class World:
         self._connect()
         self.takers: dict[int, Taker | None] = {}
         self.orphans: list[tuple[bytes, int, BlockName, int]] = []
-        """Copies whose stream is over: lease, incarnation, content, block."""
+        """Copies whose stream has ended: lease, incarnation, content, block."""
         self.servers: list[Server] = []
-        """Servers whose stream has ended at the other end without their knowledge."""
+        """Servers that have not noticed the end of their stream."""
         self.sources: dict[int, int] = {}
         """Incarnation of the source at the handover, by request that was handed over under a lease."""
         self._start()
@@ -246,7 +253,7 @@ class World:
         after.check()
         return after
 
-    # The source.
+    # Events of the source.
 
     def _hand_over(self, request: int) -> None:
         blocks = self.running.pop(request)
@@ -278,7 +285,7 @@ class World:
         self.leases.revoke_all()
 
     def _press(self) -> None:
-        """Somebody wants blocks: leases are revoked, then requests preempted."""
+        """Take blocks for other requests: revoke leases, then preempt requests."""
         fetched = {lease.lease_id for lease in self.leases._leases.values() if lease.num_fetches}
         while self.pool.num_free_blocks < self.bounds.pressure and self.leases.revoke_one():
             pass
@@ -302,7 +309,7 @@ class World:
         self.servers, self.orphans = [], []
         self._start()
 
-    # The pulling engine's end of a stream.
+    # Messages from the pulling engine to the source.
 
     def _up(self, request: int) -> None:
         taker = self.takers[request]
@@ -328,7 +335,7 @@ class World:
             self._server_ends(server)
 
     def _read(self, request: int) -> None:
-        """Begin with the next block of the first fetch, or end it."""
+        """Begin to copy the next block of the first fetch, or end the fetch."""
         stream = self._stream(request)
         server = stream.server
         assert server is not None
@@ -392,7 +399,7 @@ class World:
                 self.orphans.append((server.lease_id, server.incarnation, name, block_id))
         self.leases.closed(server.lease_id, self.now)
 
-    # The engine that pulls.
+    # Events of the pulling engine.
 
     def _pull(self, request: int) -> None:
         pull = self.machines.pull(self.now, silence=SILENCE, window=WINDOW)
@@ -471,7 +478,7 @@ class World:
         taker = self._taker(request)
         self._carry_out(taker, taker.pull.close(released=True))
         stream = taker.stream
-        if stream.broken or not stream.up:  # else its last message is in flight
+        if stream.broken or not stream.up:  # otherwise the last message is still in flight
             self._end_taker(request)
 
     def _end_taker(self, request: int) -> None:
@@ -538,7 +545,7 @@ class World:
             raise Violation("4 blocks are never given back")
 
     def key(self) -> tuple[Any, ...]:
-        """Equal in equal states."""
+        """Return a key of the state. Keys are equal for equal states."""
         leases = tuple(
             (each.lease_id[0], each.state.value, each.num_pulls, each.num_fetches, each.num_reads, each.expires_at)
             for each in (*self.leases._leases.values(), *self.leases._read_on.values(), *self.leases._over)
@@ -564,7 +571,7 @@ class World:
 
 
 def copied(world: World) -> World:
-    """Another state that is the same."""
+    """Return a copy of the state."""
     after = _same(world)
     after.left = world.left.copy()
     after.pool = pool = pool_of(world.pool)
