@@ -1,4 +1,4 @@
-"""Faults of a system, and the alerts that each must cause."""
+"""Faults of a system, and the alerts that each fault must cause."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,12 @@ Fault = Callable[[System], AbstractAsyncContextManager[None]]
 
 
 class Case(NamedTuple):
-    """``fault``: the system is as it was when its block is over. ``alerts``: those that fire inside."""
+    """A fault and its alerts.
+
+    Attributes:
+        fault: Context manager that causes the fault, and repairs the system at the end of the block.
+        alerts: Alerts that must fire inside the block.
+    """
 
     fault: Fault
     alerts: set[str]
@@ -73,7 +78,7 @@ async def nan(system: System) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def failing_drafter(system: System) -> AsyncIterator[None]:
-    """Drafts are asked for, and fail once: the engine drafts no more until it starts again."""
+    """Make the drafter fail once. The engine then drafts no more tokens until it is restarted."""
     engine = system.engines[DRAFTS]
     async with system.asked(clients=4):
         engine.set(drafter_fails=True)
@@ -142,7 +147,7 @@ async def missing_right(system: System) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def wrong_scaled_object(system: System) -> AsyncIterator[None]:
-    """KEDA asks again and again with a target that is none."""
+    """Repeat KEDA's calls with an invalid target."""
 
     async def ask(keda: "externalscaler_pb2_grpc.ExternalScalerAsyncStub") -> None:
         while True:

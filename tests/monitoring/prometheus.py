@@ -22,7 +22,7 @@ SHORTEST = 8
 
 
 def program(name: str) -> Path:
-    """Prometheus' own program, where it is built. Skips the test elsewhere."""
+    """Return the path of a program of Prometheus. Skips the test if the program is not built."""
     places = (PROGRAMS / name, PROGRAMS / "prometheus" / name)
     found = next((place for place in places if place.is_file()), None)
     if found is None:
@@ -105,7 +105,7 @@ class Prometheus:
             return False
 
     async def query(self, promql: str) -> list[dict[str, Any]]:
-        """The series of now. Raises ValueError with Prometheus' complaint."""
+        """Return the current series of a query. Raises ValueError with Prometheus's error message."""
         answer = (await self._client.get("query", params={"query": promql})).json()
         if answer["status"] != "success":
             raise ValueError(f"{promql}: {answer['error']}")
@@ -113,7 +113,7 @@ class Prometheus:
         return found
 
     async def firing(self) -> set[str]:
-        """The names of the alerts that fire now."""
+        """Return the names of the firing alerts."""
         alerts = (await self._client.get("alerts")).json()["data"]["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 

@@ -1,4 +1,4 @@
-"""Queries of the chart's rules, its dashboard and the pages, with the metrics and labels that they use."""
+"""PromQL queries of the chart's rules, of the dashboard and of the pages, with their metrics and labels."""
 
 import json
 import re
@@ -28,7 +28,12 @@ class Use(NamedTuple):
 
 
 def rules(release: Mapping[str, Any] | None = None, **values: Any) -> dict[str, list[dict[str, Any]]]:
-    """The rules of a release by their groups. ``release``: its values; ``values``: those of ``metrics.prometheusRule``."""
+    """Return the rules of a release by group.
+
+    Args:
+        release: Values of the release.
+        values: Values of ``metrics.prometheusRule``.
+    """
     text = yaml.safe_dump({**(release or {}), "metrics": {"prometheusRule": {"enabled": True, **values}}})
     (manifest,) = [m for m in _rendered(text) if m["kind"] == "PrometheusRule"]
     return {group["name"]: group["rules"] for group in manifest["spec"]["groups"]}
@@ -73,7 +78,7 @@ def of_pages() -> dict[str, str]:
 
 
 def uses(query: str) -> Iterator[Use]:
-    """The metrics of a query. Raises ValueError where it is none."""
+    """Yield the metrics of a query. Raises ValueError if the query is invalid."""
     found: list[Use] = []
     grouped: set[str] = set()
 
@@ -86,5 +91,5 @@ def uses(query: str) -> Iterator[Use]:
 
     promql_parser.walk(promql_parser.parse(query), visit)
     yield from found
-    # Which metric a grouping is for is not written down: some metric of the query must have the label.
+    # A grouping does not name its metric, so at least one metric of the query must have the label.
     yield from (Use("", frozenset({label})) for label in grouped)

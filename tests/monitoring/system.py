@@ -1,4 +1,7 @@
-"""A small release as processes on this machine, scraped by a Prometheus: coordinator, engines that go wrong, frontend."""
+"""A small release as processes on this machine: coordinator, engines with faults, and frontend.
+
+A Prometheus scrapes the processes.
+"""
 
 import asyncio
 import contextlib
@@ -20,22 +23,22 @@ from tests.monitoring.prometheus import Prometheus, hurried
 
 ENGINES = 2
 DRAFTS = 1
-"""The number of the engine that speculates."""
+"""Number of the engine with speculative decoding."""
 LORA = "pirate"
-"""The adapter that requests can name."""
+"""Name of the adapter."""
 SLOTS = 4
-"""Requests that an engine runs at once."""
+"""Maximum number of concurrent requests of an engine."""
 WAIT = 3
-"""Seconds that a request waits for an engine."""
+"""Maximum seconds that a request waits for an engine."""
 LIMIT = 40
-"""Requests that the frontend has at once."""
+"""Maximum number of concurrent requests of the frontend."""
 THRESHOLDS = {"firstTokenSeconds": 5, "interTokenSeconds": 1.5, "kvCacheUsage": 0.6}
 """Thresholds, in seconds or as a share, above the values of a busy machine without faults.
 
 A preempted request leaves a quarter of these small caches in use.
 """
 RENEWED = 90
-"""Days of validity of a certificate that needs no alert."""
+"""Validity in days of a certificate that causes no alert."""
 
 
 class Engine(Service):
@@ -61,14 +64,14 @@ class Engine(Service):
         self.set()
 
     def set(self, **faults: Any) -> None:
-        """From the next step on, these faults and no others."""
+        """Replace the engine's faults. The change applies from the next step."""
         fresh = self._faults.with_suffix(".new")
         fresh.write_bytes(msgspec.json.encode(Faults(**faults)))
         fresh.replace(self._faults)
 
 
 class System:
-    """``async with System(model, folder)``: everything serves and is scraped when the block begins."""
+    """The release: ``async with System(model, folder)``. All services serve and are scraped when the block begins."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.api_server = Server()
@@ -103,7 +106,7 @@ class System:
         self.prometheus = Prometheus(dict(self._targets()), rules)
 
     def issue(self, *, days: int) -> Files:
-        """Give the frontend's port for operators a certificate that lasts so long."""
+        """Replace the certificate of the frontend's operators' port by one that is valid for ``days`` days."""
         return self._authority.issue("penstock-frontend", days=days).write(self._certificates)
 
     @property
@@ -111,7 +114,7 @@ class System:
         return [self.coordinator, *self.engines, self.frontend]
 
     def _targets(self) -> list[tuple[str, dict[str, str]]]:
-        """Addresses of ``/metrics`` with the labels that the chart's PodMonitors give."""
+        """Return the addresses of ``/metrics``, with the labels that the chart's PodMonitors add."""
         of_release = {"namespace": queries.NAMESPACE, "release": queries.RELEASE}
         labelled = [
             (self.coordinator, {"pod": "coordinator-0", "component": "coordinator"}),
@@ -136,7 +139,7 @@ class System:
             await stack.enter_async_context(self.prometheus)
             self._stack = stack.pop_all()
         await self.until_whole()
-        await self.prometheus.until_quiet()  # it evaluates for some seconds before it first scrapes
+        await self.prometheus.until_quiet()  # Prometheus evaluates rules for some seconds before the first scrape
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -145,7 +148,7 @@ class System:
         await self._stack.__aexit__(*error)
 
     async def until_whole(self) -> None:
-        """Wait until every service runs, is scraped, and the engines serve."""
+        """Wait until every service runs and is scraped, and all engines serve."""
         whole = f'sum(up) == {len(self.services)} and on () sum(penstock_coordinator_engines{{state="serving"}}) == {ENGINES}'
         async with asyncio.timeout(PATIENCE):
             while not await self.prometheus.query(whole):
@@ -163,7 +166,7 @@ class System:
 
         async def client() -> None:
             while True:
-                with contextlib.suppress(httpx.TransportError):  # the frontend is killed, too
+                with contextlib.suppress(httpx.TransportError):  # some tests kill the frontend
                     await self.ask(**request)
                 await asyncio.sleep(0.05)
 
@@ -176,7 +179,7 @@ class System:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def again(self, *services: Service) -> None:
-        """Start these again where they have ended, and wait until all is as it was."""
+        """Restart ended services, and wait until the system is complete again."""
         for service in services:
             if not service.alive:
                 await service.start()

@@ -14,9 +14,9 @@ from tests.monitoring.system import LORA, System
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PLAIN_SECONDS = 20
-"""Time without alerts: two windows of the rules."""
+"""Seconds for which no alert may fire: two windows of the rules."""
 ONLY_WITH_FAULTS = {"penstock:requests_failed_total", "penstock:requests_refused_total"}
-"""Counters that are no series before they count."""
+"""Counters without series before their first event."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -1,4 +1,4 @@
-"""promtool's own unit tests of the rules: which alert fires on which series, and when."""
+"""Unit tests of the rules with promtool: the alerts that fire for given series, and their times."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ VALUES: dict[str, dict[str, Any]] = {
 
 
 def rules_in(folder: Path, values: Mapping[str, Any] | None = None) -> Path:
-    """The rules of a release, as the file that the tests of series name."""
+    """Write the rules of a release into the file that promtool's tests name."""
     groups = [{"name": name, "rules": found} for name, found in queries.rules(values).items()]
     file = folder / "rules.yml"
     file.write_text(yaml.safe_dump({"groups": groups}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The features of engines whose pairs are tested."""
+"""Engine features whose pairs are tested."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -8,9 +8,9 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 class Feature(StrEnum):
-    """A feature. Its row: its name in tests, its title and its setting for the page, and the engine's configuration.
+    """A feature: name in tests, title and setting for the page, and engine configuration.
 
-    The configuration is empty where the model or the request makes the difference. The order is that of the page.
+    The configuration is empty if the feature depends on the model or the request. The features are in the page's order.
     """
 
     title: str

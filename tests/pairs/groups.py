@@ -1,4 +1,6 @@
-"""Runs a feature on a data-parallel group of two processes, kills a rank, and compares all answers with a plain engine's."""
+"""Runs a feature on a data-parallel group of two processes, kills a rank, and compares all answers with a plain
+engine's.
+"""
 
 import asyncio
 import io
@@ -24,13 +26,13 @@ from tests.pairs.features import DRAFTS, Feature
 from tests.pairs.running import Pair, Sections, plain
 
 COUNT = 60
-"""Tokens of an answer: the rank is killed before the last of them."""
+"""Number of tokens of an answer. The rank is killed before the last token."""
 NOT_OF_ENGINES = ("coordinator", "data_parallel")
-"""Sections that ``RankGroup`` says itself."""
+"""Configuration sections that ``RankGroup`` sets itself."""
 
 
 class GroupPair(Pair):
-    """Either feature is a group of ranks, which may share experts."""
+    """A pair in which one feature is a data-parallel group, with or without expert parallelism."""
 
     def __init__(self, features: frozenset[Feature], folder: Path) -> None:
         super().__init__(features, folder)
@@ -57,7 +59,7 @@ class GroupPair(Pair):
     async def check_middle(
         self, group: RankGroup, expected: list[list[int]], strike: Callable[[Service], Awaitable[object]]
     ) -> None:
-        """Have something happen to the last rank when all requests have begun."""
+        """Call ``strike`` for the last rank once all requests have tokens, and check the answers."""
         ranks = await group.members()
         calls = [
             group.stub.Generate(self.message(number, ranks[number % 2][1])) for number in range(len(self.requests))
@@ -80,7 +82,7 @@ class GroupPair(Pair):
             return await self.answers(alone)
 
     async def answers(self, cluster: Cluster) -> list[list[int]]:
-        """Run all requests at once, distributed to the ranks of a group."""
+        """Run all requests concurrently, distributed over the ranks of a group."""
         ranks = [number for _, number in await cluster.members()] if isinstance(cluster, RankGroup) else [None]
         calls = [
             cluster.stub.Generate(self.message(number, ranks[number % len(ranks)]))
@@ -90,11 +92,11 @@ class GroupPair(Pair):
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Their folders, by name."""
+        """Folders of the adapters by name."""
         return {name: adapter.path for name, adapter in self.checkpoint.adapters.items()}
 
     def message(self, number: int, rank: int | None) -> pb.GenerateRequest:
-        """A request as clients send it."""
+        """Return a request in the form of the public API."""
         request = self.requests[number]
         of = request.sampling_params
         params = SamplingParams(
@@ -132,7 +134,7 @@ class GroupPair(Pair):
 
 
 def lengthened(request: EngineCoreRequest) -> EngineCoreRequest:
-    """Return the request with enough tokens for a kill in its middle."""
+    """Return the request with so many tokens that a rank can be killed while it runs."""
     params = request.sampling_params
     if params.structured_output is None:
         params = msgspec.structs.replace(params, max_tokens=COUNT)
@@ -140,7 +142,7 @@ def lengthened(request: EngineCoreRequest) -> EngineCoreRequest:
 
 
 def flags_of(sections: Sections) -> dict[str, Any]:
-    """The same as flags of a service."""
+    """Return configuration sections as flags of a service."""
     return {
         f"{section}__{key}": str(value).lower() if isinstance(value, bool) else value
         for section, settings in sections.items()
@@ -149,7 +151,7 @@ def flags_of(sections: Sections) -> dict[str, Any]:
 
 
 def parts_of(number: int) -> list[pb.PromptPart]:
-    """A prompt with an image of its own."""
+    """Return the parts of a prompt with a separate image for each number."""
     file = io.BytesIO()
     make_image(40 + 10 * number, 60, seed=number).save(file, "PNG")
     image = pb.PromptPart(media=Media(modality="image", data=file.getvalue()))
@@ -157,7 +159,7 @@ def parts_of(number: int) -> list[pb.PromptPart]:
 
 
 def total(engines: Sequence[Service], name: str) -> float:
-    """A metric, over all engines and series."""
+    """Return the sum of a metric over all engines and series."""
     found = 0.0
     for engine in engines:
         with urllib.request.urlopen(f"http://{engine.host}:{engine.metrics_port}/metrics") as response:

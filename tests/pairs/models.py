@@ -1,4 +1,4 @@
-"""The tiny checkpoints that pairs of features are served with, and their requests."""
+"""Tiny checkpoints for pairs of features, and requests to them."""
 
 import json
 from collections.abc import Callable
@@ -41,7 +41,7 @@ _SIZES: dict[str, Any] = {
 }
 _MTP_SIZES = {"hidden_size": HIDDEN, "vocab_size": VOCAB_SIZE, "eos_token_id": EOS}
 _LAYERS = ["sliding_attention", "full_attention"]
-"""Layer types of a model with windows: two groups of layers, which share the blocks."""
+"""Layer types of a model with windows. It has two KV cache groups, which use one block pool."""
 
 
 class Checkpoint:
@@ -110,15 +110,17 @@ class Checkpoint:
 
     @cached_property
     def head(self) -> Path:
-        """An EAGLE head of random weights."""
+        """Write an EAGLE head with random weights, and return its folder."""
         vocab = int(self.model.config.get_text_config().vocab_size)
         size: dict[str, Any] = {"hidden": HIDDEN, "vocab": vocab}
         save_head(random_head("eagle", **size), self._folder / "head", "SafeAILab", **size)
         return self._folder / "head"
 
     def requests(self, features: frozenset[Feature]) -> list[EngineCoreRequest]:
-        """Greedy and seeded ones in turn; every second has a constraint and all but every third an adapter, where that is a
-        feature.
+        """Return greedy and seeded requests in turn.
+
+        If the pair has constraints, every second request has one. If the pair has adapters, two of three requests have
+        one.
         """
         made = self._media_requests() if self.has_media else self._text_requests()
         return [self._with(features, number, request) for number, request in enumerate(made)]
@@ -161,7 +163,7 @@ class Checkpoint:
 
 
 def _quantize_text_model(path: Path) -> None:
-    """Quantize the text model's weights of a checkpoint with encoders. The encoders' weights stay as they are."""
+    """Quantize the text model's weights in a multimodal checkpoint. The encoders' weights stay unchanged."""
     stored = {}
     for name, tensor in load_file(path / "model.safetensors").items():
         quantized = "visual" not in name and is_quantized(name, tensor, FORM)

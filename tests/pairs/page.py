@@ -52,7 +52,7 @@ pairs and the refusals, and `make test-slow` runs all other pairs. `make setting
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     verdicts = dict(pairs())
     return "\n".join([_HEAD, *_features(), "", *_table(verdicts), *_refusals(), *_same(), _KILLED.rstrip(), ""])
 
@@ -109,7 +109,7 @@ def _both(two: frozenset[Feature]) -> str:
 
 
 def main() -> None:
-    """Write the page, if it is another one."""
+    """Write the page if it has changed."""
     text = page()
     if not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
         PAGE.write_text(text, encoding="utf-8")

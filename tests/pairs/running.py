@@ -34,9 +34,9 @@ from tests.pairs.models import REGEX, Checkpoint
 Tokens = dict[str, list[int]]
 Sections = dict[str, dict[str, Any]]
 BLOCK_SIZE = 16
-"""The kernels' decoder takes no smaller ones."""
+"""Tokens per block. The kernels' decoder supports no smaller blocks."""
 PLENTY = 400
-"""Blocks for all requests."""
+"""Number of blocks, which suffices for all requests."""
 MOST_TOKENS = 64
 """Maximum number of tokens of any answer."""
 HANDED_OVER_AFTER = 3
@@ -52,7 +52,7 @@ def merged(*sections: Mapping[str, Mapping[str, Any]]) -> Sections:
 
 
 def sections_of(features: frozenset[Feature], checkpoint: Checkpoint) -> Sections:
-    """The configuration of an engine that has all of these."""
+    """Return the configuration of an engine with all these features."""
     made = merged(
         {"cache": {"block_size": BLOCK_SIZE, "num_blocks": PLENTY}}, *(feature.sections for feature in features)
     )
@@ -104,15 +104,15 @@ class Pair:
         return found
 
     def sections(self) -> Sections:
-        """The configuration of an engine that has both."""
+        """Return the configuration of an engine with both features."""
         return sections_of(self.features, self.checkpoint)
 
-    # Ways.
+    # Checks by kind of feature.
 
     def check(self, patch: pytest.MonkeyPatch) -> None:
-        """Compare it with the plain engine in the way that it is used in."""
+        """Compare the pair with the plain engine. The features determine the kind of comparison."""
         self.patch = patch
-        patch.setattr(ComputeRate, "pays", lambda *_: True)  # however busy the machine is
+        patch.setattr(ComputeRate, "pays", lambda *_: True)  # load blocks even if recomputing them would be faster
         if self.has(Feature.TENSOR, Feature.PIPELINE):
             use_threads(patch)
         if self.has(Feature.POOLING):
@@ -136,7 +136,7 @@ class Pair:
         self.go_on(found, expected, self.sections())
 
     def compare(self, engine: EngineCore, expected: Tokens) -> None:
-        """Ask three times, with a sleep of either level in between where that is a feature."""
+        """Run the requests three times. If sleep is a feature, the engine sleeps in between, once at each level."""
         if self.has(Feature.TIERS):
             copy_at_once(engine, self.patch)
         events, between = Events(engine), self.naps(engine)
@@ -179,7 +179,7 @@ class Pair:
                     assert re.fullmatch(REGEX, text), text
 
     def check_vectors(self) -> None:
-        """Vectors of a model that pools."""
+        """Compare the vectors of a pooling model."""
 
         def vectors(sections: Sections, turns: int, *, alone: bool = False) -> list[list[torch.Tensor]]:
             engine = build_engine(self.checkpoint.path, **sections)
@@ -211,13 +211,13 @@ class Pair:
             self.compare_transfer(source, target, expected)
 
     def transferring(self) -> Sections:
-        """The configuration of either engine."""
+        """Return the configuration of the two engines."""
         made = self.sections()
         made["kv_transfer"] = {**made["kv_transfer"], "port": 0}
         return made
 
     def compare_transfer(self, source: TransferringEngine, target: TransferringEngine, expected: Tokens) -> None:
-        """Hand requests over, with the first engine alive, and killed."""
+        """Hand requests over and compare their tokens, with the first engine alive and with the first engine killed."""
         nap = self.naps(source.core)
         for turn, killed in enumerate((False, True)):
             target.core.scheduler.reset_prefix_cache()
@@ -228,7 +228,8 @@ class Pair:
                 outputs = begun[request.request_id]
                 prior, given = tokens_of(outputs), outputs[-1].kv_source
                 whole = expected[unnamed_id(request.request_id)]
-                if outputs[-1].finish_reason is not FinishReason.HANDOFF:  # the constraint had ended it
+                # The constraint ended the request before the handoff.
+                if outputs[-1].finish_reason is not FinishReason.HANDOFF:
                     assert prior == whole
                     continue
                 assert given is not None
@@ -261,7 +262,7 @@ class Pair:
 
     @contextmanager
     def on_nodes(self, sections: Sections, name: str) -> Iterator[tuple[Sections, NodeProcess]]:
-        """The configuration of an engine on two nodes, the second of which runs."""
+        """Start the second node, and yield the configuration of an engine on two nodes."""
         nodes = NodesConfig(size=2, port=free_port(), address=HERE, timeout=PATIENCE)
         sections = merged(sections, {"executor": {"nodes": nodes}})
         folder = self.folder / name
@@ -270,7 +271,7 @@ class Pair:
             yield sections, node
 
     def kill(self, engine: EngineCore, node: NodeProcess, expected: Tokens) -> None:
-        """Kill a node in the middle of all requests, and resume them on a plain engine."""
+        """Kill a node while all requests run, and resume the requests on a plain engine."""
 
         def kill_when_begun(found: Tokens) -> bool:
             if node.popen.poll() is None and self.has_all_begun(found):
@@ -287,7 +288,10 @@ class Pair:
         return all(found.values())
 
     def begun(self, engine: EngineCore, until: Callable[[Tokens], bool], found: Tokens | None = None) -> Tokens:
-        """Run the requests until something is so of their tokens, or all have ended. Returns the tokens, in ``found``."""
+        """Run the requests until ``until`` is true for their tokens, or until all have ended.
+
+        Returns the tokens in ``found``.
+        """
         found = {} if found is None else found
         found.update({request.request_id: [] for request in self.requests})
         engine.scheduler.reset_prefix_cache()
@@ -298,7 +302,7 @@ class Pair:
                 for output in frame.outputs:
                     assert output.error is None, output.error
                     found[output.request_id] += output.new_token_ids
-            if engine.stalled and engine.has_requests:  # constraints are being compiled, or adapters read
+            if engine.stalled and engine.has_requests:  # the engine is compiling constraints or reading adapters
                 assert engine.queues.get(block=True, timeout=PATIENCE), "nothing to do, and nothing comes"
         return found
 
@@ -348,7 +352,7 @@ def renamed(requests: Sequence[EngineCoreRequest], turn: int) -> list[EngineCore
 
 
 def unnamed_id(request_id: str) -> str:
-    """The id that it had in no turn."""
+    """Return the request id without the turn."""
     return request_id.partition("/")[0]
 
 
@@ -363,10 +367,10 @@ def handed_over(request: EngineCoreRequest) -> EngineCoreRequest:
 
 
 def going_on(request: EngineCoreRequest, prior: list[int], given: KvSource | None) -> EngineCoreRequest:
-    """Return the request as it resumes, with these tokens and the source of its blocks."""
+    """Return the request for its resumption, with the earlier tokens and the source of its blocks."""
     return msgspec.structs.replace(request, prior_output_token_ids=prior, kv_source=given, attempt=1)
 
 
 def gone(source: KvSource) -> KvSource:
-    """An engine that cannot be reached any more."""
+    """Return the address of an engine that is no longer reachable."""
     return msgspec.structs.replace(source, address="127.0.0.1:1")

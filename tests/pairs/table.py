@@ -1,4 +1,4 @@
-"""The verdict for each pair: it is refused, it equals another pair, or a test compares it with a plain engine."""
+"""Table of pairs. A pair is refused, equals another pair, or is compared with a plain engine by a test."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -11,19 +11,25 @@ Two = frozenset[Feature]
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """A pair that is refused: the engine does not start, or refuses the request. ``message`` is a regex for its error."""
+    """A pair that is refused: the engine does not start, or refuses the request.
+
+    ``message`` is a regex for its error.
+    """
 
     message: str
 
 
 class SameAs(msgspec.Struct, frozen=True):
-    """A pair without a test of its own, because it equals another pair or one feature alone."""
+    """A pair without a separate test, because it equals another pair or one feature alone."""
 
     why: str
 
 
 class Tested(msgspec.Struct, frozen=True):
-    """Compared with a plain engine, also with a part of it killed where ``kill`` says which."""
+    """A pair that is compared with a plain engine.
+
+    ``kill`` names a process that is killed during a second comparison.
+    """
 
     kill: str = ""
 
@@ -85,14 +91,14 @@ SAME: Mapping[Two, SameAs] = {
 
 
 def pairs() -> Iterator[tuple[Two, Verdict]]:
-    """Every pair, in the order of the table."""
+    """Return all pairs with their entries, in the order of the table."""
     for one, other in itertools.combinations(Feature, 2):
         two = frozenset({one, other})
         yield two, REFUSED.get(two) or SAME.get(two) or Tested(_killed(two))
 
 
 def _killed(two: Two) -> str:
-    """Name the process that is killed in the middle of the pair's requests."""
+    """Return the name of the process that is killed while the pair's requests run."""
     if two & GROUPS:
         return "a rank"
     if Feature.NODES in two:

@@ -1,6 +1,7 @@
-"""``make parallel-matrix``: every family over several workers, as a table; fails for wrong tokens.
+"""``make parallel-matrix``: prints a table of all model types over several workers. Fails if tokens are wrong.
 
-Each family has a process of its own with a limit, so that one that hangs is told and the others go on.
+Each model type runs in a separate process with a time limit. If a process hangs, the table says so, and the other types
+continue.
 """
 
 import argparse
@@ -16,11 +17,11 @@ from tests.fakes.models.tiny_models import ARCHITECTURES
 from tests.parallel_matrix.family import SIZES, Cell, cells
 
 LIMIT = 600.0
-"""Seconds for a family."""
+"""Time limit for a model type in seconds."""
 
 
 def measured(family: str) -> list[Cell]:
-    """The family's cells, from a process of their own."""
+    """Return the cells of a model type, measured in a separate process."""
     command = [sys.executable, "-m", "tests.parallel_matrix", "--one", family]
     try:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT, check=False)
@@ -33,14 +34,14 @@ def measured(family: str) -> list[Cell]:
 
 
 def row(family: str, found: list[Cell]) -> str:
-    """A line of the table."""
+    """Return a row of the table."""
     marks = ["yes" if cell.served else "wrong" if cell.wrong else "-" for cell in found]
     reasons = list(dict.fromkeys(re.sub(r"^worker \d+: ", "", cell.why) for cell in found if cell.why))
     return f"| `{family}` | " + " | ".join(marks) + f" | {'; '.join(reasons)} |"
 
 
 def main() -> int:
-    """The number of families with wrong tokens."""
+    """Print the table and return the number of model types with wrong tokens."""
     parser = argparse.ArgumentParser(prog="python -m tests.parallel_matrix")
     parser.add_argument("--one", metavar="FAMILY", choices=ARCHITECTURES, help="this one, as JSON")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="these; all without any")

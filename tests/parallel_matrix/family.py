@@ -1,4 +1,4 @@
-"""One family over several workers: the tokens of transformers, or why it is refused."""
+"""One model type over several workers: transformers' tokens, or the reason of a refusal."""
 
 import os
 import tempfile
@@ -23,15 +23,18 @@ NUM_LAYERS = 4
 SIZES = ((2, 1), (4, 1), (1, 2), (1, 3), (2, 2))
 """Tensor and pipeline parallel sizes."""
 SECTIONS: dict[str, Any] = {
-    # Prompts in pieces.
+    # Chunked prompts.
     "scheduler": {"max_num_batched_tokens": 7},
     "cache": {"num_blocks": 128},
 }
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """``served``: the tokens were those of transformers, and seeded ones those of one worker. ``why``: a refusal, or what was
-    wrong.
+    """Result for one size.
+
+    Attributes:
+        served: Whether greedy tokens equal transformers' tokens, and seeded tokens equal those of one worker.
+        why: Reason of a refusal, or a description of the wrong result.
     """
 
     tensor: int
@@ -42,7 +45,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def layered(family: str) -> dict[str, Any]:
-    """What makes the family's tiny configuration one of ``NUM_LAYERS`` layers."""
+    """Return changes of the model type's tiny configuration for ``NUM_LAYERS`` layers."""
     config = tiny_config(family)
     before = config.num_hidden_layers
     changes: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS}
@@ -54,7 +57,7 @@ def layered(family: str) -> dict[str, Any]:
 
 
 def cells(family: str) -> list[Cell]:
-    """Of every size."""
+    """Yield a cell for every size."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)

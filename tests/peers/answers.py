@@ -1,5 +1,5 @@
-"""Comparison of two servers' answers to the same requests: fields that only one of them has, and fields of different
-kinds.
+"""Comparison of two servers' answers to the same requests: fields that only one answer has, and fields with different
+types.
 
 Serve one model under the name ``m`` with both servers, and run:
 
@@ -7,8 +7,8 @@ Serve one model under the name ``m`` with both servers, and run:
     penstock serve examples/demo_model/penstock-tiny --served-model-name m --http-port 8000
     python -m tests.peers.answers --there http://127.0.0.1:8100 --here http://127.0.0.1:8000
 
-With ``--does`` embed, classify or score, requests are for models of that kind; ``python -m tests.peers.checkpoints``
-writes some.
+With ``--does`` embed, classify or score, requests are for models with this task. ``python -m tests.peers.checkpoints``
+writes such models.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tests.peers.shapes import Difference, Event, differences, events_of, kinds,
 TIMEOUT = 120.0
 _STATUS = "(status)"
 _LONGEST = 200
-"""Characters of a message that are shown."""
+"""Maximum number of printed characters of a message."""
 _MOST_NAMES = 3
 console = Console(width=200)
 
@@ -44,7 +44,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def fields(self) -> Mapping[str, set[str]]:
-        """Fields of the answer with their kinds, including status and order of events."""
+        """Fields of the answer with their kinds, including the status and the order of events."""
         found = kinds_of_events(self.events) if self.events else kinds(self.body)
         named = {_STATUS: {str(self.status)}, "(content type)": {self.content_type}}
         if self.events:
@@ -53,13 +53,13 @@ class Answer(msgspec.Struct, frozen=True):
 
     @property
     def message(self) -> str:
-        """Why it refuses, else empty."""
+        """Error message of a refusal; empty if the request succeeded."""
         error = self.body.get("error", self.body) if isinstance(self.body, dict) else self.body
         return str(error.get("message", error) if isinstance(error, dict) else error) if self.status >= 400 else ""
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """A request and how its answers differ."""
+    """A request and the differences between its two answers."""
 
     path: str
     name: str
@@ -110,7 +110,7 @@ def _body_fields(document: Any, path: str) -> set[str]:
 
 
 def _properties(document: Any, schema: Any) -> set[str]:
-    """The names of a schema and of all that it may be instead."""
+    """Return the property names of a schema and of its alternatives."""
     if "$ref" in schema:
         return _properties(document, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
     below = [each for word in ("anyOf", "oneOf", "allOf") for each in schema.get(word, [])]
@@ -125,7 +125,7 @@ def _json(text: str) -> Any:
 
 
 def table(found: list[Compared]) -> Table:
-    """A line for every difference of a route, with the requests whose answers have it."""
+    """Return a table with a line for every difference of a route, and the requests whose answers have the difference."""
     of_routes: dict[str, dict[Difference, list[str]]] = {}
     for each in found:
         rows = of_routes.setdefault(each.path, {})
@@ -141,7 +141,7 @@ def table(found: list[Compared]) -> Table:
 
 
 def messages(found: list[Compared]) -> Table:
-    """The errors of both, and their statuses."""
+    """Return the error messages and statuses of both servers."""
     made = Table("request", "there", "here", title="errors")
     for each in found:
         if any(each.messages):
@@ -163,7 +163,7 @@ def summary(found: list[Compared]) -> str:
 
 
 def main() -> int:
-    """Ask both, and print how they differ."""
+    """Send the requests to both servers, and print the differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--there", required=True, help="base URL of the other server, http://host:port")
     parser.add_argument("--here", required=True, help="base URL of the Penstock server")

@@ -1,4 +1,4 @@
-"""Requests that are sent to both servers, by the task of the model."""
+"""Requests for both servers, by the task of the model."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -31,7 +31,7 @@ _LONG_CHAT = {"messages": [{"role": "user", "content": _LONG}]}
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A request. ``body`` None is a GET; bytes are sent as they are."""
+    """A request. If ``body`` is None, the request is a GET. A body of bytes is sent unchanged."""
 
     path: str
     name: str

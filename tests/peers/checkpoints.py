@@ -1,7 +1,7 @@
-"""Write two small checkpoints that servers other than this one take as well: ``python -m tests.peers.checkpoints DIR``.
+"""Writes two small checkpoints that other servers also support: ``python -m tests.peers.checkpoints DIR``.
 
-``DIR/classify`` has three classes, ``DIR/score`` reads pairs; both have random weights and the tokenizer of the MiniLM that
-``tests/fakes`` uses, which is the model to embed with.
+``DIR/classify`` has three classes, and ``DIR/score`` scores pairs. Both have random weights and the tokenizer of the
+MiniLM model in ``tests/fakes``, which serves as the embedding model.
 """
 
 import shutil
@@ -22,7 +22,7 @@ _LABELS = {"classify": 3, "score": 1}
 
 
 def main(directory: Path) -> None:
-    """Write both."""
+    """Write both checkpoints."""
     for name, labels in _LABELS.items():
         save_pooling_model("bert", directory / name, head="ForSequenceClassification", num_labels=labels, **_SIZES)
         for file in ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json"):

@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 def kinds(value: Any, path: str = "") -> dict[str, set[str]]:
-    """Every field with the kinds that it is of: a word itself, the prefix of an id, else its type."""
+    """Return the kinds of every field. A kind is the word itself, the prefix of an id, or the type."""
     found = {path: {_kind(path.rpartition(".")[2], value)}}
     if isinstance(value, Mapping):
         for name, each in value.items():
@@ -68,7 +68,7 @@ def differences(there: Mapping[str, set[str]], here: Mapping[str, set[str]]) -> 
 
 
 def events_of(lines: Iterable[str]) -> list[Event]:
-    """The events of a stream of server-sent events; comments are passed over."""
+    """Yield the events of a stream of server-sent events, without comments."""
     events, name = [], ""
     for line in lines:
         if line.startswith("event:"):

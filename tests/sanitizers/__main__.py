@@ -61,14 +61,15 @@ BROKEN = {
 """Programs and the reports that they must cause, by compiler flags."""
 NAMES = {MEMORY: "AddressSanitizer and UndefinedBehaviorSanitizer", THREADS: "ThreadSanitizer"}
 OPTIONS = {
-    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",  # Python and torch keep memory until the end
+    # No leak check, because Python and torch free some memory only at exit.
+    "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "exitcode=99",
 }
 
 
 def build_hook() -> Any:
-    """The module that knows how the kernels are compiled."""
+    """Import the build hook, which compiles the kernels."""
     spec = importlib.util.spec_from_file_location("hatch_build", ENGINE / "hatch_build.py")
     assert spec is not None
     assert spec.loader is not None
@@ -125,14 +126,17 @@ def is_reported(source: str, flags: tuple[str, ...], report: str) -> bool:
 
 
 def runtime(name: str) -> str:
-    """The path of a shared library of the compiler's."""
+    """Return the path of a shared library of the compiler."""
     return subprocess.run(
         [HOOK._compiler(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
 def libraries() -> list[str] | None:
-    """Compile the libraries, one per processor at a time. Returns their instruction sets; None if a compilation fails."""
+    """Compile the libraries, one per processor at a time.
+
+    Returns their instruction sets; None if a compilation fails.
+    """
     kinds = HOOK._X86 if platform.machine().lower() in ("x86_64", "amd64") else HOOK._OTHER
     has = torch.cpu.get_capabilities()
     flags = (*MEMORY, "-fPIC", "-shared", "-fvisibility=hidden")
@@ -163,7 +167,9 @@ def shared_memory(flags: tuple[str, ...], rounds: int) -> bool:
 
 
 def memory(tests: list[str], rounds: int) -> bool:
-    """Shared memory, and the unit tests on sanitized libraries, for every instruction set of this processor."""
+    """Check shared memory, and run the unit tests with sanitized libraries, for every instruction set of this
+    processor.
+    """
     if reason := lacking(MEMORY):
         print(f"{NAMES[MEMORY]}: skipped, the compiler lacks them: {reason}")
         return True
@@ -186,7 +192,7 @@ def memory(tests: list[str], rounds: int) -> bool:
 
 
 def threads(rounds: int) -> bool:
-    """The thread pool and shared memory under TSan."""
+    """Check the thread pool and shared memory under TSan."""
     if reason := lacking(THREADS):
         print(f"{NAMES[THREADS]}: skipped, the compiler lacks it: {reason}")
         return True
@@ -201,7 +207,7 @@ def threads(rounds: int) -> bool:
 
 
 def told(what: str, done: subprocess.CompletedProcess[str]) -> bool:
-    """Print how it went, all of it where it went wrong."""
+    """Print the result of a command. Prints the complete output if the command failed."""
     if done.returncode == 0:
         print(f"{what}: {(done.stdout.strip() or 'nothing').splitlines()[-1]}")
         return True
@@ -214,7 +220,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=("memory", "threads"))
     parser.add_argument("--rounds", type=int, default=150, help="of the programs (default: 150)")
-    options, tests = parser.parse_known_args()  # the rest is for pytest, in place of the kernels' unit tests
+    options, tests = parser.parse_known_args()  # other arguments go to pytest and replace the kernels' unit tests
     good = True
     if options.only != "memory":
         good &= threads(options.rounds)

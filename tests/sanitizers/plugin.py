@@ -1,6 +1,6 @@
 """A pytest plugin that loads the kernels and the shared memory library from the folder ``PENSTOCK_SANITIZED``.
 
-Emulated kernels come from a folder in it.
+Emulated kernels are in a subfolder.
 """
 
 import os
