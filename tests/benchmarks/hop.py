@@ -1,5 +1,5 @@
-"""Transport from an engine to a frontend: the engine's gRPC session, with outputs in columns and as messages, compared
-with ZeroMQ.
+"""Transport from an engine to a frontend: the gRPC session, with outputs in columns or as messages, compared with
+ZeroMQ.
 
 The engines are processes without a model: a busy thread emits frames, and an asyncio I/O thread encodes and sends them.
 This process reads as a frontend does, and turns every frame into ``EngineCoreOutputs``. gRPC uses the services' code:
@@ -54,7 +54,7 @@ from penstock_frontend.rpc.engine_session import EngineSession
 
 WINDOW, ACK_EVERY = 64, 16
 FRAMES = {1: 8192, 16: 8192, 64: 8192, 256: 2048}
-"""Frames of one measurement, by outputs per frame."""
+"""Number of frames in one measurement, by outputs per frame."""
 ROUND_TRIPS = 200
 START_TIMEOUT, MEASURE_TIMEOUT = 120.0, 300.0
 
@@ -62,8 +62,12 @@ Emit = Callable[[str, EngineCoreOutputs], None]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Medians. ``round_trip_us``: from a request to its only frame. ``engine_us``, ``reader_us``: processor time of each process
-    per output.
+    """Medians of a transport.
+
+    Attributes:
+        round_trip_us: Microseconds from a request to its only frame.
+        engine_us: Processor time of the engine process per output.
+        reader_us: Processor time of the reading process per output.
     """
 
     transport: str
@@ -75,11 +79,11 @@ class Row(msgspec.Struct, frozen=True):
     reader_us: float
 
 
-# The engine's side.
+# Code of the engine process.
 
 
 class FrameLoop:
-    """Stands in for the busy loop: the same frame again and again, as often as a request asks for."""
+    """Replacement for the busy loop. Emits the same frame as often as a request asks for."""
 
     def __init__(self) -> None:
         self.emit: Emit
@@ -91,17 +95,17 @@ class FrameLoop:
         self._requests.put((client_id, request))
 
     def abort(self, client_id: str, request_ids: list[str]) -> None:
-        """See ``BusyLoop``; no output is refused."""
+        """See ``BusyLoop``. Does nothing, because no output is refused."""
 
     def client_gone(self, client_id: str) -> None:
-        """See ``BusyLoop``; the process is stopped soon."""
+        """See ``BusyLoop``. Does nothing, because the process is stopped soon."""
 
     wedged = False
 
     def run(self) -> None:
-        """Emit until the parent process has gone."""
+        """Emit frames until the parent process has ended."""
         gc.collect()
-        gc.freeze()  # as the busy loop does
+        gc.freeze()  # like the busy loop
         credit = WINDOW
         while (asked := self._next()) is not None:
             client_id, request = asked
@@ -123,7 +127,7 @@ class FrameLoop:
 
 
 def frame_of(outputs: int, *, in_columns: bool) -> EngineCoreOutputs:
-    """A step's outputs of one token each."""
+    """Return the frame of a step whose outputs have one token each."""
     columns = TokenColumns()
     for number in range(outputs if in_columns else 0):
         columns.add(5000 + number, 100, [300 + number])
@@ -139,7 +143,7 @@ def frame_of(outputs: int, *, in_columns: bool) -> EngineCoreOutputs:
 
 
 def _serve_grpc(loop: FrameLoop) -> str:
-    """The engine's own I/O thread."""
+    """Run the engine's real I/O thread."""
     config = EngineCoreConfig(model=ModelConfig(path="none"), server=ServerConfig(host="127.0.0.1", port=0))
     io = IoThread(config)
     io.start()
@@ -177,7 +181,7 @@ class _ZeroMq:
         threading.Thread(target=self._loop.run_forever, name="io", daemon=True).start()
 
     def serve(self) -> str:
-        """Listen."""
+        """Start to listen."""
         return asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
     def emit(self, client_id: str, outputs: EngineCoreOutputs) -> None:
@@ -189,7 +193,7 @@ class _ZeroMq:
 
     async def _start(self) -> str:
         self._down: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
-        self._down.setsockopt(zmq.SNDHWM, 0)  # sending does not block, except until the reader has connected
+        self._down.setsockopt(zmq.SNDHWM, 0)  # sending blocks only until the reader has connected
         self._down.setsockopt(zmq.SNDTIMEO, 10_000)
         self._up = zmq.asyncio.Context.instance().socket(zmq.PULL)
         ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (self._down, self._up)]
@@ -213,14 +217,14 @@ SERVE = {"gRPC": _serve_grpc, "gRPC, messages": _serve_grpc, "ZeroMQ": _serve_ze
 
 
 def engine_process(transport: str) -> None:
-    """Print where it listens, and serve."""
+    """Print the address, and serve."""
     configure(LogConfig(level="warning"), service="hop")
     loop = FrameLoop()
     print(SERVE[transport](loop), flush=True)
     loop.run()
 
 
-# The frontend's side.
+# Code of the reading process.
 
 
 class Link(Protocol):
@@ -237,7 +241,10 @@ class Link(Protocol):
 
 
 class GrpcLink:
-    """The frontend's session. ``revision``: of the contract; the first has neither columns nor several frames to a message."""
+    """The frontend's session.
+
+    ``revision`` is the revision of the contract. Revision 1 has neither columns nor several frames per message.
+    """
 
     def __init__(
         self, address: str, take: Callable[[EngineCoreOutputs], None], revision: int = PROTOCOL_REVISION
@@ -262,12 +269,12 @@ class GrpcLink:
 
     async def close(self) -> None:
         """See ``Link``."""
-        await self._session.close()  # which cancels the stream, and so the reader
+        await self._session.close()  # cancels the stream and the reader
         await asyncio.gather(self._reader, return_exceptions=True)
 
 
 class _Output(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """``EngineCoreOutput`` as msgpack can tell its parts apart: without vectors."""
+    """``EngineCoreOutput`` without vectors, because msgpack could not decode the types of vectors."""
 
     request_id: str
     attempt: int = 0
@@ -295,7 +302,7 @@ class _Frame(msgspec.Struct):
 
 
 class ZeroMqLink:
-    """One socket up, one down."""
+    """Link with one ZeroMQ socket for each direction."""
 
     def __init__(self, address: str, take: Callable[[EngineCoreOutputs], None]) -> None:
         self._from, self._to = address.split()
@@ -366,7 +373,7 @@ class Hop:
         await self._link.close()
 
     async def ask(self, outputs: int, frames: int) -> float:
-        """Seconds from the request to the last of its frames. RuntimeError when outputs are missing."""
+        """Return the seconds from a request to its last frame. Raises RuntimeError if outputs are missing."""
         self._missing, self._outputs = frames, 0
         self._done = asyncio.get_running_loop().create_future()
         request = EngineCoreRequest(
@@ -394,7 +401,7 @@ class Hop:
 
 @contextlib.asynccontextmanager
 async def _hop(transport: str) -> AsyncIterator[Hop]:
-    """An engine process and the connection to it."""
+    """Run an engine process, and yield the connection to it."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.benchmarks.hop", transport, stdin=PIPE, stdout=PIPE
     )
@@ -456,7 +463,7 @@ async def measure(rounds: int) -> list[Row]:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """What the threads of a process have had of the processors."""
+    """Return the processor time of all threads of a process."""
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 

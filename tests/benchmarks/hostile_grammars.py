@@ -1,9 +1,10 @@
 """Cost of hostile grammars for their engine and for the other requests in its batch.
 
-``python -m tests.benchmarks.hostile_grammars`` runs an engine in this process. It serves two neighbours, one without a
-grammar and one with an ordinary schema. They run alone, and then with each hostile grammar in turn, whose request
-starts again when it ends. For each grammar it prints the seconds until its refusal or first token, the maximum
-processor milliseconds of one of its tokens, its final status, and the neighbours' milliseconds between two tokens.
+``python -m tests.benchmarks.hostile_grammars`` runs an engine in this process. The engine serves two neighbours, one
+without a grammar and one with an ordinary schema. The neighbours run alone, and then with each hostile grammar in turn.
+A hostile request starts again when it ends. For each grammar, the table has the seconds until the refusal or the first
+token, the maximum processor milliseconds of one token, the final status, and the neighbours' milliseconds between two
+tokens.
 """
 
 import argparse
@@ -29,11 +30,11 @@ MODEL = Path(__file__).resolve().parents[2] / "examples/demo_model/penstock-tiny
 SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"name": {"type": "string"}}}, "minItems": 900}
 
 _MOST = 1900
-"""Tokens of a neighbour, if the hostile constraint takes that long."""
+"""Maximum number of a neighbour's tokens, for slow hostile constraints."""
 
 
 class Bench:
-    """An engine, and when each request got its tokens."""
+    """An engine, and the times at which each request got its tokens."""
 
     def __init__(self) -> None:
         config = EngineCoreConfig(
@@ -49,7 +50,7 @@ class Bench:
         self._number = 0
 
     def add(self, constraint: dict[str, Any] | None, max_tokens: int = 400) -> str:
-        """Queue a request; returns its id. A refused one has ended."""
+        """Queue a request and return its id. A refused request counts as ended."""
         self._number += 1
         name = str(self._number)
         structured = StructuredOutput(**constraint) if constraint else None
@@ -69,7 +70,7 @@ class Bench:
         return name
 
     def step(self) -> None:
-        """Take one step, or wait a moment if there is no request."""
+        """Run one step, or wait a moment if there is no request."""
         for frame in self.engine.step(lambda: None).values():
             now = time.perf_counter()
             for output in frame.outputs:
@@ -82,7 +83,7 @@ class Bench:
             self.engine.queues.get(block=True, timeout=0.1)
 
     def gaps(self, name: str) -> list[float]:
-        """Milliseconds between a request's tokens."""
+        """Return the milliseconds between a request's tokens."""
         times = self.times[name]
         return [1000 * (b - a) for a, b in itertools.pairwise(times)]
 
@@ -94,7 +95,7 @@ class Bench:
         return 0.0
 
     def warm_up(self) -> None:
-        """Start the processes."""
+        """Start the grammar processes."""
         name = self.add({"json_schema": json.dumps(SCHEMA)}, 10)
         while name not in self.ends:
             self.step()
@@ -133,7 +134,7 @@ class Bench:
 
 
 def main() -> int:
-    """Write the table as markdown."""
+    """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each neighbour")
     tokens = parser.parse_args().tokens

@@ -1,17 +1,17 @@
-"""Effect of long prompts on running streams: a prefill engine and a decode engine compared with two engines that do
-both.
+"""Effect of long prompts on running streams: a prefill engine and a decode engine compared with two engines without
+roles.
 
-``python -m tests.benchmarks.interference MODEL`` keeps streams decoding while prompts arrive at random times, the same
-for all layouts. Their rate is a fraction of the rate at which one engine computes them. Each engine has one thread. The
-layouts:
+``python -m tests.benchmarks.interference MODEL`` keeps streams decoding while prompts arrive at random times. The times
+are the same for all layouts. The arrival rate is a fraction of the rate at which one engine computes prompts. Each
+engine has one thread. The layouts:
 
-- ``split``: a prefill engine and a decode engine with KV transfer between them; the frontend plans;
-- ``two legs``: the same, but all prompts go to the prefill engine, however many wait there;
+- ``split``: a prefill engine and a decode engine with KV transfer; the frontend chooses the engine of each prompt;
+- ``two legs``: the same, but all prompts go to the prefill engine, even if many prompts are queued there;
 - ``whole``: two engines that compute a prompt in one step;
 - ``chunk N``: two engines with at most N prompt tokens in a step that also decodes.
 
 All layouts are measured in turn at every load. ``--json FILE`` appends rows to a file. ``--report FILE`` only reads the
-file and prints a table with the ratios to the better of the other layouts; ``--plot`` also draws it.
+file and prints a table with the ratios to the better of the other layouts. ``--plot`` also draws the table.
 """
 
 import argparse
@@ -35,23 +35,23 @@ from tests.fakes.systems.rank_group import metric
 
 SPLIT, TWO_LEGS = "split", "two legs"
 ITL, TTFT, RATE = 0.35, 1.2, 0.85
-"""Targets of ``split`` relative to the better of the other layouts: maximum ITL and TTFT, minimum rate."""
+"""Targets of ``split`` relative to the better of the other layouts: maximum ITL, maximum TTFT, minimum rate."""
 PLANNED = 0.95
-"""Minimum of all tokens per second, prompts included, relative to the better of the others, among them ``two legs``."""
+"""Minimum tokens per second of ``split``, including prompts, relative to the best other layout (also ``two legs``)."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one layout at one load. Times are in seconds.
 
-    ``gaps`` are the times between tokens of the streams. ``itl_time_p99`` is the 99th percentile of the gap at a random
-    instant.
+    ``gaps`` are the times between tokens of the streams. ``itl_time_p99`` is the 99th percentile of the gap that
+    contains a random moment.
     """
 
     layout: str
     load: float
     prompts: int
     rate: float
-    """Prompts per second that arrived on average."""
+    """Mean number of arriving prompts per second."""
     itl_p50: float
     itl_p99: float
     itl_p999: float
@@ -61,9 +61,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p90: float
     tokens_per_s: float
     total_per_s: float = 0.0
-    """Tokens per second with the tokens of prompts whose first token came in the interval; 0.0 if not measured."""
+    """Tokens per second including tokens of prompts whose first output token came in the interval; 0.0 if not measured.
+    """
     two_legs: float = 0.0
-    """Part of the prompts that went in two legs."""
+    """Fraction of prompts that were computed on the prefill engine and continued on the decode engine."""
 
 
 def cluster_of(layout: str, args: argparse.Namespace) -> Cluster:
@@ -113,14 +114,14 @@ class Load:
                 raise RuntimeError(f"a stream has failed: {stream.error}")
 
     async def one(self, number: int, max_tokens: int) -> Stream:
-        """A prompt and its output."""
+        """Send a prompt and read its output."""
         stream = await follow(self._stub, prompt(number, self._args.tokens), max_tokens, Stream())
         if not stream.done:
             raise RuntimeError(f"a prompt has failed: {stream.error}")
         return stream
 
     async def run(self, arrivals: list[float], first: int) -> tuple[float, float]:
-        """Prompts at these seconds. Returns the interval of ``--seconds`` in which they came."""
+        """Send prompts at these times in seconds. Returns the interval of ``--seconds`` in which they arrived."""
         streams = [asyncio.create_task(self._stream()) for _ in range(self._args.streams)]
         while sum(len(stream.tokens) > 10 for stream in self.streams) < self._args.streams:
             await asyncio.sleep(0.05)
@@ -144,7 +145,10 @@ class Load:
 
 
 def arrivals_of(rate: float, seconds: float, seed: int) -> list[float]:
-    """Seconds at which prompts come, at random with gaps of which none depends on another; as many as the rate says."""
+    """Return random arrival times of prompts in seconds, with independent gaps.
+
+    The number of prompts follows the rate.
+    """
     random_ = random.Random(seed)
     count = max(round(rate * seconds), 1)
     return sorted(random_.uniform(0.0, 0.97 * seconds) for _ in range(count))
@@ -184,7 +188,7 @@ def row_of(
 
 
 def over_time(gaps: Iterable[float], share: float) -> float:
-    """The length that the gaps around ``share`` of all instants do not exceed."""
+    """Return the quantile ``share`` of the gap length at a random moment."""
     ordered = sorted(gaps)
     left = share * sum(ordered)
     for gap in ordered:
@@ -236,7 +240,7 @@ def medians(rows: Iterable[Row]) -> dict[tuple[float, str], Row]:
 
 
 def report(rows: dict[tuple[float, str], Row]) -> None:
-    """Print the table, and ratios to the best of the others in each."""
+    """Print the table, with ratios to the best other layout."""
     waits_of = ("ITL p50", "p99", "p99.9", "most", "of time, p99", "TTFT p50", "p90")
     columns = ("load", "layout", "prompts", *waits_of, "tokens/s", "with prompts", "two legs")
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
@@ -281,7 +285,7 @@ def plot(path: Path, rows: dict[tuple[float, str], Row]) -> None:
         axes.set_xlabel("prompts, of what an engine computes", fontsize=8)
         if scale == 1:
             axes.set_ylim(bottom=0)
-        else:  # from a step to a whole prompt
+        else:  # a logarithmic axis, from the time of a step to the time of a prompt
             axes.set_yscale("log")
     places[0].legend(fontsize=8)
     FigureCanvasAgg(figure)  # draws without a display

@@ -32,16 +32,16 @@ console = Console()
 
 
 def rows_of_requests(streams: int, rounds: int, tokens: int) -> list[list[Request]]:
-    """For each stream, ``rounds`` requests. No two are alike."""
+    """Return ``rounds`` requests for each stream. All requests differ."""
     requests = long_ones(streams * rounds, tokens)
     return [requests[stream::streams] for stream in range(streams)]
 
 
 async def measure(args: argparse.Namespace) -> tuple[Summary, Run, Run]:
-    """The load twice, undisturbed and with kills, by other engines if these are to speculate."""
+    """Run the load without faults and then with kills. With speculation, the second run uses other engines."""
     load = rows_of_requests(args.streams, args.rounds, args.tokens)
     async with Cluster(args.model, engines=args.engines, kv_cache_memory=KV_CACHE_MEMORY) as cluster:
-        await undisturbed(cluster, rows_of_requests(args.streams, 1, 40))  # compiled constraints, connections
+        await undisturbed(cluster, rows_of_requests(args.streams, 1, 40))  # warm up constraints and connections
         console.log(f"{args.streams} streams of {args.rounds} requests, undisturbed")
         calm = await undisturbed(cluster, load)
         if not args.speculative:
@@ -68,7 +68,7 @@ async def _killed(cluster: Cluster, load: list[list[Request]], calm: Run, args: 
 
 
 def kills_table(killed: Run) -> Table:
-    """When, what ran there, and how long that waited."""
+    """Return a table of kills: time, running sequences, and their waits."""
     made = Table(title="kills")
     for column in ("engine", "at s", "sequences running", "back after s", "their wait s: p50", "most"):
         made.add_column(column, justify="left" if column == "engine" else "right")

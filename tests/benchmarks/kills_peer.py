@@ -1,4 +1,4 @@
-"""What the clients of vLLM's gRPC server get when its engine process is killed under them."""
+"""Results for clients of vLLM's gRPC server when its engine process is killed during their streams."""
 
 import asyncio
 import os
@@ -27,8 +27,9 @@ ENGINE_PROCESS = ("VLLM::EngineCore", "VLLM::Worker")
 
 
 class PeerResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Of ``streams``, how many ended in full, with an error (by status), or not at all within two minutes. ``serves_again``: a
-    new request was answered within a minute of the kill.
+    """Numbers of streams that were complete, that failed (by status), and that did not end within two minutes.
+
+    ``serves_again`` says whether a new request was answered within a minute after the kill.
     """
 
     streams: int
@@ -46,7 +47,7 @@ class _Client:
         self._stub: Any = vllm_engine_pb2_grpc.VllmEngineStub(self.channel)
 
     async def run(self, number: int, tokens: int) -> str:
-        """ "finished", or the status that the stream ended with."""
+        """Run a stream. Returns "finished", or the status of the error."""
         rng = random.Random(number)
         prompt = [rng.randrange(10, VOCAB) for _ in range(PROMPT_LEN)]
         sampled = {"temperature": 1.0, "seed": number} if number % 2 else {"temperature": 0.0}
@@ -77,7 +78,7 @@ class _Client:
 
 
 def measure(peer: Path, model: Path, work: Path, streams: int, tokens: int, log: Callable[[str], object]) -> PeerResult:
-    """Start the server, send the streams undisturbed, send them again and kill the engine process under them."""
+    """Start the server and run the streams without faults. Then run them again and kill the engine process."""
     work.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [str(peer / "venv/bin/vllm"), "serve", str(model), "--port", str(port), "--grpc"]
@@ -130,7 +131,7 @@ async def _measure(server_pid: int, port: int, streams: int, tokens: int, log: C
 
 
 def engine_process(server_pid: int) -> int:
-    """The engine process among the server's descendants. RuntimeError when there is none."""
+    """Return the engine process among the server's descendants. Raises RuntimeError if there is none."""
     found = list(_descendants(server_pid))
     for pid in found:
         name = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -147,7 +148,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def table(result: PeerResult) -> Table:
-    """One row."""
+    """Return a table with one row."""
     made = Table(title="vLLM's gRPC server, its engine process killed once")
     for column in ("streams", "finished", "pending", "failed", "serves again", "a new request gets"):
         made.add_column(column, justify="right")

@@ -1,12 +1,12 @@
-"""Streams that move from a draining engine to another one, with KV transfer and without.
+"""Streams that move from a draining engine to another engine, with and without KV transfer.
 
-``python -m tests.benchmarks.kv_drains MODEL [--transports auto off] [--streams 24] [--context 1000]``: an engine
-computes the context of all streams, another one starts, and the first gets SIGTERM. It prints each stream's longest gap
-between two tokens from then on, and the prompt tokens that the other engine computed. The outputs of all transports are
-compared.
+Run ``python -m tests.benchmarks.kv_drains MODEL [--transports auto off] [--streams 24] [--context 1000]``. An engine
+computes the context of all streams, a second engine starts, and the first engine gets SIGTERM. The benchmark prints
+each stream's longest gap between two tokens after the signal, and the number of prompt tokens that the second engine
+computed. The outputs of all transports are compared.
 
-With ``--rolling N`` two engines drain in turn, N times, each time under new streams. Outputs are compared with those of
-an undisturbed engine.
+With ``--rolling N``, two engines drain in turn, N times, each time with new streams. Outputs are compared with the
+outputs of an undisturbed engine.
 """
 
 import argparse
@@ -60,7 +60,7 @@ async def _all(calls: Sequence[Any]) -> list[Stream]:
 
 
 async def until_all_run(streams: Sequence[Stream], running: "asyncio.Task[list[Stream]]") -> None:
-    """Wait for a few tokens of each. RuntimeError when they end before."""
+    """Wait until each stream has a few tokens. Raises RuntimeError if streams end first."""
     while min(len(stream.tokens) for stream in streams) < 3:
         if running.done():
             raise RuntimeError(f"ended before all ran at once: {[s.error for s in streams if not s.done]}")
@@ -72,26 +72,27 @@ def computed(engine: Service) -> float:
     found = metric(engine, "vllm:prefix_cache_queries_total") - metric(engine, "vllm:prefix_cache_hits_total")
     try:
         return found - metric(engine, "vllm:external_prefix_cache_hits_total")
-    except StopIteration:  # it loads nothing
+    except StopIteration:  # the engine has not loaded blocks, so the metric has no series
         return found
 
 
 async def load_of(engine: Service) -> int:
-    """Requests that an engine has."""
+    """Return the number of an engine's requests."""
     async with make_channel(engine.address) as channel:
         info = await engine_rpc.EngineCoreServiceStub(channel).GetEngineInfo(engine_pb.GetEngineInfoRequest())
     return info.scheduler_stats.num_running_reqs + info.scheduler_stats.num_waiting_reqs
 
 
 async def one_drain(args: argparse.Namespace, transport: str) -> tuple[dict[str, Any], list[Stream]]:
-    """What happens to the streams, and the streams."""
+    """Drain an engine once. Returns the results and the streams."""
     cluster = cluster_of(args, transport, 2)
     first, second = cluster.engines
     async with cluster:
         await second.stop()
         await cluster.until_engines_are_seen(1)
         streams, running = begin(cluster, args)
-        while (await load_of(first)) < len(streams):  # all are on the first: the other one may start
+        # Wait until all streams run on the first engine, before the second one starts.
+        while (await load_of(first)) < len(streams):
             await asyncio.sleep(0.02)
         await second.restart()
         await cluster.until_engines_are_seen(2)
@@ -119,12 +120,12 @@ async def one_drain(args: argparse.Namespace, transport: str) -> tuple[dict[str,
 
 
 def differing(streams: Sequence[Stream], expected: Sequence[Stream]) -> int:
-    """How many outputs are not those."""
+    """Return the number of outputs that differ from the expected ones."""
     return sum(a.tokens != b.tokens for a, b in zip(streams, expected, strict=True))
 
 
 async def drains(args: argparse.Namespace) -> bool:
-    """A line per transport. Returns whether nothing failed or differed."""
+    """Print a line per transport. Returns whether all outputs were complete and equal."""
     rows, outputs = [], []
     for transport in args.transports:
         row, streams = await one_drain(args, transport)
@@ -141,7 +142,7 @@ async def drains(args: argparse.Namespace) -> bool:
 
 
 async def rolling(args: argparse.Namespace) -> bool:
-    """Two engines that drain in turn."""
+    """Drain two engines in turn."""
     transport = next(each for each in args.transports if each != "off")
     expected = []
     async with cluster_of(args, "off", 1) as alone:
@@ -171,7 +172,7 @@ async def rolling(args: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Returns 1 when a stream failed, or its tokens were others."""
+    """Run the benchmark. Returns 1 if a stream failed or had different tokens."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--transports", nargs="+", default=["auto", "off"])

@@ -1,15 +1,13 @@
-"""Savings and costs of KV blocks in host memory and on disk, with an engine in this process.
+"""Benefits and costs of offloading KV blocks to host memory and disk, with an engine in this process.
 
 ``python -m tests.benchmarks.kv_tiers MODEL [--tokens 1024] [--threads 2] [--rounds 5]``. Five parts:
 
-- ``loads``: seconds to the first token of a prompt that is computed, loaded from host memory, loaded from disk (in the
-page cache),
-  or in the KV cache. A load's own time is the excess over the last.
+- ``loads``: seconds to the first token of a prompt that is computed, loaded from host memory, loaded from disk (from
+the page cache), or already in the KV cache. The time of a load is the difference to a prompt in the KV cache.
 - ``neighbour``: the gaps between the tokens of a stream during loads, and without loads.
-- ``fits``: a working set that fits the KV cache, with host memory and without.
-- ``beyond``: a working set of four times the KV cache. Hits and first tokens without a tier, with host memory, and with
-an unlimited
-  KV cache.
+- ``fits``: a working set that fits into the KV cache, with and without host memory.
+- ``beyond``: a working set of four times the KV cache. The results are hits and times to the first token without a
+tier, with host memory, and with an unlimited KV cache.
 - ``restart``: the same working set on disk, used by an engine after a restart.
 """
 
@@ -37,7 +35,7 @@ BLOCK = 16
 
 
 class Bench:
-    """An engine, driven by this thread as the busy loop does."""
+    """An engine whose steps run on this thread, like in the busy loop."""
 
     def __init__(self, arguments: argparse.Namespace, *, num_blocks: int, host: int = 0, disk: str = "") -> None:
         config = EngineCoreConfig(
@@ -74,7 +72,7 @@ class Bench:
         return name
 
     def steps(self) -> Iterator[tuple[str, float]]:
-        """Names of requests that have got a token, and when, until none is left."""
+        """Run steps until no request is left. Yields the name and the time for each token."""
         while self.engine.has_requests:
             for frame in self.engine.step(lambda: None).values():
                 now = time.perf_counter()
@@ -85,7 +83,7 @@ class Bench:
                 self.engine.queues.get(block=True, timeout=10)
 
     def settle(self) -> None:
-        """Until nothing is being copied."""
+        """Run steps until no copy is in progress."""
         deadline = time.perf_counter() + 0.3
         while time.perf_counter() < deadline:
             if self.engine.has_work:
@@ -93,7 +91,7 @@ class Bench:
             time.sleep(0.005)
 
     def first_token(self, prompt: list[int]) -> float:
-        """Seconds."""
+        """Return the seconds to the first token."""
         began = time.perf_counter()
         self.add(prompt, 1)
         (_, then), *_ = self.steps()
@@ -101,13 +99,13 @@ class Bench:
 
     @property
     def hits(self) -> tuple[int, int]:
-        """Tokens found in the KV cache, and brought."""
+        """Return the numbers of tokens found in the KV cache and loaded from tiers."""
         cache = self.engine.scheduler.kv_cache
         return cache.prefix_stats.hits, cache.external_stats.hits
 
     @property
     def media(self) -> dict[str, int]:
-        """Blocks that were loaded, by where from."""
+        """Return the number of loaded blocks by tier."""
         if self._tiers is None:
             return {}
         return {k.name: v for k, v in self._tiers.stats().num_loaded_blocks.items() if v}
@@ -123,8 +121,9 @@ def engine(arguments: argparse.Namespace, **options: Any) -> Iterator[Bench]:
 
 
 def load(bench: Bench, number: int) -> dict[str, float]:
-    """Seconds to the first token of a prompt that is computed, then makes room for three others and comes again, and of the same
-    one in the KV cache. ``bench`` holds two prompts.
+    """Return three times to the first token of one prompt, in seconds: computed, loaded, and cached.
+
+    Before the load, three other prompts evict the prompt. The KV cache of ``bench`` has space for two prompts.
     """
     found = {"computed": bench.first_token(bench.prompt(number))}
     bench.settle()
@@ -139,7 +138,9 @@ def load(bench: Bench, number: int) -> dict[str, float]:
 
 @contextmanager
 def loading(arguments: argparse.Namespace, name: str, directory: str) -> Iterator[Bench]:
-    """An engine whose KV cache holds two prompts, with host memory, or as good as the disk alone."""
+    """Return an engine whose KV cache has space for two prompts, with host memory, or with a disk and little host
+    memory.
+    """
     host = GIB if name == "host" else 8 << 20
     disk = directory if name == "disk" else ""
     with engine(arguments, num_blocks=2 * (arguments.tokens // BLOCK + 2), host=host, disk=disk) as bench:
@@ -195,7 +196,7 @@ def neighbour(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def itertools_cycle(prompts: list[list[int]]) -> Iterator[list[int]]:
-    """The prompts, round and round."""
+    """Yield the prompts in an endless cycle."""
     while True:
         yield from prompts
 
@@ -205,7 +206,10 @@ def _p99(values: list[float]) -> float:
 
 
 def fits(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Prompts that the KV cache holds, asked in turn with new ends; both engines in turn in every round."""
+    """Measure prompts that fit into the KV cache, in turn and with new ends.
+
+    Both engines run in turn in every round.
+    """
     per_prompt = arguments.tokens // BLOCK + 6
     count = 6
     found: dict[str, list[float]] = {"without": [], "with": []}
@@ -234,7 +238,7 @@ def fits(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def beyond(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Prompts of four times the KV cache, in random order."""
+    """Measure prompts of four times the KV cache's size, in random order."""
     per_prompt = arguments.tokens // BLOCK + 2
     fit, count = 3, 12
     chance = random.Random(5)
@@ -259,7 +263,7 @@ def beyond(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def restart(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Prompts of four times the KV cache, before and after an engine with a disk has ended and started again."""
+    """Measure prompts of four times the KV cache's size, before and after a restart of an engine with a disk."""
     per_prompt = arguments.tokens // BLOCK + 2
     fit, count = 3, 12
     found: dict[str, Any] = {}
@@ -279,7 +283,7 @@ PARTS = {"loads": loads, "neighbour": neighbour, "fits": fits, "beyond": beyond,
 
 
 def main() -> None:
-    """A JSON line for each part."""
+    """Print a JSON line for each part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=list(PARTS))

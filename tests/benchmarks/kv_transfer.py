@@ -23,7 +23,7 @@ from tests.fakes.engines.transferring_engine import TransferringEngine
 
 
 def sections(args: argparse.Namespace, transport: str) -> dict[str, Any]:
-    """Of both engines."""
+    """Return the configuration sections of both engines."""
     return {
         "cache": {"block_size": 16, "num_blocks": args.tokens},
         "scheduler": {"max_num_batched_tokens": args.tokens},
@@ -33,12 +33,12 @@ def sections(args: argparse.Namespace, transport: str) -> dict[str, Any]:
 
 
 def prompt(args: argparse.Namespace, run: int) -> list[int]:
-    """Another one each time."""
+    """Return a different prompt for each run."""
     return [3 + (run * 7919 + place * 31) % 900 for place in range(args.tokens)]
 
 
 def source(args: argparse.Namespace, transport: str, to: Connection) -> None:
-    """Compute the prompts that are asked for, and hand them over."""
+    """Run the source process: compute requested prompts, and hand the requests over."""
     with ExitStack() as ends:
         engine = TransferringEngine(args.model, "source", ends, **sections(args, transport))
         to.send(None)
@@ -55,7 +55,7 @@ def source(args: argparse.Namespace, transport: str, to: Connection) -> None:
 
 
 class Times(NamedTuple):
-    """Seconds to the first token of a prompt that is computed, of one whose blocks are loaded, and of one in the KV cache."""
+    """Seconds to the first token of a computed prompt, of a prompt whose blocks are pulled, and of a cached prompt."""
 
     computed: float
     loaded: float
@@ -63,7 +63,7 @@ class Times(NamedTuple):
 
 
 class Pair:
-    """An engine in this process that pulls from an engine in another process. ``ends`` closes both."""
+    """An engine in this process that pulls from an engine in another process. ``ends`` closes both engines."""
 
     def __init__(self, args: argparse.Namespace, transport: str, ends: ExitStack) -> None:
         self._args = args
@@ -100,19 +100,19 @@ class Pair:
         return Times(computed, loaded, cached)
 
     def _first(self, request: EngineCoreRequest) -> tuple[float, list[int]]:
-        """Seconds to the first token, and all of them."""
+        """Return the seconds to the first token, and all tokens."""
         began = time.monotonic()
         outputs = self._engine.run(request)[request.request_id]
         return self._engine.first_output - began, [token for each in outputs for token in each.new_token_ids]
 
     @property
     def moved(self) -> float:
-        """Bytes that a prompt's blocks took."""
+        """Return the transferred bytes of a prompt's blocks."""
         return self._engine.value("penstock:kv_transfer_bytes_total", direction="in") / self._runs
 
 
 def measure(args: argparse.Namespace, transport: str) -> tuple[list[Times], float]:
-    """One of each run after a first that warms up, and bytes of a prompt's blocks."""
+    """Measure all runs after a warm-up run. Returns their times, and the bytes of a prompt's blocks."""
     with ExitStack() as ends:
         pair = Pair(args, transport, ends)
         times = [pair.run() for _ in range(args.runs + 1)]

@@ -1,4 +1,4 @@
-"""A closed-loop load: so many streams at once, each request a prompt of random token ids."""
+"""Closed-loop load: a fixed number of concurrent streams, with prompts of random token ids."""
 
 import asyncio
 import random
@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 
 Stream = Callable[[list[int], int], AsyncIterator[int]]
-"""Given prompt token ids and a number of output tokens, yields the size of each piece as it arrives."""
+"""Function that sends prompt token ids with a number of output tokens, and yields the size of each received piece."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """``streams`` at once, ``requests`` in all. Lengths in tokens."""
+    """A load of ``requests`` requests on ``streams`` concurrent streams. Lengths are in tokens."""
 
     streams: int
     requests: int
@@ -35,13 +35,13 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(load: Load, vocab_size: int, *, seed: int) -> list[list[int]]:
-    """Random prompts, the same for the same seed; no two share a prefix."""
+    """Return random prompts without common prefixes. The same seed gives the same prompts."""
     rng = random.Random(seed)
     return [[rng.randrange(10, vocab_size) for _ in range(load.input_len)] for _ in range(load.requests)]
 
 
 async def run(stream: Stream, load: Load, prompt_token_ids: Sequence[list[int]]) -> Result:
-    """Send the load. RuntimeError when a request comes back short."""
+    """Send the load. Raises RuntimeError if an output has too few tokens."""
     gate = asyncio.Semaphore(load.streams)
     first: list[float] = []
     between: list[float] = []
@@ -77,7 +77,7 @@ async def run(stream: Stream, load: Load, prompt_token_ids: Sequence[list[int]])
 
 
 def median(results: Sequence[Result]) -> Result:
-    """Field by field over rounds."""
+    """Return the median over rounds for each field."""
     return Result(
         tokens_per_s=statistics.median(r.tokens_per_s for r in results),
         ttft_ms=statistics.median(r.ttft_ms for r in results),

@@ -3,15 +3,12 @@ hot``.
 
 The server runs the whole stack over HTTP. It has memory for fifty adapters of rank 8 on all seven projections.
 
-- ``thousand``: 32 streams of requests with adapters from a Zipf distribution. No request may fail. The engine's process
-may grow by
-  at most 1.1 times the adapter budget over its size after as many requests of the base model.
-- ``neighbours``: streams of the base model run with such requests, and with as many requests of the base model, in
-turn. The results
-  are the gaps between their tokens.
-- ``hot``: two adapters at a time, one of which always has waiting requests. From request to first token, others may
-wait at most
-  ``max_wait`` plus the time of the longest request.
+- ``thousand``: 32 streams of requests with adapters from a Zipf distribution. No request may fail. The engine's memory
+may grow by at most 1.1 times the adapter budget, compared with its memory after the same number of base model requests.
+- ``neighbours``: streams of the base model run together with adapter requests, and in turn together with the same
+number of base model requests. The results are the gaps between the streams' tokens.
+- ``hot``: an engine with slots for two adapters. One adapter always has waiting requests. Requests of other adapters
+may wait for their first token at most ``max_wait`` plus the time of the longest request.
 
 Adapters are sparse files. Each tensor begins with random numbers, so that digests differ and no tensor is kept in
 bfloat16. The rest is zeros, which cost an engine as much as other numbers.

@@ -48,7 +48,10 @@ console = Console()
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A load on a model: see ``Load``. ``shared``: of ``input_len``, the tokens that all prompts begin with."""
+    """A load on a model: see ``Load``.
+
+    All prompts begin with the same ``shared`` tokens, which ``input_len`` includes.
+    """
 
     model: str
     streams: int
@@ -123,7 +126,10 @@ class Server:
         return self._process.pid
 
     def wait(self, ready: Callable[[], bool]) -> float:
-        """Seconds until ``ready``. RuntimeError when the server ends instead, or takes too long."""
+        """Wait until ``ready`` returns True, and return the seconds.
+
+        Raises RuntimeError if the server ends or times out.
+        """
         while not ready():
             if self._process.poll() is not None or time.monotonic() - self._began > START_TIMEOUT:
                 raise RuntimeError(f"{self.name} did not start:\n{self.log.read_text()[-2000:]}")
@@ -132,20 +138,20 @@ class Server:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """Runs inside the ``with`` block, is stopped outside."""
+        """Let the server run inside the ``with`` block. Outside the block, the server is stopped (SIGSTOP)."""
         os.killpg(self._process.pid, signal.SIGCONT)
-        time.sleep(SETTLE)  # processes that missed heartbeats reconnect meanwhile
+        time.sleep(SETTLE)  # time for processes that missed heartbeats to reconnect
         try:
             yield
         finally:
             self.park()
 
     def park(self) -> None:
-        """Stop the group's processes where they are."""
+        """Stop the group's processes (SIGSTOP)."""
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def close(self) -> None:
-        """End the group."""
+        """End the group's processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGCONT)
             os.killpg(self._process.pid, signal.SIGTERM)
@@ -156,10 +162,12 @@ class Server:
 
 
 class Bench:
-    """``peer``: the folder with vLLM's environment; ``work``: for models, logs and results. ``dtype``: both servers'.
-    ``every_core``: vLLM computes on all processors and schedules asynchronously, as its users tune it; else as it
-        comes, which
-    keeps a processor for its front end. ``peer_step_tokens``: of a step of vLLM's, None for its own default.
+    """A comparison of both servers.
+
+    Attributes: peer: Folder with vLLM's environment. work: Folder for models, logs and results. dtype: Data type of
+    both servers. every_core: vLLM computes on all cores and schedules asynchronously. Otherwise vLLM has its
+    defaults, which reserve a core for its front end. peer_step_tokens: Maximum number of tokens in a step of vLLM.
+    None means vLLM's default.
     """
 
     def __init__(
@@ -198,7 +206,7 @@ class Bench:
         return Server("vLLM", command, env, self._work / f"vllm-{size}-{port}.log")
 
     def penstock(self, size: str, http_port: int, grpc_port: int) -> Server:
-        """Coordinator, one engine and a frontend as ``penstock serve`` starts them."""
+        """Start ``penstock serve`` with a coordinator, one engine and a frontend."""
         command = [sys.executable, "-m", "penstock_local", "serve", str(self.model(size)), "--served-model-name", "m"]
         command += ["--http-port", str(http_port), "--grpc-port", str(grpc_port), "--admin-port", str(free_port())]
         command += ["--dtype", self._dtype, "--max-model-len", "2048", "--kv-cache-memory", KV_CACHE]
@@ -248,7 +256,7 @@ class Bench:
         )
 
     def measure(self, rows: list[Row], rounds: int) -> dict[str, dict[str, list[Measured]]]:
-        """Results by row and server. ``rows`` are of one model and one protocol."""
+        """Return results by row and server. All ``rows`` have the same model and protocol."""
         size, over_grpc = rows[0].model, rows[0].grpc
         http_port, grpc_port, vllm_port = free_port(), free_port(), free_port()
         ports = {"Penstock": grpc_port if over_grpc else http_port, "vLLM": vllm_port}
@@ -267,7 +275,7 @@ class Bench:
                 console.log(f"{name} answers after {seconds:.1f} s")
                 server.park()
                 servers[name] = server
-            for number in range(rounds + 1):  # the first is a warm-up: compiled code, caches, connections
+            for number in range(rounds + 1):  # the first round warms up compiled code, caches and connections
                 for index, row in enumerate(rows if number else map(_warm_up, rows)):
                     for name, server in servers.items():
                         with server.measured():
@@ -302,13 +310,13 @@ def _answers(url: str) -> bool:
 
 
 def median(results: list[Measured]) -> Measured:
-    """Field by field."""
+    """Return the median of each field."""
     fields = {name: [getattr(r, name) for r in results] for name in Measured.__struct_fields__}
     return Measured(**{name: statistics.median(values) for name, values in fields.items()})
 
 
 def table(found: dict[str, dict[str, list[Measured]]]) -> Table:
-    """Medians side by side, with the ratio of the throughputs."""
+    """Return a table of both servers' medians, with the ratio of the throughputs."""
     made = Table(title=f"medians of {max(len(r) for by in found.values() for r in by.values())} rounds; {machine()}")
     for column in ("load", "server", "tokens/s", "ratio", "TTFT ms", "ITL ms", "TPOT ms"):
         made.add_column(column, justify="left" if column in ("load", "server") else "right")
@@ -347,7 +355,7 @@ def vllm_environment(*, kv_cache: int = 2, threads: str = "", libraries: Path | 
 
 
 def machine() -> str:
-    """Processor and cores, for the table's title."""
+    """Return the processor and the number of cores, for the table's title."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -358,7 +366,7 @@ def machine() -> str:
 
 
 def main() -> int:
-    """Print the table, and write every result as JSON where ``--json`` says."""
+    """Print the table, and write every result as JSON into the ``--json`` file."""
     parser = argparse.ArgumentParser(prog="peers", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="folder whose venv/ holds vLLM's CPU build")
     parser.add_argument("--work", type=Path, default=Path("build/peers"), help="for models, logs and results")

@@ -1,11 +1,11 @@
-"""An engine and a frontend as processes of their own, for the length of a benchmark."""
+"""An engine and a frontend as separate processes, for the duration of a benchmark."""
 
 from tests.benchmarks.engine_targets import KV_CACHE_MEMORY
 from tests.fakes.processes import Service
 
 
 def engine(model: str, threads: int) -> Service:
-    """An engine with its session port."""
+    """Run an engine, and yield the address of its session port."""
     return Service(
         "penstock_enginecore",
         model__path=model,

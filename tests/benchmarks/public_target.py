@@ -1,4 +1,4 @@
-"""The public API, as a client in another process sees it."""
+"""Load target for the public API of a server in another process."""
 
 from collections.abc import AsyncIterator
 from types import TracebackType
@@ -10,7 +10,7 @@ from penstock_common.rpc.channel import make_channel
 
 
 class PublicClient:
-    """``Generate`` with token ids in, pieces of the stream out."""
+    """Client of ``Generate``: sends token ids and yields the pieces of the stream."""
 
     def __init__(self, address: str) -> None:
         self._address = address

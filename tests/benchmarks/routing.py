@@ -2,12 +2,12 @@
 
     python -m tests.benchmarks.routing [--engines 8] [--conversations 600] [--tokens-per-point 32 512] [--plot FILE]
 
-The engines' block pools, the router and its view of the caches are the real ones; time is counted in tokens. An engine
-computes ``--prefill`` prompt tokens per second, one request after the other. It then generates a token every 25 ms for
-each of its requests. Conversations share a few system prompts, and a turn repeats the whole conversation. Loads are
-reported every 100 ms. The hit rate counts prompt tokens, and is compared with one engine that has all the memory. The
-load of an engine is the number of tokens that it computed, prompts and output; the table has the largest load relative
-to the mean.
+The block pools, the router and the router's cache index are the real ones, and time is simulated. An engine computes
+``--prefill`` prompt tokens per second, one request after the other. Then the engine generates a token every 25 ms for
+each request. Conversations use a few common system prompts, and each turn repeats the entire conversation. Engines
+report their loads every 100 ms. The hit rate counts prompt tokens, and is compared with one engine that has all the
+memory. The load of an engine is its number of computed tokens, prompts and output. The table has the largest load
+relative to the mean.
 """
 
 import argparse
@@ -59,13 +59,13 @@ class Result(NamedTuple):
     waits: list[float]
 
     def wait(self, share: float) -> float:
-        """Milliseconds within which this share of requests had their first token."""
+        """Return the quantile ``share`` of the time to the first token, in milliseconds."""
         waits = sorted(self.waits)
         return 1e3 * waits[min(int(share * len(waits)), len(waits) - 1)]
 
     @property
     def imbalance(self) -> float:
-        """Load of the most loaded engine relative to the mean."""
+        """Largest load of an engine relative to the mean load."""
         return max(self.loads) / statistics.mean(self.loads)
 
 
@@ -97,7 +97,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 class Engine:
-    """A prefix cache, and when its queue is done."""
+    """A simulated engine: a prefix cache, and the time at which its queue is empty."""
 
     def __init__(self, num_blocks: int) -> None:
         groups = (KVCacheGroup(layer_names=("a",)),)
@@ -109,7 +109,7 @@ class Engine:
         self.running: list[tuple[float, int, Request]] = []
 
     def start(self, number: int, turn: Turn, prefill: float) -> float:
-        """Take a request. Returns the time of its first token."""
+        """Start a request. Returns the time of the first token."""
         request = Request(engine_request(turn, number), client_id="c", max_model_len=MAX_LEN)
         found = self.cache.get_computed_blocks(request)
         if not self.cache.admit(request, found, request.num_tokens - found.num_tokens, reserve=0):
@@ -135,7 +135,7 @@ class Engine:
 
 
 def engine_request(turn: Turn, number: int) -> EngineCoreRequest:
-    """A turn as engines get it."""
+    """Return a turn as an engine request."""
     params = SamplingParams(max_tokens=turn.num_output)
     context = RequestContext(external_request_id=str(turn.conversation))
     return EngineCoreRequest(
@@ -144,7 +144,7 @@ def engine_request(turn: Turn, number: int) -> EngineCoreRequest:
 
 
 def simulate(policy: RoutingPolicy, asked: list[Turn], *, engines: int, num_blocks: int, prefill: float) -> Result:
-    """Serve all turns."""
+    """Simulate all turns and return the result."""
     pool = {f"e{number}": Engine(num_blocks) for number in range(engines)}
     candidates = [Candidate(key, number) for number, key in enumerate(pool)]
     router, caches = Router(policy=policy), PrefixCaches(10_000_000)
@@ -185,7 +185,7 @@ def measure_pick(num_engines: int, num_blocks: int) -> dict[str, float]:
         own = [[rng.randbytes(16) for _ in range(192)] for _ in range(num_blocks // num_engines // 192)]
         chains[f"e{number}"] = own
         for chain in own:
-            index.store(f"e{number}", shared + chain)  # each engine has the shared ones too
+            index.store(f"e{number}", shared + chain)  # each engine also has the common blocks
     own_bytes = tracemalloc.get_traced_memory()[0] / len(index)
     tracemalloc.stop()
     candidates = [Candidate(f"e{number}", number) for number in range(num_engines)]
@@ -202,7 +202,7 @@ def measure_pick(num_engines: int, num_blocks: int) -> dict[str, float]:
 
 
 def _median(router: Router, index: PrefixIndex, candidates: list[Candidate], prompts: list[list[bytes]]) -> float:
-    """Microseconds of looking a prompt up and choosing."""
+    """Return the median microseconds of a lookup of a prompt and the choice of an engine."""
     gc.collect()
     times = []
     for known in prompts:
@@ -257,7 +257,7 @@ def plot(path: Path, results: Mapping[str, Result]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables. Returns 1 when a target is missed."""
+    """Print the tables. Returns 1 if a target is missed."""
     print("| policy | hit rate | of one engine's | load, max / mean | first token, median | p99 |")
     print("|---|---|---|---|---|---|")
     results: dict[str, Result] = {}
@@ -283,7 +283,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Print the tables. Returns 1 when a target is missed."""
+    """Print the tables. Returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Hit rates, evenness and time of a choice, by policy.")
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--conversations", type=int, default=600)

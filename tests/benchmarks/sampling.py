@@ -1,4 +1,4 @@
-"""Time of the sampler per step and feature, the model taken out: random logits in, tokens out."""
+"""Time of the sampler per step and feature, without a model: the input is random logits."""
 
 import statistics
 import time
@@ -41,7 +41,7 @@ DISTRIBUTIONS = {"peaked": 8.0, "flat": 1.0}
 
 
 def measure(threads: int, rounds: int = 5) -> Iterator[tuple[str, dict[str, float]]]:
-    """Feature, and median milliseconds per step by distribution."""
+    """Yield each feature with the median milliseconds per step, by distribution."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

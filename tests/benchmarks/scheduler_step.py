@@ -1,4 +1,4 @@
-"""Time of the scheduler and the block manager per step, the model taken out."""
+"""Time of the scheduler and the block manager per step, without a model."""
 
 import statistics
 import time
@@ -40,11 +40,11 @@ class NullExecutor:
         return ModelInfo(max_len=4096, vocab_size=32_000)
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """One small layer."""
+        """Return the specification of one small layer."""
         return {"layer": KVCacheSpec(block_size=16, num_kv_heads=1, head_size=8, head_size_v=8, dtype_size=4)}
 
     def available_kv_cache_memory(self) -> int:
-        """Not asked when the pool is fixed."""
+        """Return 0. The engine does not use this value if the size of the pool is configured."""
         return 2**30
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -54,11 +54,11 @@ class NullExecutor:
         raise NotImplementedError("no tier is configured")
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Requests have no adapters."""
+        """Do nothing; requests have no adapters."""
         raise NotImplementedError
 
     def unload_lora(self, digest: bytes) -> None:
-        """There are none."""
+        """Do nothing; there are no adapters."""
 
     def recover(self) -> None:
         """Do nothing; steps do not fail."""
@@ -87,19 +87,19 @@ class NullExecutor:
         self.seconds += time.perf_counter() - began
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """At once."""
+        """Return the answers immediately."""
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(self._output)
         return future
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """None."""
+        """Return None; there are no drafts."""
         future: Future[DraftTokenIds] = Future()
         future.set_result(DraftTokenIds())
         return future
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """No time."""
+        """Return no time; steps cost nothing."""
         return 0.0
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
@@ -111,7 +111,7 @@ class NullExecutor:
 
 
 def measure(*, running: int, waiting: int = 0, steps: int = 200) -> float:
-    """Median milliseconds per decode step of ``running`` requests, with ``waiting`` more in the queue."""
+    """Return the median milliseconds per decode step of ``running`` requests, with ``waiting`` queued requests."""
     executor = NullExecutor()
     config = EngineCoreConfig(
         model=ModelConfig(path="null"),

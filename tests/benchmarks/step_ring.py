@@ -1,10 +1,12 @@
-"""What a step costs on its way to the workers: from the scheduler's output in the engine to the same in each worker.
+"""Cost of sending a step to the workers: from the scheduler's output in the engine to the decoded output in each
+worker.
 
-    python -m tests.benchmarks.step_ring                        # p50 and p99 by payload and readers, and what waiting costs
-    python -m tests.benchmarks.step_ring --messages 1000000     # that nothing is lost, torn or in another's place
+    python -m tests.benchmarks.step_ring                        # p50 and p99 by payload and readers, and the cost of
+    waiting python -m tests.benchmarks.step_ring --messages 1000000     # check that no message is lost, torn or out of
+    order
 
-Readers are processes. A step comes every ``PERIOD`` seconds, as from an engine whose steps take so long: the readers sleep in
-between. The time of a step goes from before it is encoded to after it is decoded.
+Readers are processes. The engine sends a step every ``PERIOD`` seconds, and the readers sleep in between. The time of a
+step includes encoding and decoding.
 """
 
 import argparse
@@ -28,7 +30,7 @@ READERS = (1, 2, 4)
 
 
 def decode_step(requests: int) -> SchedulerOutput:
-    """A step of as many requests, each with a token, a sixteenth of them with a new block."""
+    """Return a decode step of ``requests`` requests with one token each. One of sixteen requests has a new block."""
     ids = [f"engine-client-{number:08x}-0" for number in range(requests)]
     return SchedulerOutput(
         step=1000,
@@ -43,7 +45,7 @@ def decode_step(requests: int) -> SchedulerOutput:
 
 
 def prompt_step(tokens: int) -> SchedulerOutput:
-    """A prompt that comes in."""
+    """Return a step with a new prompt."""
     new = NewRequestData(
         request_id="engine-client-0",
         token_ids=[number * 7 % 128_000 for number in range(tokens)],
@@ -69,7 +71,7 @@ PAYLOADS = {
 
 
 def read(ring: int, index: int) -> None:
-    """A reader: prints when each step was there, in nanoseconds, and its processor time, of which what went into decoding."""
+    """Run a reader. Prints the arrival time of each step in nanoseconds, the processor time, and the decoding time."""
     reader = RingReader(RingMemory(ring), index, rehearse=decode_call)
     arrived, decoding = [], 0
     began, processor = time.monotonic_ns(), time.process_time_ns()
@@ -91,8 +93,9 @@ def read(ring: int, index: int) -> None:
 
 
 def measure(step: SchedulerOutput, readers: int) -> dict[str, float]:
-    """Microseconds until the last reader has the step, and the share of a core that a reader takes: ``busy`` with it all, and
-    ``waiting`` less its decoding.
+    """Return the microseconds until the last reader has the step, and a reader's use of a core.
+
+    ``busy`` is the total use of a core, and ``waiting`` is the use without decoding.
     """
     ring = RingMemory.create(CALLS.num_slots, CALLS.slot_bytes, readers)
     command = [sys.executable, "-m", "tests.benchmarks.step_ring", "--ring", str(ring), "--reader"]
@@ -108,7 +111,7 @@ def measure(step: SchedulerOutput, readers: int) -> dict[str, float]:
         sent.append(time.monotonic_ns())
         writer.write(encode(execute(step)))
         while number == 0 and any(memory.read(index)[0] == 0 for index in range(readers)):
-            time.sleep(PERIOD)  # they are starting
+            time.sleep(PERIOD)  # wait until the readers have started
         time.sleep(PERIOD)
     writer.close()
     told = [json.loads(peer.communicate()[0]) for peer in peers]
@@ -125,8 +128,10 @@ def measure(step: SchedulerOutput, readers: int) -> dict[str, float]:
 
 
 def send(count: int) -> float:
-    """Seconds that ``count`` messages of 1 byte to 20 slots take to two readers, one of them slow now and then. RuntimeError
-    where a message does not arrive as it was written.
+    """Send ``count`` messages of 1 byte to 20 slots to two readers, one of which is sometimes slow. Returns the
+    seconds.
+
+    Raises RuntimeError if a message arrives changed.
     """
     slot_bytes = 1024
     ring = RingMemory.create(32, slot_bytes, 2)

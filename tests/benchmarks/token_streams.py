@@ -1,4 +1,4 @@
-"""Streams of a public port, with the time at which each of their tokens came."""
+"""Streams of a public port, with the arrival time of each token."""
 
 import random
 import time
@@ -18,23 +18,26 @@ class Stream(msgspec.Struct):
     sent: float = 0.0
     tokens: list[int] = []
     times: list[float] = []
-    """When each token came, as many as ``tokens``."""
+    """Arrival time of each token in ``tokens``."""
     error: str = ""
     done: bool = False
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
+        """Return the seconds to the first token."""
         return self.times[0] - self.sent
 
     def gaps(self, begin: float = 0.0, end: float = float("inf")) -> list[float]:
-        """Seconds between tokens, of gaps that ended in an interval. Tokens that came together have gaps of 0 between them."""
+        """Return the seconds between tokens, for gaps that end in an interval.
+
+        Tokens of the same message have gaps of 0.
+        """
         pairs = zip(self.times, self.times[1:], strict=False)
         return [after - before for before, after in pairs if begin <= after < end]
 
 
 def prompt(number: int, length: int, *, vocab_size: int = 2000) -> list[int]:
-    """Random token ids, others for each number."""
+    """Return random token ids, different for each number."""
     return random.Random(number).choices(range(10, vocab_size), k=length)
 
 
@@ -59,6 +62,6 @@ async def follow(
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The value that ``share`` of them do not exceed; 0.0 of none."""
+    """Return the quantile ``share`` of the values. Returns 0.0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else 0.0

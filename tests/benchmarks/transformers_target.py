@@ -15,7 +15,7 @@ _model: Any = None
 
 
 class TransformersGenerate:
-    """Greedy generation with a fixed output length, in a process of its own.
+    """Greedy generation with a fixed output length, in a separate process.
 
     A second pool of OpenMP threads in the engine's process would slow both down, because libgomp stops spinning once a
     process has more threads than there are cores.
@@ -26,7 +26,7 @@ class TransformersGenerate:
         self._process = ProcessPoolExecutor(1, mp_context=spawn, initializer=_load, initargs=(model, threads))
 
     def run(self, load: Load, *, seed: int) -> Result:
-        """Batches of ``streams`` prompts until all requests are done. TTFT is that of a batch's prefill."""
+        """Run batches of ``streams`` prompts until all requests are done. The TTFT is the prefill time of a batch."""
         return self._process.submit(_run, load, seed).result()
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ def _run(load: Load, seed: int) -> Result:
 
 
 class _Stamps:
-    """A logits processor that notes when it is called: once per generated token."""
+    """Logits processor that records the time of each call. It is called once per generated token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

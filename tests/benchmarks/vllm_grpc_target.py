@@ -1,4 +1,4 @@
-"""Any server of ``vllm.grpc.engine.VllmEngine``, on the stubs that the SMG project publishes."""
+"""Load target for any server of ``vllm.grpc.engine.VllmEngine``, with the stubs that the SMG project publishes."""
 
 import itertools
 import time
@@ -12,7 +12,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
 
 class VllmEngineClient:
-    """``Generate`` with token ids in, pieces of the stream out."""
+    """Client of ``Generate``: sends token ids and yields the pieces of the stream."""
 
     def __init__(self, address: str) -> None:
         self._address = address
