@@ -5,7 +5,7 @@ from tests.fakes.processes import Service
 
 
 def engine(model: str, threads: int) -> Service:
-    """Run an engine, and yield the address of its session port."""
+    """Return an engine process with a session port."""
     return Service(
         "penstock_enginecore",
         model__path=model,

@@ -44,7 +44,7 @@ class NullExecutor:
         return {"layer": KVCacheSpec(block_size=16, num_kv_heads=1, head_size=8, head_size_v=8, dtype_size=4)}
 
     def available_kv_cache_memory(self) -> int:
-        """Return 0. The engine does not use this value if the size of the pool is configured."""
+        """Return 1 GiB. The engine does not use this value if the size of the pool is configured."""
         return 2**30
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -54,7 +54,7 @@ class NullExecutor:
         raise NotImplementedError("no tier is configured")
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Do nothing; requests have no adapters."""
+        """Raise NotImplementedError, because requests have no adapters."""
         raise NotImplementedError
 
     def unload_lora(self, digest: bytes) -> None:
@@ -93,13 +93,13 @@ class NullExecutor:
         return future
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Return None; there are no drafts."""
+        """Return an empty set of drafts."""
         future: Future[DraftTokenIds] = Future()
         future.set_result(DraftTokenIds())
         return future
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Return no time; steps cost nothing."""
+        """Return 0, because steps cost nothing."""
         return 0.0
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:

@@ -63,7 +63,7 @@ def test_an_ipv6_host_without_brackets_is_refused_with_what_it_should_be(address
         split(address)
 
 
-# What listeners bind to: one family, or with :: both.
+# Addresses that listeners bind to: one IP family, or both with "::".
 
 
 def has_ipv6() -> bool:
@@ -97,7 +97,7 @@ def test_all_addresses_are_those_of_ipv4_where_the_kernel_has_no_other(monkeypat
     monkeypatch.setattr(addresses, "_has_ipv6", lambda: False)
     assert resolve("::", 1) == (socket.AF_INET, ("0.0.0.0", 1))
     with contextlib.closing(socket.socket()) as listener:
-        take_both_families(listener)  # nothing to do
+        take_both_families(listener)  # has no effect on this listener
 
 
 @needs_ipv6

@@ -67,7 +67,7 @@ def test_a_header_is_no_larger_than_its_format_allows() -> None:
         read_tensor_header(io.BytesIO((2).to_bytes(8, "little") + b"[]"))
 
 
-# Files that services write for themselves are theirs alone.
+# Files that services write for themselves are readable only by the service's user.
 
 
 def test_a_new_file_is_private_whatever_the_mask(tmp_path: Path) -> None:

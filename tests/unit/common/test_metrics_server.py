@@ -98,7 +98,7 @@ def test_silent_connections_are_limited_and_the_oldest_gives_way(port: int) -> N
         assert b"answered_total" in scrape(port)
         assert silent[0].recv(1) == b"", "the oldest was closed"
         threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
-        assert len(threads) <= MAX_CONNECTIONS + 1  # one may be ending
+        assert len(threads) <= MAX_CONNECTIONS + 1  # one more thread may be about to end
 
 
 @pytest.mark.slow

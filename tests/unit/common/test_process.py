@@ -34,7 +34,7 @@ def test_what_a_process_has_computed_is_that_of_its_threads_until_it_ends() -> N
         assert cpu_seconds(process.pid) == 0
 
 
-# Programs that services start beside themselves.
+# Helper programs that services start.
 
 
 def test_a_script_sees_the_standard_library_alone(tmp_path: Path) -> None:

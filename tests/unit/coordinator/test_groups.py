@@ -82,7 +82,7 @@ def test_a_coordinator_that_has_started_again_learns_the_target_of_the_newest_ep
     bench.register("b#1", group=group, target=2)
     bench.register(
         "c#1", group=RankGroup(6, ("a#1", "b#1", "c#1")), target=3
-    )  # it has left, and has received nothing since
+    )  # the rank has left, and no message was sent to it since then
     bench.register("a#1", group=group, target=2)
     bench.group.recovered(5.0)
     assert bench.group.view("m", "p").target_size == 2
@@ -233,7 +233,7 @@ def test_what_a_rank_said_of_an_older_epoch_is_over_once_it_is_in_the_newest() -
     lost = PeerLost("a#1", bench.group.machine.group.epoch)
     bench.group.stream_broken("b#1", 0.0)
     bench.group.take(lost, 0.0)
-    bench.group.take(lost, 0.0)  # again, before it has heard of the new epoch
+    bench.group.take(lost, 0.0)  # the same report again, before the rank knows the new epoch
     bench.switch()
     assert bench.members == ("a#1",)
     bench.register("b#2")

@@ -27,7 +27,7 @@ def rig() -> tuple[Loop, Heap, IdleMemory]:
 def test_it_is_given_back_once_after_the_steps_have_ended():
     loop, heap, memory = rig()
     memory.look()
-    assert heap.given_back == 0  # nothing has run
+    assert heap.given_back == 0  # no step has run
     loop.has_work, loop.last_step_time = True, 1.0
     memory.look()
     loop.last_step_time = 2.0
@@ -68,7 +68,7 @@ def test_what_dropped_tensors_have_freed_is_given_back_though_no_step_has_run():
     assert heap.given_back == 0
     drops[0] = 1
     memory.look()
-    assert heap.given_back == 0  # it has just been
+    assert heap.given_back == 0  # memory was returned just before
     for _ in range(3):
         memory.look()
     assert heap.given_back == 1

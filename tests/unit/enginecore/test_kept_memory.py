@@ -83,7 +83,7 @@ def test_a_deeper_sleep_forgets_what_a_lighter_one_kept() -> None:
     kept.sleep(2)
     assert kept.weights == "dropped"
     assert kept.wake_weights() is False
-    assert kept.weights == "dropped"  # until they have been read again, which may fail
+    assert kept.weights == "dropped"  # the weights are read again later, which may fail
     kept.sleep(1)
     assert kept.weights == "dropped"
     assert kept.wake_weights() is False
@@ -109,7 +109,7 @@ def test_a_wake_up_without_enough_memory_keeps_sleeping_and_may_be_retried() -> 
     caches = [kept.empty(8, 64, torch.float16) for _ in range(2)]
     before = numbers(module)
     kept.sleep(1)
-    driver.room = 3000  # a neighbour has taken the rest
+    driver.room = 3000  # another process has allocated the rest of the memory
     with pytest.raises(MemoryError):
         kept.wake_weights()
     assert (kept.weights, driver.used) == ("on the host", 0)

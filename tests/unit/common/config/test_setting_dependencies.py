@@ -24,7 +24,7 @@ ROWS = [
 @pytest.mark.parametrize(("service", "key", "need"), ROWS)
 def test_a_setting_without_effect_is_refused_with_the_setting_that_it_needs(service: str, key: str, need: Need) -> None:
     values = defaults(service) | {key: another(TABLES[service][key])}
-    for row in needs_of(STRUCTS[service])[key]:  # all but this one are met
+    for row in needs_of(STRUCTS[service])[key]:  # all other dependencies are met
         when = row.any_of[0]
         values[when.setting] = met(TABLES[service][when.setting], when)
     for when in need.any_of:

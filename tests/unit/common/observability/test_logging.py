@@ -162,7 +162,8 @@ def test_another_configuration_holds_for_loggers_that_are_in_use() -> None:
     assert [re.sub(r"^\S+ \[info\] ", "", line).split(" [")[0] for line in as_text.splitlines()] == at_info
 
 
-# Warnings that a stranger can cause: each event once per interval, and how often it was left out.
+# Rate-limited warnings that any peer can cause: each event is logged once per interval, with the number of omitted
+# lines.
 
 
 def test_an_event_is_written_once_per_interval_with_the_number_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,7 +49,7 @@ def test_whether_the_coordinator_is_there_is_told_as_it_is_when_asked() -> None:
     assert registry.get_sample_value("penstock:coordinator_connected") == 1
 
 
-# Our histogram against prometheus_client's.
+# Penstock's histogram compared with prometheus_client's histogram.
 
 BOUNDS = (0.01, 1, 2.5, 10)
 VALUES = st.one_of(st.sampled_from([0.0, 0.01, 1.0, 2.5, 10.0, 11.0]), st.floats(0, 20, width=16))

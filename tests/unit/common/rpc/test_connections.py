@@ -41,7 +41,7 @@ async def test_a_connection_of_age_is_replaced_by_its_client() -> None:
     async with channel(server) as client, asyncio.timeout(PATIENCE):
         seen: set[int] = set()
         while len(seen) < 3:
-            await client.channel_ready()  # it connects again
+            await client.channel_ready()  # the channel reconnects
             seen |= server.connections()
             await asyncio.sleep(0.005)
     await server.stop(0)

@@ -112,7 +112,7 @@ def test_events_of_the_device_are_told_from_those_of_other_memory() -> None:
     assert of_device([*device, BlockRemoved(block_hashes=[b"a"], medium=KvMedium.HOST)]) == device
 
 
-# Columns of tokens, and their way over the wire.
+# Columns of tokens: encoding and decoding.
 
 SINGLE = [(1, 0, [5]), (2**32 - 1, 7, [2**32 - 1]), (3, 2**31, [0])]
 SEVERAL = [(1, 0, [5]), (2, 7, [1, 2, 3]), (3, 9, []), (4, 1, [8])]

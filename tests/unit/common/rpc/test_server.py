@@ -195,7 +195,8 @@ asyncio.run(main())
 
 
 def test_peers_messages_are_not_logged() -> None:
-    mine = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}  # the service sets it itself
+    # The service itself sets this variable.
+    mine = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}
     run = subprocess.run([sys.executable, "-c", _PEER_WITH_A_MESSAGE], env=mine, capture_output=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr.decode(errors="replace")
     assert b"words of the peer" not in run.stdout + run.stderr
@@ -242,7 +243,7 @@ async def test_the_time_for_a_greeting_is_shorter_than_20_seconds() -> None:
     assert ("grpc.server_handshake_timeout_ms", 15_000) in server_module.server_options(LOOPBACK)
 
 
-# Sockets that gRPC's server does not give away.
+# Sockets that gRPC's server must not pass to child processes.
 
 
 @pytest.fixture

@@ -97,7 +97,8 @@ def test_a_renewed_certificate_counts_at_once_and_one_that_cannot_be_used_does_n
     renewed = authority.issue("server", days=60)
     renewed.write(tmp_path / "server")
     assert told(certificates)["coordinator.tls.certificate"] == end(renewed.certificate)
-    replace(Path(files.certificate), authority.issue("server", days=80).certificate)  # the key is still the other one's
+    # The key still belongs to the other certificate.
+    replace(Path(files.certificate), authority.issue("server", days=80).certificate)
     with capture_logs() as logs:
         assert told(certificates)["coordinator.tls.certificate"] == end(renewed.certificate)
     assert "cannot use the changed files" in logs[0]["event"]

@@ -135,7 +135,7 @@ def test_several_origins_are_none() -> None:
         ("http://localhost", "localhost"),
         ("http://localhost", "localhost:80"),
         ("https://localhost", "localhost:443"),
-        ("https://localhost", "localhost"),  # a proxy in front has ended TLS
+        ("https://localhost", "localhost"),  # a proxy in front of the server terminates TLS
         ("https://localhost:8443", "localhost:8443"),
     ],
 )

@@ -32,7 +32,7 @@ def test_a_file_is_read_again_when_it_is_replaced_or_written_in_place(tmp_path: 
     value = watched(file)
     file.write_text("2")
     assert value.current() == 2
-    file.write_text("3")  # within the tick of the file system's clock, and of the same size
+    file.write_text("3")  # same size, and same modification time if the file system's clock has not advanced
     assert value.current() == 3
     other = tmp_path / "other"
     other.write_text("4")

@@ -145,7 +145,7 @@ def test_a_proof_is_worth_nothing_on_another_connection() -> None:
     first, second = Connection(), Connection()
     with pytest.raises(ProofError):
         second.claim_in(first.proof())
-    again = Connection()  # the same hello once more: the listener's nonce is another one
+    again = Connection()  # the same hello is replayed, but the listener's nonce differs
     again.hello = first.hello
     with pytest.raises(ProofError):
         again.claim_in(first.proof())

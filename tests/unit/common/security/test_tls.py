@@ -177,7 +177,7 @@ def test_what_a_failed_handshake_means_is_said() -> None:
     assert advised("Connection refused") == "Connection refused"
 
 
-# When a service warns of the ends of its certificates.
+# Times at which a service warns that its certificates expire.
 
 DAY, HOUR = 86_400.0, 3600.0
 END = 100 * DAY

@@ -145,7 +145,7 @@ def test_a_tensor_larger_than_the_free_space_is_refused_at_its_first_chunk() -> 
     assert "the buffered tensors of this session would have 101 bytes" in failure(tensors, 1).message
 
 
-# The bound on the tensors in chunks of all sessions together.
+# The common limit of all sessions on tensors that arrive in chunks.
 
 KIB = 1024
 
@@ -234,7 +234,7 @@ def test_the_end_of_a_session_frees_what_it_held() -> None:
     assert (pool.num_bytes, pool.num_dropped) == (0, 0)
 
 
-# The order in which messages and the chunks of large tensors go out.
+# The order in which messages and chunks of large tensors are sent.
 
 CHUNK = 1000
 LIMITS = Limits(CHUNK + 64, 10_000)
@@ -422,7 +422,7 @@ def test_messages_never_wait_for_each_other_in_a_circle(data: st.DataObject) -> 
     sent += rest(outgoing)
     assert sum(not isinstance(each, Chunk) for each in sent) == put
     held: dict[int, int] = {}
-    for each in sent:  # bytes that the other end holds at once, as it would count them
+    for each in sent:  # bytes in the receiver's memory at the same time, by the receiver's count
         if isinstance(each, Chunk):
             if each.abandoned:
                 held.pop(each.transfer_id)

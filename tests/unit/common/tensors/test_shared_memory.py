@@ -243,7 +243,7 @@ def test_closing_it_leaves_nothing(arena: Arena, tmp_path: Path) -> None:
 
 def test_one_without_an_owner_is_removed_by_who_starts_next(tmp_path: Path) -> None:
     arena = Arena("a", size=1000, slot_bytes=100, root=tmp_path)
-    os.close(arena._lock)  # as the system does when a process has died
+    os.close(arena._lock)  # like the system after the death of a process
     arena._lock = -1
     assert remove_orphans(tmp_path) == 1
     assert names(tmp_path) == []

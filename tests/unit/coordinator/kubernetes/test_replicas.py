@@ -30,7 +30,7 @@ def group(target: int, *engines: str) -> PoolGroup:
         (2, ("e-0", "e-1", "e-2", "e-10"), 1, 11),  # e-10 has not left yet
         (4, ("e-0-0", "e-0-1", "e-1-0", "e-1-1", "e-2-0"), 2, 3),
         (4, ("e-0-0", "e-0-1", "e-1-1"), 2, 2),
-        (2, ("other-7", "e-x"), 1, 2),  # which are nothing of this StatefulSet
+        (2, ("other-7", "e-x"), 1, 2),  # names of pods that do not belong to this StatefulSet
     ],
 )
 def test_pods_are_those_of_the_ranks_to_be_and_of_those_that_have_not_left(
@@ -67,7 +67,7 @@ SIX = (*FOUR, "engines-2-0", "engines-2-1")
 
 
 async def test_pods_come_with_the_wish_and_go_when_their_ranks_have_left(bench: Bench) -> None:
-    assert await bench.look(group(4)) == []  # no rank is there yet, so the chart's number stays
+    assert await bench.look(group(4)) == []  # no rank has registered yet, so the chart's number of replicas stays
     assert await bench.look(group(4, *FOUR)) == ["GET"]  # the number of replicas is right
     assert await bench.look(group(4, *FOUR)) == []
     assert await bench.look(group(6, *FOUR)) == ["GET", "PATCH"]

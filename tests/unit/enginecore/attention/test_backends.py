@@ -180,7 +180,7 @@ def test_the_reference_sees_the_query_s_own_chunk_only() -> None:
 def test_cpu_does_not_read_keys_out_of_reach(params: AttentionParams) -> None:
     step = make_step([1, 3], [35, 38], block_size=4)
     expected = step.run("cpu", params)
-    # Both requests are past 30 tokens: the keys of the first 16 may be gone.
+    # Both requests have more than 30 tokens, so the keys of the first 16 tokens may have been freed.
     gone = torch.from_numpy(np.concatenate([step.metadata.slots(request, 0, 16) for request in (0, 1)]))
     step.cache.keys[gone] = step.cache.values[gone] = torch.nan
     assert torch.equal(step.run("cpu", params), expected)

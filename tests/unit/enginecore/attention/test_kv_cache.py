@@ -68,7 +68,7 @@ def test_memory_in_another_layout_is_not_read_or_written_as_slots() -> None:
         cache.write(slots, rows, rows)
 
 
-# The arena of KV caches: a block is contiguous, and layers share it.
+# The arena of KV caches: a block is contiguous memory that contains all layers.
 
 CPU = torch.device("cpu")
 

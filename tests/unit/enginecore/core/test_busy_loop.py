@@ -225,7 +225,8 @@ def test_a_flood_of_one_tenant_does_not_delay_another_beyond_its_share():
         rig.sink.wait_for_ends(*flood, *light)
         assert_as_expected(rig.engine, rig.sink.of(), *flood, *light)
         order = list(rig.sink.of().ends)
-        # Turn by turn from the second request on, two at once: the fifth of the light one is among the first 13.
+        # From the second request on, tenants take turns, with two running requests. The light tenant's fifth request is
+        # among the first 13.
         assert max(order.index(request.request_id) for request in light) <= 13
 
 
@@ -402,7 +403,7 @@ def test_requests_left_at_the_drain_deadline_end_as_abort(drain_timeout):
         rig.loop.request_shutdown()
         rig.join()
     end = rig.sink.of().ends[request.request_id]
-    if end.finish_reason is not FinishReason.ERROR:  # the shutdown may have come before the request was seen
+    if end.finish_reason is not FinishReason.ERROR:  # the shutdown may have happened before the engine read the request
         assert (end.finish_reason, end.error.code) == (FinishReason.ABORT, "UNAVAILABLE")
 
 

@@ -144,7 +144,7 @@ def test_the_prefix_cache_is_not_reset_under_a_running_request_that_holds_no_blo
     assert EngineControl(engine).reset_prefix_cache(preempt_running=True) is True
 
 
-# Logits that are NaN or infinite end their own request, and no other one.
+# NaN or infinite logits end only their own request.
 
 VOCAB, EOS = 1000, frozenset({2})
 

@@ -114,7 +114,7 @@ def test_blocks_that_are_kept_for_others_hold_the_engine_until_the_deadline():
     assert state.advance(3, has_requests=False, has_leases=True) == []
     assert state.phase is ShutdownPhase.DRAINING
     assert state.advance(10, has_requests=False, has_leases=True) == [ShutdownEffect.ABORT_REQUESTS]
-    assert state.advance(10, has_requests=False, has_leases=True) == []  # one whose blocks are being read
+    assert state.advance(10, has_requests=False, has_leases=True) == []  # another engine is still reading blocks
     assert state.phase is ShutdownPhase.EXIT
 
 

@@ -178,7 +178,7 @@ def test_steps_are_as_large_as_the_model_has_use_for_unless_told_otherwise(confi
         (
             {},
             [[9, 8], [4], [20], [9, 8]],
-        ),  # the third would be one too many, the fourth is longer than prompts that start together
+        ),  # a third prompt would exceed the limit, and the fourth prompt is too long to start together with others
         ({"max_prompt_batch_tokens": 0}, [[9, 8, 4, 19], [1, 9, 8]]),
         ({"max_prompt_batch_tokens": 28}, [[9, 8, 4], [20, 9], [8]]),
     ],
@@ -204,11 +204,11 @@ def test_requests_that_decode_keep_no_prompt_from_beginning():
     step(engine, transcript)
     add(engine, make_request([200, *range(6)], max_tokens=1))
     run_to_end(engine, transcript=transcript)
-    # Beside them it has half as many tokens of a step as prompts that begin together.
+    # Together with them, the prompt gets half the tokens that prompts get when they start together.
     assert [sorted(scheduled.num_scheduled_tokens.values())[-1] for scheduled in executor.steps[1:5]] == [2, 2, 2, 1]
 
 
-# A step that fails in Python: the request at fault is found and ended, and the tokens of all others do not change.
+# A step that fails in Python: the engine finds and ends the faulty request. Tokens of other requests do not change.
 
 MODES = [
     {},

@@ -138,7 +138,7 @@ def test_a_request_with_rules_is_computed_once_the_tokens_before_are_there(
     plain = start(executor, first("b"))
     launched(executor)
     penalized = [start(executor, first(params=PENALIZED))]
-    # runs after everything that waits for the copy, unless something did not wait
+    # runs after all tasks that wait for the copy, unless a task did not wait
     executor._thread.submit(copies.begun[0].release)
     assert not penalized[0].done()
     copies.begun[0].release()
@@ -162,7 +162,7 @@ def test_a_row_that_went_to_another_request_keeps_that_ones_tokens(
     for copy in copies.begun:
         copy.release()
     assert tokens(before)
-    # All have arrived: the next step takes its token from the host.
+    # All tokens have arrived, so the next step reads its token from the host.
     futures[-1].result(PATIENCE)
     futures.append(start(executor, nth(2, "b")))
     launched(executor)

@@ -79,7 +79,7 @@ def test_a_step_gives_the_same_after_every_piece_of_a_move(ranks: list[SpreadExp
 
     def work(rank: int, experts: SpreadExperts) -> tuple[list[list[torch.Tensor]], int]:
         found = [outputs(experts, rank)]
-        moves = ExpertMoves(experts, after, bytes_per_step=1)  # an expert at a time
+        moves = ExpertMoves(experts, after, bytes_per_step=1)  # moves one expert per step
         while not moves.done:
             moves.step()
             found.append(outputs(experts, rank))
@@ -108,7 +108,7 @@ def test_a_piece_is_as_large_as_is_allowed(ranks: list[SpreadExperts]) -> None:
     found = run(ranks, work)
     for num_moves, come in found:
         assert len(come) == -(-num_moves // 3)
-        assert not any(come[:-1])  # all at once, when the last one is there
+        assert not any(come[:-1])  # all experts become active together, when the last one has arrived
         assert sum(sum(each) for _, each in found) == num_moves
 
 

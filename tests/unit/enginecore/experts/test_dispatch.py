@@ -112,7 +112,7 @@ def test_long_steps_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tokens_of_one_expert_take_turns_at_its_replicas() -> None:
-    ranks = spread(2, 8, "allgather")  # everything is on both
+    ranks = spread(2, 8, "allgather")  # both ranks have all experts
     run(ranks, lambda rank, experts: compute(experts, tokens(20, 1)))
     pairs = [experts.layers[0].experts.pairs for experts in ranks]
     assert min(pairs) > 20 * TOP * 0.8

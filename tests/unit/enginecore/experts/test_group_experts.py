@@ -178,7 +178,7 @@ def test_experts_that_move_when_a_group_is_prepared_are_kept_until_it_is_joined(
     assert [rank.held() for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert all(torch.equal(rank.spread.layers[0].slot_memory(0)[0], was) for rank, was in zip(ranks, kept, strict=True))
     check_outputs(grown)
-    # Nothing is kept for the group that serves.
+    # The serving group keeps no expert.
     move(grown, 0, (4, 1, 2, 3, 0, 5, 6, 7, *grown[2].held()))
     assert not any(prepared.aside for rank in grown for prepared in rank.experts._prepared.values())
 
@@ -193,7 +193,7 @@ def test_experts_that_move_before_a_group_has_read_their_layer_are_read_aside() 
 
     def agree_and_wait(experts: GroupExperts, group: Any) -> Placement:
         placement = agree(experts, group)
-        for _ in range(2):  # all have agreed, and some experts have moved
+        for _ in range(2):  # after this, all ranks have agreed and some experts have moved
             barrier.wait(PATIENCE)
         return placement
 
@@ -239,7 +239,7 @@ def test_reading_ends_soon_after_the_group_is_given_up() -> None:
 
 def test_a_placement_keeps_what_is_held_and_holds_everything() -> None:
     placement = regrouped([[[3, 3, 0]], [[EMPTY, 1, 3]], [[0, 3, EMPTY]]], 6)
-    # 2 and 4 come to empty slots, 5 to the last: then 1 is what the fewest hold.
+    # Experts 2 and 4 get empty slots, and expert 5 gets the last slot. Afterwards, expert 1 has the fewest copies.
     assert placement.physical == ((3, 2, 0, 4, 1, 3, 0, 3, 5),)
     assert regrouped([[[0, 1, 2]], [[0, 1, 2]]], 4).physical == ((3, 1, 2, 0, 1, 2),)
     with pytest.raises(ConfigError, match="the group has 3 ranks; the limit is 2"):

@@ -207,7 +207,7 @@ def test_rows_may_go_behind_all_layers(isa: str) -> None:
     forward.bind(forward.memory.throwaway(BLOCK, 1 + BLOCKS))
     batch = batch_of(forward, model, [(0, prompt, slice(0, 50))])
     for rows in (np.array([49, 13, 7]), np.arange(50)):
-        embedded = embedded_of(forward, prompt, slice(0, 50))  # which the kernels overwrite
+        embedded = embedded_of(forward, prompt, slice(0, 50))  # the kernels overwrite this array
         got = forward.run(replace(batch, embedded=embedded), rows).logits
         torch.testing.assert_close(got, expected[rows], rtol=1e-4, atol=1e-4)
 

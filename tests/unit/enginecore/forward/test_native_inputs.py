@@ -53,7 +53,7 @@ def test_rows_that_are_only_scaled_are_looked_up_with_their_scale(narrow: bool) 
     rows = EmbeddingLookup(of).rows(ids)
     assert rows is not None
     assert torch.equal(rows.weight[ids].float() * torch.tensor(rows.scale), of(torch.from_numpy(ids)))
-    if not narrow:  # in bfloat16 the products are rounded, which the kernels' are not
+    if not narrow:  # in bfloat16, torch rounds products, and the kernels do not
         assert EmbeddingLookup(of.bfloat16()).rows(ids) is None
 
 

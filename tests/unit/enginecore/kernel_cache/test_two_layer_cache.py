@@ -43,7 +43,7 @@ def compiled(place: Path, key: str = "6b6579") -> None:
 
 def test_a_kernel_is_found_where_it_was_shipped_to_and_nothing_is_written(tmp_path: Path) -> None:
     compiled(tmp_path / "build")
-    shutil.move(tmp_path / "build", tmp_path / "image")  # the paths in it are those of before
+    shutil.move(tmp_path / "build", tmp_path / "image")  # the cached paths still refer to the old folder
     for path in (tmp_path / "image").rglob("*"):
         path.chmod(0o555 if path.is_dir() else 0o444)
     lookups = use_cache(tmp_path / "image")

@@ -89,7 +89,7 @@ def test_other_settings_or_tensors_are_other_content(
     found.append(read(tmp_path, model, before).digest)
     state = (tmp_path / TENSORS).stat()
     edit_tensors(tmp_path, lambda tensors: scale(tensors, 2.0))
-    os.utime(tmp_path / TENSORS, ns=(state.st_atime_ns, state.st_mtime_ns))  # of the same size, and as old as before
+    os.utime(tmp_path / TENSORS, ns=(state.st_atime_ns, state.st_mtime_ns))  # same size and same modification time
     found.append(read(tmp_path, model, before).digest)
     assert len(set(found)) == 3
     assert found == hashed

@@ -219,7 +219,7 @@ def test_a_directory_that_is_replaced_meanwhile_is_read_as_one(
     assert read_adapter(tmp_path / "before", target, LIMITS).digest == wanted
 
 
-# Whatever bytes lie in an adapter's files, reading them ends in an adapter or in a LoraError.
+# For any bytes in an adapter's files, reading returns an adapter or raises LoraError.
 
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
@@ -288,7 +288,7 @@ ENTRY = st.fixed_dictionaries(
 def test_headers_are_right_where_the_safetensors_library_says_so(
     entries: dict[str, Any], size: int, data: st.DataObject
 ) -> None:
-    if entries and data.draw(st.booleans()):  # random ones hardly ever fit
+    if entries and data.draw(st.booleans()):  # random entries are almost never valid
         widths, size = {"F32": 4, "F16": 2, "I8": 1}, 0
         for entry in entries.values():
             length = widths[entry["dtype"]]

@@ -196,7 +196,7 @@ def test_tensors_that_lie_at_odd_places_are_read(tmp_path: Path) -> None:
             "data_offsets": [len(data), len(data) + len(values)],
         }
         data += values
-    header = json.dumps(entries).encode() + b" " * 3  # no multiple of anything
+    header = json.dumps(entries).encode() + b" " * 3  # a length that is not aligned
     (tmp_path / TENSORS).write_bytes(len(header).to_bytes(8, "little") + header + data)
     for name, update in read(tmp_path, model).updates.items():
         torch.testing.assert_close(update.a, wanted.updates[name].a, rtol=1e-3, atol=1e-3)
@@ -269,7 +269,7 @@ def test_settings_of_an_early_version_are_enough(tmp_path: Path) -> None:
     assert_merges(read(tmp_path, model), model, merged(adapted))
 
 
-@pytest.mark.filterwarnings("ignore")  # PEFT's own
+@pytest.mark.filterwarnings("ignore")  # ignore PEFT's warnings
 def test_pissa_is_read_once_it_is_converted(tmp_path: Path) -> None:
     model = tiny("llama")
     adapted = save_adapter(

@@ -86,7 +86,8 @@ def test_quantized_linear_layers_are_targets_and_other_subclasses_are_refused() 
     target = AdapterTarget.of(model)
     assert target.linears["model.layers.0.self_attn.q_proj"] == (48, 48)
     assert target.unserved["model.layers.1.self_attn.q_proj"].reason == LoraReason.MODULE
-    assert "model.layers.1.self_attn.q_proj" in target.all_linear  # PEFT adapts it, so that must be refused
+    # PEFT would adapt this layer, so the engine must refuse it.
+    assert "model.layers.1.self_attn.q_proj" in target.all_linear
 
 
 def test_samples_agree_with_rounded_copies_and_with_no_other_weights() -> None:

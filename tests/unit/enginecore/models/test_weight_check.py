@@ -54,7 +54,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-# Refused checkpoints.
+# Tests of refused checkpoints.
 
 
 def test_layers_behind_the_last_one_of_the_configuration(checkpoint: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_bias_of_the_head_that_the_model_would_not_add(checkpoint: Path) -> No
         load(checkpoint)
 
 
-# Accepted checkpoints.
+# Tests of accepted checkpoints.
 
 
 @pytest.mark.parametrize(

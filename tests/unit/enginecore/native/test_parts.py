@@ -60,7 +60,7 @@ def test_nan_and_infinity_are_kept_in_their_row(library: NativeLibrary, value: f
     x = torch.randn(3, 40)
     x[1, 17] = value
     if value != value:
-        x.view(torch.int32)[1, 17] = 0x7F800001  # bits of its own that a part would cut off
+        x.view(torch.int32)[1, 17] = 0x7F800001  # a NaN whose low bits a conversion to bfloat16 would cut off
     weight = half(9, 40).abs() + 1
     out = multiply(library, PackedWeight(library, weight), x)
     torch.testing.assert_close(out, F.linear(x, weight), equal_nan=True, rtol=1e-5, atol=1e-4)

@@ -173,7 +173,7 @@ def test_rows_that_are_not_as_many_as_was_said_are_refused(meeting: Meeting) -> 
     alone.close()
 
 
-# Meeting.
+# Tests of how ranks connect.
 
 
 def test_a_rank_that_does_not_come_is_named(meeting: Meeting) -> None:
@@ -245,7 +245,7 @@ def test_two_epochs_of_a_group_do_not_mix(meeting: Meeting) -> None:
         group.close()
 
 
-# Processes.
+# Tests with separate processes.
 
 
 def _exchange_forever(port: int, rank: int, size: int, told: Connection) -> None:

@@ -95,7 +95,7 @@ def test_messages_of_a_connection_are_forgotten_when_it_closes(
     assert list(server._said) == ["a"]
 
 
-# Strangers.
+# Peers without the secret.
 
 
 def test_a_peer_without_the_secret_can_neither_set_nor_read_keys(server: MeetingServer) -> None:

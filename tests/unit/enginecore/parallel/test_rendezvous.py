@@ -79,7 +79,7 @@ def test_no_rank_is_over_while_one_that_has_not_confirmed_may_give_up(order: tup
     assert all(ranks[rank].waits_for() == [missing] for rank in present)
 
 
-# Ranks of a group that meet beside strangers, and agree on whether the group has formed.
+# Ranks of a group connect while foreign peers also connect, and agree whether the group has formed.
 
 SECRET = SharedSecret(b"s" * 32)
 
@@ -92,7 +92,10 @@ def meeting() -> Iterator[Meeting]:
 
 
 class Ranks:
-    """Ranks on a thread each. ``addresses`` lists the addresses of their ports in the order in which they were opened."""
+    """Ranks on a thread each.
+
+    ``addresses`` lists the addresses of their ports in the order in which they were opened.
+    """
 
     def __init__(self, meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
         self.meeting = meeting
@@ -141,7 +144,7 @@ def said_at_the_store(meeting: Meeting, rank: int) -> tuple[bytes, str]:
     return found[:TOKEN_BYTES], found[TOKEN_BYTES:].decode()
 
 
-# Strangers.
+# Foreign peers.
 
 
 def test_silent_connections_keep_no_group_from_forming(ranks: Ranks) -> None:

@@ -81,7 +81,7 @@ def test_a_stage_that_fails_tells_the_others_and_the_next_step_is_whole(failing:
     if arrival is not None:
         with pytest.raises(StageFailedError):
             arrival.wait()
-    for each in links:  # as of a step that is not run
+    for each in links:  # like a step that is not executed
         each.begin()
         each.fail()
     for each in links:

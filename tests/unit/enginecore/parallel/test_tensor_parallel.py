@@ -26,7 +26,7 @@ FAMILIES = {
     "gemma2": {},  # scaled embeddings
     "mixtral": {},  # experts
     "deepseek_v2": {},  # latent keys and values
-    "gpt_oss": {},  # a plan of ours: sinks, experts with biases
+    "gpt_oss": {},  # Penstock's own plan: sinks, and experts with biases
     # Words that are not alike for all ranks, with a head of the embedding's weights.
     "tied": {"vocab_size": VOCAB_SIZE + 1, "tie_word_embeddings": True},
 }
@@ -98,7 +98,7 @@ def test_a_model_that_computes_something_else_in_parts_is_refused(
     model = whole_model("llama", tmp_path)
     groups = thread_ranks(2)
     for group in groups:
-        monkeypatch.setattr(group, "all_reduce", lambda tensor: tensor)  # as if a sum were forgotten
+        monkeypatch.setattr(group, "all_reduce", lambda tensor: tensor)  # simulates a missing sum over the ranks
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM gives other results when split: its logits differ by"):
         in_parts(model, groups)
 

@@ -144,7 +144,7 @@ GIVEN: dict[tuple[type, str], Any] = {
     (WorkerConfig, "engine"): EngineCoreConfig(model=ModelConfig(path="a model", max_model_len=7)),
     (WorkerConfig, "rank"): 1,
     (WorkerConfig, "world_size"): 2,
-    # Of the engine alone: found out again where it is needed.
+    # Used only inside the engine, and recomputed when needed.
     (PromptEmbeds, "memo"): {},
 }
 STAYS: dict[tuple[type, str], str] = {
@@ -272,7 +272,7 @@ def test_a_new_request_has_all_that_the_engine_got() -> None:
     assert new.token_ids == [*sent.prompt_token_ids, *sent.prior_output_token_ids]
 
 
-# Errors.
+# Errors of workers.
 
 
 def test_an_error_of_a_worker_is_raised_with_all_that_it_said() -> None:
@@ -367,7 +367,7 @@ def test_each_struct_that_services_convert_by_field_is_in_these_tests() -> None:
     assert {"KvSource", "EngineCoreRequest", "LoraHeld"} <= found
 
 
-# Between a frontend and an engine.
+# Messages between a frontend and an engine.
 
 
 def request_arrived(sent: EngineCoreRequest) -> EngineCoreRequest:
@@ -429,7 +429,7 @@ def test_properties_of_an_engine_arrive_whole() -> None:
     assert lost(sent, engine_ready(message)) == []
 
 
-# Between engines, frontends and a coordinator.
+# Messages between engines, frontends and a coordinator.
 
 
 def test_a_registration_arrives_whole() -> None:

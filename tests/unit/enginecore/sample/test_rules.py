@@ -94,7 +94,7 @@ def test_rules_do_what_the_oracle_says_in_every_row(
         add(batch, request_id, prompt, output if resumed else [], params)
         for token_id in () if resumed else output:
             batch.append_tokens([request_id], np.array([token_id]))
-    # The last request only is constrained.
+    # Only the last request is constrained.
     mask = None if grammar is None else GrammarBitmask([ids[-1]], bitmask(grammar))
     logits = distinct_logits(len(requests))
     expected = [

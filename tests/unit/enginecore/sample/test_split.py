@@ -54,7 +54,7 @@ def test_greedy_tokens_need_no_logits_of_others(
     vocab: int, size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = (torch.randn(9, vocab, generator=torch.Generator().manual_seed(3)) - 9).to(dtype)
-    logits[1] = -2.0  # all the same: the first
+    logits[1] = -2.0  # all logits are equal, so the first token wins
     logits[2, [vocab - 1, vocab // 2]] = 5.0
     expected = TorchSampler().sample(logits, inputs(9, 0.0)).token_ids
     for rank in sampled(logits, size, 0.0, monkeypatch):
@@ -84,7 +84,8 @@ def test_draws_are_those_from_whole_logits() -> None:
 
 def test_logits_that_are_whole_already_are_left_so() -> None:
     logits = torch.randn(3, 64, generator=torch.Generator().manual_seed(6))
-    sampler = SplitSampler(TorchSampler(), SplitVocabulary(thread_ranks(2)[0], 64, 32))  # the other rank does not come
+    # The other rank never enters the collective.
+    sampler = SplitSampler(TorchSampler(), SplitVocabulary(thread_ranks(2)[0], 64, 32))
     assert sampler.sample(logits, inputs(3, 0.0)).token_ids.tolist() == logits.argmax(-1).tolist()
 
 

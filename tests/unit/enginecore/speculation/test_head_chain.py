@@ -50,14 +50,15 @@ def random_head(
     narrow: bool = False,
     **changes: Any,
 ) -> tuple[EagleHead, torch.Tensor | None]:
-    """A head, and the tokens that it guesses. ``states``: layers of the target. ``reduced``: it guesses some of the tokens.
+    """A head, and the tokens that it guesses. ``states``: layers of the target. ``reduced``: it guesses some of the
+    tokens.
     ``narrow``: bfloat16 holds its weights.
     """
     sizes = {"hidden_size": HIDDEN, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"head_dim": 16, "num_hidden_layers": num_layers, "vocab_size": VOCAB_SIZE, **changes}
     config = HeadConfig(
         kind,
-        AutoConfig.for_model(model_type, **sizes, max_position_embeddings=16),  # less than its target has
+        AutoConfig.for_model(model_type, **sizes, max_position_embeddings=16),  # less than the target model's length
         VOCAB_SIZE // 2 if reduced else VOCAB_SIZE,
         tuple(range(states)),
         normed,
@@ -134,7 +135,7 @@ def drafts(of: Eagle, **settings: float) -> list[list[list[int]]]:
     for number in range(8):
         wanted = [min(count, MAX_LEN - len(each)) for count, each in zip(np.roll(WANTED, number), tokens, strict=True)]
         step = Step(tokens, wanted, 1, settings)
-        # Behind the tokens that held lie states of some that did not.
+        # After the states of accepted tokens, there are states of rejected tokens.
         ends = [len(each) - 1 + number % 2 for each in tokens]
         states = [states_of(i, known[i], ends[i], width) for i in range(len(tokens))]
         of.observe(step, np.array(known), states)

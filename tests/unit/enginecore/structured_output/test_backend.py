@@ -245,7 +245,7 @@ def test_too_much_time_ends_one_constraint_and_no_other():
             assert error.field == "sampling_params.structured_output.choice"
             assert f"the limit is {seconds} seconds (structured_output.compile_timeout)" in error.message
             if "takes too long to compile" in str(futures[1].exception(TIMEOUT)):
-                continue  # on a busy machine the other one, too
+                continue  # on a busy machine, the other request may also time out
             assert allowed(follow(with_little_time, regex="after"))
             assert with_little_time.compile(slow) is not futures[0]
             break
@@ -312,7 +312,7 @@ def test_a_process_that_was_killed_while_idle_costs_no_constraint_an_error(backe
 
 def test_the_least_recently_used_constraint_is_forgotten():
     backend = backend_with(cache_size=2)
-    a, b, c = (StructuredOutput(regex=f"{name}++") for name in "abc")  # refused, which is remembered as well
+    a, b, c = (StructuredOutput(regex=f"{name}++") for name in "abc")  # the backend also caches refusals
     try:
         futures = {a: backend.compile(a), b: backend.compile(b)}
         assert backend.compile(a) is futures[a]

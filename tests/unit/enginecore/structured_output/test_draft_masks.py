@@ -165,7 +165,7 @@ def test_masks_behind_drafts_are_those_of_a_matcher_that_took_them_in(
         living = [each for each in walked if not each.over]
         drafts = [each.drafts(kind) for each in living]
         for each, drafted in zip(living, drafts, strict=True):
-            if again[number % len(again)]:  # a step that failed is made once more, with other drafts
+            if again[number % len(again)]:  # a failed step is repeated with other drafts
                 each.grammar.draft(each.drafts(rng.choice(KINDS)))
                 backend.flush()
             each.grammar.draft(drafted)

@@ -148,7 +148,7 @@ def test_a_mask_is_not_taken_for_that_of_a_later_token(follower: GrammarFollower
 
 def test_masks_behind_drafts_are_not_taken_for_those_of_others(follower: GrammarFollower):
     pairs = begun(follower, PAIRS)
-    for drafts in ([A, B], [A, A]):  # a step that failed is made again
+    for drafts in ([A, B], [A, A]):  # a failed step is repeated
         pairs.grammar.draft(drafts)
         follower.flush()
     while not pairs.grammar.drafted:

@@ -101,7 +101,7 @@ def test_an_effort_is_one_of_the_protocols() -> None:
         effort_kwargs("banana", "reasoning_effort")
 
 
-# Inputs of custom tools: the text in a call's arguments, however these are cut into pieces.
+# Inputs of custom tools: the text in a call's arguments, for any split of the arguments into pieces.
 
 TEXTS = ["", "a", 'a "b" \\ \n\t', "ü 🙂 \ud83d", "*** Begin Patch\n+x = {}\n", "\\u0041", "]}\"'"]
 ENDED = Finish(FinishReason.STOP, None, Usage())

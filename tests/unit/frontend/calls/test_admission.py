@@ -242,7 +242,7 @@ def test_a_weight_out_of_range_is_refused_with_its_tenant(weight: float) -> None
         FairnessConfig(weights={"gold": weight})
 
 
-# When a frontend is ready for requests.
+# Readiness of a frontend for requests.
 
 
 def test_it_is_ready_from_the_first_engine_on_whatever_becomes_of_it() -> None:

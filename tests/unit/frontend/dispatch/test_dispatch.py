@@ -76,12 +76,12 @@ class Simulated:
         self.aborts: list[tuple[str, str]] = []
         self.closed: set[str] = set()  # connected engines that accept no requests
         self.fates: dict[str, bool] = {}  # engines of which it is unknown whether they survived, and whether they did
-        self.variants: dict[str, str] = {}  # of the engines that are not of variant ""
+        self.variants: dict[str, str] = {}  # variants of engines whose variant is not ""
         self.num_held_changes = 0
         self.num_moved = 0
         self.roles: dict[str, EngineRole] = {}
-        self.fingerprint = b""  # of the blocks of all engines; empty: none move
-        self.asked: list[tuple[str, str]] = []  # handoffs that engines were asked for, and have not done
+        self.fingerprint = b""  # fingerprint of all engines' KV blocks; if empty, no blocks move
+        self.asked: list[tuple[str, str]] = []  # requested handoffs that engines have not completed
         self.planned: list[tuple[str, str]] = []
         self.gaps: list[float] = []
         self.router = Router()
@@ -107,7 +107,7 @@ class Simulated:
     def _on_held(self) -> None:
         self.num_held_changes += 1
 
-    # The dispatch's Engines.
+    # Implementation of the dispatch's Engines interface.
 
     def candidates(self) -> list[Candidate]:
         return [
@@ -139,7 +139,7 @@ class Simulated:
     def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
         self.asked += [(engine, request_id) for request_id in request_ids]
 
-    # The dispatch's OutputHandler.
+    # Implementation of the dispatch's OutputHandler interface.
 
     def process(
         self,
@@ -450,12 +450,12 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(
                     world.dispatch.abort([target], "the client is gone")
                 case "cut" if world.up[engine] and engine not in world.closed:
                     world.cut(engine)
-                    if pick % 2:  # it is there again at once
+                    if pick % 2:  # the engine reconnects immediately
                         world.start(engine)
-        for engine in list(world.closed):  # no drain is ever taken back
+        for engine in list(world.closed):  # a drain is never cancelled
             world.kill(engine)
         world.finish()
-        await asyncio.sleep(2.0)  # engines that were full are not any more
+        await asyncio.sleep(2.0)  # engines that were full have space again
         world.finish()
         assert set(world.ended) == started - aborted
         for request_id in started - aborted:
@@ -463,7 +463,7 @@ def test_whatever_engines_do_every_request_ends_with_every_token_once(
             end = world.ended[request_id]
             if isinstance(end, Internal):
                 assert end.reason == "QUARANTINED"
-                assert world.alone[request_id] >= 2  # an older count of the engine's may have hidden one
+                assert world.alone[request_id] >= 2  # an older report of the engine may have hidden one loss
             elif isinstance(end, ResourceExhausted):
                 assert request_id in refused
             else:
@@ -870,7 +870,7 @@ async def test_an_incident_behind_an_output_that_could_not_be_sent_is_no_gap() -
     world = Simulated("a")
     for name in ("r0", "r1"):
         world.add(name)
-    world.advance("a", "r0")  # the engine has made it, and cannot say it
+    world.advance("a", "r0")  # the engine has computed the token, but its report is lost
     world.refuse("a", "r0", INCIDENT)
     assert isinstance(world.ended["r0"], Internal)
     world.finish()
@@ -927,7 +927,8 @@ async def test_a_request_that_was_not_alone_when_its_engines_died_goes_on(others
     world.add("r0")
     for _ in range(2):
         where = world.where("r0")
-        world.router.report(where, waiting=others - 1, running=2, kv_cache_usage=0.0)  # another frontend's
+        # The load comes from another frontend.
+        world.router.report(where, waiting=others - 1, running=2, kv_cache_usage=0.0)
         world.kill(where)
     world.finish()
     assert world.ended["r0"] is FinishReason.LENGTH
@@ -940,7 +941,8 @@ async def test_a_request_whose_engines_were_cut_off_waits_until_they_are_back_an
     while engine := world.where("r0-0"):
         cut.append(engine)
         world.cut(engine)
-    assert (len(cut), world.dispatch.num_held) == (2, 2)  # it has been alone on both, and is kept from the third
+    # The request was alone on both lost engines, so it does not go to the third engine.
+    assert (len(cut), world.dispatch.num_held) == (2, 2)
     world.start(cut[1])
     assert world.where("r0-0") == world.where("r0-1") != ""
     assert world.dispatch.num_held == 0
@@ -1032,7 +1034,7 @@ async def test_a_suspect_that_waits_for_a_verdict_keeps_no_other_from_its_turn()
         world.add(name)
     world.kill("a")
     world.start("a")
-    assert world.where("r0") == "a"  # and r1 waits for its turn
+    assert world.where("r0") == "a"  # r1 is still waiting
     world.up["b"], world.running["b"] = True, {}
     world.kill("a", in_doubt=True)
     assert (world.where("r0"), world.where("r1")) == ("", "b")
@@ -1134,7 +1136,7 @@ def test_a_request_that_a_draining_engine_will_not_be_done_with_leaves_at_once()
     async def run() -> None:
         world = Simulated("a", "b")
         engine = await at_ten_seconds_a_token(world, "r0")
-        world.drain(engine, 30.0)  # of which the last is kept in reserve
+        world.drain(engine, 30.0)  # the last engine is kept in reserve
         assert world.aborts == [(engine, "r0")]
         other, again = world.sent[-1]
         assert other != engine
@@ -1531,7 +1533,7 @@ async def test_the_sequences_of_a_call_go_on_together_also_when_they_come_one_by
     [where] = set(hand_over_one_by_one(world, *names))
     world.add(*other)
     [elsewhere] = set(hand_over_one_by_one(world, *other))
-    assert len({"a", where, elsewhere}) == 3  # another call goes where there is least to do
+    assert len({"a", where, elsewhere}) == 3  # another call goes to the engine with the lowest load
     world.finish()
     assert set(world.ended.values()) == {FinishReason.LENGTH}
 

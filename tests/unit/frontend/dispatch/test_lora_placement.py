@@ -144,7 +144,7 @@ def test_what_was_sent_counts_until_the_engine_has_had_the_time_to_say_so() -> N
     places = LoraPlaces(lambda: now[0])
     places.told("e0", held(1))
     places.sent("e0", digest(2))
-    places.told("e0", held(1, version=2))  # it left before the request came
+    places.told("e0", held(1, version=2))  # the engine sent this report before it received the request
     assert places.where("e0", digest(2)) is Where.ACTIVE
     now[0] += HINT_SECONDS
     assert places.where("e0", digest(2)) is Where.ABSENT
@@ -157,7 +157,7 @@ def test_what_an_engine_has_said_before_changes_nothing() -> None:
     places.told("e0", held(1, version=5))
     places.told("e0", held(2, version=4))
     assert places.where("e0", digest(1)) is Where.CACHED
-    places.forget("e0")  # it starts again
+    places.forget("e0")  # the engine restarts
     places.told("e0", held(2, version=1))
     assert places.where("e0", digest(1)) is Where.ABSENT
     assert places.where("e0", digest(2)) is Where.CACHED

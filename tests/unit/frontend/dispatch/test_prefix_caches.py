@@ -348,7 +348,7 @@ def test_media_that_an_engine_has_count_as_if_it_had_their_tokens() -> None:
     assert counts == {"e0": 16 + 14, "e1": 64, "e2": 8, "e3": 5}
 
 
-# Where an engine has blocks, against sets of them for each medium.
+# An engine's blocks by medium, compared with plain sets.
 
 BLOCKS = [bytes([number]) for number in range(4)]
 
@@ -390,7 +390,7 @@ def test_nothing_is_kept_of_engines_that_have_blocks_in_their_kv_cache_alone() -
     assert places.removed(KvMedium.HOST, BLOCKS) == []
 
 
-# The index of cached blocks, against plain sets.
+# The index of cached blocks, compared with plain sets.
 
 ENGINES = st.sampled_from([f"e{number}" for number in range(5)])
 PROMPTS = st.text("ab", min_size=1, max_size=9)

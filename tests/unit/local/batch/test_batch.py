@@ -187,7 +187,7 @@ def test_a_byte_order_mark_is_skipped(batch: Batch) -> None:
     batch.input.write_bytes(b"\xef\xbb\xbf" + batch.input.read_bytes())
     assert batch.run(Echo()) == 0
     assert batch.ids() == ["c0", "c1"]
-    assert batch.run(Echo(fuse=0)) == 0  # the lines are known again
+    assert batch.run(Echo(fuse=0)) == 0  # the batch finds the completed lines again
 
 
 def test_files_that_do_not_fit_are_refused(batch: Batch, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ def test_tokens_are_counted_where_they_came_and_requests_where_they_ran() -> Non
     assert slices.running == [1, 2, 1, 1]
 
 
-# Whether answers are the JSON that was asked for.
+# Check that answers match the requested JSON schema.
 
 SCHEMA = '{"type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"]}'
 

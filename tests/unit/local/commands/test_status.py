@@ -389,7 +389,7 @@ async def test_a_group_has_a_line(
     assert [(group["ranks"], group["epoch"]) for group in told] == [(["engine-0", "engine-1"], 7)]
 
 
-# The cell that says where an engine computes.
+# The table cell for the device of an engine.
 
 GIB = 2**30
 GPU = {
@@ -421,7 +421,7 @@ def test_devices_and_the_fullest_ones_memory(workers: list[dict[str, Any]], cell
     assert device_of(workers) == cell
 
 
-# The cell that says what an engine's drafts have brought.
+# The table cell for the benefit of an engine's drafts.
 
 COUNTS = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 15}
 

@@ -333,7 +333,7 @@ def test_credentials_for_the_commands_own_calls_are_required_before_loading() ->
         check(ServeOptions(model=str(DEMO_MODEL), **options), environ={variable: "x"})
 
 
-# The secret of engines' ports.
+# The secret for engines' internal ports.
 
 
 @pytest.mark.parametrize(

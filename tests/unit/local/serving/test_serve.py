@@ -58,7 +58,7 @@ def test_other_models_are_tried_by_what_they_do(capability: str, method: str) ->
     json_format.Parse(command[3], getattr(messages_pb2, f"{method}Request")())
 
 
-# The file of the secret that engines of one command share.
+# The file with the common secret of one command's engines.
 
 
 def test_the_file_is_of_this_user_alone_and_goes_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:

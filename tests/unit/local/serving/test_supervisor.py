@@ -60,7 +60,7 @@ async def test_the_tail_holds_the_last_lines(tmp_path: Path) -> None:
 
 async def test_child_processes_of_a_service_end_with_it(tmp_path: Path) -> None:
     program = "import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])"
-    code, _, process = await run(tmp_path, program)  # would wait for ever for the end of the log otherwise
+    code, _, process = await run(tmp_path, program)  # without this, the test would wait forever for the end of the log
     assert code == 0
     assert not process.running
 
@@ -78,7 +78,7 @@ def test_an_exit_code_in_words(code: int, words: str) -> None:
     assert describe_exit(code).startswith(words)
 
 
-# Processes follow the size of a group; the supervisor only records commands.
+# The number of processes follows the size of a group. The fake supervisor only records commands.
 
 
 class Noting:

@@ -12,7 +12,8 @@ from tests.fakes.models.interpreted_kernels import NO_TRITON
 
 ROOT = Path(__file__).resolve().parents[4]
 
-# Not imported here: whether Triton interprets or compiles is settled for a process when it is, and here it compiles.
+# Triton is not imported here, because a process fixes at import whether Triton interprets or compiles. These tests
+# compile.
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason=NO_TRITON)
 
 BROKEN = """

@@ -71,7 +71,7 @@ def evict(manager, block):
     manager.pool.free(taken)
 
 
-# Windows.
+# Groups with sliding windows.
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_blocks_that_left_the_window_are_null_and_go_back_to_the_pool():
     manager = make_manager(FULL, window(5))
     request = start(manager, range(14))
     full, windowed = manager.block_ids(request)
-    # The next query, at 14, sees 10 to 14: blocks 2 and 3.
+    # The next query, at position 14, attends to positions 10 to 14, which are in blocks 2 and 3.
     assert windowed[:2] == [0, 0]
     assert 0 not in [*full, *windowed[2:]]
     assert used(manager) == 4 + 2
@@ -135,7 +135,7 @@ def test_nothing_is_freed_that_an_unprocessed_step_may_still_need():
     request.all_token_ids += [7] * 4
     assert manager.allocate_slots(request, 4) is not None
     request.num_computed_tokens = request.num_processed_tokens = 12
-    manager.free_out_of_window(request, 8)  # the step that computes 8 to 11 is under way
+    manager.free_out_of_window(request, 8)  # the step that computes positions 8 to 11 is in flight
     assert used(manager) == before + 1
     manager.free_out_of_window(request, 12)
     assert used(manager) == 1
@@ -162,7 +162,7 @@ def test_the_need_of_a_long_sequence_counts_windows_once():
     assert [manager.num_blocks_for(n) for n in (1, 8, 12, 400)] == [2, 4, 6, 103]
 
 
-# Prefixes.
+# Prefix cache hits.
 
 
 def test_a_hit_gives_windows_their_last_blocks_and_null_before():
@@ -179,7 +179,8 @@ def test_a_hit_gives_windows_their_last_blocks_and_null_before():
 def test_a_full_hit_needs_the_window_of_the_last_token():
     manager = make_manager(window(2))
     manager.free(start(manager, range(8)))
-    # The query at 7 is computed again and sees 6; one at 8 would see 7 too: either way block 1.
+    # The query at position 7 is recomputed and attends to position 6, and a query at 8 would also attend to 7. Both
+    # need block 1.
     assert [block.block_id != 0 for block in hit(manager, range(8)).blocks[0]] == [False, True]
     assert hit(manager, range(8)).num_tokens == 7
 
@@ -215,7 +216,7 @@ def test_what_full_attention_lacks_may_leave_windows_nothing_to_start_from():
     manager.pool.touch(keep)
     evict(manager, full)
     manager.pool.free(keep)
-    # Eight tokens are left in the full group, and the window before 8 is gone; before 4 it is there.
+    # The full group still has eight tokens. The window before position 8 is evicted, and the window before 4 is cached.
     assert hit(manager, range(17)).num_tokens == 4
 
 
@@ -227,7 +228,7 @@ def test_what_full_attention_lacks_may_leave_windows_nothing_to_start_from():
     missing=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 7)), max_size=16),
     tail=st.integers(0, 3),
 )
-# The second window cannot start after all eight blocks, the first then not after seven.
+# The second window has no hit after eight blocks, and then the first window has no hit after seven blocks.
 @example(groups=[window(5), window(9)], missing={(0, 6), (1, 7)}, tail=1)
 def test_a_hit_is_the_longest_prefix_that_every_group_can_start_from(groups, missing, tail):
     num_tokens = 8 * 4 + tail
@@ -277,7 +278,7 @@ def test_reset_forgets_all_groups():
     assert hit(manager, range(12)).num_tokens == 0
 
 
-# Events.
+# KV cache events.
 
 
 def test_blocks_that_become_findable_together_are_one_event():

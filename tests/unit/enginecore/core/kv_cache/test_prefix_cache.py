@@ -139,7 +139,7 @@ def test_full_hits_at_every_block_size(block_size):
     assert cached_tokens(engine, make_request(PROMPT)) == 15
 
 
-# Engines whose layers differ in their windows. The fake executor checks the contents of every window.
+# Engines with layers of different windows. The fake executor checks the contents of every window.
 
 
 def hybrid_engine(windows=(None, 6), **config):
@@ -166,7 +166,7 @@ def test_windows_let_more_requests_run_than_full_allocation():
         step(engine, transcript)
         pool = engine.scheduler.kv_cache.pool
         most = max(most, pool.num_usable_blocks - pool.num_free_blocks)
-    assert most <= 26 + 2  # full allocation: twice 26
+    assert most <= 26 + 2  # without windows, both groups would need 26 blocks
     assert_as_expected(engine, transcript, request)
 
 

@@ -93,7 +93,7 @@ def test_each_kind_of_layer_is_a_group_and_groups_share_memory():
     config = size(20 * BLOCK_BYTES, specs=layers(SPEC, with_window(64), SPEC, with_window(64)))
     assert [group.layer_names for group in config.groups] == [("layer.0", "layer.2"), ("layer.1", "layer.3")]
     assert [group.sliding_window for group in config.groups] == [None, 64]
-    assert config.num_blocks == 20  # each of two layers, though there are four
+    assert config.num_blocks == 20  # a block has memory for two layers, although the model has four layers
 
 
 def test_a_windowed_group_holds_the_keys_of_the_tokens_in_flight_and_a_block_more():
@@ -178,5 +178,5 @@ def test_layers_of_a_drafter_have_memory_of_their_own_in_every_group():
     groups = [
         KVCacheGroup(layer_names=names, sliding_window=32 if windowed else None) for windowed, names in cut.items()
     ]
-    # Two tensors of the model, the second of which one layer has alone, and one of the drafter.
+    # Two tensors of the model, of which the second one has only one layer, and one tensor of the drafter.
     assert block_bytes(specs, groups) == 3 * SPEC.page_size_bytes

@@ -152,7 +152,7 @@ def test_a_light_tenant_does_not_wait_behind_a_flood():
 
 def test_a_tenant_that_returns_has_no_credit():
     queue = fair_queue(*(prepared("a", tokens=10) for _ in range(200)), prepared("d", tokens=10))
-    served(queue, 100)  # "d" is gone after one request
+    served(queue, 100)  # tenant "d" has no requests left after one request
     for _ in range(50):
         queue.add(prepared("d", tokens=10))
     assert served(queue, 40).count("d") == pytest.approx(20, abs=1)

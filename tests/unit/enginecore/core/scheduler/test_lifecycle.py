@@ -87,7 +87,7 @@ def test_workers_hear_of_ended_requests_even_when_nothing_else_runs():
     assert len(last.finished_request_ids) == 1
 
 
-# Requests end when their deadline has passed, wherever they are.
+# Requests in any state end when their deadline has passed.
 
 
 def test_an_expired_waiting_request_ends_before_it_costs_a_prefill():

@@ -74,7 +74,7 @@ def test_a_scheduler_that_cannot_be_loaded_says_so(path):
         create_scheduler(scheduler_context(scheduler=path))
 
 
-# Which waiting requests start in a step, and which have to wait for blocks.
+# Waiting requests that start in a step, and requests that wait for blocks.
 
 
 def test_requests_start_in_order_of_arrival():
@@ -116,7 +116,7 @@ def test_a_prompt_larger_than_the_pool_ends_with_an_error_and_affects_no_other()
     assert "7 KV cache blocks" in output.error.message
 
 
-# The priority policy: the lower number runs first, and keeps its blocks.
+# The priority policy: requests with lower numbers run first and are preempted last.
 
 
 def order_of_starts(engine, *requests):
@@ -148,7 +148,7 @@ def test_first_come_first_served_looks_at_no_number():
 
 
 def test_the_highest_number_gives_up_its_blocks_wherever_it_stands():
-    # 12 usable blocks of 4 tokens; each request comes to need 7.
+    # There are 12 usable blocks of 4 tokens. Each request needs 7 blocks at its end.
     engine = make_engine(policy="priority", num_blocks=13, prefix_caching=False)
     unimportant = make_request(8, priority=3, max_tokens=20, seed=1)
     important = make_request(8, priority=1, max_tokens=20, seed=2)

@@ -1,4 +1,6 @@
-"""Random lives of an engine: whatever happens, no block is lost or owned twice, and every request ends once, as it should."""
+"""Random lives of an engine: whatever happens, no block is lost or owned twice, and every request ends once, as it
+should.
+"""
 
 import msgspec
 import pytest
@@ -35,7 +37,10 @@ def digest_of(path, version):
 
 
 def drafter_of(kind):
-    """Return a drafter that is always right, never, up to the first or second token, or by chance. None drafts nothing."""
+    """Return a drafter that is always right, never, up to the first or second token, or by chance.
+
+    None drafts nothing.
+    """
 
     def draft(seed, index, count):
         right = [oracle_token(seed, i, VOCAB) for i in range(index, index + count)]
@@ -47,7 +52,8 @@ def drafter_of(kind):
 
 
 class EngineMachine(EngineLives):
-    """Resets, adapters, constraints, drafts and copies of blocks beside, on pools of a few blocks, with one or several steps in
+    """Resets, adapters, constraints, drafts and copies of blocks beside, on pools of a few blocks, with one or several
+    steps in
     flight, and requests that steps fail of.
     """
 
@@ -142,7 +148,7 @@ class EngineMachine(EngineLives):
         version,
         **sampling,
     ):
-        # Few families of prompts, so that prefixes are shared.
+        # Few different prompt beginnings, so that requests have common prefixes.
         prompt_length = min(prompt_length, self.engine.max_model_len - 1)
         request = make_request(
             [(family * 3 + i * (1 + family)) % VOCAB for i in range(prompt_length)],

@@ -90,7 +90,7 @@ def test_prompts_share_what_they_have_beside_decodes_and_have_whole_steps_withou
     requests = [make_request(30, max_tokens=1, seed=1), make_request(list(range(90, 96)), max_tokens=1)]
     transcript = run_to_end(engine, first, *requests)
     assert_as_expected(engine, transcript, first, *requests)
-    # One decodes in two steps, in which a token of each prompt is not counted.
+    # One request decodes in two steps. In these steps, one token of each prompt does not count towards the budget.
     assert tokens_by_step(engine) == [[3], [1, 8, 1], [1, 8, 1], [14, 4]]
 
 
@@ -105,11 +105,11 @@ def test_drafts_are_not_counted_as_tokens_of_prompts():
     assert budget.may_join(50, output)
     output.num_scheduled_tokens["b"] = 8
     output.total_num_scheduled_tokens += 8
-    assert budget.tokens_for(50, output) == 1  # a token of each request is not counted
+    assert budget.tokens_for(50, output) == 1  # one token of each request does not count towards the budget
     assert not budget.may_join(10, output)
 
 
-# Tokens of a request that are due, and those that count before they are known.
+# Tokens of a request that must be computed, including sampled tokens that are not yet known.
 
 
 def computed(num_prompt: int, num_computed: int, **sampling: int) -> Request:
@@ -164,7 +164,7 @@ def test_nothing_is_due_behind_the_last_token_that_is_on_its_way() -> None:
     assert num_tokens_due(request) == 0
 
 
-# Decodes are dealt out to the steps in flight, and prompts are not.
+# Decodes are distributed over the steps in flight. Prompts are not distributed.
 
 
 def scheduled_by_step(executor: FakeExecutor) -> list[dict[str, int]]:
@@ -212,7 +212,7 @@ def test_prompts_are_not_dealt_out_and_come_behind_the_decodes() -> None:
     first, second = scheduled_by_step(executor)[before : before + 2]
     assert [count for key, count in first.items() if key.startswith("p")] == [14]
     assert sum(second.values()) == 16
-    assert [key[0] for key in second] == ["d", "d", "p"]  # the tokens of the others are on their way
+    assert [key[0] for key in second] == ["d", "d", "p"]  # the tokens of the other requests are still in flight
     run_to_end(engine, transcript=transcript)
     assert_as_expected(engine, transcript, *late)
 
@@ -226,5 +226,5 @@ def test_steps_in_flight_equal_the_stages_plus_one_with_async_scheduling() -> No
         while engine.has_work:
             engine.step(lambda: None)
             in_flight = max(in_flight, len(engine._steps))
-        # A step that is started is finished before the call ends, where there is no room for another.
+        # If no further step fits in flight, the call waits for a step before it returns.
         assert in_flight == most - 1

@@ -104,7 +104,7 @@ def test_a_long_queue_forgets_what_was_removed_from_it():
     assert len(queue._heap) < 100
 
 
-# Waiting requests: a request with a hold blocks no other one, and is scheduled once its last hold is removed.
+# Waiting requests with holds. A hold delays only its own request, until the last hold is removed.
 
 REASONS = [hold for hold in Hold if hold]
 
@@ -173,7 +173,7 @@ def test_an_ended_request_is_taken_out_wherever_it_is(hold: Hold) -> None:
     assert (len(waiting), waiting.num_tokens) == (0, 0)
 
 
-# Requests that a full queue refuses, and the time after which clients may retry.
+# Requests that a full queue refuses, and the retry delay for clients.
 
 
 def test_a_full_queue_refuses_with_a_time_to_retry_after():
@@ -240,7 +240,8 @@ def of(tenant: str):
 
 
 def serve_beside_a_flood(engine, transcript) -> tuple[int, int]:
-    """Tenant a floods with 50 times the queue of 4, tenant b sends 20 requests one by one. Returns the served of b, the refused
+    """Tenant a floods with 50 times the queue of 4, tenant b sends 20 requests one by one. Returns the served of b, the
+    refused
     of a."""
     served = refused = 0
     for _ in range(20):

@@ -262,7 +262,7 @@ def test_survivors_of_a_death_keep_their_adapters():
         assert [len(rank.executor.loads) for rank in (first, third)] == [1, 1]
 
 
-# How long changes of a group stop a rank's steps.
+# The time for which a change of the group stops a rank's steps.
 
 
 class Hands:
@@ -305,7 +305,7 @@ def switch(standstill: Standstill, hands: Hands, agreeing: float, opening: float
 
 def test_a_planned_change_counts_from_the_exchange_behind_the_last_step(standstill: Standstill, hands: Hands) -> None:
     standstill.exchanging()
-    hands.now += 8  # a step, and no switch
+    hands.now += 8  # a long step, without a change of the group
     assert not switch(standstill, hands, agreeing=0.5, opening=0.25)
     assert measured(standstill) == (1, 0.75, 0, 0)
     assert not switch(standstill, hands, agreeing=1, opening=1)

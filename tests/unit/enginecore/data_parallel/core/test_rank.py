@@ -214,7 +214,7 @@ def test_what_cannot_be_prepared_is_reported():
     assert PrepareFailed("a", 2) not in other.repeat()[1]
 
 
-# The agreement of the ranks is a function of their rows alone.
+# The agreement of the ranks depends only on their rows.
 
 PAUSES = [Pauses(0), Pauses(1, PauseMode.WAIT), Pauses(1, PauseMode.KEEP), Pauses(2), Pauses(3, PauseMode.ABORT)]
 ROWS = st.lists(

@@ -61,7 +61,8 @@ def test_all_workers_do_what_they_are_told_and_leave_nothing_behind() -> None:
     with executor_of(workers=3) as executor:
         assert executor.load_model(lines.append).vocab_size == 1000
         assert list(executor.kv_cache_specs()) == ["layer.0"]
-        assert executor.available_kv_cache_memory() == 2**20 * 6  # of the last, which has the least
+        # The memory of the last worker, which has the least memory.
+        assert executor.available_kv_cache_memory() == 2**20 * 6
         executor.initialize_kv_cache(KV_CACHE)
         for number in range(1, 200):
             executor.execute_model(step(number))
@@ -223,7 +224,7 @@ def test_a_step_that_takes_too_long_ends_all_and_the_log_says_where_each_worker_
             executor.sample_tokens().result(PATIENCE)
     stacks = {record.args[0]: record.args[1] for record in caplog.records if "stack traces" in record.getMessage()}
     assert told in stacks[1]
-    assert "in read" in stacks[0]  # it waits for the next message
+    assert "in read" in stacks[0]  # the worker waits for the next message
 
 
 @pytest.mark.parametrize("method", ["kv_cache_specs", "execute_dummy_batch"])
@@ -232,7 +233,8 @@ def test_workers_that_hang_before_the_first_step_end_all_and_are_logged(
 ) -> None:
     with executor_of(Misdeed(rank=1, when=method, does="hang"), step_timeout=1.0) as executor:
         executor.load_model(lambda line: None)
-        monkeypatch.setattr(overdue, "_IDLE_AT_LEAST", 1.0)  # not before: on a busy machine workers take long to start
+        # Set only now, because workers start slowly on a busy machine.
+        monkeypatch.setattr(overdue, "_IDLE_AT_LEAST", 1.0)
         with pytest.raises(WorkersGone, match="no worker has computed anything for 1 s, while the model was loaded"):
             getattr(executor, method)()
     stacks = {record.args[0]: record.args[1] for record in caplog.records if "stack traces" in record.getMessage()}

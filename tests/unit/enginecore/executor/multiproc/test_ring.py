@@ -41,7 +41,7 @@ def make_ring(
 ) -> tuple[RingWriter, list[RingReader]]:
     descriptor = RingMemory.create(num_slots, SLOT, num_readers, first=first)
     try:
-        # Mappings of their own, as processes have them.
+        # Each reader has a separate mapping, like a process.
         readers = [RingReader(RingMemory(descriptor, words), index) for index in range(num_readers)]
         return RingWriter(RingMemory(descriptor, words)), readers
     finally:
@@ -66,7 +66,7 @@ class RingMachine(RuleBasedStateMachine):
     )
     def begin(self, readers: int, log2_slots: int, before_the_end: int) -> None:
         self.num_slots = 2**log2_slots
-        # Counters wrap around to zero soon after.
+        # The counters start just below the wrap-around to zero.
         self.writer, self.readers = make_ring(
             self.kind(), num_slots=self.num_slots, num_readers=readers, first=MASK - before_the_end
         )
@@ -84,7 +84,7 @@ class RingMachine(RuleBasedStateMachine):
         message = (b"%d," % self.count * size)[:size]
         slots = self.slots_of(message)
         if slots > self.num_slots:
-            return  # needs readers at the same time
+            return  # this case needs concurrent readers
         expected: type[Exception] | None = RingClosed if self.writer_ended else None
         for due, ended in zip(self.due, self.ended, strict=True):
             taken = sum(map(self.slots_of, due))
@@ -195,7 +195,7 @@ def test_a_waiting_reader_is_woken_by_a_message(words: Words) -> None:
 
 def test_a_writer_waiting_for_room_is_woken_by_a_reader(words: Words) -> None:
     writer, (reader,) = make_ring(words)
-    message = bytes(range(256)) * 10  # 80 rings
+    message = bytes(range(256)) * 10  # 80 times the size of the ring
     with _thread(lambda: writer.write(message)) as writing:
         assert reader.read(PATIENCE) == message
         writing.result(PATIENCE)
@@ -318,12 +318,12 @@ def test_a_reader_rehearses_before_a_message_is_due_and_gets_it() -> None:
     read_asleep(writer, reader, b"first")
     writer.write(b"beside")
     assert reader.read(PATIENCE) == b"beside"
-    while not rehearsed:  # a thread that was held up may come too late for it
+    while not rehearsed:  # repeat, because a delayed thread may be too late
         even_rhythm(reader, 30_000_000)
         with suppress(RingTimeout):
             assert reader.read(timeout=0.1) == b"second"
     assert rehearsed == [b"first"]
-    with pytest.raises(RingTimeout):  # it is not near any more
+    with pytest.raises(RingTimeout):  # the message is no longer expected soon
         reader.read(timeout=0)
 
 

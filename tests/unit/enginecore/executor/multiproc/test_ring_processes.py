@@ -43,7 +43,7 @@ def _told_at_the_end_of(process: "subprocess.Popen[str]", tell: Callable[[], Non
 def test_slow_and_late_readers_get_every_message_whole_and_in_order(ring: int, kind: str) -> None:
     readers = [start_reader(ring, 0, kind=kind), start_reader(ring, 1, slow=0.02, kind=kind)]
     writer = RingWriter(RingMemory(ring))
-    for each in messages(COUNT, SLOT_BYTES):  # long before they have started
+    for each in messages(COUNT, SLOT_BYTES):  # long before the reader processes have started
         writer.write(each, PATIENCE)
     writer.close()
     assert [reader.communicate(timeout=PATIENCE)[0].strip() for reader in readers] == [str(COUNT)] * 2

@@ -39,7 +39,7 @@ def test_a_steps_way_does_not_count_what_the_worker_had_to_do_before() -> None:
     reports.waits()
     clock.now += 10
     reports.received(sent=clock.now - 0.0625)
-    clock.now += 1  # it computes, and meanwhile a step is sent
+    clock.now += 1  # the worker computes while the next step is sent
     sent = clock.now - 0.5
     reports.waits()
     clock.now += 0.0078125
@@ -56,7 +56,7 @@ def test_a_stage_is_idle_while_it_waits_for_others_and_for_steps() -> None:
     reports = WorkerReports(clock)
     for _ in range(
         2
-    ):  # each: half a second of computing, a quarter of it for another stage, and half a second of nothing
+    ):  # each step: half a second of computing, of which a quarter waits for another stage, and half a second idle
         began = reports.received(clock.now)
         clock.now += 0.5
         reports.computed(began)

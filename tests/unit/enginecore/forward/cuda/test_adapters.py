@@ -46,7 +46,8 @@ from tests.fakes.models.torch_kernels import TorchKernels
 CPU = torch.device("cpu")
 LIMITS = SlotLimits(max_loras=3, max_rank=16)
 LENGTHS = (1, 5, 17, 30, 3, 22)
-# One product for q, k and v, and three; biases; scaled residuals; experts; another head; a latent.
+# Types with one product for q, k and v, with three products, with biases, scaled residuals, experts, a separate head,
+# and latent attention.
 FUSED = ("llama", "qwen2", "phi3", "gemma2", "granite", "qwen3_moe", "deepseek_v3")
 MODULES = ("gpt_neox", "olmo2", "cohere2", "phi")
 

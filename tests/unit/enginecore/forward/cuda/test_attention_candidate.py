@@ -142,7 +142,7 @@ def test_an_engine_on_a_cpu_imports_no_kernels_of_gpus() -> None:
     assert run.stdout == "[]\n"
 
 
-# Where the fused decoder is offered.
+# Devices and models for which the fused decoder is available.
 
 
 @pytest.fixture

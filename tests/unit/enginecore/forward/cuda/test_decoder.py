@@ -206,7 +206,7 @@ def test_a_broken_plan_is_refuted_and_the_layer_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # A soft cap that shows in so small a model, and layers of both kinds.
+    # A soft cap with a visible effect in a small model, and layers of both kinds.
     kinds = ["sliding_attention", "full_attention"]
     changes = {
         "gemma2": {"final_logit_softcapping": 2.0},
@@ -237,7 +237,10 @@ def test_after_a_refutation_the_modules_compute_what_they_did(tmp_path: Path, mo
 
 
 class OneSlotLate(TorchKernels):
-    """Writes keys and values one slot too late. Only later steps read them, so a single step does not show the fault."""
+    """Writes keys and values one slot too late.
+
+    Only later steps read them, so a single step does not show the fault.
+    """
 
     def prologue(self, *args: Any) -> None:
         qkv, bias, norms, rotary, positions, slots, *rest = args
@@ -294,7 +297,7 @@ def test_embedded_tokens_and_a_separate_head_give_the_logits_of_the_run(tmp_path
     torch.testing.assert_close(output.logits, expected[:1])
     assert output.states.hidden.shape == (20, 48)
     other = dataclasses.replace(batch(20, forward), token_ids=np.arange(20) + 100)
-    forward.run(other, np.array([4]))  # states outlive the steps behind
+    forward.run(other, np.array([4]))  # the states must stay valid during later steps
     torch.testing.assert_close(forward.head(output.states, torch.from_numpy(rows)), expected)
 
 
@@ -335,7 +338,7 @@ def test_models_in_half_precision_are_proved(architecture: str, dtype: torch.dty
     save_varied_model(architecture, tmp_path)
     loaded = load_probed(tmp_path).model
     loaded.module.to(dtype)
-    if architecture == "gemma3":  # loading leaves it as it is, and the module rounds it at each call
+    if architecture == "gemma3":  # loading does not change the scale, and the module rounds it at each call
         loaded.module.model.embed_tokens.embed_scale = torch.tensor(48**0.5)
     probed = probe_model(dataclasses.replace(loaded, dtype=dtype), CPU, 16)
     proven = prove(probed, lambda: FusedForward(probed, TorchKernels()))

@@ -172,7 +172,7 @@ def test_replayed_steps_of_a_model_are_proved_with_the_others(architecture: str,
 
     proven = prove(probed, lambda: FusedForward(probed, kernels, StepGraphs(make_graph)))
     assert proven.name, proven.reasons
-    assert [graph.replays for graph in made] == [0, 2, 0]  # two decodes behind the first
+    assert [graph.replays for graph in made] == [0, 2, 0]  # two decodes after the first one
 
 
 class Stale(RecordedGraph):

@@ -76,7 +76,7 @@ def test_experts_compute_what_the_module_does_and_padding_takes_none(
     torch.testing.assert_close(out[:num_tokens], 0.5 * expected)
 
 
-# Products of experts with weights that stay quantized.
+# Expert products whose weights stay quantized in memory.
 
 EXPERTS, COLUMNS = 3, 64
 NOT_KEPT = ("gptq-desc-act", "gptq-8-bits", "compressed-int4-actorder", "compressed-int8")

@@ -111,7 +111,7 @@ def test_replayed_steps_have_the_logits_and_tokens_of_launched_ones(tmp_path: Pa
 def test_what_is_not_padded_is_launched_by_the_modules(tmp_path: Path) -> None:
     forward = replayed(tmp_path, "olmo2")
     caches = forward.memory.throwaway(BLOCK_SIZE, 64)
-    for layer in caches.values():  # tokens before these were not computed, and memory may hold anything
+    for layer in caches.values():  # earlier tokens were not computed, so their memory has arbitrary values
         layer.cache.keys.zero_()
         layer.cache.values.zero_()
     forward.bind(caches)

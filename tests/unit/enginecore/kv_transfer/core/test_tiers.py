@@ -352,7 +352,7 @@ def test_a_disk_that_fails_fails_no_request(caplog):
     assert_nothing_left(engine)
 
 
-# Blocks of other engines on their way into the pool.
+# Blocks that are pulled from other engines into the pool.
 
 HASHES = [bytes([i]) * 16 for i in range(6)]
 PLACES = [Place(BlockName(0, each), 10 + i) for i, each in enumerate(HASHES)]

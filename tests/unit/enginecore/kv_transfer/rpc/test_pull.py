@@ -102,14 +102,14 @@ def test_more_than_a_window_comes_as_it_is_acknowledged(engine: Make, monkeypatc
     fetched.hold = False
     for block in fetched.held:
         block.done()
-        block.done()  # says nothing more
+        block.done()  # no message must follow
     assert len(fetched.wait()) == 30
 
 
 def test_blocks_outside_the_lease_are_missing(engine: Make) -> None:
     source, target = engine("a"), engine("b")
     names, others = names_of("prompt", 3), names_of("another prompt", 2)
-    source.fill(others)  # in the pool, and in no lease
+    source.fill(others)  # cached in the pool without a lease
     request = target.request(source.grant(names, time.monotonic()))
     target.peers.opened(request)
     wanted = [names[0], others[0], names[2], others[1]]
@@ -249,7 +249,7 @@ def test_the_lease_lasts_while_a_pull_is_open_and_runs_out_behind_it(engine: Mak
     until(lambda: source.transfer.num_pulls[0])
     time.sleep(0.4)
     assert source.leases.expire(time.monotonic()) == 0
-    target.transfer.stop()  # without a word
+    target.transfer.stop()  # stops without a message to the source
     until(lambda: source.leases.expire(time.monotonic()))
     assert source.leases.ends == {LeaseState.EXPIRED: 1}
     assert source.pool.num_free_blocks == source.pool.num_usable_blocks
@@ -291,7 +291,7 @@ def test_an_abandoned_fetch_ends_and_others_go_on(engine: Make) -> None:
     assert len(second.wait()) == 4
     assert [(told.num_blocks, told.outcome) for told in target.transfers] == [(0, ABANDONED), (4, WHOLE)]
     assert first.contents == {}
-    target.peers.abandon(first.number)  # says nothing more
+    target.peers.abandon(first.number)  # no message must follow
 
 
 def test_own_leases_need_no_pull(engine: Make) -> None:

@@ -30,7 +30,7 @@ class Counted:
         self._codecs: list[Codec] = []
 
     def count(self, where: str, codec: Codec) -> Codec:
-        if codec in self._codecs:  # of a handler that an observer has wrapped
+        if codec in self._codecs:  # the codec belongs to a handler that an observer has wrapped
             return codec
 
         def counting(message: Any) -> Any:
@@ -99,7 +99,7 @@ async def test_a_pull_takes_little_more_than_its_blocks(
     payload = count * block_bytes
     assert source.counts.num_bytes["out", "grpc"] == target.counts.num_bytes["in", "grpc"] == payload
     messages, at_the_target = counted.num_bytes["source, out"], counted.num_bytes["target, in"]
-    assert messages >= at_the_target >= payload  # the last one may not be read
+    assert messages >= at_the_target >= payload  # the target may not have read the last message
     assert messages - at_the_target <= 64
     both_ways = messages + counted.num_bytes["target, out"]
     assert payload <= both_ways <= MOST * payload, f"messages: {both_ways / payload:.5f} times the blocks"

@@ -179,7 +179,7 @@ def test_a_load_that_somebody_wants_again_before_it_was_given_up_is_made_once_mo
     add(engine, gone)
     engine.scheduler.abort_requests(CLIENT, [gone.request_id])
     executor.finish_load()
-    engine.loras.take()  # it is refused room, and has not said so yet
+    engine.loras.take()  # the load did not get memory, but this is not reported yet
     add(engine, comes)
     executor.finish_load()
     assert_as_expected(engine, run_to_end(engine), comes)
@@ -271,7 +271,7 @@ def test_a_load_beside_one_of_the_same_content_that_failed_is_done_again() -> No
         engine.loras._room.want(want)
         ends.append(news.get())
     failed, taken = ends
-    news.put(failed)  # workers have loaded it, and are asked to free it
+    news.put(failed)  # workers have loaded the adapter, and must now free it
     news.put(taken)
     engine.loras.take()
     assert isinstance(fails.exception(), Unavailable)
@@ -326,7 +326,8 @@ def test_an_adapter_for_which_there_is_no_room_is_not_taken() -> None:
     executor.finish_load()
     engine.loras.take()
     assert waits.result(timeout=0).digest == adapter(3).digest
-    assert next_one.result(timeout=0).digest == adapter(4).digest  # it waited until that could go
+    # The load waited until the other adapter could be evicted.
+    assert next_one.result(timeout=0).digest == adapter(4).digest
     assert executor.most_held_loras == 2
 
 
@@ -352,9 +353,9 @@ def test_one_that_was_let_go_of_while_it_was_read_again_is_loaded_once_more() ->
     executor.finish_load()
     engine.loras.take()
     assert known.done()
-    by_path = engine.loras.add_lora("a1", "/a1")  # reads it again
+    by_path = engine.loras.add_lora("a1", "/a1")  # reads the adapter's files again
     executor.finish_load()
-    engine.loras._room.want(engine.loras._news.get())  # there is room: it is taken
+    engine.loras._room.want(engine.loras._news.get())  # memory is available, so the load reserves it
     engine.loras.remove_lora(adapter(1).digest)  # before the engine has handled the loaded adapter
     engine.loras.take()
     assert not by_path.done()
@@ -437,7 +438,7 @@ def test_a_hot_adapter_lets_another_in_after_max_wait() -> None:
             step(engine, transcript)
             clock.now += 1.0
         assert len(requests) < 30, "it waits for ever"
-    assert 4 < len(requests) < 12  # 10 seconds, and what runs then, of 12 steps at most
+    assert 4 < len(requests) < 12  # requests of 10 seconds, plus the running requests, of at most 12 steps
     run_to_end(engine, transcript=transcript)
     assert_as_expected(engine, transcript, *requests)
     assert executor_of(engine).most_loras == 1

@@ -112,7 +112,7 @@ def test_room_that_is_not_needed_is_given_back_once() -> None:
     cache = LoraCache(30)
     cache.add(A, 10)
     cache.reserve(20)
-    assert cache.add(A, 10, 5) == []  # it was already loaded in another way
+    assert cache.add(A, 10, 5) == []  # the adapter was already loaded by another request
     cache.cancel(15)
     assert cache.num_reserved == 0
     with pytest.raises(ValueError, match="only 0 bytes are reserved; cannot cancel 1"):
@@ -159,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert evicted == may_go[: len(evicted)]
         room = free + sum(SIZES[d] for d in evicted)
         assert room >= size
-        assert not evicted or room - SIZES[evicted[-1]] < size  # no more than necessary
+        assert not evicted or room - SIZES[evicted[-1]] < size  # no adapter was evicted unnecessarily
         for other in evicted:
             self.gone(other)
         return True
@@ -241,7 +241,7 @@ class CacheMachine(RuleBasedStateMachine):
 TestCacheMachine = CacheMachine.TestCase
 
 
-# Memory reserved for adapters that are being loaded: in order, once, and released again.
+# Memory for adapters in the process of loading: reserved in order, once per adapter, and released afterwards.
 
 HELD = b"held"
 
@@ -298,7 +298,7 @@ def test_it_waits_for_those_on_their_way_and_later_ones_wait_behind_it() -> None
     rooms = Rooms()
     first, _ = rooms.want(15)
     second, waits = rooms.want(10)
-    third, behind = rooms.want(5)  # there would be room for it
+    third, behind = rooms.want(5)  # there would be enough memory for the last one
     assert not waits.done()
     assert not behind.done()
     rooms.room.end(first)

@@ -91,7 +91,7 @@ def test_a_hot_adapter_gives_its_slot_up_when_another_has_waited_long_enough() -
     assert "a3" not in queue.running
     queue.end("a")
     queue.schedule()
-    assert list(queue.running) == ["a2"]  # still not empty
+    assert list(queue.running) == ["a2"]  # the slot is still in use
     queue.end("a2")
     queue.schedule()
     assert list(queue.running) == ["b"]
@@ -136,7 +136,7 @@ def test_a_slot_that_its_requests_do_not_take_goes_on() -> None:
     queue.add("b", B)
     queue.schedule()
     queue.end("a")
-    queue.schedule(room=0)  # it is b's turn, and there is no room for it
+    queue.schedule(room=0)  # it is adapter b's turn, but there is no free slot
     assert queue.slots.active == ["62"]
     queue.slots.wait("c", C, "63", queue.now)
     queue.now = 5.0

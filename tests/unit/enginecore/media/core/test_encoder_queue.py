@@ -40,7 +40,7 @@ def test_what_the_first_item_leaves_is_the_next_ones():
     queue = EncoderQueue(100)
     queue.begin_step()
     assert queue.add("a", 10, BLOCKS)
-    assert not queue.add("b", 20, BLOCKS)  # three of its blocks
+    assert not queue.add("b", 20, BLOCKS)  # three encoder blocks of the item
     assert not queue.add("c", 1, BLOCKS)
     assert queue.num_pending == 21
     assert queue.begin_step() == ["b", "c"]

@@ -226,7 +226,7 @@ def test_workers_get_small_tensors_with_the_request_and_all_of_them_to_encode():
     assert (new.mm_features[0].offset, new.mm_features[0].identifier) == (2, start.identifier)
 
 
-# Spans that are computed together.
+# Spans that must be computed in one step.
 
 
 def test_a_span_is_never_parted_by_chunks():
@@ -277,7 +277,7 @@ def test_the_cache_has_room_for_the_largest_item_at_least():
     assert engine.executor.encoder.num_embeds == 16
 
 
-# Failures.
+# Failures of encoding.
 
 
 def test_an_item_that_cannot_be_encoded_ends_its_requests_alone():
@@ -437,7 +437,7 @@ def test_a_loop_goes_on_while_there_is_nothing_but_media_to_compute():
     assert engine.executor.encoder.encoded == [identifier_of(1), identifier_of(2)]
 
 
-# Order, shares, drafts, events.
+# Order, fair shares, drafts, and events.
 
 
 def test_small_items_do_not_keep_a_large_one_waiting():
@@ -473,7 +473,7 @@ def test_tenants_take_turns_at_being_encoded():
     many = [images(10 + i, tenant="a", max_tokens=1) for i in range(8)]
     one = images(1, tenant="b", max_tokens=1)
     transcript = run_to_end(engine, *many, one)
-    # The first of them was being encoded already.
+    # The first item was already being encoded.
     assert list(transcript.ends).index(one.request_id) <= 2
     assert_as_expected(engine, transcript, *many, one)
 
@@ -578,7 +578,7 @@ def test_the_urgent_go_first_under_priority():
 def test_tenants_take_turns_by_their_embeddings_and_weights():
     large = [wanted(number, length=12, tenant="a") for number in (1, 2)]
     small = [wanted(number, length=4, tenant="b") for number in (3, 4, 5, 6)]
-    # After the first of each: 12 against 4, 8, 12.
+    # After the first item of each tenant, the charged tokens are 12 compared with 4, 8, 12.
     assert order(line_of(*large, *small)) == [large[0], *small[:3], large[1], small[3]]
     assert order(line_of(*large, *small, fair=False)) == [*large, *small]
     heavy = [wanted(number, length=12, tenant="a", tenant_weight=3.0) for number in (1, 2)]

@@ -283,7 +283,7 @@ def test_what_an_item_came_in_may_be_overwritten_behind_its_first_slice(encoder:
     assert torch.equal(found.rows, expected.rows)
 
 
-# The towers' own quick GELU.
+# The vision encoders' quick GELU.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -50,12 +50,12 @@ class Model(NamedTuple):
 
 
 _KINDS = {
-    "llava",  # CLIP: one size
-    "llava_onevision",  # tiles that are joined and made smaller, and video
-    "llava_pixtral",  # any size
+    "llava",  # CLIP with one image size
+    "llava_onevision",  # tiles that are joined and downsampled, and video
+    "llava_pixtral",  # images of any size
     "qwen3_vl",  # patches with a grid, video, deepstack
     "idefics3",  # tiles with a mask, another name of the text model
-    "qwen2_audio",  # a part of a window
+    "qwen2_audio",  # audio shorter than a window
 }
 
 
@@ -162,7 +162,7 @@ def test_the_text_model_computes_what_the_whole_model_does(model: Model) -> None
     loaded = load_model(ModelConfig(path=str(model.directory)), CPU, lambda line: None)
     assert loaded.encoder is None
     token_ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(0))
-    # Aya Vision's class leaves out the factor of its text model, which that is trained with.
+    # Aya Vision's class leaves out the logit scale with which its text model was trained.
     factor = getattr(loaded.module, "logit_scale", 1.0)
     with torch.no_grad():
         expected: Any = model.oracle(input_ids=token_ids)

@@ -164,7 +164,7 @@ def test_rests_double_and_begin_anew_once_a_draft_holds() -> None:
     assert history.rest_left == 32
 
 
-# Which steps are timed at the start, how often, and what of it counts.
+# Timing of steps at the start: measured sizes, number of repetitions, and the result.
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 

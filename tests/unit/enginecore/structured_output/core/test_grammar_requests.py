@@ -145,7 +145,7 @@ def test_shutting_down_ends_the_compiler():
     assert grammars.is_shut_down
 
 
-# Masks that do not come in time.
+# Masks that are not ready in time.
 
 
 def slow_beside_a_neighbour(prompt, **config):

@@ -83,7 +83,7 @@ def assert_gives(engine, transcript, request, at):
     assert transcript.reason(request.request_id) == reason
 
 
-# Where an output begins.
+# Position at which the constrained output begins.
 
 
 @pytest.mark.parametrize(
@@ -163,12 +163,12 @@ def test_masks_behind_drafts_are_those_of_an_output_that_has_these_tokens(output
     assert gated.drafted
     for place, mask in enumerate(gated.draft_masks):
         alone = after(output + drafts[: place + 1])
-        if alone is None:  # no row behind a draft that is refused is reached
+        if alone is None:  # rows after a rejected draft are not used
             break
         np.testing.assert_array_equal(mask, alone.mask)
 
 
-# In the engine.
+# Tests with an engine.
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_a_whole_character_behind_an_unfinished_one_has_its_own_place(
     ids = offsets.ids("x", SMILE[:1], "你".encode(), "z")
     found, text = offsets.of(ids), offsets.text(ids)
     assert found[-1] == text.index("z")
-    if text == "x\ufffd你z":  # of bytes spelt one by one, one that is wrong spoils its whole run
+    if text == "x\ufffd你z":  # in a sequence of byte tokens, one invalid byte makes the entire sequence invalid
         assert found == [0, 1, 2, 2, 2, 3]
 
 

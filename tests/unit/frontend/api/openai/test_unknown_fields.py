@@ -23,7 +23,7 @@ HI: Any = {"role": "user", "content": "hi"}
 
 def paths(kind: type, **body: Any) -> set[str]:
     text = json.dumps(body).encode()
-    msgspec.json.decode(text, type=kind)  # it is a body that is served
+    msgspec.json.decode(text, type=kind)  # the body is valid
     return {field.path for field in find_unknown(text, kind)}
 
 
@@ -86,7 +86,7 @@ def test_blocks_are_looked_at_at_every_depth_and_beside_texts() -> None:
     assert paths(MessagesBody, **said) == {"messages[0].content[0].content[0].txet"}
     item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x", "txet": "y"}], "rloe": 1}
     assert paths(ResponseBody, input=[item]) == {"input[0].content[0].txet", "input[0].rloe"}
-    # A document's further fields are its own.
+    # Additional fields of a document are allowed.
     assert paths(RerankBody, query="a", documents=["b", {"text": "c", "title": "d"}]) == set()
     assert paths(CompletionRequest, prompt=["a", [5, 6]], promt="x") == {"promt"}
 

@@ -78,7 +78,7 @@ def test_nothing_but_text_is_changed() -> None:
     assert places.guarded("</think> <imag ine>") == "</think> <imag ine>"
 
 
-# Roles that a template does not show are made into those that it shows; nothing is left out without a word.
+# Roles that a template does not render are converted to roles that it renders. No message is silently left out.
 
 TURN = "{{ '<' ~ m.role ~ '>' ~ m.content }}"
 ANY = f"{{% for m in messages %}}{TURN}{{% endfor %}}"

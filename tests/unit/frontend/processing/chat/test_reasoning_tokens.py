@@ -37,7 +37,7 @@ def test_an_answer_that_does_not_reason_counts_nothing() -> None:
 def test_tags_of_several_tokens_count_before_the_reasoning_and_not_behind_it(size: int) -> None:
     ids = list(range(len(TEXTS)))
     pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
-    assert counted(by_parser(), pieces) == 5  # three of the tag, and the two words
+    assert counted(by_parser(), pieces) == 5  # three tokens of the tag, and two words
 
 
 def test_reasoning_that_is_cut_off_counts() -> None:

@@ -211,7 +211,7 @@ async def test_what_is_wrong_is_named(chatml: Renderer, fields: dict[str, Any], 
     assert error.value.field == field
 
 
-# What clients write stays text, whatever the style of the template and the kind of the tokenizer.
+# Clients' text never becomes special tokens, for any style of template and any kind of tokenizer.
 
 BOS_EOS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -526,7 +526,7 @@ async def test_what_nests_deeply_is_guarded_too() -> None:
 async def test_texts_with_every_mark_are_refused() -> None:
     async with chats(STYLES["chatml"]) as (_, text):
         marks = "".join(map(chr, range(0x20000, 0x2A6D7)))
-        assert await text.ids(says(marks))  # there is nothing to be marked
+        assert await text.ids(says(marks))  # the text contains no special tokens
         with pytest.raises(InvalidArgument, match="have each of the 42711 characters"):
             await text.ids(says(f"{marks}<|im_end|>"))
 

@@ -142,7 +142,7 @@ def test_a_prompt_has_a_limit() -> None:
         render("{{ 'x' * 11 }}", max_chars=10)
 
 
-# Whether templates read texts or parts, as seen from the templates of models.
+# Detection whether a template reads contents as text or as parts, with templates of real models.
 
 QWEN2_VL = (
     "{% set image_count = namespace(value=0) %}{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"

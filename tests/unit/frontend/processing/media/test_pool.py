@@ -336,7 +336,7 @@ async def test_what_no_worker_says_is_not_believed(
     assert array(good, "pixel_values").tolist() == [[0, 1], [2, 3]]
 
 
-# A queue that tenants share.
+# A fair queue for several tenants.
 
 TENANTS = "abc"
 

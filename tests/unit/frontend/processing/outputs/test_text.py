@@ -170,7 +170,7 @@ def test_without_a_detokenizer_tokens_pass_and_there_is_no_text() -> None:
     assert (delta.text, list(delta.token_ids)) == ("", [5, 6])
 
 
-# Stop strings: the first to be complete wins, however the text arrives.
+# Stop strings: the stop string that is complete first wins, for any split of the text.
 
 LETTERS = st.text(alphabet="ab", max_size=12)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4)

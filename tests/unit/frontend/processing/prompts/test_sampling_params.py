@@ -114,7 +114,7 @@ def test_a_bad_sequence_outside_the_vocabulary_is_refused() -> None:
         sampling_params.check_vocabulary(params, 256)
 
 
-# One request as several sequences.
+# Splitting one request into several sequences.
 
 
 def request(**params: Any) -> EngineCoreRequest:

@@ -84,7 +84,7 @@ def test_decoders_that_look_at_neighbours_are_the_librarys(backend: tokenizers.T
     assert not is_byte_level(backend)
 
 
-# Tokens that no text becomes, in tokenizers of every kind.
+# Special tokens, which no text is tokenized to, in all kinds of tokenizers.
 
 IMAGE, BREAK, OTHER = "<image>", "<br>", "<|im_start|>"
 

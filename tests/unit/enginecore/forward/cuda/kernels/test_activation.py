@@ -12,7 +12,7 @@ from tests.fakes.models.interpreted_kernels import interpreted
 
 activation = interpreted("activation")
 
-# exp() of the interpreter is numpy's, which tells of infinities.
+# The interpreter uses numpy's exp(), which warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered")
 
 CLAMPED = activation.ClampedSwiglu(limit=1.5, alpha=1.702)

@@ -30,7 +30,7 @@ def test_new_tokens_go_to_their_slots_and_nowhere_else(
     kv_heads: int, sizes: tuple[int, int], dtype: torch.dtype
 ) -> None:
     slots = torch.tensor([7, -1, 19, 5, 12])
-    # As modules hand them over: heads before tokens.
+    # The layout of modules: heads before tokens.
     new = [torch.randn(kv_heads, len(slots), size, dtype=torch.float32).to(dtype).transpose(0, 1) for size in sizes]
     written, expected = caches(kv_heads, sizes, dtype), caches(kv_heads, sizes, dtype)
     cache.write_cache(*new, slots, *written)

@@ -89,7 +89,7 @@ def test_more_heads_than_rows_of_a_tile() -> None:
 @pytest.mark.usefixtures("short_pieces")
 def test_a_decode_in_pieces_of_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     check(make_latent_step([1, 1, 1], [90, 33, 4]))
-    monkeypatch.setattr(latent_attention, "_PIECES", 8)  # for 4 heads: 2, of 64 keys each
+    monkeypatch.setattr(latent_attention, "_PIECES", 8)  # with 4 heads, there are 2 pieces of 64 keys each
     check(make_latent_step([1], [90]))
 
 
@@ -109,7 +109,7 @@ def test_a_token_has_the_same_bits_as_a_decode_and_in_a_prompt(
     assert torch.equal(attended(alone, invariant=True)[-1], whole[-1])
     torch.testing.assert_close(attended(alone)[-1], whole[-1], rtol=1e-2, atol=1e-3)
     if dtype == torch.float32:
-        assert not torch.equal(attended(alone)[-1], whole[-1])  # pieces are seen
+        assert not torch.equal(attended(alone)[-1], whole[-1])  # the split into pieces changes the bits
 
 
 def one_slot_late(real: Any) -> Any:

@@ -73,7 +73,7 @@ def norm(module: Any) -> torch.Tensor:
 
 def activation(module: Any) -> torch.Tensor:
     out = torch.full((4, 40), NAN)
-    gate_up = random(4, 80)[:3]  # reads out of bounds by a fault get the numbers after these rows
+    gate_up = random(4, 80)[:3]  # a defect's out-of-bounds reads get the numbers after these rows
     (module.gated if module else TorchKernels().gated)(gate_up, "silu", out[:3])
     return out
 

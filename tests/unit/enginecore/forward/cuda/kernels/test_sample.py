@@ -183,7 +183,7 @@ def test_rows_of_every_kind_in_one_batch(data: st.DataObject) -> None:
     logits = random_logits(rows, vocab, seed=data.draw(st.integers(0, 99)))
     tokens = by_kernels(logits, made, filtered=True)
     assert torch.equal(tokens, by_cpu(logits, made))
-    # A row's token is its own: the same alone.
+    # A row's token does not depend on other rows.
     alone = Settings(*(getattr(made, name)[-1:] for name in made.__dataclass_fields__))
     assert by_kernels(logits[-1:].contiguous(), alone, filtered=True).tolist() == tokens[-1:].tolist()
 
