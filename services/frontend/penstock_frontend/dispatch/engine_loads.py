@@ -60,6 +60,8 @@ class EngineLoads:
     def __init__(self, pool: EnginePool, router: Router) -> None:
         self._pool = pool
         self._router = router
+        self._viewed: dict[str, tuple[object, ...]] = {}
+        """Load of each engine in the coordinator's last view, by address."""
 
     @property
     def limits(self) -> ModelLimits | None:
@@ -157,8 +159,16 @@ class EngineLoads:
                 self._router.loras.told(connection.address, stats.lora.held)
 
     def report_view(self, view: ClusterView) -> None:
-        """Record the loads in a coordinator's view. Forget engines that neither the pool nor the view lists."""
+        """Record the loads in a coordinator's view. Forget engines that neither the pool nor the view lists.
+
+        Ignore a load that is the same as in the view before. A hung engine reports no load, and its old load must not
+        reset the count of requests that this frontend has sent to the engine since.
+        """
+        viewed = {status.address: _reported(status) for status in view.engines}
+        before, self._viewed = self._viewed, viewed
         for status in view.engines:
+            if before.get(status.address) == viewed[status.address]:
+                continue
             self._router.report(
                 status.address,
                 waiting=status.num_waiting_reqs,
@@ -211,6 +221,17 @@ class EngineLoads:
             num_running_reqs=load.running,
             kv_cache_usage=load.kv_cache_usage,
         )
+
+
+def _reported(status: EngineStatus) -> tuple[object, ...]:
+    """Return the parts of a status that an engine's report of its load sets."""
+    return (
+        status.incarnation,
+        status.num_waiting_reqs,
+        status.num_running_reqs,
+        status.kv_cache_usage,
+        status.seconds_since_last_step,
+    )
 
 
 def _media_limits(ready: Sequence[EngineReady]) -> tuple[MediaLimits, ...]:

@@ -124,7 +124,10 @@ def test_checkpoints_with_impossible_sizes_are_refused(
         (["linear_attention"] * 3 + ["spiral"], r"config.json is invalid: The `layer_types` .*spiral"),
         ("linear_attention", r"config.json is invalid: .*'layer_types' with value 'linear_attention'"),
         ([1, 2, 3, 4], r"config.json is invalid: .*'layer_types' with value \[1, 2, 3, 4\]"),
-        (["linear_attention"] * 3 + ["sliding_attention"], r"weights are missing, for example model.layers.1.linear_attn"),
+        (
+            ["linear_attention"] * 3 + ["sliding_attention"],
+            r"weights are missing, for example model.layers.1.linear_attn",
+        ),
         (["linear_attention"] * 4, r"weights are missing, for example model.layers.1.linear_attn"),
     ],
     ids=str,

@@ -1,7 +1,11 @@
-"""Engines of a model that compute the same results, and the differences of the others."""
+"""Variants of a model's engines, and the loads in a coordinator's views."""
 
+import msgspec
+
+from penstock_common.types.cluster import ClusterView, EngineStatus
 from penstock_common.types.outputs import EngineReady
-from penstock_frontend.dispatch.engine_loads import describe_variants, variants_of
+from penstock_frontend.dispatch.engine_loads import EngineLoads, describe_variants, variants_of
+from penstock_frontend.dispatch.router import Router
 from penstock_frontend.interfaces import Variant
 
 
@@ -50,3 +54,34 @@ def test_a_mixture_is_described_in_one_line() -> None:
 
 def test_without_engines_there_is_no_variant() -> None:
     assert variants_of([]) == []
+
+
+class _Connection(msgspec.Struct):
+    address: str
+    ready: None = None
+
+
+class _Pool:
+    """A pool of two engines without sessions."""
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter([_Connection("a"), _Connection("b")])
+
+    def connected(self) -> list[_Connection]:
+        return list(self)
+
+
+def test_views_that_repeat_the_load_of_a_hung_engine_keep_the_requests_sent_to_it() -> None:
+    router = Router()
+    loads = EngineLoads(_Pool(), router)  # type: ignore[arg-type]
+    hung = EngineStatus(engine_id="a", incarnation="1", address="a")
+    busy = EngineStatus(engine_id="b", incarnation="1", address="b", num_running_reqs=1)
+    loads.report_view(ClusterView(engines=(hung, busy)))
+    router.sent("a", "r1")
+    router.sent("b", "r2")
+    for running in (2, 3):
+        loads.report_view(ClusterView(engines=(hung, msgspec.structs.replace(busy, num_running_reqs=running))))
+        assert router.load("a").waiting == 1, "the engine has not reported since"
+        assert (router.load("b").waiting, router.load("b").running) == (0, running)
+    loads.report_view(ClusterView(engines=(msgspec.structs.replace(hung, incarnation="2"), busy)))
+    assert router.load("a").waiting == 0

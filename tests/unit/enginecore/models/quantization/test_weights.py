@@ -166,7 +166,8 @@ def test_numbers_that_mean_nothing_are_told_with_the_weight(tmp_path: Path) -> N
     tensors["model.layers.1.mlp.up_proj.g_idx"][5] = 9
     write(tmp_path, tensors)
     with pytest.raises(
-        ModelLoadError, match=r"the weight model\.layers\.1\.mlp\.up_proj\.weight is not a valid GPTQ, .* the weights have 2 groups"
+        ModelLoadError,
+        match=r"the weight model\.layers\.1\.mlp\.up_proj\.weight is not a valid GPTQ, .* have 2 groups",
     ):
         load_model(ModelConfig(path=str(tmp_path)), CPU, lambda line: None)
 
