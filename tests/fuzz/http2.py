@@ -9,12 +9,12 @@ DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDO
 END_STREAM, ACK, END_HEADERS = 0x1, 0x1, 0x4
 INITIAL_WINDOW_SIZE = 4
 WINDOW = 65_535
-"""Bytes that a peer may send before it has been told of another window."""
+"""Initial flow-control window in bytes."""
 _HEAD = struct.Struct(">BHBBI")
 
 
 class Frame(NamedTuple):
-    """One that has come."""
+    """A received frame."""
 
     kind: int
     flags: int
@@ -23,7 +23,7 @@ class Frame(NamedTuple):
 
 
 def raw_frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """The bytes of a frame."""
+    """Return the bytes of a frame."""
     size = len(payload)
     return _HEAD.pack(size >> 16, size & 0xFFFF, kind, flags, stream) + payload
 
@@ -41,28 +41,28 @@ def frames_in(received: bytes) -> Iterator[Frame]:
 
 
 def setting(identifier: int, value: int) -> bytes:
-    """One entry of a SETTINGS frame."""
+    """Return one entry of a SETTINGS frame."""
     return struct.pack(">HI", identifier, value)
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """A header as a literal without indexing, neither name nor value compressed."""
+    """Return a header as an uncompressed literal without indexing."""
     return b"\0" + _text(name) + _text(value)
 
 
 def call_headers(path: bytes, more: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
-    """The header block of a gRPC call."""
+    """Return the header block of a gRPC call."""
     usual = [(b":path", path), (b":authority", b"x"), (b"content-type", b"application/grpc"), (b"te", b"trailers")]
     return b"\x83\x86" + b"".join(header(*each) for each in (*usual, *more))  # POST, over http
 
 
 def message(payload: bytes) -> bytes:
-    """A gRPC message, as DATA frames carry it."""
+    """Return a gRPC message in the form for DATA frames."""
     return struct.pack(">BI", 0, len(payload)) + payload
 
 
 def call(stream: int, path: bytes, payload: bytes, *, ends: bool = True) -> bytes:
-    """A gRPC call with one message. ``ends``: the client says that it has sent all."""
+    """Return a gRPC call with one message. ``ends`` says whether the client half-closes the stream."""
     return raw_frame(HEADERS, END_HEADERS, stream, call_headers(path)) + raw_frame(
         DATA, END_STREAM if ends else 0, stream, message(payload)
     )

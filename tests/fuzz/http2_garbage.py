@@ -1,4 +1,4 @@
-"""Connections to the gRPC ports that speak HTTP/2 badly, or not at all."""
+"""Connections to the gRPC ports with invalid HTTP/2, or with a different protocol."""
 
 import asyncio
 import contextlib
@@ -9,11 +9,11 @@ from tests.fuzz.http2 import PREFACE, raw_frame
 from tests.fuzz.rpc_calls import End
 
 _PATIENCE = 0.3
-"""Seconds until such a client goes away."""
+"""Seconds until the client disconnects."""
 
 
 def garbage(rng: Random) -> bytes:
-    """What a connection sends."""
+    """Return the bytes that a connection sends."""
     how = rng.randrange(10)
     if how == 0:
         return rng.randbytes(rng.choice((1, 20, 500, 20_000)))
@@ -50,7 +50,7 @@ def _frame(rng: Random) -> bytes:
 
 
 async def connect(address: str, sent: bytes) -> End:
-    """Send this, and see that the connection is closed, or leave it."""
+    """Send the bytes, and wait until the server closes the connection, or disconnect."""
     host, port = address.rsplit(":", 1)
     writer = None
     try:

@@ -1,4 +1,4 @@
-"""Hostile calls over HTTP: bodies that are nearly right, and requests that are hardly HTTP."""
+"""Hostile calls over HTTP: bodies that are almost valid, and malformed HTTP requests."""
 
 import asyncio
 import contextlib
@@ -181,7 +181,7 @@ _MOST_TAKEN = 32 * 1024 * 1024
 """Default of http.max_body_bytes. Requests with larger bodies are answered and cut off while the client still sends."""
 _MOST_TOKENS = 32
 _COMPUTED = 20_000
-"""Bytes of a body that are surely computed in a second: a thousand inputs of a thousand tokens are much work."""
+"""Size in bytes of a body that the system computes within a second."""
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 
 
@@ -205,7 +205,7 @@ class HttpCase(NamedTuple):
 
 
 def request(method: str, path: str, body: bytes, headers: list[tuple[str, str]]) -> bytes:
-    """A request of HTTP/1.1, whose connection ends with it."""
+    """Return an HTTP/1.1 request that closes its connection."""
     given = {name for name, _ in headers}
     lines = [f"{method} {path} HTTP/1.1"]
     lines += [f"{name}: {value}" for name, value in headers]
@@ -216,7 +216,7 @@ def request(method: str, path: str, body: bytes, headers: list[tuple[str, str]])
 
 
 def make_case(rng: Random) -> HttpCase:
-    """A hostile request."""
+    """Return a hostile request."""
     how = rng.random()
     if how < 0.06:
         path = rng.choice(_PATHS)
@@ -239,7 +239,7 @@ def make_case(rng: Random) -> HttpCase:
 
 
 def bounded(body: Any) -> Any:
-    """The body with a small number of tokens to make where it asks for a large one: the storm is about requests."""
+    """Return the body with a small number of output tokens instead of a large one, to keep requests cheap."""
     if not isinstance(body, dict):
         return body
     large = [name for name in _LIMITS if isinstance(body.get(name), int) and _MOST_TOKENS < body[name] < 2**31]
@@ -247,7 +247,7 @@ def bounded(body: Any) -> Any:
 
 
 def _changed(body: Any, rng: Random, depth: int = 0) -> Any:
-    """The body with one thing in it changed."""
+    """Return the body with one change."""
     if depth < _MAX_DEPTH and isinstance(body, dict) and body and rng.random() < 0.9:
         body = dict(body)
         how = rng.random()
@@ -292,7 +292,7 @@ def _damaged(data: bytes, rng: Random) -> bytes:
 
 
 def _chunked(path: str, data: bytes, rng: Random) -> bytes:
-    """A body in chunks that never end, or end in the middle of one."""
+    """Return a request with endless chunks, or with an incomplete last chunk."""
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     chunk = f"{len(data):x}\r\n".encode() + data + b"\r\n"
     return head + rng.choice(
@@ -308,7 +308,7 @@ def _chunked(path: str, data: bytes, rng: Random) -> bytes:
 
 
 def special_cases(rng: Random) -> list[HttpCase]:
-    """What costs more, each once: too large, too many headers, slow, not HTTP."""
+    """Return expensive requests, which are sent once: too large, with too many headers, slow, or not HTTP."""
     big = b'{"prompt":"' + b"a" * (33 * 1024 * 1024) + b'"}'
     ids = b'{"prompt":[' + b"5," * 1_000_000 + b"5]}"
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -334,7 +334,7 @@ def special_cases(rng: Random) -> list[HttpCase]:
 
 
 async def call(port: int, case: HttpCase) -> End:
-    """Send it and read the answer to the end."""
+    """Send the request and read the complete answer."""
     try:
         async with asyncio.timeout(case.cancel if case.cancel is not None else case.timeout):
             return _judged(await _exchange(port, case), case)

@@ -13,7 +13,7 @@ from tests.fuzz.rpc_calls import End
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d\d\d) ?[^\r\n]*\r\n")
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 _GRPC_STATUS = re.compile(rb"grpc-status[\x01\x02](\d{1,2})(?:.{,3}grpc-message.([ -~]*))?", re.DOTALL)
-"""As gRPC's servers write both headers: a byte for the length, and a value that is not compressed."""
+"""Pattern of status headers from gRPC servers: a length byte and an uncompressed value for each header."""
 _UNANSWERED_PING = b"ping timeout"
 """Error of a server for a client that does not answer pings. A busy machine can cause it before the call is answered.
 """
@@ -21,7 +21,7 @@ _CHUNKED = re.compile(rb"\r\ntransfer-encoding: *chunked\r\n", re.IGNORECASE)
 
 
 class Answer(NamedTuple):
-    """A final answer of HTTP. ``whole``: all of its body has come."""
+    """A final HTTP answer. ``whole`` says whether the body is complete."""
 
     status: int
     body: bytes
@@ -29,23 +29,23 @@ class Answer(NamedTuple):
 
 
 class Unreadable(ValueError):  # noqa: N818 - it says what the answers are
-    """A server has sent something that is no answer of HTTP."""
+    """Exception for data from a server that is not a valid HTTP answer."""
 
 
 def answers_in(received: bytes) -> list[Answer]:
-    """The final answers, in order. Raises Unreadable."""
+    """Return the final answers in order. Raises Unreadable."""
     found, at = [], 0
     while at < len(received):
         end = received.find(b"\r\n\r\n", at)
         matched = _STATUS.match(received, at)
         if matched is None:
             if end < 0 and b"HTTP/1.1 ".startswith(received[at : at + 9]):
-                break  # the connection ended in it
+                break  # the connection ended during this answer
             raise Unreadable(f"no answer but {received[at : at + 100]!r}")
         if end < 0:
             break
         status, head, at = int(matched[1]), received[at : end + 4], end + 4
-        if status < 200:  # another one follows
+        if status < 200:  # a final answer follows
             continue
         body, at, whole = _body(received, head, at)
         found.append(Answer(status, body, whole))
@@ -53,7 +53,7 @@ def answers_in(received: bytes) -> list[Answer]:
 
 
 def _body(received: bytes, head: bytes, at: int) -> tuple[bytes, int, bool]:
-    """The body, where it ends, and whether it is whole."""
+    """Return the body, the position of its end, and whether the body is complete."""
     if length := _LENGTH.search(head):
         end = at + int(length[1])
         return received[at:end], end, end <= len(received)
@@ -106,7 +106,7 @@ def _judge_grpc(script: Script, heard: Heard, known: Mapping[str, bytes]) -> End
     code = "(answered)" if sent else "(closed)" if heard.closed else "(left)"
     if script.window >= 0 and (size := sum(map(len, sent))) > script.window:
         return End(code, f"{size} bytes of data came; the window is {script.window}")
-    if _UNANSWERED_PING in heard.received:  # as every client of these scripts leaves them
+    if _UNANSWERED_PING in heard.received:  # clients of these scripts never answer pings
         return End("(ping timeout)")
     if len(sent) < script.least:
         found = _GRPC_STATUS.search(heard.received)
@@ -125,7 +125,7 @@ def _difference(script: Script, bodies: list[bytes], known: Mapping[str, bytes])
 
 
 def first_answer(script: Script, heard: Heard) -> bytes:
-    """The body of the first answer of HTTP, or the first message of a gRPC call; empty if there is none."""
+    """Return the body of the first HTTP answer, or the first message of a gRPC call; empty if there is none."""
     if script.is_grpc:
         return next((each.payload for each in frames_in(heard.received) if each.kind == DATA and each.payload), b"")
     return next((answer.body for answer in answers_in(heard.received) if answer.status == 200), b"")

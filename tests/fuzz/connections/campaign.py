@@ -1,4 +1,4 @@
-"""Thousands of hostile connections beside neighbours that must not notice."""
+"""Thousands of hostile connections, which must not affect neighbours."""
 
 import asyncio
 import time
@@ -21,26 +21,26 @@ from tests.fuzz.rpc_calls import End
 from tests.fuzz.watch import Watch
 
 _SHORT = ("health", "short", "short over http")
-"""What neighbours ask for beside streams."""
+"""Kinds of neighbours' requests other than streams."""
 _RECENT = 96
 """Number of recently ended connections that may have caused an incident."""
 _TELL_EVERY = 1000
 _RELEASE = 60.0
-"""Seconds in which a process gives back what it held for connections that have gone."""
+"""Maximum seconds until a process has freed the resources of closed connections."""
 
 
 class Plan(NamedTuple):
-    """What to do.
+    """Plan of a campaign.
 
     Args:
-        count: Hostile connections.
-        seed: What they are made from, with their numbers.
-        at_once: Connections at once, at most.
-        hold: The longest time that a connection stays by itself, in seconds.
+        count: Number of hostile connections.
+        seed: Seed, from which connections are made together with their numbers.
+        at_once: Maximum number of concurrent connections.
+        hold: Maximum duration of a script in seconds.
         patience: Seconds to wait for an answer that must come.
-        warm: Connections before it is noted what each process holds.
+        warm: Number of connections before the resources of each process are first measured.
         quiet: The time for which the neighbours' waits are measured undisturbed, before and after, in seconds each.
-        kinds: The beginnings of the kinds to send; empty means all.
+        kinds: Prefixes of the kinds to send; empty means all.
         protocols: The protocols to send them over, http or grpc.
         again: The only numbers to send, one after the other; empty means all.
     """
@@ -57,12 +57,12 @@ class Plan(NamedTuple):
     again: tuple[int, ...] = ()
 
     def has(self, script: Script) -> bool:
-        """Return whether the script is one of those to send."""
+        """Return whether the plan includes the script."""
         return script.kind.startswith(self.kinds) and ("grpc" if script.is_grpc else "http") in self.protocols
 
 
 class ConnectionCampaign:
-    """``run`` does it all, on one system."""
+    """Campaign against one system."""
 
     def __init__(self, plan: Plan, limits: Limits, findings: Findings) -> None:
         self._plan = plan
@@ -94,7 +94,7 @@ class ConnectionCampaign:
         return Outcome(self._findings.count, seconds, beside, before, after, holds, logs)
 
     async def _learn(self) -> Mapping[str, bytes]:
-        """The right answers, undisturbed."""
+        """Record the expected answers, without hostile connections."""
         known: dict[str, bytes] = {}
         for name, script in plain_scripts().items():
             heard = await self._heard(script)
@@ -182,7 +182,7 @@ class ConnectionCampaign:
         return await Connection(script, self._plan.patience).play(self._ports[script.port])
 
     async def _try_again(self, watch: Watch) -> None:
-        """Connections that waited in vain are made again when no other one is there."""
+        """Repeat the connections that timed out, each without other connections."""
         late, self._late = self._late, []
         for number in late:
             if watch.down:

@@ -65,7 +65,10 @@ class Connection:
         return Heard(bytes(self._received), self._closed.is_set(), late)
 
     async def _do_all(self, steps: Sequence[Step]) -> bool:
-        """Returns whether all that was waited for came. The server may end the connection at any step."""
+        """Execute the steps.
+
+        Returns whether all expected data arrived. The server may end the connection at any step.
+        """
         for step in steps:
             if not await self._do(step):
                 return False
@@ -95,7 +98,7 @@ class Connection:
         return True
 
     async def _send(self, step: Send) -> None:
-        """A server that takes nothing for as long as the client's patience lasts is left alone."""
+        """Send data. Gives up if the server reads nothing within the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
                 for start in range(0, len(step.data), step.piece):

@@ -3,12 +3,12 @@
 from random import Random
 
 _HIDDEN = b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n"
-"""A request in the body of another. No server may answer it where it is one reading of several."""
+"""A request inside the body of another request. If the framing is ambiguous, no server may answer this request."""
 _SIZE = len(_HIDDEN)
 _REJECTED = frozenset({400, 501})
-"""Invalid, or a transfer coding that the server does not know."""
+"""Statuses for an invalid request or an unknown transfer coding."""
 _TAKEN = frozenset({200, 400, 404, 411, 413, 422, 501})
-"""A server may also take one reading, if it ends the connection behind the answer."""
+"""Statuses if a server may also accept one interpretation. The server must then close the connection."""
 _BODY = b'{"prompt":"a"}'
 
 

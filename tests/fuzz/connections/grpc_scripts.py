@@ -49,18 +49,18 @@ GENERATE = (
     ).SerializeToString(),
 )
 CALLS = {"health": HEALTH, "tokenize message": TOKENIZE}
-"""Calls with one known answer, by its name."""
+"""Calls with one known answer, by the answer's name."""
 START = PREFACE + raw_frame(SETTINGS, 0, 0)
 _PORTS = ("frontend",) * 7 + ("admin", "engine", "coordinator")
 TRAILERS = re.compile(rb"grpc-status")
-"""As gRPC's servers write it: the header's name is not compressed."""
+"""Pattern of trailers from gRPC servers, which do not compress the header's name."""
 _CANCEL = struct.pack(">I", 8)
 _MOST = 3 * 2**20
 """Bytes that a connection floods a server with."""
 
 
 def _port_and_call(rng: Random) -> tuple[str, bytes, bytes, str]:
-    """A port, a call that it answers, and the name of the answer."""
+    """Return a port, a call that the port answers, and the name of the answer."""
     port = rng.choice(_PORTS)
     known = rng.choice(("health", "tokenize message")) if port == "frontend" else "health"
     return port, *CALLS[known], known
@@ -71,7 +71,7 @@ def _leave(rng: Random) -> list[Step]:
 
 
 def silence(rng: Random, hold: float) -> Script:
-    """The preface, a part of it, or nothing; then nothing."""
+    """Send the HTTP/2 preface, a part of it, or nothing. Then stay silent."""
     sent = rng.choice((b"", PREFACE[: rng.randrange(1, len(PREFACE))], PREFACE, START))
     return Script(
         "preface, then silence", rng.choice(_PORTS), [Send(sent), Wait(hold * rng.uniform(0.2, 1)), *_leave(rng)]
@@ -79,7 +79,7 @@ def silence(rng: Random, hold: float) -> Script:
 
 
 def byte_by_byte(rng: Random, hold: float) -> Script:
-    """A valid call in pieces of a few bytes, which must be answered; or one that is given up."""
+    """Send a valid call in pieces of a few bytes, which must be answered, or abandon the call."""
     port, path, payload, known = _port_and_call(rng)
     raw = START + call(1, path, payload)
     piece = rng.choice((1, 1, 2, 9))
@@ -92,7 +92,7 @@ def byte_by_byte(rng: Random, hold: float) -> Script:
 
 
 def tiny_data(rng: Random, hold: float) -> Script:
-    """A message in DATA frames of one byte, with empty ones between; whole, or without end."""
+    """Send a message in DATA frames of one byte with empty frames in between, either complete or endless."""
     port, path, payload, known = _port_and_call(rng)
     opened = START + raw_frame(HEADERS, END_HEADERS, 1, call_headers(path))
     if rng.random() < 0.5:
@@ -123,7 +123,7 @@ def continuation_flood(rng: Random, hold: float) -> Script:
 
 
 def settings_flood(rng: Random, hold: float) -> Script:
-    """Settings, valid or not, each of which the server would acknowledge."""
+    """Send valid or invalid SETTINGS frames, which the server would acknowledge."""
     entries = rng.choice(
         (b"", setting(INITIAL_WINDOW_SIZE, 0), setting(1, 0) + setting(1, 65_536), setting(5, 2**24 - 1) * 50)
     )
@@ -132,12 +132,12 @@ def settings_flood(rng: Random, hold: float) -> Script:
 
 
 def ping_flood(rng: Random, hold: float) -> Script:
-    """Pings, each of which the server would answer."""
+    """Send PING frames, which the server would answer."""
     return _control_flood("ping flood", raw_frame(PING, rng.choice((0, 0, ACK)), 0, b"pingping"), rng, hold)
 
 
 def other_floods(rng: Random, hold: float) -> Script:
-    """Frames that ask for nothing: priorities, windows, ends of nothing, promises, unknown ones."""
+    """Send frames that need no answer: PRIORITY, WINDOW_UPDATE, RST_STREAM of unknown streams, and unknown frames."""
     one = rng.choice(
         (
             raw_frame(PRIORITY, 0, 1, struct.pack(">IB", 3, 16)),
@@ -155,14 +155,14 @@ def other_floods(rng: Random, hold: float) -> Script:
 
 
 def _control_flood(kind: str, one: bytes, rng: Random, hold: float) -> Script:
-    """Frames of one kind over and over; the client may leave all that comes back unread."""
+    """Send frames of one kind repeatedly. The client may leave the answers unread."""
     flood = Flood(one * max(1, 40_000 // len(one)), hold * rng.uniform(0.2, 0.8), 900_000)
     steps = [Send(START), flood, Wait(hold * rng.uniform(0.0, 0.3)), *_leave(rng)]
     return Script(kind, rng.choice(_PORTS), steps, reads=rng.random() < 0.5)
 
 
 def rapid_reset(rng: Random, hold: float) -> Script:
-    """Streams opened and reset at once (CVE-2023-44487)."""
+    """Open streams and reset them immediately (CVE-2023-44487)."""
     port, path, payload, _ = _port_and_call(rng)
     if port == "frontend" and rng.random() < 0.3:
         path, payload = GENERATE
@@ -178,7 +178,7 @@ def rapid_reset(rng: Random, hold: float) -> Script:
 
 
 def no_window(rng: Random, hold: float) -> Script:
-    """Large answers for which the client gives no window, or a small one."""
+    """Request large answers with no flow-control window, or with a small one."""
     window = rng.choice((0, 0, 1, 100))
     start = PREFACE + raw_frame(SETTINGS, 0, 0, setting(INITIAL_WINDOW_SIZE, window))
     count = rng.choice((1, 3, 10))
@@ -188,7 +188,7 @@ def no_window(rng: Random, hold: float) -> Script:
 
 
 def never_reads(rng: Random, hold: float) -> Script:
-    """Large answers in a window that is wide open, which the client does not read."""
+    """Request large answers with a large flow-control window, and do not read them."""
     start = PREFACE + raw_frame(SETTINGS, 0, 0, setting(INITIAL_WINDOW_SIZE, 2**31 - 1))
     start += raw_frame(WINDOW_UPDATE, 0, 0, struct.pack(">I", 2**31 - 1 - WINDOW))
     count = rng.choice((1, 4, 10))
@@ -198,7 +198,7 @@ def never_reads(rng: Random, hold: float) -> Script:
 
 
 def huge_metadata(rng: Random, hold: float) -> Script:
-    """Headers of many kilobytes, by number or by size, in one frame or in several."""
+    """Send many kilobytes of headers, as many headers or as large headers, in one or several frames."""
     port, path, payload, _ = _port_and_call(rng)
     size = rng.choice((4_000, 15_000, 60_000, 100_000, 900_000))
     more = rng.choice(
@@ -220,7 +220,7 @@ def huge_metadata(rng: Random, hold: float) -> Script:
 
 
 def half_closed(rng: Random, hold: float) -> Script:
-    """Calls that never say that they have sent all, and clients that end their output."""
+    """Make calls that are never half-closed, or shut down the sending side of the connection."""
     port, path, payload, _ = _port_and_call(rng)
     if port == "frontend":
         path, payload = rng.choice((TOKENIZE, GENERATE, (path, payload)))
@@ -234,7 +234,7 @@ def half_closed(rng: Random, hold: float) -> Script:
 
 
 def cut_off(rng: Random, hold: float) -> Script:
-    """A connection that ends in the middle of a call, or of its answer."""
+    """End the connection during a call or during its answer."""
     port, path, payload, _ = _port_and_call(rng)
     if port == "frontend" and rng.random() < 0.5:
         path, payload = GENERATE
@@ -247,10 +247,10 @@ def cut_off(rng: Random, hold: float) -> Script:
 
 
 def many_streams(rng: Random, hold: float) -> Script:
-    """Hundreds of calls on one connection, more than it may have at once."""
+    """Make hundreds of calls on one connection, more than its limit of concurrent streams."""
     port, path, payload, _ = _port_and_call(rng)
     count = rng.choice((50, 300, 1500))
-    waits = rng.random() < 0.5  # for messages that never come
+    waits = rng.random() < 0.5  # the calls wait for messages that never arrive
     streams = (
         raw_frame(HEADERS, END_HEADERS, 2 * n + 1, call_headers(path)) if waits else call(2 * n + 1, path, payload)
         for n in range(count)
@@ -260,7 +260,7 @@ def many_streams(rng: Random, hold: float) -> Script:
 
 
 def broken_messages(rng: Random, hold: float) -> Script:
-    """Messages that announce more than comes, are compressed in no known way, or have frames that contradict each other."""
+    """Send messages with a wrong length, an unknown compression, or contradictory frames."""
     port, path, payload, _ = _port_and_call(rng)
     opened = START + raw_frame(HEADERS, END_HEADERS, 1, call_headers(path))
     raw = rng.choice(
@@ -283,7 +283,7 @@ def broken_messages(rng: Random, hold: float) -> Script:
 
 
 def garbage(rng: Random, hold: float) -> Script:
-    """Bytes that are no HTTP/2, or frames in any order."""
+    """Send bytes that are not HTTP/2, or frames in random order."""
     sent = http2_garbage.garbage(rng)
     return Script("garbage", rng.choice(_PORTS), [Send(sent), Wait(hold * rng.uniform(0.0, 0.3)), *_leave(rng)])
 
@@ -306,4 +306,4 @@ MAKERS = {
     broken_messages: 6.0,
     garbage: 4.0,
 }
-"""How often each is made."""
+"""Weights of the scripts."""

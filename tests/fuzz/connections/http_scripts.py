@@ -25,22 +25,22 @@ _MANY = json.dumps({"prompt": ["a", "b"], "n": 4, "max_tokens": 24, "logprobs": 
 _ANSWER = re.compile(rb"HTTP/1\.1 [2-5]\d\d")
 _CLOSE = b"connection: close\r\n"
 _SLOW = frozenset({200, 408})
-"""A frontend gives up a client that takes longer than its timeouts."""
+"""Allowed statuses for slow clients. A frontend refuses clients that exceed its timeouts."""
 _TOO_LARGE = 10**10
-"""Bytes of a body that no frontend takes."""
+"""Size in bytes of a body that every frontend refuses."""
 _MOST = 3 * 2**20
 """Bytes that a connection floods a server with."""
 _MOST_CHUNKS = 400_000
-"""Bytes of tiny chunks: some 60 000 of them."""
+"""Maximum bytes of tiny chunks, which are about 60 000 chunks."""
 
 
 def head(method: bytes, path: bytes, headers: bytes = b"") -> bytes:
-    """A request without its body. ``headers``: lines that each end with CR LF."""
+    """Return a request without its body. Lines of ``headers`` end with CR LF."""
     return method + b" " + path + b" HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n"
 
 
 def post(path: bytes, body: bytes, headers: bytes = b"") -> bytes:
-    """A whole request with a JSON body."""
+    """Return a complete request with a JSON body."""
     length = f"content-length: {len(body)}\r\n".encode()
     return head(b"POST", path, b"content-type: application/json\r\n" + length + headers) + body
 
@@ -50,12 +50,12 @@ def _chunked_head(path: bytes = b"/tokenize", headers: bytes = b"") -> bytes:
 
 
 def _leave(rng: Random) -> list[Step]:
-    """How a client ends a connection from which it wants nothing more."""
+    """Return the steps with which a client ends its connection."""
     return rng.choice(([], [Reset()], [EndOutput(), Wait(0.1)]))
 
 
 def tiny_chunks_without_end(rng: Random, hold: float) -> Script:
-    """Chunks of one byte over and over, with extensions in some of them."""
+    """Send endless chunks of one byte, some of them with extensions."""
     extension = rng.choice((b"", b"", b";a=b", b';a="' + b"q" * 50 + b'"', b";" + b"x" * 500, b";" * 100))
     size = rng.choice((b"1", b"1", b"0001", b"0" * 15 + b"1"))
     chunk = size + extension + b"\r\n \r\n"
@@ -64,7 +64,7 @@ def tiny_chunks_without_end(rng: Random, hold: float) -> Script:
 
 
 def tiny_chunks_of_a_whole_body(rng: Random, hold: float) -> Script:
-    """A valid body, each byte in a chunk of its own, with extensions and trailers."""
+    """Send a valid body with each byte in a separate chunk, with extensions and trailers."""
     extension = rng.choice((b"", b";a=b", b";a=b;c"))
     chunks = b"".join(b"1" + extension + b"\r\n" + TOKENIZE[i : i + 1] + b"\r\n" for i in range(len(TOKENIZE)))
     trailers = rng.choice((b"", b"", b"x-trailer: a\r\n", b"x-trailer: a\r\nx-other: b\r\n"))
@@ -76,7 +76,7 @@ def tiny_chunks_of_a_whole_body(rng: Random, hold: float) -> Script:
 
 
 def broken_chunks(rng: Random, hold: float) -> Script:
-    """Sizes that are none, too large or without end, data of another length, trailers without end."""
+    """Send chunks with invalid, too large or endless sizes, with a wrong length, or with endless trailers."""
     whole = f"{len(TOKENIZE):x}\r\n".encode() + TOKENIZE + b"\r\n"
     broken: bytes = rng.choice(
         (
@@ -103,7 +103,7 @@ def broken_chunks(rng: Random, hold: float) -> Script:
 
 
 def slow_body(rng: Random, hold: float) -> Script:
-    """A body a byte at a time, which is then whole, or is given up."""
+    """Send a body one byte at a time, either completely, or abandoned."""
     body, seconds = TOKENIZE, hold * rng.uniform(0.2, 1)
     whole = rng.random() < 0.5
     cut = len(body) if whole else rng.randrange(1, len(body))
@@ -116,14 +116,14 @@ def slow_body(rng: Random, hold: float) -> Script:
 
 
 def many_headers(rng: Random, hold: float) -> Script:
-    """From tens to thousands of them."""
+    """Send tens to thousands of headers."""
     count = rng.choice((50, 90, 200, 1000, 3000))
     lines = b"".join(b"x-%d: %s\r\n" % (i, b"v" * rng.choice((0, 1, 30))) for i in range(count))
     return Script("many headers", "http", [Send(head(b"GET", b"/ping", lines + _CLOSE)), UntilClosed()])
 
 
 def long_lines(rng: Random, hold: float) -> Script:
-    """A header, a path or a method that is long, or without end."""
+    """Send a long or endless header, path or method."""
     size = rng.choice((4_000, 16_000, 70_000, 300_000, 1_000_000))
     raw = rng.choice(
         (
@@ -140,7 +140,7 @@ def long_lines(rng: Random, hold: float) -> Script:
 
 
 def headers_byte_by_byte(rng: Random, hold: float) -> Script:
-    """A whole request, or one that is given up."""
+    """Send the headers of a request byte by byte, either completely, or abandoned."""
     raw = head(b"GET", b"/ping", b"x-a: " + b"b" * rng.randrange(60) + b"\r\n" + _CLOSE)
     whole = rng.random() < 0.5
     seconds = hold * rng.uniform(0.2, 0.9)
@@ -152,7 +152,7 @@ def headers_byte_by_byte(rng: Random, hold: float) -> Script:
 
 
 def pipelined(rng: Random, hold: float) -> Script:
-    """Whole requests in one write, from two to thousands, all of which must be answered in order."""
+    """Send two to thousands of complete requests in one write. All of them must be answered in order."""
     count = rng.choice((2, 3, 10, 30, 100)) if rng.random() < 0.97 else 3000
     known = rng.choice(("ping", "tokenize")) if count <= 30 else "ping"
     one, last = (
@@ -167,7 +167,7 @@ def pipelined(rng: Random, hold: float) -> Script:
 
 
 def half_pipelined(rng: Random, hold: float) -> Script:
-    """Requests in one write of which the last is not whole, or whose client does not wait for the answers."""
+    """Send several requests in one write. The last one is incomplete, or the client does not wait for the answers."""
     count = rng.choice((1, 5, 50, 400))
     one = rng.choice((head(b"GET", b"/ping"), post(b"/tokenize", TOKENIZE), post(b"/v1/completions", _STREAM)))
     count = min(count, 5) if b"completions" in one else count
@@ -177,7 +177,10 @@ def half_pipelined(rng: Random, hold: float) -> Script:
 
 
 def half_closed(rng: Random, hold: float) -> Script:
-    """The client ends its output after the head, in the body, or after the request, and may still read."""
+    """Shut down the sending side after the headers, during the body, or after the request.
+
+    The client may still read.
+    """
     path, body = rng.choice(((b"/tokenize", TOKENIZE), (b"/v1/completions", _STREAM)))
     raw = post(path, body)
     start = len(raw) - len(body)
@@ -187,7 +190,7 @@ def half_closed(rng: Random, hold: float) -> Script:
 
 
 def reset_anywhere(rng: Random, hold: float) -> Script:
-    """A valid request whose client resets the connection after any byte of it, or of its answer."""
+    """Send a valid request and reset the connection after a random byte of the request or of the answer."""
     raw = rng.choice(
         (
             post(b"/tokenize", TOKENIZE),
@@ -204,7 +207,7 @@ def reset_anywhere(rng: Random, hold: float) -> Script:
 
 
 def idle(rng: Random, hold: float) -> Script:
-    """A connection that is kept after an answer, with another request after a while, or without."""
+    """Keep a connection open after an answer. A second request may follow after a pause."""
     ping, known = head(b"GET", b"/ping"), "ping"
     steps: list[Step] = [Send(ping), UntilHeard(_ANSWER), Wait(hold * rng.uniform(0.1, 1))]
     if rng.random() < 0.5:
@@ -214,7 +217,10 @@ def idle(rng: Random, hold: float) -> Script:
 
 
 def refused_body(rng: Random, hold: float) -> Script:
-    """A body that is refused by its head while it still comes: too large, at no path, without a key, of another type."""
+    """Send a body while the server already refuses the headers.
+
+    The body is too large, or the path, the key or the content type is wrong.
+    """
     why, headers, path, port = rng.choice(
         (
             (413, f"content-length: {_TOO_LARGE}\r\n", b"/v1/completions", "http"),
@@ -235,13 +241,13 @@ def refused_body(rng: Random, hold: float) -> Script:
         headers += "expect: 100-continue\r\n"
     most = min(_MOST_CHUNKS, _MOST) if chunked else _MOST
     flood = Flood(piece, hold * rng.uniform(0.1, 0.6), most)
-    # Other routes refuse types with another status, and an answer may be lost where the connection is reset.
+    # Other routes refuse content types with a different status, and a reset of the connection may lose an answer.
     steps = [Send(head(b"POST", path, headers.encode())), flood, Wait(0.1), *_leave(rng)]
     return Script(f"refused body {why}", port, steps, allowed=CLIENT_ERRORS)
 
 
 def never_continued(rng: Random, hold: float) -> Script:
-    """``Expect: 100-continue`` whose body never comes, or only a part of it."""
+    """Send ``Expect: 100-continue``, and then no body or only a part of the body."""
     length = rng.choice((1, len(TOKENIZE), 10**6))
     headers = f"content-type: application/json\r\ncontent-length: {length}\r\nexpect: 100-continue\r\n".encode()
     part = rng.choice((b"", b"", TOKENIZE[: length // 2][:20]))
@@ -250,7 +256,7 @@ def never_continued(rng: Random, hold: float) -> Script:
 
 
 def never_reads(rng: Random, hold: float) -> Script:
-    """Answers that are not read: many, large ones, or a stream."""
+    """Request many answers, large answers or a stream, and do not read them."""
     raw = rng.choice(
         (
             head(b"GET", b"/openapi.json") * rng.choice((1, 20, 60)),
@@ -267,7 +273,7 @@ def never_reads(rng: Random, hold: float) -> Script:
 
 
 def silent(rng: Random, hold: float) -> Script:
-    """Nothing, empty lines, or another protocol."""
+    """Send nothing, empty lines, or a different protocol."""
     raw = rng.choice(
         (
             b"",
@@ -308,4 +314,4 @@ MAKERS = {
     silent: 4.0,
     ambiguous: 10.0,
 }
-"""How often each is made."""
+"""Weights of the scripts."""

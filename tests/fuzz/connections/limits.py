@@ -12,7 +12,7 @@ from tests.fuzz.connections.system import Amounts
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Limits on others' waits, and on what a process may hold more than at the start.
+    """Limits on neighbours' waits, and on the growth of a process's resources since the start.
 
     Args:
         gap: The longest time between two parts of a stream, in seconds.
@@ -58,4 +58,4 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 UNTIMED = Limits(gap=math.inf, health=math.inf)
-"""For tests, which must not depend on the machine's load."""
+"""Limits without times, for tests that must not depend on the machine's load."""

@@ -1,4 +1,4 @@
-"""What came of a campaign, in tables."""
+"""Tables with the results of a campaign."""
 
 from typing import Any, NamedTuple
 
@@ -7,8 +7,9 @@ from tests.fuzz.findings import Findings
 
 
 class Beside(NamedTuple):
-    """What the neighbours got, in numbers, and their longest waits in seconds: ``quiet`` without hostile connections. ``peaks``:
-    the largest memory of each process, in MiB.
+    """Results of the neighbours: counts of answers, and longest waits in seconds.
+
+    ``quiet`` has the waits without hostile connections. ``peaks`` has the peak memory of each process in MiB.
     """
 
     waits: dict[str, float]
@@ -32,7 +33,7 @@ class Outcome(NamedTuple):
 
 
 def report(outcome: Outcome, findings: Findings) -> str:
-    """Everything in tables."""
+    """Return all results as tables."""
     rate = outcome.connections / max(outcome.seconds, 1e-9)
     lines = [findings.table(), ""]
     lines += [f"{outcome.connections} connections in {outcome.seconds:.0f} s ({rate:.0f} per second)"]

@@ -51,19 +51,19 @@ CLIENT_ERRORS = frozenset(range(400, 500))
 
 
 class Script(NamedTuple):
-    """What one connection does.
+    """Script of one connection.
 
     Args:
-        kind: The name of what it does, for tables.
-        port: The port it connects to: http, guarded (HTTP with API keys), frontend, admin, engine or coordinator
+        kind: Name of the script's kind, for tables.
+        port: Port of the connection: http, guarded (HTTP with API keys), frontend, admin, engine or coordinator
             (gRPC).
-        steps: What it does.
+        steps: Steps of the script.
         reads: Whether the client reads answers.
         most: The largest number of final answers that the server may give.
         least: The smallest number of final answers that the server must give.
         allowed: Statuses that the server may answer with; empty means any below 500.
-        known: The name of the request whose known answer every 200 must have, or every gRPC message; empty if not
-            compared.
+        known: Name of the request whose known answer every 200 or every gRPC message must equal; empty if answers are
+            not compared.
         window: The largest number of bytes that the server may send in DATA frames; -1 means that they are not counted.
     """
 
@@ -84,12 +84,12 @@ class Script(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The steps, shortened."""
+        """Return the steps as shortened text."""
         return ", ".join(_shown(step) for step in self.steps)[:1500]
 
     @property
     def size(self) -> int:
-        """The number of bytes that the client sends, at most."""
+        """Return the maximum number of bytes that the client sends."""
         return sum(
             len(step.data) if isinstance(step, Send) else step.most
             for step in self.steps

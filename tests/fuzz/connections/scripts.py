@@ -1,4 +1,4 @@
-"""Which connection has which number: each script is made from the seed and its number alone."""
+"""Scripts by number. Each script depends only on the seed and the script's number."""
 
 from collections.abc import Callable, Mapping
 from random import Random
@@ -12,7 +12,7 @@ _HTTP_SHARE = 0.55
 
 
 def script_of(seed: int, number: int, hold: float) -> Script:
-    """The script of this number. ``hold``: the longest time that a connection stays, in seconds."""
+    """Return the script with this number. ``hold`` is the maximum duration in seconds."""
     rng = Random(f"connection {seed} {number}")
     makers: Mapping[Maker, float] = http_scripts.MAKERS if rng.random() < _HTTP_SHARE else grpc_scripts.MAKERS
     maker = rng.choices(list(makers), list(makers.values()))[0]
@@ -20,7 +20,7 @@ def script_of(seed: int, number: int, hold: float) -> Script:
 
 
 def plain_scripts() -> dict[str, Script]:
-    """Undisturbed requests by their names: their answers are the right ones of all others with these names."""
+    """Return valid requests by name. Their answers are the expected answers for all scripts with these names."""
     bodies = {
         "ping": http_scripts.head(b"GET", b"/ping", b"connection: close\r\n"),
         "tokenize": http_scripts.post(b"/tokenize", http_scripts.TOKENIZE, b"connection: close\r\n"),

@@ -1,4 +1,4 @@
-"""The system that hostile connections are made to: the one of other requests, and a frontend that asks for API keys."""
+"""System for hostile connections: the system of the other fuzz tests, and a frontend that requires API keys."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.fuzz.system import Held, Probed, System
 from tests.fuzz.variants import NAME, VARIANTS
 
 _TIMEOUTS = {"http__header_timeout": 2, "http__body_timeout": 3}
-"""Seconds: some of the slow clients are given up by the frontend, others leave."""
+"""Timeouts in seconds. The frontend refuses some slow clients, and other slow clients leave earlier."""
 
 
 class Amounts(msgspec.Struct, frozen=True):
@@ -22,7 +22,7 @@ class Amounts(msgspec.Struct, frozen=True):
 
 
 class ListeningSystem(System):
-    """``async with ListeningSystem()``: everything answers when the block begins."""
+    """The system: ``async with ListeningSystem()``. All services answer when the block begins."""
 
     def __init__(self) -> None:
         super().__init__(VARIANTS["plain"])
@@ -49,7 +49,7 @@ class ListeningSystem(System):
 
     @property
     def ports(self) -> Mapping[str, tuple[str, int]]:
-        """Host and port by the names that scripts have."""
+        """Return host and port by the port names of scripts."""
         found = {"http": ("127.0.0.1", self.http_port), "guarded": ("127.0.0.1", self._guarded_port)}
         for name, address in self.addresses.items():
             host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Whether a port still does for its own clients what it did."""
+"""Checks that a port still works for its own clients."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ _QUICK = 5.0
 
 
 async def speaks(port: Port) -> str:
-    """What the port speaks: gRPC, HTTP, or anything else over TCP."""
+    """Return the port's protocol: gRPC, HTTP, or another protocol over TCP."""
     for spoken in ("gRPC", "HTTP"):
         if await _answers(port, spoken, _QUICK):
             return spoken
@@ -24,7 +24,7 @@ async def speaks(port: Port) -> str:
 
 
 async def still_answers(port: Port, spoken: str) -> bool:
-    """Whether it answers as before; one that speaks neither gRPC nor HTTP takes connections."""
+    """Return whether the port answers as before. Ports with other protocols only have to accept connections."""
     return await _answers(port, spoken, PATIENCE / 10)
 
 
@@ -49,7 +49,7 @@ async def _answers_grpc(port: Port, seconds: float) -> bool:
         try:
             await health.Check(health_pb2.HealthCheckRequest(), timeout=seconds)
         except grpc.aio.AioRpcError as e:
-            # A server of gRPC without a health service, or one that knows its callers.
+            # A gRPC server without a health service, or a server that authenticates its callers.
             return e.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNAUTHENTICATED)
     return True
 

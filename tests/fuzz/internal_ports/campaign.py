@@ -21,19 +21,26 @@ from tests.fuzz.internal_ports.steady import Steady
 from tests.fuzz.internal_ports.systems import KINDS, Kind, Port, held_by, internal, ports_of, services_of
 
 _MOST_PORTS = 16
-"""Ports of a system whose connections are open at once while it forms."""
+"""Maximum number of ports with open foreign connections while a system starts."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """All limits of the campaign: ``gap`` in seconds of a stream, ``growth`` of the memory of a process in MiB."""
+    """Limits of the campaign: ``gap`` of a stream in seconds, and memory ``growth`` of a process in MiB."""
 
     gap: float = 1.0
     growth: int = 64
 
 
 class Plan(NamedTuple):
-    """``connections`` to each port, of each kind, are open at once for ``seconds``, beside ``streams`` of ``tokens``. ``forms``:
-    whether as many are made to each port that opens while the system starts. ``patience``: seconds in which a stream must end.
+    """Plan of the campaign.
+
+    Attributes:
+        connections: Number of concurrent connections of each kind to each port.
+        seconds: Seconds for which the connections stay open.
+        streams: Number of concurrent streams.
+        tokens: Number of tokens of each stream.
+        forms: Whether to open the same number of connections to each new port while the system starts.
+        patience: Maximum seconds until a stream ends.
     """
 
     connections: int = 1000
@@ -47,7 +54,10 @@ class Plan(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What became of the connections of one kind to one port, and of the streams meanwhile. ``growth``: by service, in MiB."""
+    """Results of the connections of one kind to one port, and of the concurrent streams.
+
+    ``growth`` is the memory growth of each service in MiB.
+    """
 
     system: str
     port: Port
@@ -63,7 +73,7 @@ class Row(NamedTuple):
 
     @property
     def line(self) -> str:
-        """For the table."""
+        """Return a line for the table."""
         most = max(self.growth, key=lambda name: self.growth[name])
         return (
             f"{self.system:12} {self.port.service:18} {self.port.port:5} {self.speaks:5} {self.kind:13} {self.opened:5} "
@@ -89,7 +99,7 @@ class Result(msgspec.Struct):
 
 
 async def run(plan: Plan, limits: Limits, tell: Callable[[str], None] = print) -> Result:
-    """All systems, one after the other."""
+    """Attack all systems, one after the other."""
     result = Result()
     foreign.allow_files(plan.connections * _MOST_PORTS if plan.forms else plan.connections)
     for name in plan.systems:
@@ -103,7 +113,7 @@ class _Stopped(Exception):  # noqa: N818 - what the system has
 
 
 class _System:
-    """One of them."""
+    """A running system under attack."""
 
     def __init__(
         self, name: str, kind: Kind, plan: Plan, limits: Limits, result: Result, tell: Callable[[str], None]
@@ -179,7 +189,7 @@ class _System:
             self._wrong(f"{where}: the port does not answer any more")
 
     async def _forms(self, system: Cluster, folder: Path) -> None:
-        """Start it while every port that opens is met by foreign connections, and ask it for all streams."""
+        """Start the system while foreign connections are opened to every new port. Then run all streams."""
         began = time.monotonic()
         try:
             services, count = services_of(system), self._plan.connections

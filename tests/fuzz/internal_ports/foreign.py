@@ -38,7 +38,7 @@ _SPARE_FILES = 100
 
 
 def said(kind: str, number: int) -> bytes:
-    """What the connection of this number says."""
+    """Return the data that the connection with this number sends."""
     match kind:
         case "silent":
             return b""
@@ -50,7 +50,7 @@ def said(kind: str, number: int) -> bytes:
 
 
 def allow_files(count: int) -> None:
-    """Let this process have so many connections. Raises ValueError where the system's limit is below."""
+    """Raise this process's limit of open files. Raises ValueError if the system's limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _SPARE_FILES
     if hard != resource.RLIM_INFINITY and hard < wanted:
@@ -59,7 +59,7 @@ def allow_files(count: int) -> None:
 
 
 class Foreign:
-    """Connections to one port. ``refused``: how many could not be opened in time."""
+    """Connections to one port. ``refused`` is the number of connections that could not be opened in time."""
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
@@ -67,7 +67,10 @@ class Foreign:
         self.refused = 0
 
     def open_now(self, kinds: Sequence[str], count: int) -> None:
-        """Open them without waiting for the other side, and say something where that is possible at once."""
+        """Open connections without waiting for the server.
+
+        Send data on connections that are established immediately.
+        """
         for number in range(count):
             connection = socket.socket()
             connection.setblocking(False)
@@ -77,7 +80,7 @@ class Foreign:
                 connection.send(said(kinds[number % len(kinds)], number))
 
     async def open(self, kind: str, count: int, seconds: float) -> None:
-        """Open them, and say something on each, within ``seconds``."""
+        """Open connections, and send data on each, within ``seconds``."""
         room = asyncio.Semaphore(_AT_ONCE)
         await asyncio.gather(*(self._open(kind, number, room, seconds) for number in range(count)))
 
@@ -95,11 +98,11 @@ class Foreign:
                 self.refused += 1
 
     def num_ended(self) -> int:
-        """Connections that the other side has ended."""
+        """Return the number of connections that the server has closed."""
         return sum(_has_ended(each) for each in self._sockets)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all connections."""
         for each in self._sockets:
             each.close()
         self._sockets.clear()

@@ -15,8 +15,10 @@ _EVERY = 0.02
 
 
 class Forming:
-    """``async with Forming(services, folder, ...)``, around the start of the services, which wait a second at each socket at
-    which ranks listen. ``met``: the ports that foreign connections have been made to; these stay open until the block ends.
+    """Opens foreign connections while services start: ``async with Forming(services, folder, ...)``.
+
+    The services wait a second at each socket at which ranks listen. ``met`` lists the attacked ports. The connections
+    stay open until the block ends.
     """
 
     def __init__(self, services: Mapping[str, Service], folder: Path, count: int, kinds: Sequence[str]) -> None:

@@ -50,13 +50,13 @@ class Steady:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stopped = True
-        if kind is not None:  # they may never end
+        if kind is not None:  # after an error, the streams may never end
             for task in self._tasks:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=kind is not None)
 
     async def answered(self, count: int) -> None:
-        """Wait for so many answers more, right or wrong. TimeoutError where they do not come."""
+        """Wait for ``count`` more answers, right or wrong. Raises TimeoutError if they do not arrive."""
         wanted = self.num_answers + count
         async with asyncio.timeout(self._patience):
             while self.num_answers < wanted:
@@ -64,18 +64,21 @@ class Steady:
 
     @property
     def num_answers(self) -> int:
-        """Streams that have ended."""
+        """Number of ended streams."""
         return self.right + self.problems.total()
 
     def longest_gap(self, since: float) -> float:
-        """Most seconds between two parts of a stream, the second of them behind ``since``, or still to come."""
+        """Return the longest time between two parts of a stream.
+
+        The second part arrived after ``since`` or is missing.
+        """
         now = time.monotonic()
         waiting = [now - max(stream.times[-1], since) for stream in self._current.values() if stream.times]
         gaps = [stream.longest_gap(since) for stream in (*self._over, *self._current.values())]
         return max(gaps + waiting, default=0.0)
 
     def forget(self) -> None:
-        """Streams that are over are not asked about any more."""
+        """Remove the records of ended streams."""
         self._over.clear()
 
     def _begin(self, number: int) -> Any:

@@ -1,4 +1,4 @@
-"""The three systems whose services listen for each other, and what their streams ask for."""
+"""Three systems whose services connect to each other, and the requests of their streams."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ from tests.fakes.systems.transferring_cluster import transferring
 from tests.fuzz.variants import MODEL
 
 _MIN_PREFILL = 48
-"""Tokens of a prompt that is worth a transfer."""
+"""Minimum number of prompt tokens for a KV transfer."""
 _salts = itertools.count()
 
 
@@ -55,8 +55,8 @@ class Kind(NamedTuple):
 
 
 def _group(folder: Path) -> Cluster:
-    """Two ranks, which share experts: they meet at a store, and exchange tokens over a mesh."""
-    from tests.fakes.models.tiny_models import save_tiny_model  # torch, which only this needs
+    """Return two expert-parallel ranks, which find each other through a store and exchange tokens over a mesh."""
+    from tests.fakes.models.tiny_models import save_tiny_model  # imported here, because only this system needs torch
 
     save_tiny_model("qwen3_moe", folder)
     byte_level().save(str(folder / "tokenizer.json"))
@@ -64,17 +64,17 @@ def _group(folder: Path) -> Cluster:
 
 
 def _nodes(folder: Path) -> Cluster:
-    """An engine of two nodes, each of which has a stage of the pipeline."""
+    """Return an engine on two nodes. Each node has a stage of the pipeline."""
     return SpreadCluster(MODEL, engines=1, parallel__secret_file=_secret(folder))
 
 
 def _transfer(folder: Path) -> Cluster:
-    """An engine for prompts and one for outputs."""
+    """Return a prefill engine and a decode engine."""
     return transferring(MODEL, 2, "grpc", "prefill", "decode", parallel__secret_file=_secret(folder))
 
 
 def _secret(folder: Path) -> Path:
-    """The secret by which the services recognize each other, as ``penstock serve`` gives it to them."""
+    """Write the common secret of the services, like ``penstock serve`` does."""
     file = folder / "secret"
     file.touch(mode=0o600)
     file.write_text(secrets.token_hex(32))
@@ -99,7 +99,7 @@ def services_of(system: Cluster) -> dict[str, Service]:
 
 
 def ports_of(services: dict[str, Service]) -> Iterator[Port]:
-    """Every port at which one of the processes that run now, or a process that it has started, listens."""
+    """Return every port at which one of the running processes or its child processes listens."""
     for name, service in services.items():
         if service.alive:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -113,7 +113,7 @@ def internal(ports: Sequence[Port]) -> list[Port]:
 
 
 def held_by(service: Service) -> float:
-    """Memory of a service and of all processes that it has started, in MiB."""
+    """Return the memory of a service and its child processes in MiB."""
     found = 0
     for pid in descendants(service.pid):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
