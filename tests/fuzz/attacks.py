@@ -1,4 +1,4 @@
-"""Which attack has which number: each request is made from the seed and its number alone."""
+"""Attacks by number. Each request depends only on the seed and the request's number."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -32,11 +32,11 @@ _WEIGHTS = {
     "limits together": (2.0, 6.0),
     "large frames": (1.5, 8.0),
 }
-"""How often each is sent: where tokens are generated, and where vectors are pooled."""
+"""Weights of the attacks, for generating models and for pooling models."""
 
 
 class Attempt(NamedTuple):
-    """One hostile request. ``attack`` is its kind, as fine as kinds are distinguished; ``payload`` is the call to make."""
+    """One hostile request. ``attack`` is the most specific kind, and ``payload`` is the call to make."""
 
     number: int
     attack: str
@@ -55,14 +55,14 @@ class Attempt(NamedTuple):
                 return f"{data[:200]!r}"
 
     def patient(self) -> "Attempt":
-        """The same one, which waits for its answer as long as a busy machine may take."""
+        """Return the same request with a timeout that is long enough for a busy machine."""
         if not isinstance(self.payload, Case | HttpCase):
             return self
         return self._replace(payload=self.payload._replace(timeout=max(self.payload.timeout, PATIENCE)))
 
     @property
     def size(self) -> int:
-        """Bytes that are sent."""
+        """Number of bytes to send."""
         match self._call:
             case Case() as case:
                 return sum(map(len, case.sent))
@@ -77,7 +77,7 @@ class Attempt(NamedTuple):
 
 
 class Attacks:
-    """Makes requests. ``turns``: of the variants; ``port``: of the hostile host of media."""
+    """Makes requests. ``turns`` is the sequence of variants, and ``port`` is the port of the hostile media host."""
 
     def __init__(self, seed: int, turns: Sequence[str] = SETS["all"], port: int = 0) -> None:
         self._seed = seed
@@ -101,7 +101,7 @@ class Attacks:
         }
 
     def make(self, number: int) -> Attempt:
-        """The request of this number."""
+        """Return the request with this number."""
         rng = Random(f"{self._seed} {number}")
         variant = VARIANTS[variant_of(number, self.turns)]
         if variant.media:
@@ -125,13 +125,13 @@ class Attacks:
         return rpc_calls.make_case(rng.choices(self.rpcs, [rpc.weight for rpc in self.rpcs])[0], rng)
 
     def _body(self, rng: Random, _: Variant) -> HttpCase:
-        """A body with null, empty or wrong values at any of its places."""
+        """Return a body with null, empty or wrong values at random paths."""
         path = rng.choice(list(http_calls.SEEDS))
         body = http_calls.bounded(json_places.changed(rng.choice(http_calls.SEEDS[path]), rng))
         return _post(path, json_places.text(body))
 
     def _chat(self, rng: Random, _: Variant) -> Case | HttpCase:
-        """JSON that is a string of a chat's: arguments of calls, parameters of tools, variables of the template."""
+        """Return a chat with hostile JSON: arguments of tool calls, parameters of tools, or template variables."""
         parameters = schemas.schema(rng) if rng.random() < 0.5 else SCHEMA
         arguments = json_places.text(json_places.changed({"a": 1, "b": [{"c": "d"}]}, rng))
         kwargs = schemas.template_kwargs(rng) if rng.random() < 0.5 else ""
@@ -181,7 +181,7 @@ class Attacks:
         return Case(self._ours["Session"], sent, timeout=_PATIENCE, cancel=0.7, half=True)
 
     def rpc(self, method: str) -> Rpc:
-        """An RPC of our own contracts."""
+        """Return an RPC of Penstock's contracts by its method."""
         return self._ours[method]
 
 

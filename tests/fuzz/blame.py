@@ -6,10 +6,10 @@ from typing import NamedTuple
 _CODES = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
 _STATUSES = (400, 403, 413, 429)
 _BUSY = ("QUEUE_FULL", "rate_limit_exceeded")
-"""Whatever is wrong with a request, there may be no room for it."""
+"""Reasons of refusals without space for a request, which are allowed for every request."""
 _OVER_HTTP = {"INVALID_FIELD": "invalid_value", "NOT_SERVED_YET": "unsupported"}
 _LIMITED = re.compile(r"\d.*(limit|media\.|limits\.|multimodal\.)", re.DOTALL)
-"""The value, and what bounds it."""
+"""Pattern of errors that name a value and its limit."""
 _SECRETS = ("secret", "passwd?", "base64,AAAA")
 _LONGEST = 2000
 
@@ -18,8 +18,8 @@ class Blame(NamedTuple):
     """Allowed answers of a request.
 
     Attributes:
-        reasons: Reasons with which it may be refused. Empty: it must be answered.
-        taken: Whether it may be answered.
+        reasons: Allowed reasons of a refusal. If empty, the request must succeed.
+        taken: Whether the request may succeed.
         paths: Allowed prefixes of the path of the invalid field.
     """
 

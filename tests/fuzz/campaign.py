@@ -1,4 +1,4 @@
-"""One variant under fire: a system, and a fresh one whenever it is of no more use, until all requests have been sent."""
+"""Campaign against one variant. A new system replaces a broken one, until all requests have been sent."""
 
 import asyncio
 import contextlib
@@ -26,9 +26,9 @@ pools and caches fill on demand.
 """
 _ROUNDS = 4
 _CONFIRMED = 3
-"""Number of causes of one kind to look for. After that, the attack is no longer sent to this variant."""
+"""Maximum number of confirmed causes of one kind. Then the attack is no longer sent to this variant."""
 _TRIALS = 40
-"""Times that a cause is looked for, at most."""
+"""Maximum number of searches for causes."""
 _SYSTEMS = 60
 
 
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one variant came to, beside the findings."""
+    """Results of one variant, other than findings."""
 
     itl: dict[str, Itl]
     before: dict[str, Held]
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
 
 
 class Campaign:
-    """``run`` does it all. ``again``: the only requests to send, each alone."""
+    """Campaign against one variant. If ``again`` is set, only requests with these numbers are sent, each alone."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Campaign:
         return Outcome(itl, self._before, self._after, self._peaks, self._blocks, systems, muted, self._logs)
 
     def _numbers(self) -> Iterator[Attempt]:
-        """The variant's requests in order, but those of attacks that have been found out."""
+        """Yield the numbers of the variant's requests in order, except for attacks with enough confirmed causes."""
         number = -1
         while self._sent < self._plan.count:
             number += 1
@@ -132,7 +132,10 @@ class Campaign:
                 yield attempt
 
     async def _beside_neighbours(self, system: System) -> bool:
-        """Returns whether all is done; if not, there must be another system."""
+        """Send requests while neighbours run.
+
+        Returns whether all requests were sent; otherwise a new system is needed.
+        """
         errors: list[str] = []
         told = errors.append
         await system.answers()
@@ -159,7 +162,7 @@ class Campaign:
         return True
 
     async def _against(self, system: System, watch: Watch, storm: Storm) -> bool:
-        """The storm. Returns whether it is over and the system is still of use."""
+        """Send hostile requests. Returns whether all were sent and the system is still usable."""
         if self._again:
             for number in self._again:
                 await self._one_again(watch, storm, self._attacks.make(number))
@@ -181,7 +184,7 @@ class Campaign:
             self._marks["beside hostile requests"].append((start, time.monotonic()))
             if not usable:
                 return False
-        if not await self._storm(watch, storm, self._plan.count):  # the rest of them
+        if not await self._storm(watch, storm, self._plan.count):  # the remaining requests
             return False
         if self._plan.special:
             await storm.special()
@@ -225,8 +228,9 @@ class Campaign:
         return True
 
     async def _trial(self, watch: Watch, storm: Storm, incidents: list[Incident], suspects: list[Attempt]) -> bool:
-        """Send the suspects again, one at a time, until all of it has happened again. Returns whether the system is still of
-        use.
+        """Send the suspects again, one at a time, until every incident has happened again. Returns whether the system
+        is
+        still usable.
         """
         numbers = [attempt.number for attempt in suspects]
         left = {incident.kind: incident for incident in incidents}
@@ -246,7 +250,7 @@ class Campaign:
                         self._to_try.append(([*left.values()], suspects))
                     return False
         for incident in left.values():
-            if incident.kind != "no answer":  # that was the others' load
+            if incident.kind != "no answer":  # a missing answer may come from the load of other requests
                 self._findings.happened(incident.kind, incident.what, numbers, sure=False)
         return True
 

@@ -12,11 +12,16 @@ _KEPT_NUMBERS = 6
 _SUSPECTS = 32
 _KEPT_KINDS = 200
 _NOISE = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8,}|\d+(\.\d+)?|'[^']{12,}'|\"[^\"]{12,}\"|\\\\x..")
-"""What differs between two of a kind: numbers, addresses, what a client wrote."""
+"""Pattern of the texts that may differ between findings of one kind: numbers, addresses and clients' texts."""
 
 
 class Finding(msgspec.Struct):
-    """One kind. ``numbers``: the requests that caused it, or among which its cause is; ``shown``: the smallest of them."""
+    """Findings of one kind.
+
+    Attributes:
+        numbers: Numbers of the requests that caused the problem, or that include the cause.
+        shown: The smallest of these requests.
+    """
 
     variant: str
     target: str
@@ -28,7 +33,7 @@ class Finding(msgspec.Struct):
     sure: bool = True
 
     def line(self) -> str:
-        """For the report."""
+        """Return a line for the report."""
         numbers = ", ".join(map(str, self.numbers)) + ("" if self.sure else " (one of these)")
         return f"[{self.variant}] {self.target}: {self.what}\n  {self.count} times; requests {numbers or '-'}\n  {self.shown}"
 
@@ -43,7 +48,7 @@ class Findings:
 
     @property
     def count(self) -> int:
-        """Requests that have ended."""
+        """Number of ended requests."""
         return sum(sum(codes.values()) for codes in self._codes.values())
 
     @property
@@ -52,19 +57,23 @@ class Findings:
         return len(self._found)
 
     def ended(self, target: str, end: End, number: int | None, shown: str, size: int) -> None:
-        """A request has ended."""
+        """Record the end of a request."""
         self._codes[target][end.code] += 1
         if end.problem:
             self.add(target, end.problem, [] if number is None else [number], shown, size)
 
     def add(self, target: str, what: str, numbers: Sequence[int] = (), shown: str = "", size: int = 0) -> None:
-        """Something must not be. Two with the same ``what`` are one, but for numbers and the like."""
+        """Record a wrong result. Results whose ``what`` differs only in numbers and similar texts are merged."""
         self._add((self.variant, target, _NOISE.sub("*", what)[:120]), target, what, numbers, shown, size, sure=True)
 
     def happened(
         self, kind: str, what: str, numbers: Sequence[int] = (), shown: str = "", size: int = 0, *, sure: bool = True
     ) -> None:
-        """Something has happened to the system. Two of one kind are one. ``sure``: ``numbers`` are those that cause it."""
+        """Record an incident of the system. Incidents of one kind are merged.
+
+        Args:
+            sure: Whether the requests in ``numbers`` are known to cause the incident.
+        """
         self._add((self.variant, kind, ""), kind, what, numbers, shown, size, sure=sure)
 
     def _add(
@@ -85,7 +94,7 @@ class Findings:
             found = self._found[key] = Finding(self.variant, target, what[:600], sure=sure)
             print(f"found: [{self.variant}] {target}: {what[:200]} {numbers if sure else ''}", flush=True)
         found.count += 1
-        if sure and not found.sure:  # now it is known which
+        if sure and not found.sure:  # now the cause is known
             found.sure, found.numbers = True, []
         if sure == found.sure:
             found.numbers = [*dict.fromkeys([*found.numbers, *numbers])][: _KEPT_NUMBERS if sure else _SUSPECTS]
@@ -93,15 +102,15 @@ class Findings:
             found.size, found.shown = size, shown[:1500]
 
     def wrong(self) -> list[str]:
-        """Every kind, a paragraph each."""
+        """Return a paragraph for each kind."""
         return [found.line() for found in self._found.values()]
 
     def rows(self) -> list[Finding]:
-        """Every kind."""
+        """Return a row for each kind."""
         return list(self._found.values())
 
     def table(self) -> str:
-        """A line per target."""
+        """Return a table with a line per target."""
         width = max(map(len, self._codes), default=10)
         lines = [f"{'target':{width}}  requests  by status"]
         for target, codes in sorted(self._codes.items()):

@@ -1,4 +1,4 @@
-"""Constraints that are small to write and large to follow."""
+"""Constraints with a short text and a high cost."""
 
 import json
 from random import Random
@@ -7,24 +7,24 @@ from typing import Any, NamedTuple
 from tests.fuzz import schemas
 
 RAW = "(raw)"
-"""Stands in a body for JSON that is there as text, since nothing could write it."""
+"""Placeholder in a body for JSON text that no JSON encoder could write."""
 _COUNTS = (3, 10, 50, 200, 1000, 1000, 4000)
 
 
 class Constraint(NamedTuple):
-    """``kind``: the field of StructuredOutput."""
+    """A constraint. ``kind`` is the field of StructuredOutput."""
 
     kind: str
     text: str
 
 
 def constraint(rng: Random) -> Constraint:
-    """One of many."""
+    """Return a random hostile constraint."""
     return rng.choice((*(_nested,) * 7, _ambiguous, _alternatives, _deep_rules, _large_schema, _damaged))(rng)
 
 
 def _nested(rng: Random) -> Constraint:
-    """Bounded repetitions in bounded repetitions: each token has as many readings as their product."""
+    """Return nested bounded repetitions. The number of parses of each token is the product of the bounds."""
     inner = rng.choice(("a", "a", "a?", "a?", "[ab]", "(a|b)", "a{0,3}"))
     for _ in range(rng.choice((1, 2, 2, 2, 2, 3))):
         low, high = rng.choice((0, 0, 1)), rng.choice(_COUNTS)
@@ -36,7 +36,7 @@ def _nested(rng: Random) -> Constraint:
 
 
 def _ambiguous(rng: Random) -> Constraint:
-    """Rules that read the same text in ever more ways."""
+    """Return ambiguous rules, whose number of parses grows with the text."""
     return Constraint(
         "grammar",
         rng.choice(
@@ -54,7 +54,7 @@ def _ambiguous(rng: Random) -> Constraint:
 
 
 def _alternatives(rng: Random) -> Constraint:
-    """Thousands of branches that begin alike."""
+    """Return thousands of alternatives with the same beginning."""
     count = rng.choice((200, 2000, 9000))
     words = [f"{'a' * (i % 40)}{i}" for i in range(count)]
     if rng.random() < 0.5:
@@ -63,7 +63,7 @@ def _alternatives(rng: Random) -> Constraint:
 
 
 def _deep_rules(rng: Random) -> Constraint:
-    """Rules that each use the next one several times."""
+    """Return rules, each of which uses the next rule several times."""
     depth = rng.choice((5, 12, 30, 200))
     rules = [f"root ::= r0 {json.dumps('b')}"]
     rules += [f"r{i} ::= r{i + 1} r{i + 1} | r{i + 1}?" for i in range(depth)]
@@ -71,7 +71,7 @@ def _deep_rules(rng: Random) -> Constraint:
 
 
 def _large_schema(rng: Random) -> Constraint:
-    """Counts in counts, as schemas write them."""
+    """Return a JSON schema with nested counts."""
     value: Any = {"type": "string", "maxLength": rng.choice(_COUNTS), "minLength": rng.choice((0, 1))}
     if rng.random() < 0.5:
         value = {"type": "string", "pattern": f"^([a-z]{{0,{rng.choice(_COUNTS)}}}[0-9]?){{0,{rng.choice(_COUNTS)}}}$"}
@@ -81,7 +81,7 @@ def _large_schema(rng: Random) -> Constraint:
 
 
 def _damaged(rng: Random) -> Constraint:
-    """A grammar with something in it that does not belong."""
+    """Return a grammar with an invalid part."""
     text = 'root ::= item ("," item){0,4}\nitem ::= [a-z]+ | "(" root ")"'
     at = rng.randrange(len(text))
     piece = rng.choice(("{", "}", "{0,99999999}", "{5,2}", "[", "\x00", '"', "::=", "\\", "(", "\n", "root", "\ufffe"))
@@ -96,7 +96,7 @@ def any_text(rng: Random) -> Constraint:
 
 
 def as_json(found: Constraint, rng: Random) -> tuple[dict[str, Any], str]:
-    """The fields of a body over HTTP that ask for it, and the JSON to write for ``RAW`` in them."""
+    """Return the HTTP body fields for the constraint, and the JSON text that replaces ``RAW`` in these fields."""
     match found.kind:
         case "json_schema":
             named = {"type": "json_schema", "json_schema": {"name": "s", "schema": RAW}}

@@ -45,7 +45,7 @@ _SHAPES: tuple[Any, ...] = (
 
 
 def places(value: Any, at: Path = ()) -> Iterator[Path]:
-    """Paths of the value and of everything in it."""
+    """Return the paths of the value and of all nested values."""
     yield at
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -56,7 +56,7 @@ def places(value: Any, at: Path = ()) -> Iterator[Path]:
 
 
 def put(value: Any, at: Path, new: Any) -> Any:
-    """A copy of the value that has ``new`` at a place."""
+    """Return a copy of the value with ``new`` at a path."""
     if not at:
         return new
     copy = value.copy()
@@ -65,7 +65,10 @@ def put(value: Any, at: Path, new: Any) -> Any:
 
 
 def hostile(rng: Random) -> Any:
-    """Null, empty, of another type, huge, negative, nested beyond reason. ``text`` writes it."""
+    """Return a hostile value: null, empty, huge, negative, deeply nested, or of a wrong type.
+
+    ``text`` encodes the value.
+    """
     how = rng.random()
     if how < 0.45:
         return rng.choice(EMPTY)
@@ -77,7 +80,7 @@ def hostile(rng: Random) -> Any:
 
 
 def deep(rng: Random) -> str:
-    """Stands for a value that nests too deep to be made."""
+    """Return a placeholder for a value that is nested too deeply to exist as an object."""
     return _DEEP.format(kind=rng.choice(list(_NESTING)), depth=rng.choice((20, 60, 100, 200, 400, 1000, 5000)))
 
 
@@ -92,7 +95,7 @@ def _written(match: re.Match[str]) -> str:
 
 
 def changed(value: Any, rng: Random) -> Any:
-    """The value with something hostile at a place or two: most often at one that is far in."""
+    """Return the value with hostile values at one or two paths, mostly deep ones."""
     for _ in range(rng.choice((1, 1, 1, 2))):
         found = list(places(value))
         value = put(value, max(rng.sample(found, min(2, len(found))), key=len), hostile(rng))
@@ -100,7 +103,7 @@ def changed(value: Any, rng: Random) -> Any:
 
 
 def renamed(value: Any, rng: Random) -> Any:
-    """The value with a key of one of its objects removed, or under another name."""
+    """Return the value with a removed or renamed key in one of its objects."""
     found = [at for at in places(value) if at and isinstance(at[-1], str)]
     if not found:
         return value

@@ -1,4 +1,4 @@
-"""Messages that are nearly right, and messages that are nothing: from descriptors and seeds, by a seeded generator."""
+"""Almost valid messages and random messages, made from descriptors and valid messages with a seeded generator."""
 
 from collections.abc import Callable, Iterator
 from random import Random
@@ -27,7 +27,7 @@ _MAX_DEPTH = 4
 
 
 def mutated(seed: bytes, kind: Descriptor, rng: Random) -> bytes:
-    """A message of this kind, malformed or hostile in one of many ways."""
+    """Return a malformed or hostile message of this kind."""
     how = rng.random()
     if how < 0.04:
         return seed
@@ -46,7 +46,7 @@ def mutated(seed: bytes, kind: Descriptor, rng: Random) -> bytes:
 
 
 def random_message(kind: Descriptor, rng: Random, depth: int = 0) -> Tree:
-    """Any fields, any values."""
+    """Return a message with random fields and values."""
     tree: Tree = []
     for field in kind.fields:
         if rng.random() < (0.5 if depth == 0 else 0.25):
@@ -57,7 +57,7 @@ def random_message(kind: Descriptor, rng: Random, depth: int = 0) -> Tree:
 
 
 def random_record(field: FieldDescriptor, rng: Random, depth: int = 0) -> Record:
-    """One hostile value of a field."""
+    """Return one hostile value of a field."""
     if field.type == FieldDescriptor.TYPE_MESSAGE:
         inner = random_message(field.message_type, rng, depth + 1) if depth < _MAX_DEPTH else []
         return Record(field.number, BYTES, inner, field)
@@ -125,14 +125,14 @@ def _remove(place: Place, rng: Random) -> None:
 
 
 def _repeat(place: Place, rng: Random) -> None:
-    """Once more (a field that may be set once, the same oneof), or thousands of times."""
+    """Repeat a field once (a singular field, or a member of the same oneof), or thousands of times."""
     tree, index = place
     count = rng.choice(_MANY) if rng.random() < 0.3 and len(encode([tree[index]])) < 100 else 1
     tree.extend(tree[index].copy() for _ in range(count))
 
 
 def _retype(place: Place, rng: Random) -> None:
-    """Another wire type than the field's."""
+    """Change the wire type of a field."""
     tree, index = place
     record = tree[index]
     wire = rng.choice([w for w in (VARINT, FIXED64, BYTES, GROUP, END_GROUP, FIXED32) if w != record.wire])
@@ -141,7 +141,7 @@ def _retype(place: Place, rng: Random) -> None:
 
 
 def _nest(place: Place, rng: Random) -> None:
-    """Messages in messages, deeper than any parser goes."""
+    """Nest messages deeper than the limit of any parser."""
     tree, index = place
     record = tree[index]
     if rng.random() < 0.5:
@@ -178,7 +178,7 @@ _CHANGES: tuple[Callable[[Place, Random], None], ...] = (
 
 
 def _damaged(data: bytes, rng: Random) -> bytes:
-    """Cut off, or with a bit turned."""
+    """Return the data truncated, or with a flipped bit."""
     if rng.random() < 0.5:
         return data[: rng.randrange(len(data))]
     at = rng.randrange(len(data))

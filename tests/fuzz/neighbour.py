@@ -37,9 +37,12 @@ class Itl(NamedTuple):
 
 
 class Neighbour:
-    """The process. ``on_error`` gets what went wrong, at once. ``counts``: tokens, or vectors, by
-    kind. ``flowing``: kinds that have begun to get an answer and wait for more of it. ``waits``: the longest wait of each kind,
-    in seconds.
+    """The neighbour process. It calls ``on_error`` immediately with each error.
+
+    Attributes:
+        counts: Number of tokens or vectors by kind.
+        flowing: Kinds that have received a part of an answer and wait for the next part.
+        waits: Longest wait of each kind in seconds.
     """
 
     def __init__(self, address: str, http_port: int, kinds: Sequence[str], *, on_error: Callable[[str], None]) -> None:
@@ -77,7 +80,7 @@ class Neighbour:
         await self._reading
 
     def take_waits(self) -> dict[str, float]:
-        """The longest waits since they were last taken."""
+        """Return the longest waits since the last call."""
         waits, self.waits = self.waits, {}
         return waits
 
@@ -98,7 +101,7 @@ class Neighbour:
 
 
 def between(gaps: Sequence[tuple[float, float]], spans: Sequence[tuple[float, float]]) -> Itl:
-    """The latencies of spans of time, each of which has a begin and an end (``time.monotonic``)."""
+    """Return the latencies in time spans, each with a begin and an end (``time.monotonic``)."""
     chosen = [1e3 * gap for at, gap in gaps if any(start <= at < stop for start, stop in spans)]
     if len(chosen) < 2:
         return Itl(0.0, 0.0, 0.0, len(chosen))
@@ -118,7 +121,7 @@ class _Client:
         self.gaps: list[tuple[float, float]] = []
         self.waits: dict[str, float] = {}
         self._waiting: dict[str, float] = {}
-        """By kind, since when a part of an answer is waited for."""
+        """Start time of the current wait for a part of an answer, by kind."""
 
     async def learn(self, kind: str) -> None:
         """Record the expected answer, without other load."""
@@ -126,7 +129,7 @@ class _Client:
             self._expected[kind, number] = await self._ask(kind, number)
 
     async def go_on(self, kind: str) -> None:
-        """Ask again and again."""
+        """Repeat the requests of a kind."""
         number = 0
         while True:
             number = (number + 1) % VARIETY
@@ -163,13 +166,13 @@ class _Client:
             self._waiting.pop(kind, None)
 
     def _waited(self, kind: str, now: float) -> float:
-        """Seconds since the last part of an answer, which count towards the longest wait."""
+        """Return the seconds since the last part of an answer, and update the longest wait."""
         waited = now - self._waiting[kind]
         self.waits[kind] = max(waited, self.waits.get(kind, 0.0))
         return waited
 
     async def tell(self) -> None:
-        """Say what came, again and again."""
+        """Print the progress repeatedly."""
         while True:
             await asyncio.sleep(_TELL)
             for kind in self._waiting:

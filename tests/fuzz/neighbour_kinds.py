@@ -1,4 +1,4 @@
-"""What the neighbours ask for, each several times with other prompts: always the same answers."""
+"""Kinds of the neighbours' requests, each with several prompts. Answers are always the same."""
 
 import asyncio
 import base64
@@ -21,7 +21,7 @@ from tests.fakes.patience import PATIENCE
 from tests.fuzz.variants import Variant
 
 VARIETY = 3
-"""Requests of each kind."""
+"""Number of requests of each kind."""
 _PROMPTS = ("Once upon a time there was", "The fox and the", "One day, a little girl went to the forest and")
 _TENANT = "neighbour"
 _IMAGES = [image_file(kind, (60, 44), seed=number) for number, kind in enumerate(("PNG", "JPEG", "WEBP"))]
@@ -138,7 +138,7 @@ async def _streamed(ask: Ask, path: str, body: dict[str, Any]) -> dict[str, Any]
 
 
 def _stream(ask: Ask, path: str, prompt: dict[str, Any], came: Callable[[int], None]) -> dict[str, Any]:
-    """A completion as a stream of events. ValueError for anything else."""
+    """Read a completion as a stream of events. Raises ValueError for any other answer."""
     connection = http.client.HTTPConnection("127.0.0.1", ask.http_port, timeout=PATIENCE)
     body = {
         **prompt,
@@ -216,7 +216,7 @@ async def _short_over_http(ask: Ask, method: str, path: str, body: dict[str, Any
 
 
 def _answer(port: int, method: str, path: str, body: dict[str, Any] | None) -> bytes:
-    """The body of an answer on a connection of its own. ValueError for any status but 200."""
+    """Return the body of an answer on a new connection. Raises ValueError for any status except 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         given = None if body is None else json.dumps(body)

@@ -27,7 +27,7 @@ _SHORT = {
     "/v1/messages": ("max_tokens",),
     "/v1/responses": ("max_output_tokens",),
 }
-"""What bounds the tokens of an answer."""
+"""Fields that limit the number of an answer's tokens, by route."""
 
 
 async def schema_storm(port: int, findings: Findings, *, examples: int, seed: int) -> list[str]:
@@ -75,7 +75,7 @@ def _check(
     try:
         check()
     except hypothesis.errors.Unsatisfiable:
-        pass  # a GET without parameters cannot be asked for wrongly
+        pass  # a GET without parameters has no invalid requests
     except Exception as e:
         wrong.append(f"{target}: {type(e).__name__}: {e}")
     return wrong

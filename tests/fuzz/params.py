@@ -137,7 +137,7 @@ def _change(random: Random, given: dict[str, Any], own: dict[str, Any]) -> None:
 
 
 def text_of(random: Random, params: Any) -> str:
-    """As JSON, or nearly."""
+    """Return the parameters as valid or almost valid JSON."""
     text = json.dumps(params)
     how = random.random()
     if how < 0.05:
@@ -172,7 +172,7 @@ class Campaign:
         self.neighbours = 0
 
     async def run(self, count: int) -> None:
-        """Raises Wrong."""
+        """Run the campaign. Raises Wrong."""
         numbers = iter(range(count))
         self._over = False
         expected = await self._neighbour()
@@ -255,7 +255,10 @@ def check_sources(sources: Sequence[kv_pb2.KvSource | None]) -> int:
 
 
 async def fuzz(count: int, seed: int) -> tuple[Campaign, int, int]:
-    """Against a frontend in this process. Returns the campaign, the sources and the leases that the engine was asked for."""
+    """Run the campaign against a frontend in this process.
+
+    Returns the campaign, and the sources and leases in the engine's requests.
+    """
     with tempfile.TemporaryDirectory() as folder:
         model = save_chat_model(Path(folder))
         config = DisaggregationConfig(gateway=True)

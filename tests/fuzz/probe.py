@@ -25,14 +25,14 @@ from tests.fuzz.media import names
 FILE = "FUZZ_PROBE"
 _BEAT = 0.002
 _LONG = 0.02
-"""Seconds of the loop thread's own computing that count as holding the loop up."""
+"""CPU seconds of the loop's thread in one callback that count as blocking."""
 
 _STARVED = 0.15
-"""Seconds without a beat although there was a processor: another thread keeps the interpreter."""
+"""Seconds without a beat although a CPU was available, because another thread held the interpreter lock."""
 
 
 class Probe:
-    """A beat in the loop, and a thread that watches it."""
+    """Periodic beat in the event loop, and a thread that monitors the beat."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -44,7 +44,7 @@ class Probe:
         self._blocks: list[dict[str, Any]] = []
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Called in the thread that is about to run the loop. The first loop is the service's."""
+        """Monitor a loop. Called in the thread that will run the loop. The first loop belongs to the service."""
         if self._loop is not None:
             return
         self._loop = loop
@@ -84,11 +84,14 @@ class Probe:
                 self._write()
 
     def _run_delay(self) -> float:
-        """Seconds for which the loop's thread could have run and other programs had the processors."""
+        """Return the seconds for which the loop's thread was runnable while other programs used the CPUs."""
         return int(self._schedstat.read_text().split()[1]) / 1e9
 
     def _stack(self) -> list[str]:
-        """Of the loop's thread last; before it the tops of the others, which may keep it from the interpreter."""
+        """Return stacks: the innermost calls of the other threads, and then the stack of the loop's thread.
+
+        The other threads may hold the interpreter lock.
+        """
         ours = (threading.get_ident(), self._thread_id)
         with _alone():
             frames = sys._current_frames()
@@ -111,8 +114,10 @@ class Probe:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Keep the interpreter meanwhile: frames of another thread that runs on while they are read become something else, or end in
-    a segmentation fault. A collection would let others run, from within whatever it finalizes.
+    """Hold the interpreter lock while the block runs.
+
+    If another thread runs while its frames are read, the frames change, and reading them can crash the process. Garbage
+    collection is off, because finalizers would let other threads run.
     """
     interval, collects = sys.getswitchinterval(), gc.isenabled()
     sys.setswitchinterval(60.0)
@@ -126,7 +131,10 @@ def _alone() -> Iterator[None]:
 
 
 def _calls(frame: FrameType | None, count: int) -> list[tuple[str, int, str]]:
-    """File, line and function of the innermost ``count`` calls, innermost last. Reads no file, which would let others run."""
+    """Return file, line and function of the innermost ``count`` calls, innermost last.
+
+    The function reads no files, because that would let other threads run.
+    """
     calls: list[tuple[str, int, str]] = []
     while frame is not None and len(calls) < count:
         calls.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -135,12 +143,12 @@ def _calls(frame: FrameType | None, count: int) -> list[tuple[str, int, str]]:
 
 
 def install(file: Path) -> None:
-    """Watch the first loop that this process runs."""
+    """Monitor the first event loop of this process."""
     probe = Probe(file)
     kinds: tuple[type[asyncio.AbstractEventLoop], ...] = (
         asyncio.BaseEventLoop,
         GrpcEventLoop,
-    )  # whose base is uvloop's
+    )  # the base class of uvloop's policy
     for kind in kinds:
         kind.run_forever = _watched(kind.run_forever, probe)  # type: ignore[method-assign]
 

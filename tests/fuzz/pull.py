@@ -37,7 +37,7 @@ class Wrong(Exception):  # noqa: N818 - what it is
 
 
 def some_bytes(random: random.Random, *known: bytes) -> bytes:
-    """Mostly what means something."""
+    """Return random bytes, mostly meaningful values."""
     if known and random.random() < 0.8:
         found = random.choice(known)
         return found if random.random() < 0.9 else found[:-1] + random.randbytes(1)
@@ -49,7 +49,7 @@ def some_number(random: random.Random) -> int:
 
 
 def request_of(random: random.Random, kind: str | None = None) -> pb.PullRequest:
-    """Any message to an engine that has blocks."""
+    """Return a random message to an engine with blocks."""
     match kind or random.choice(("fetch", "fetch", "fetch", "ack", "ack", "release", "open", "")):
         case "open":
             return pb.PullRequest(
@@ -79,7 +79,7 @@ def request_of(random: random.Random, kind: str | None = None) -> pb.PullRequest
 
 
 def response_of(random: random.Random) -> pb.PullResponse:
-    """Any message to an engine that wants blocks."""
+    """Return a random message to an engine that pulls blocks."""
     name = random.choice(NAMES)
     group, block_hash = random.choice((0, 0, 0, 5)), some_bytes(random, name.hash)
     number = random.choice((1, 1, 1, 2, some_number(random)))
@@ -126,7 +126,7 @@ def _block(random: random.Random, number: int, group: int, block_hash: bytes, na
 
 
 class Liar(service_pb2_grpc.KvTransferServiceServicer):
-    """Answers anything. ``random``: what it draws from next."""
+    """Server with random answers. ``random`` is the generator of the next answers."""
 
     def __init__(self) -> None:
         self.random = random.Random(0)
@@ -146,7 +146,10 @@ class Liar(service_pb2_grpc.KvTransferServiceServicer):
 
 
 class Campaign:
-    """Campaign. ``codes`` counts results of streams to the engine with blocks, ``reasons`` those of the other engine."""
+    """Campaign.
+
+    ``codes`` counts results of streams to the engine with blocks, ``reasons`` those of the other engine.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -154,7 +157,7 @@ class Campaign:
         self.reasons: Counter[str] = Counter()
 
     def run(self, count: int) -> None:
-        """Raises Wrong."""
+        """Run the campaign. Raises Wrong."""
         asyncio.run(self._attack(count - count // 2))
         self._lie(count // 2)
 
@@ -162,7 +165,7 @@ class Campaign:
         """See ``CallObserver``: clients do not always see the final status of a call."""
         return lambda code: self.codes.update([code])
 
-    # The engine that has blocks.
+    # Attacks on the engine with blocks.
 
     async def _attack(self, count: int) -> None:
         with FakeKvEngine("a", block_bytes=BLOCK_BYTES, lease=600.0, observer=self) as engine:
@@ -200,7 +203,7 @@ class Campaign:
                         raise Wrong("a block came that was not asked for, or another one")
         await call.code()
 
-    # The engine that wants blocks.
+    # Attacks on the engine that pulls blocks.
 
     def _lie(self, count: int) -> None:
         with _lying() as (liar, address), FakeKvEngine("b", block_bytes=BLOCK_BYTES, silence=0.3) as engine:
@@ -214,7 +217,7 @@ class Campaign:
                     num_tokens=24,
                     fingerprint=FINGERPRINT,
                 )
-                engine.peers._peers.clear()  # it would be left alone
+                engine.peers._peers.clear()  # otherwise the engine would avoid this peer
                 request = engine.request(given)
                 engine.peers.opened(request)
                 fetched = engine.fetch(request, NAMES)

@@ -1,4 +1,4 @@
-"""One hostile call over gRPC, and how it ended."""
+"""Hostile calls over gRPC, and their results."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ _SERVERS_FAULT = (
 _ANOTHER_TOOK_THE_NAME = ("register again", "has been replaced by")
 """Errors of the coordinator for a fake engine, when another one registers with the same name."""
 _OF_THE_CLIENT = "Internal error from Core"
-"""What gRPC's client calls its own failure to write to a call that its server has ended meanwhile."""
+"""Message of gRPC's client when it cannot write to a call that the server has already ended."""
 
 
 class Case(NamedTuple):
@@ -72,7 +72,7 @@ class End(NamedTuple):
     Attributes:
         code: Name of its status.
         problem: Why the status is wrong, or empty.
-        slow: There was no answer in time. This is a problem if there is none without other load either.
+        slow: There was no answer in time. This is a problem only if there is also no answer without other load.
     """
 
     code: str
@@ -81,7 +81,7 @@ class End(NamedTuple):
 
 
 def make_case(rpc: Rpc, rng: Random) -> Case:
-    """A hostile call of ``rpc``."""
+    """Return a hostile call of ``rpc``."""
     metadata: list[tuple[str, str | bytes]] = []
     if rng.random() < 0.1:
         metadata = [rng.choice(_HOSTILE_METADATA) for _ in range(rng.choice((1, 1, 2)))]
@@ -126,7 +126,8 @@ async def call(channel: grpc.aio.Channel, case: Case) -> End:
             return End(f"{code.name} {failed.reason}", "" if late else problem, slow=late)
         if code in _SERVERS_FAULT and not any(word in (e.details() or "") for word in _ANOTHER_TOOK_THE_NAME):
             return End(code.name, f"{code.name}: {e.details()}")
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED and case.timeout > 5 and rpc.method != "FlushCache":  # it may wait
+        # The call may wait that long.
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED and case.timeout > 5 and rpc.method != "FlushCache":
             return End(code.name, slow=True)
     except (UnicodeError, ValueError, grpc.aio.UsageError, TypeError) as e:
         return End("(unsendable)", "" if case.metadata else repr(e))
@@ -152,7 +153,7 @@ async def _read(running: Any, rpc: Rpc) -> str:
 
 
 def _errors(message: Any) -> Iterable[Any]:
-    """Errors of single requests inside an answer."""
+    """Yield the errors of single requests inside an answer."""
     name = message.DESCRIPTOR.full_name
     if name == "penstock.inference.v1.GenerateSessionResponse" and message.HasField("error"):
         yield message.error.error

@@ -37,13 +37,13 @@ class Rpc(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Service and method, for tables."""
+        """Name of service and method, for tables."""
         service, method = self.path.strip("/").split("/")
         return f"{'.'.join(service.split('.')[:-1]).removeprefix('penstock.')}.{method}"
 
     @property
     def method(self) -> str:
-        """The method alone."""
+        """Name of the method."""
         return self.path.rpartition("/")[2]
 
 
@@ -89,7 +89,10 @@ def _of(port: str, service: ServiceDescriptor, seeds: dict[str, Any], weight: fl
 
 
 def messages(rpc: Rpc, rng: Random) -> tuple[list[bytes], int]:
-    """What a call sends: one message, or a stream that begins well, or not. Also which seed it was made from, the last one."""
+    """Return the messages of a call, and the index of the seed of the last message.
+
+    The messages are one message, or a stream with a valid or invalid beginning.
+    """
     if not rpc.client_stream:
         message, seed = _allowed(rpc, rng)
         return [message], seed
@@ -117,5 +120,5 @@ def _allowed(rpc: Rpc, rng: Random) -> tuple[bytes, int]:
 
 
 def cheap(rpc: Rpc) -> list[bytes]:
-    """A valid call."""
+    """Return a valid call."""
     return [rpc.seeds[0]]

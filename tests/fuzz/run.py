@@ -1,7 +1,7 @@
-"""``python -m tests.fuzz.run --requests 50000 --seed 7``: fuzz real systems of processes, and say what came of it.
+"""Fuzzes real systems of processes and prints the results: ``python -m tests.fuzz.run --requests 50000 --seed 7``.
 
-The requests are dealt out to the variants (``--variant`` chooses one), which are put under fire one after the other.
-``--again NUMBER`` sends one request of a run with the same seed again. The exit code is 1 when anything was wrong.
+The requests are distributed over the variants, which are attacked one after the other. ``--variant`` chooses one
+variant. ``--again NUMBER`` repeats one request of a run with the same seed. The exit code is 1 if there were problems.
 """
 
 import argparse
@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What came of it. ``outcomes``: by variant."""
+    """Result of a run. ``outcomes`` has the outcomes by variant."""
 
     findings: Findings
     outcomes: dict[str, Outcome]
@@ -53,7 +53,7 @@ class Result(NamedTuple):
 
 
 async def fuzz(options: Options, result: Result | None = None) -> Result:
-    """Run it all. ``result`` is filled meanwhile, so that it is there when the run is interrupted."""
+    """Run all campaigns. ``result`` is filled during the run, so an interrupted run has partial results."""
     result = result or Result(Findings(), {})
     turns = turns_of(options.variants[0])
     async with Hosts() as hosts:
@@ -83,7 +83,7 @@ async def _in_turn(options: Options, result: Result, attacks: Attacks, hosts: Ho
 
 
 def report(result: Result) -> str:
-    """Everything in tables."""
+    """Return all results as tables."""
     lines = [result.findings.table()]
     for name, outcome in result.outcomes.items():
         muted = f"; attacks found out and no longer sent: {', '.join(outcome.muted)}" if outcome.muted else ""
@@ -113,7 +113,7 @@ def _held(service: str, outcome: Outcome) -> str:
 
 
 def slowed(itl: dict[str, Itl]) -> list[str]:
-    """Whether the storm slowed the neighbours down."""
+    """Return whether the hostile requests slowed the neighbours down."""
     calm, hit = itl.get("undisturbed"), itl.get("beside hostile requests")
     if calm is None or hit is None or not calm.count or hit.p99 <= ITL_FACTOR * calm.p99:
         return []

@@ -43,7 +43,7 @@ KEYWORDS: dict[str, dict[str, Any]] = {
     "default": {"default": 1, "examples": [1], "type": "integer"},
     "nullable": {"nullable": False, "type": "string"},
 }
-"""A schema that is served, or nearly, by the keyword that it is about."""
+"""A valid or almost valid schema for each keyword."""
 
 _ANY = {"type": "any_text"}
 _REGEX = {"type": "regex", "pattern": "[ab]+"}
@@ -64,7 +64,7 @@ _FORMATS: tuple[dict[str, Any], ...] = (
 
 
 def schema(rng: Random) -> str:
-    """A JSON schema with a hostile value for one of its keywords, anywhere in it."""
+    """Return a JSON schema with a hostile value for one of its keywords, at any depth."""
     keyword = rng.choice(list(KEYWORDS))
     value: Any = KEYWORDS[keyword]
     how = rng.random()
@@ -88,7 +88,10 @@ def schema(rng: Random) -> str:
 
 
 def _deep_value(rng: Random) -> str:
-    """A value as deep as a parser just takes, in branches as deep as a schema may nest: together too deep to write."""
+    """Return a value with the maximum depth of a parser, inside schema branches of the maximum depth.
+
+    Together, they are too deep to encode.
+    """
     depth = rng.randrange(600, 960)
     text = f'{{"const":{"[" * depth}1{"]" * depth}}}'
     for _ in range(rng.choice((10, 20, 30, 45, 60))):
@@ -114,7 +117,7 @@ def _wrapped(value: Any, rng: Random) -> Any:
 
 
 def tag(rng: Random) -> str:
-    """A structural tag with something hostile in it."""
+    """Return a structural tag with a hostile part."""
     value: Any = {"type": "structural_tag", "format": rng.choice(_FORMATS)}
     for _ in range(rng.choice((0, 0, 1, 30))):
         value = {**value, "format": {"type": "sequence", "elements": [value["format"]]}}
@@ -130,7 +133,7 @@ def tag(rng: Random) -> str:
 
 
 def template_kwargs(rng: Random) -> str:
-    """Variables of a chat template."""
+    """Return hostile variables of a chat template."""
     value = {"enable_thinking": True, "documents": [{"title": "t", "text": "x"}], "a": {"b": [1, None]}}
     known = ("messages", "tools", "add_generation_prompt", "bos_token", "raise_exception", "range", "self", "loop")
     if rng.random() < 0.4:

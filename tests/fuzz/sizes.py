@@ -1,4 +1,4 @@
-"""Requests whose sizes disagree, are huge, or multiply each other."""
+"""Requests whose sizes contradict each other, are huge, or are multiplied with each other."""
 
 import json
 from random import Random
@@ -21,7 +21,7 @@ _PATIENCE = 60.0
 
 
 def tensor(rng: Random, rows: int, hidden: int) -> tensor_pb2.Tensor:
-    """A tensor of vectors, most often one that contradicts itself or the model."""
+    """Return a tensor of embeddings. Mostly, its fields contradict each other or the model."""
     dtype = rng.choice(list(_BYTES))
     how = rng.random()
     if how < 0.35:
@@ -46,14 +46,14 @@ def tensor(rng: Random, rows: int, hidden: int) -> tensor_pb2.Tensor:
 
 
 def _filled(rng: Random, dtype: int, rows: int, hidden: int) -> tensor_pb2.Tensor:
-    """Small numbers, or those that are none."""
+    """Return small numbers, or NaN and infinities."""
     size = _BYTES[dtype]
     element = rng.choice((bytes(size), b"\x00\x3c\x00\x3c"[:size], b"\xff" * size, b"\x00\x00\x80\x7f"[-size:]))
     return tensor_pb2.Tensor(dtype=dtype, shape=[rows, hidden], inline=element * (rows * hidden))  # type: ignore[arg-type]
 
 
 def tensors(rng: Random, variant: Variant, generate: Rpc, session: Rpc) -> Case:
-    """Prompts as vectors: to the frontend, or right to the engine."""
+    """Return a request with embeddings as its prompt, to the frontend or directly to the engine."""
     rows = rng.choice((1, 2, 3, 17, 200))
     params = _params(n=rng.choice((1, 1, 1, 2, 128)), logprobs=rng.choice((None, None, 0, 20)))
     if rng.random() < 0.1:
@@ -79,7 +79,7 @@ def tensors(rng: Random, variant: Variant, generate: Rpc, session: Rpc) -> Case:
 
 
 def mixed(rng: Random, variant: Variant, generate: Rpc) -> Case:
-    """Text and ids beside vectors whose length the client names."""
+    """Return a mixed prompt with text, token ids, and embeddings whose length the client states."""
     hidden = rng.choice((1, variant.hidden, variant.hidden, 4096, 65_536, 250_000, 1_000_000))
     most = max(1, min(variant.longest + 500, _MOST // (4 * hidden)))
     count = rng.choice((1, 5, most // 2 + 1, most))
@@ -141,7 +141,7 @@ def _many_prompts(rng: Random) -> HttpCase:
 
 
 def large_frames(rng: Random, variant: Variant, generate: Rpc, embed: Rpc) -> Case:
-    """Answers and prompts of many megabytes."""
+    """Return a request with a prompt or an answer of many megabytes."""
     if variant.pools:
         count = rng.choice((500, 4000, 7000, 9000))
         ids = pb.TokenIds(ids=[rng.randrange(6, VOCAB_SIZE) for _ in range(count)])

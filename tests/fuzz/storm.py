@@ -1,4 +1,4 @@
-"""The storm: many hostile requests at once, at a bounded rate, each of which can be made again from its seed and number."""
+"""Many concurrent hostile requests at a limited rate. Each request is reproducible from its seed and number."""
 
 import asyncio
 import time
@@ -32,7 +32,7 @@ _KILLED_WITHIN = 20.0
 
 
 class Storm:
-    """``async with Storm(...)``: connections are open. ``rate``: requests per second, at most."""
+    """Sender of hostile requests: ``async with Storm(...)``. ``rate`` is the maximum number of requests per second."""
 
     def __init__(
         self, system: System, watch: Watch, attacks: Attacks, findings: Findings, *, rate: float, at_once: int
@@ -53,7 +53,7 @@ class Storm:
 
     async def __aenter__(self) -> "Storm":
         for name, address in self._system.addresses.items():
-            # The client takes any message, so that limits are the server's.
+            # The client accepts messages of any size, so that only the server's limits apply.
             limit = 2**31 - 1
             self._channels[name] = [make_channel(address, max_message_bytes=limit) for _ in range(_CHANNELS)]
         return self
@@ -64,8 +64,8 @@ class Storm:
                 await channel.close()
 
     async def hostile(self, attempts: Iterator[Attempt], count: int) -> list[Attempt]:
-        """Send so many hostile requests, or fewer when something happens. Returns whom to suspect of it then: first
-        what got a wrong answer, then the latest.
+        """Send ``count`` hostile requests, or fewer if an incident happens. Returns the suspects of the incident: first
+        requests with wrong answers, then the latest requests.
         """
         suspects: dict[int, Attempt] = {}
         self._watch.on_alarm = lambda: suspects.update(self._suspects())
@@ -108,7 +108,7 @@ class Storm:
         return {number: found[number] for number in sorted(found, reverse=True)[:_SUSPECTS]}
 
     async def one(self, attempt: Attempt) -> End:
-        """Send one and write down how it ended."""
+        """Send one request and record its result."""
         self._flying[attempt.number] = attempt
         try:
             end = await self._send(attempt)
@@ -120,7 +120,7 @@ class Storm:
         if end.problem:
             self._faulty.add(attempt.number)
             self._watch.look()
-            if self._watch.down:  # whose fault that is, the trial says
+            if self._watch.down:  # the later trial finds the cause
                 end = End("(lost)")
         self._findings.ended(attempt.target, end, attempt.number, f"{attempt.attack}: {attempt.shown}", attempt.size)
         return end
@@ -138,7 +138,7 @@ class Storm:
                 return await http2_garbage.connect(address, garbage)
 
     async def _kill(self, killing: Killing, attempt: Attempt) -> End:
-        """One after the other: no item of others' is to lose two decoders."""
+        """Kill decoders, one request after the other, so that no other request loses two decoders."""
         async with self._killing:
             frontend = self._system.frontend.pid
             if not killing.times:
@@ -155,7 +155,7 @@ class Storm:
             return await sent
 
     async def special(self) -> None:
-        """Send what costs more, each once."""
+        """Send each expensive request once."""
         for case in http_calls.special_cases(Random(1)):
             end = await http_calls.call(self._system.http_port, case)
             self._findings.ended(f"http {case.path}", end, None, repr(case.raw[:200]), len(case.raw))
@@ -165,7 +165,7 @@ class Storm:
                 self._findings.ended(rpc.name, end, None, "65 MiB of zeros", 65 * 2**20)
 
     async def control(self, count: int) -> None:
-        """Hostile calls of what puts the system to sleep, then wake it up. Nobody else may be there."""
+        """Send hostile control calls, such as sleep, and then wake the system up. Runs without other load."""
         chosen = [rpc for rpc in rpcs() if rpc.port == "admin" and rpc.method in CONTROL]
         for number in range(count):
             rng = Random(f"control {number}")
@@ -177,7 +177,7 @@ class Storm:
             await self._call(Case(rpc, [b""]), Random(0))
 
     async def valid(self, count: int) -> None:
-        """Send so many that are valid and cheap, at the same pace."""
+        """Send ``count`` valid and cheap requests at the same rate."""
         start = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             for index in range(count):

@@ -1,4 +1,4 @@
-"""The system under fire: coordinator, two engines and a frontend as processes, and what they hold."""
+"""The attacked system: coordinator, two engines and a frontend as processes, and their resources."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,7 @@ from tests.fuzz.variants import NAME, Variant
 
 _WARM_PROMPTS = 16
 _DECODERS = "media workers"
-"""The largest of them, and how many there are."""
+"""Row name for the media workers: memory of the largest worker, and number of workers."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -48,7 +48,7 @@ class Held(msgspec.Struct, frozen=True):
 
 
 class Probed(Service):
-    """A service that is watched by the probe."""
+    """A service with the probe."""
 
     def __init__(self, module: str, name: str = "", **flags: object) -> None:
         super().__init__(module, **flags)
@@ -57,7 +57,7 @@ class Probed(Service):
         self.module = probe.__name__
 
     def memory(self, name: str, unit: int = 1024) -> int:
-        """What the system counts of the process under this name, memory in MiB; 0 where there is none any more."""
+        """Return a memory value of the process from /proc, in MiB; 0 if the process has ended."""
         return _status(self.pid, name, unit)
 
     def more_log(self, seen: int) -> bytes:
@@ -72,7 +72,7 @@ class Probed(Service):
             Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
     def cpu(self) -> float:
-        """Seconds that the process has computed, in all its threads."""
+        """Return the CPU seconds of all threads of the process."""
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
             return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -88,7 +88,10 @@ def _status(pid: int, name: str, unit: int) -> int:
 
 
 class System:
-    """``async with System(variant, hosts)``: everything answers when the block begins. ``hosts``: of media."""
+    """The system: ``async with System(variant, hosts)``. All services answer when the block begins.
+
+    ``hosts`` are the media hosts.
+    """
 
     def __init__(self, variant: Variant, hosts: Hosts | None = None) -> None:
         self.variant = variant
@@ -116,7 +119,8 @@ class System:
             coordinator__address=self.coordinator.address,
             cache__kv_cache_memory="64MiB",
             executor__num_threads=1,
-            structured_output__compile_timeout=2,  # of processor time: a hostile one is refused in time on a busy machine, too
+            # Seconds of CPU time, so that hostile grammars are refused in time also on a busy machine.
+            structured_output__compile_timeout=2,
             **(ENGINE_FLAGS if self.variant.media else {}),
             **self.variant.flags,
         )
@@ -124,18 +128,19 @@ class System:
         return engine
 
     def _frontend(self, name: str, model: Path, http_port: int, admin_port: int, **flags: object) -> Probed:
-        """A frontend of the engines."""
+        """Start a frontend for the engines."""
         media = frontend_flags(self.variant, self._hosts.port) if self.variant.media and self._hosts is not None else {}
         return Probed(
             "penstock_frontend",
             name,
             model__path=model,
-            model__tool_parser="hermes",  # the template shows no tools, which would all be refused
+            # Without a parser, all tools would be refused, because the template renders no tools.
+            model__tool_parser="hermes",
             coordinator__address=self.coordinator.address,
             admin__port=admin_port,
             http__host="127.0.0.1",
             http__port=http_port,
-            # By default these are more than a peak may be here.
+            # The defaults exceed the allowed memory peak of this test.
             limits__max_message_bytes_in_flight="128MiB",
             limits__max_answer_bytes_in_flight="128MiB",
             **KEPT,
@@ -150,7 +155,7 @@ class System:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """host:port by the names that the RPCs have."""
+        """Return host:port by the port names of RPCs."""
         return {
             "coordinator": self.coordinator.address,
             "engine": self.engines[0].address,
@@ -179,7 +184,7 @@ class System:
         self._temporary.cleanup()
 
     async def answers(self) -> None:
-        """Ask for a little. Raises when the system does not give it within a minute."""
+        """Send a small request. Raises if there is no answer within a minute."""
         async with make_channel(self.frontend.address) as channel:
             stub = rpc.InferenceServiceStub(channel)
             if self.variant.pools:
@@ -190,7 +195,7 @@ class System:
         assert sum(len(each.token_ids) for each in answer), "no tokens"
 
     async def warm_up(self) -> None:
-        """Touch all of the KV caches, whose memory the system hands out only then."""
+        """Use all blocks of the KV caches, because the operating system allocates the memory on first use."""
         rng = Random(1)
         async with make_channel(self.frontend.address) as channel:
             stub = rpc.InferenceServiceStub(channel)
@@ -255,7 +260,7 @@ class System:
         return found
 
     async def metric(self, name: str) -> list[float]:
-        """The values of the frontend's metric, one per set of labels."""
+        """Return the values of a frontend's metric, one per set of labels."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.http_port)
         writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         text = (await reader.read()).decode()
@@ -279,7 +284,7 @@ class System:
         )
 
     def blocks(self) -> dict[str, tuple[int, int, list[dict[str, Any]]]]:
-        """By service: longest time that its loop was held, computing and by the clock, in ms; and what held it."""
+        """Return the longest block of each service's loop in ms, as CPU time and as elapsed time, with the cause."""
         found = {}
         for service in self.services:
             lines = self._probed(service)
@@ -292,7 +297,7 @@ class System:
         return found
 
     def holds(self, service: Probed) -> list[dict[str, Any]]:
-        """What held the service's event loop, all of it."""
+        """Return all recorded blocks of the service's event loop."""
         return [block for line in self._probed(service) for block in line["blocks"]]
 
     def _probed(self, service: Probed) -> list[dict[str, Any]]:
@@ -304,5 +309,5 @@ class System:
         )
 
     def logs(self) -> dict[str, str]:
-        """Everything that each has printed."""
+        """Return the output of each service."""
         return {service.service: service.log() for service in self.services}

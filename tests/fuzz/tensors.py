@@ -89,7 +89,7 @@ class Sent:
 
 
 class Campaign:
-    """``ends``: how requests ended, by code and, of errors, field."""
+    """Campaign. ``ends`` counts the results of requests by code and by the field in errors."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -98,7 +98,7 @@ class Campaign:
         self._received: dict[str, EngineCoreRequest] = {}
 
     def run(self, count: int) -> None:
-        """Raises Wrong."""
+        """Run the campaign. Raises Wrong."""
         with self._served() as server:
             asyncio.run(self._attack(server, count))
             wait_until(lambda: not server.engine.has_requests and not len(server.io.sessions))
@@ -141,7 +141,7 @@ class Campaign:
             await attack
 
     async def _session(self, server: EngineServer, first: int, count: int, segments: "Segments") -> None:
-        """Every eighth sequence, two hundred on a stream."""
+        """Run every eighth sequence. A stream has two hundred sequences."""
         numbers = iter(range(first, count, NUM_SESSIONS))
         for stream in range(count):
             name = f"hostile-{first}-{stream}"
@@ -189,7 +189,7 @@ class Campaign:
         self.num_sequences += 1
 
     async def _chunks(self, client: SessionClient, drawn: random.Random, sent: list[Sent], clock: FakeClock) -> None:
-        """The pieces of all, in turns."""
+        """Send the chunks of all tensors in turn."""
         left = [each for each in sent for _ in each.pieces]
         drawn.shuffle(left)
         done: Counter[int] = Counter()
@@ -276,13 +276,13 @@ class Campaign:
 
 
 class Segments:
-    """Shared memory of the frontends that attack, which are one process, and of another."""
+    """Shared-memory segments of the attacking frontends, which are one process, and of another process."""
 
     def __init__(self) -> None:
         self._own, self._other = SegmentWriter(""), SegmentWriter("another")
 
     def make(self, drawn: random.Random, data: bytes) -> tuple[str, bool]:
-        """A segment, and whether it is sound."""
+        """Return a segment, and whether the segment is valid."""
         kind = drawn.choice(("sound", "sound", "cut", "gone", "other", "path", "link"))
         if kind == "path":
             return drawn.choice(("/etc/passwd", "../x", "", "penstock-" + "0" * 32 + "-0")), False
@@ -301,7 +301,10 @@ class Segments:
         return ref.name
 
     def were_read(self, names: list[str]) -> None:
-        """Requests have named these. Raises Wrong where an engine has left one of its session, or taken another's."""
+        """Check segments that requests have named.
+
+        Raises Wrong if an engine has not removed a segment of its session, or has removed a foreign segment.
+        """
         for name in names:
             if name.startswith(f"penstock-{owner_of('')}-") and os.path.lexists(ROOT / name):
                 raise Wrong(f"segment {name} was left")
@@ -316,7 +319,7 @@ class Segments:
 
 
 def chunk(sent: Sent, offset: int, data: bytes, **more: Any) -> pb.SessionRequest:
-    """The message of a piece."""
+    """Return the message of a chunk."""
     piece = tensor_pb2.TensorChunk(transfer_id=sent.transfer_id, offset=offset, data=data, **more)
     return pb.SessionRequest(tensor_chunk=piece)
 

@@ -1,4 +1,4 @@
-"""Hostile values: for a field by its type, and by its name where that says more."""
+"""Hostile values for fields, by the field's type, or by its name for known names."""
 
 import json
 import math
@@ -199,7 +199,7 @@ _BY_NAME: dict[str, Sequence[str]] = {
 
 
 def scalar(field: Any, rng: Random) -> int | bytes:
-    """A hostile value for a scalar field, as the wire has it."""
+    """Return a hostile value for a scalar field in wire format."""
     if field.type in (Field.TYPE_STRING, Field.TYPE_BYTES):
         return text(field, rng)
     if field.name in _FEW:
@@ -216,7 +216,7 @@ def scalar(field: Any, rng: Random) -> int | bytes:
 
 
 def text(field: Any, rng: Random) -> bytes:
-    """Bytes for a string or bytes field."""
+    """Return bytes for a string field or bytes field."""
     if field.type == Field.TYPE_BYTES:
         return rng.choice(
             (
@@ -247,7 +247,7 @@ def _as_float32(value: float) -> float:
 
 
 def json_value(rng: Random) -> Any:
-    """A hostile JSON value."""
+    """Return a hostile JSON value."""
     kind = rng.randrange(12)
     if kind < 3:
         return rng.choice((*NUMBERS, *NEGATIVE, 2**64, 2**70, -(2**70), 0.5, 1e38, 1e300, -0.1, 1.5))
@@ -270,7 +270,7 @@ def json_value(rng: Random) -> Any:
 
 
 def json_schema(rng: Random) -> Any:
-    """A hostile schema as JSON, or its text where it is none."""
+    """Return a hostile schema as JSON text, which may be invalid JSON."""
     found = rng.choice(SCHEMAS)
     try:
         return json.loads(found)

@@ -17,15 +17,15 @@ NAME = "penstock-tiny"
 """Model name of every variant."""
 VOCAB_SIZE = 2048
 LETTER = json.loads((MODEL / "tokenizer.json").read_text())["model"]["vocab"]["a"]
-"""The token that hostile grammars are followed with."""
+"""Token with which outputs of hostile grammars continue."""
 DEFAULT_TOKENS = 12
-"""Tokens of an answer whose request names no limit: the storm is about requests, not about computing."""
+"""Number of output tokens for requests without a limit. It is small, to keep requests cheap."""
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _WINDOW, _WINDOWED = 40, 64
-"""Positions that the windowed model sees, and the length of a position's vector there."""
+"""Window size and hidden size of the windowed model."""
 Modalities = tuple[Modality, ...]
 _POOLED = 2048
-"""Length of the pooled vectors: some 8 000 of them are more than a frame of 64 MiB."""
+"""Length of the pooled vectors. About 8000 vectors exceed a frame of 64 MiB."""
 
 
 class Variant(NamedTuple):
@@ -62,7 +62,7 @@ def _demo(folder: Path) -> None:
 
 
 def _windowed(folder: Path) -> None:
-    from tests.fakes.models.tiny_models import save_tiny_model  # torch, which only this needs
+    from tests.fakes.models.tiny_models import save_tiny_model  # imported here, because only this variant needs torch
 
     disable_progress_bar()
     longest = {"max_position_embeddings": 2048, "sliding_window": _WINDOW}
@@ -96,7 +96,7 @@ def _embedding(folder: Path) -> None:
 
 
 def _with_tower(family: str, folder: Path) -> None:
-    from tests.fakes.multimodal_models import save_multimodal_model  # torch, as above
+    from tests.fakes.multimodal_models import save_multimodal_model  # imported here, because it needs torch
 
     disable_progress_bar()
     save_multimodal_model(family, folder)
@@ -105,7 +105,7 @@ def _with_tower(family: str, folder: Path) -> None:
 
 
 def _complete(folder: Path) -> None:
-    """The tokenizer of the demo model, and how long answers are that name no length."""
+    """Add the demo model's tokenizer, and the default number of output tokens."""
     for name in _TOKENIZER:
         shutil.copy(MODEL / name, folder / name)
     generation = json.loads((MODEL / "generation_config.json").read_text())
@@ -155,19 +155,19 @@ SETS = {
     "all": ("plain", "bfloat16", "plain", "windowed", "plain", "bfloat16", "pooling", "plain", "windowed", "float16"),
     "media": ("images", "images", "sound", "images", "images", "image vectors", "images", "images", "sound", "images"),
 }
-"""Whose turn it is, again and again: of all that read text alone, and of all that take media."""
+"""Sequences of variants, which requests use in a cycle: for text models, and for multimodal models."""
 
 
 def variant_of(number: int, turns: Sequence[str] = SETS["all"]) -> str:
-    """Whose turn the request of this number is."""
+    """Return the variant of the request with this number."""
     return turns[number % len(turns)]
 
 
 def share_of(name: str, turns: Sequence[str] = SETS["all"]) -> float:
-    """How many of all requests are a variant's."""
+    """Return the fraction of requests that a variant gets."""
     return turns.count(name) / len(turns)
 
 
 def turns_of(name: str) -> Sequence[str]:
-    """The turns that a variant, or a set of them, has its own among."""
+    """Return the sequence of variants that contains a variant, or the sequence of a set."""
     return next(turns for known, turns in SETS.items() if name == known or name in turns)

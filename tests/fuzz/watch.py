@@ -12,16 +12,16 @@ from tests.fuzz.system import Probed, System
 
 EVERY = 0.25
 STARVED = 5.0
-"""Seconds of an engine's computing in which a neighbour must get the next token. Of computing: a busy machine takes longer."""
+"""Maximum CPU seconds of an engine until a neighbour's next token. CPU time does not depend on other load."""
 HELD = 2000
-"""Milliseconds of its own computing for which one callback may hold an event loop."""
+"""Maximum CPU time in milliseconds for which one callback may block an event loop."""
 _DEFECT = re.compile(r"unexpected error|Unexpected \[|\[error *\]|\[critical *\]|never awaited|never retrieved", re.I)
 _BY_THE_CLOCK = "the event loop is blocked"
 """Log event that is no defect on a busy machine. ``Watch`` measures the CPU time of blocked loops instead."""
 _LOST = re.compile(r"engine lost.*engine-\d|lost their engine|given up")
 _WHY = re.compile(r"\w*(?:Error|Exception)\b|larger than max|QUARANTINED|RETRIES_EXHAUSTED|closed|wedged")
 _FRAME = re.compile(r"[ \t|+]")
-"""What a line of a traceback begins with, unless it is the last."""
+"""Pattern for the beginning of a traceback's lines, except the last one."""
 _SAID = re.compile(r"(?:reason|why)=\D{1,60}")
 _TIME = re.compile(r"^[0-9:T.Z-]* ?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -107,7 +107,7 @@ class Watch:
             self._memory(service)
             self._log(service)
             self._loop(service)
-        if not self._system.variant.pools:  # one step may have to compute a whole long prompt
+        if not self._system.variant.pools:  # with pooling, one step may compute an entire long prompt
             self._starved()
 
     def _add(self, incident: Incident) -> None:
@@ -167,12 +167,12 @@ class Watch:
 
 
 def _role(service: Probed) -> str:
-    """Which of its kind it is says nothing."""
+    """Return the service's kind without its number."""
     return service.service.partition("-")[0]
 
 
 def _notable(text: str) -> Iterator[str]:
-    """Lines that speak of a defect; of a traceback the one that names the exception."""
+    """Return the log lines that report a defect. Of a traceback, return the line with the exception."""
     inside = False
     for line in text.splitlines():
         if "Traceback (most recent call last)" in line:

@@ -18,7 +18,7 @@ _BYTES_TYPES = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES, FieldDe
 
 @dataclass(slots=True)
 class Record:
-    """A field on the wire. ``value``: a number, bytes, or the records of a message. ``field``: None where it is unknown."""
+    """A field on the wire. ``value`` is a number, bytes, or the records of a message. ``field`` is None if unknown."""
 
     number: int
     wire: int
@@ -26,13 +26,13 @@ class Record:
     field: Any = None
 
     def copy(self) -> Record:
-        """The same, to be changed."""
+        """Return a copy that can be changed."""
         value = [record.copy() for record in self.value] if isinstance(self.value, list) else self.value
         return Record(self.number, self.wire, value, self.field)
 
 
 def wire_of(field: FieldDescriptor) -> int:
-    """The wire type of one value of a field."""
+    """Return the wire type of one value of a field."""
     if field.type in _FIXED64_TYPES:
         return FIXED64
     if field.type in _FIXED32_TYPES:
@@ -41,7 +41,7 @@ def wire_of(field: FieldDescriptor) -> int:
 
 
 def varint(value: int) -> bytes:
-    """A number as at most ten bytes; a negative one as protobuf writes it."""
+    """Return a number as a varint of at most ten bytes. Negative numbers have protobuf's encoding."""
     value &= 2**64 - 1
     out = bytearray()
     while value > 0x7F:
@@ -52,7 +52,7 @@ def varint(value: int) -> bytes:
 
 
 def encode(tree: Tree) -> bytes:
-    """The bytes of a message."""
+    """Return the bytes of a message."""
     out = bytearray()
     for record in tree:
         out += varint(record.number << 3 | record.wire)
@@ -72,7 +72,7 @@ def encode(tree: Tree) -> bytes:
 
 
 def decode(data: bytes, kind: Descriptor) -> Tree:
-    """The records of a message that is well formed."""
+    """Return the records of a well-formed message."""
     tree: Tree = []
     at = 0
     while at < len(data):

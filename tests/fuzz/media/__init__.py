@@ -1,1 +1,1 @@
-"""Hostile media, their hosts, and decoders that are killed."""
+"""Hostile media, hostile media hosts, and killed decoders."""

@@ -1,4 +1,4 @@
-"""Which hostile media go where, by protocol and variant: half over gRPC, half over HTTP."""
+"""Requests with hostile media for each protocol and variant. Half of the requests use gRPC, and half use HTTP."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -33,7 +33,10 @@ _OVER_GRPC = {"session": 4.0, "processed": 3.0}
 
 
 class Killing(NamedTuple):
-    """A request whose decoders are killed. ``times``: while they decode it; 0: all of them, before it comes."""
+    """A request whose decoders are killed.
+
+    ``times`` is the number of kills during decoding. If it is 0, all decoders are killed before the request is sent.
+    """
 
     call: Case | HttpCase
     times: int
@@ -45,7 +48,10 @@ _Made = tuple[str, Payload] | None
 
 
 class MediaAttacks:
-    """Makes requests. ``rpcs``: our own and the gateways', by name; ``port``: of the hostile host."""
+    """Makes requests.
+
+    ``rpcs`` has Penstock's and the gateways' RPCs by name, and ``port`` is the hostile host's port.
+    """
 
     def __init__(self, rpcs: Mapping[str, Rpc], port: int) -> None:
         self._rpcs = rpcs
@@ -81,7 +87,7 @@ class MediaAttacks:
         return self._made(prompt, rng, variant, http)
 
     def _placeholders(self, rng: Random, variant: Variant, http: bool) -> _Made:
-        """Text that looks like what stands for media: it is text."""
+        """Return a request whose text looks like media placeholders. The server must treat it as text."""
         texts = ["".join(rng.choices((*_PLACEHOLDERS, " ", "a"), k=rng.choice((1, 5, 40)))) for _ in range(2)]
         parts: list[Part] = [texts[0], items.good(rng, variant), texts[1]] if rng.random() < 0.7 else [*texts]
         return self._made(Prompt("placeholders", parts, [], frozenset(), taken=True), rng, variant, http)
@@ -101,7 +107,7 @@ class MediaAttacks:
         return None if made is None else (f"killed {times}", Killing(made, times))
 
     def _left(self, rng: Random, variant: Variant, http: bool) -> _Made:
-        """A client that goes while its media are fetched or decoded."""
+        """Return a request whose client disconnects while its media are fetched or decoded."""
         item = items.slow(rng, variant) if rng.random() < 0.5 else items.hostile(rng, variant, self._port)
         prompt = Prompt("left", ["a", item], [1], item.reasons, taken=True, salt=self._salt(rng))
         made = self._call(prompt, rng, variant, http)
@@ -116,7 +122,7 @@ class MediaAttacks:
         return "processed", self._sent("vllm Generate", message, blame)
 
     def _mutated(self, rng: Random, variant: Variant, http: bool) -> _Made:
-        """A good request, changed anywhere."""
+        """Return a valid request with random changes."""
         prompt = Prompt("mutated", ["a", items.good(rng, variant), "b"], [1], frozenset(), taken=True)
         made = self._call(prompt, rng, variant, http)
         if isinstance(made, Case):

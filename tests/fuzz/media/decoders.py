@@ -1,4 +1,4 @@
-"""Processes that decode media, seen from outside: which there are, which work on something long, and their ends."""
+"""Observation of media decoder processes from outside: their ids, long decoding work, and kills."""
 
 import asyncio
 import contextlib
@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NAMES = ("media-worker", "media.worker")
-"""Of a process that works, and of one that starts."""
+"""Names of a working process and of a starting process."""
 _EVERY = 0.005
 _LONG = 0.02
-"""Seconds of computing without a pause that are no small file's."""
+"""Minimum seconds of continuous computing that identify a large file."""
 
 
 class _Work(NamedTuple):
-    """``pauses``: times that the process has waited for something; ``computed``: seconds."""
+    """Work of a process: ``pauses`` is the number of waits, and ``computed`` is the CPU time in seconds."""
 
     pauses: int
     computed: float
 
 
 def decoders(parent: int) -> list[int]:
-    """Ids of the media workers of a frontend."""
+    """Return the process ids of a frontend's media workers."""
     return [pid for pid in _children(parent) if any(name in _read(pid, "cmdline") for name in _NAMES)]
 
 
 def kill_all(parent: int) -> int:
-    """Kill all media workers of a frontend, whatever they do. Returns how many there were."""
+    """Kill all media workers of a frontend. Returns the number of killed workers."""
     found = decoders(parent)
     for pid in found:
         with contextlib.suppress(ProcessLookupError):
@@ -39,7 +39,10 @@ def kill_all(parent: int) -> int:
 
 
 async def kill_at_work(parent: int, seconds: float, spared: Collection[int] = ()) -> int:
-    """Kill the first media worker that decodes something long. Return its id, or 0 if there was none within the time."""
+    """Kill the first media worker that decodes something long.
+
+    Return its id, or 0 if there was none within the time.
+    """
     until = time.monotonic() + seconds
     begun: dict[int, _Work] = {}
     while time.monotonic() < until:

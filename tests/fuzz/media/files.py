@@ -17,38 +17,38 @@ MAX_SECONDS = 60.0
 
 @cache
 def too_large() -> bytes:
-    """More pixels than may be."""
+    """Return an image with more pixels than the limit."""
     return png_bomb(3000, 3000)
 
 
 @cache
 def largest() -> bytes:
-    """As many as may be."""
+    """Return an image with the maximum number of pixels."""
     return png_bomb(2000, 2000)
 
 
 @cache
 def large_image() -> bytes:
-    """As many, nearly, that take a decoder a while."""
+    """Return an image with almost the maximum number of pixels, which takes long to decode."""
     return saved(Image.radial_gradient("L").resize((1900, 1900)).convert("RGB"), "PNG", compress_level=1)
 
 
 @cache
 def long_sound() -> bytes:
-    """As many seconds as may be."""
+    """Return audio of the maximum duration."""
     return sound_file("MP3", seconds=MAX_SECONDS - 1, rate=44_100)
 
 
 @cache
 def long_gif() -> bytes:
-    """Hundreds of pictures."""
+    """Return a GIF with hundreds of frames."""
     pictures = [Image.new("P", (400, 400), color % 256) for color in range(400)]
     return saved(pictures[0], "GIF", save_all=True, append_images=pictures[1:])
 
 
 @cache
 def silent_flac() -> bytes:
-    """Hours in few bytes."""
+    """Return a small FLAC file with hours of silence."""
     return sound_file("FLAC", seconds=0.0, rate=8000)[:42] + _silence_frames()
 
 
@@ -57,14 +57,14 @@ def _silence_frames() -> bytes:
 
 
 def claiming_flac(rng: Random) -> bytes:
-    """Another length, rate or width than it has."""
+    """Return a FLAC file with a wrong length, rate or sample width in the header."""
     data = bytearray(sound_file("FLAC"))
     data[18:26] = rng.choice((b"\xff" * 8, b"\0" * 8, rng.randbytes(8)))  # rate, channels, bits, samples
     return bytes(data)
 
 
 def chunk_bomb(kind: bytes) -> bytes:
-    """A small picture with a hundred megabytes in a chunk."""
+    """Return a small image with a hundred megabytes in a chunk."""
     squeezed = _squeezed()
     content = {
         b"zTXt": b"Comment\0\0" + squeezed,
@@ -84,7 +84,7 @@ def _squeezed() -> bytes:
 
 
 def sized_jpeg(width: int, height: int) -> bytes:
-    """A small picture that says it is large."""
+    """Return a small image whose header claims a large size."""
     data = bytearray(IMAGES[0])
     at = data.index(b"\xff\xc0")
     data[at + 5 : at + 9] = struct.pack(">HH", height, width)
@@ -92,7 +92,7 @@ def sized_jpeg(width: int, height: int) -> bytes:
 
 
 def sized_webp(width: int, height: int) -> bytes:
-    """A small picture that says it is large."""
+    """Return a small image whose header claims a large size."""
     data = bytearray(image_file("WEBP", (40, 30)))
     at = data.index(b"VP8 ") + 8 + 6
     data[at : at + 4] = struct.pack("<HH", width, height)
@@ -100,7 +100,7 @@ def sized_webp(width: int, height: int) -> bytes:
 
 
 def wav(rate: int, samples: int, channels: int = 1, bits: int = 16, claimed: int | None = None) -> bytes:
-    """``claimed``: bytes that the header says there are."""
+    """Return a WAV file. ``claimed`` is the number of bytes in the header."""
     size = samples * channels * 2 if claimed is None else claimed
     head = struct.pack("<HHIIHH", 1, channels, rate, (rate * channels * 2) % 2**32, (channels * 2) % 65_536, bits)
     data = bytes(samples * channels * 2)

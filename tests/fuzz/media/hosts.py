@@ -15,7 +15,7 @@ from tests.fuzz.media.names import PRIVATE, PUBLIC
 
 Answer = bytes | Callable[[asyncio.StreamWriter], Awaitable[None]]
 GOOD, GOOD_SOUND = "good", "good-sound"
-"""Paths that have a file."""
+"""Paths with a valid file."""
 REDIRECTS = (
     "http://127.0.0.1:{port}/",
     "http://2130706433:{port}/",
@@ -44,7 +44,7 @@ _BLOCK = bytes(65_536)
 
 
 async def _until_gone(reader: asyncio.StreamReader, answering: "asyncio.Future[None]") -> None:
-    """Answer until that is done, or the client has closed its end."""
+    """Run ``answering`` until it is done or the client has disconnected."""
     gone = asyncio.ensure_future(reader.read())
     try:
         await asyncio.wait((gone, answering), return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +83,7 @@ async def _informational(writer: asyncio.StreamWriter) -> None:
 
 
 def _repeated(first: bytes, piece: bytes) -> Callable[[asyncio.StreamWriter], Awaitable[None]]:
-    """Answer with pieces without end, as fast as they are taken: parsing them is work, and brings next to nothing."""
+    """Answer with endless pieces as fast as the client reads. Parsing them is much work for few bytes of content."""
 
     async def send(writer: asyncio.StreamWriter) -> None:
         writer.write(first)
@@ -96,7 +96,7 @@ def _repeated(first: bytes, piece: bytes) -> Callable[[asyncio.StreamWriter], Aw
 
 
 async def _single_bytes(writer: asyncio.StreamWriter) -> None:
-    """Send a head of one endless header, each byte in a packet of its own."""
+    """Send an endless header, with each byte in a separate packet."""
     writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     writer.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
     while True:
@@ -177,11 +177,11 @@ ANSWERS: Mapping[str, Answer] = {
     "long-loop": answer(b"", "302 Found", Location="loop?" + "../" * 20_000),
     "to-chunks": answer(b"", "302 Found", Location="/one-byte-chunks/1"),
 }
-"""By the beginning of a path: ``/NAME`` or ``/NAME/NUMBER``."""
+"""Answers by the name in the path: ``/NAME`` or ``/NAME/NUMBER``."""
 
 
 class Hosts:
-    """``async with Hosts()``: both listen on one port. ``led``: what came to the private one."""
+    """Both hosts, on the same port: ``async with Hosts()``. ``led`` lists the requests to the private host."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -227,7 +227,7 @@ class Hosts:
             else:
                 await _until_gone(reader, asyncio.ensure_future(given(writer)))
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
-            pass  # its client has seen enough, or the host ends
+            pass  # the client has disconnected, or the host ends
         finally:
             self.num_open -= 1
             self._tasks.discard(task)

@@ -24,11 +24,17 @@ INVALID, NOT_SERVED = "INVALID_FIELD", "NOT_SERVED_YET"
 MAX_PIXELS, MAX_BYTES, MAX_FRAMES, MAX_SECONDS = 4_000_000, 1_000_000, 32, files.MAX_SECONDS
 """Limits configured on the attacked frontends."""
 _PATCH, _NUMBERS = 8, 3 * 2 * 8 * 8
-"""Pixels of a side, and numbers of a patch, of the model that sees."""
+"""Pixels per side of a patch, and numbers per patch, of the vision model."""
 
 
 class Item(NamedTuple):
-    """``reasons``: with which it may be refused; ``taken``: whether it may be answered. ``arguments``: of the processor."""
+    """A media item.
+
+    Attributes:
+        reasons: Allowed reasons of a refusal.
+        taken: Whether the request may succeed.
+        arguments: Arguments of the processor.
+    """
 
     attack: str
     modality: Modality
@@ -39,14 +45,17 @@ class Item(NamedTuple):
 
 
 def good(rng: Random, variant: Variant) -> Item:
-    """One that must be taken."""
+    """Return an item that the frontend must accept."""
     if variant.media == ("audio",):
         return Item("good", "audio", EncodedFile(rng.choice(SOUNDS)), frozenset(), taken=True)
     return Item("good", "image", EncodedFile(rng.choice(IMAGES)), frozenset(), taken=True)
 
 
 def slow(rng: Random, variant: Variant) -> Item:
-    """One that takes a decoder a while; no two are the same. An image must be taken, a sound is longer than the model hears."""
+    """Return an item that takes long to decode. All items differ.
+
+    The frontend must accept images. Audio is longer than the model's limit.
+    """
     if variant.media == ("audio",):
         sound = EncodedFile(files.long_sound() + rng.randbytes(8))
         return Item("slow", "audio", sound, frozenset({UNREADABLE, TOO_LARGE}), taken=False)
@@ -54,7 +63,7 @@ def slow(rng: Random, variant: Variant) -> Item:
 
 
 def hostile(rng: Random, variant: Variant, port: int) -> Item:
-    """One of all kinds. ``port``: of the hostile host."""
+    """Return a random hostile item. ``port`` is the hostile host's port."""
     makers = [(weight, make) for weight, modality, make in _MAKERS if modality is None or modality in variant.media]
     make = rng.choices([make for _, make in makers], [weight for weight, _ in makers])[0]
     return make(rng, variant, port)
@@ -83,7 +92,7 @@ def _broken(rng: Random, variant: Variant, _port: int) -> Item:
 
 
 def _joined(rng: Random, variant: Variant, _port: int) -> Item:
-    """The begin of one file, the end of another."""
+    """Return the beginning of one file joined with the end of another file."""
     one, other = rng.choice(IMAGES + SOUNDS), rng.choice(IMAGES + SOUNDS + OTHERS)
     data = one[: rng.randrange(64)] + other[rng.randrange(64) :]
     return _item(
@@ -125,7 +134,7 @@ def _image_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
 
 
 def _hidden_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
-    """A picture that is small, with a chunk that is not, or one that is as large as it may be."""
+    """Return a small image with a huge chunk, or an image of the maximum size."""
     return rng.choice(
         (
             lambda: _item(
@@ -159,7 +168,7 @@ def _sound_bomb(rng: Random, _variant: Variant, _port: int) -> Item:
 
 
 def _strange_sound(rng: Random, _variant: Variant, _port: int) -> Item:
-    """Numbers that are no sound, in a file that is one; nothing at all."""
+    """Return an audio file with invalid samples, or without samples."""
     samples = np.frombuffer(rng.randbytes(4000), "<f4").copy() if rng.random() < 0.5 else np.full(1000, math.nan, "<f4")
     if rng.random() < 0.3:
         samples = samples[:0]
@@ -202,7 +211,7 @@ def _url(rng: Random, variant: Variant, port: int) -> Item:
 
 
 def _name(rng: Random, variant: Variant, port: int) -> Item:
-    """Names whose addresses are private, or change."""
+    """Return a URL with a host name whose addresses are private or change."""
     host = rng.choice([*NAMES, "unknown.test", "a.b.c.images.test", "images.test."])
     path = hosts.GOOD_SOUND if variant.media == ("audio",) else hosts.GOOD
     url = Url(f"http://{host}:{port}/{path}/{rng.randrange(10**6)}")
@@ -211,7 +220,7 @@ def _name(rng: Random, variant: Variant, port: int) -> Item:
 
 
 def _host(rng: Random, variant: Variant, port: int) -> Item:
-    """A host that answers as none should."""
+    """Return a URL of the hostile host."""
     path = rng.choice([*hosts.ANSWERS, "redirect", "redirect", "redirect", "redirect"])
     url = Url(f"http://images.test:{port}/{path}/{rng.randrange(10**6)}")
     return _item(f"host {path}", variant.media[0], url, NOT_ALLOWED, FETCH_FAILED, UNREADABLE, TOO_LARGE)
@@ -248,7 +257,7 @@ def _too_long(rng: Random, variant: Variant, _port: int) -> Item:
 
 
 def _base64(rng: Random, variant: Variant, _port: int) -> Item:
-    """``data:`` URLs that are none, or that programs write with blanks in them."""
+    """Return an invalid ``data:`` URL, or one with whitespace, which some programs write."""
     encoded = base64.b64encode(rng.choice(IMAGES)).decode()
     url, taken = rng.choice(
         (
@@ -270,7 +279,7 @@ def _base64(rng: Random, variant: Variant, _port: int) -> Item:
 
 
 def tensors(rng: Random, variant: Variant) -> Item:
-    """An image, processed already: right but for one thing."""
+    """Return a processed image with at most one error."""
     grid = [1, 4, 4]
     patches = np.frombuffer(Random(rng.random()).randbytes(16 * _NUMBERS), np.uint8).astype(np.float32) / 255
     pixels = _tensor("float32", (16, _NUMBERS), patches.astype("<f4").tobytes())
@@ -279,12 +288,12 @@ def tensors(rng: Random, variant: Variant) -> Item:
     how = rng.randrange(12)
     taken = False
     if how == 0:
-        taken = True  # nothing is wrong
+        taken = True  # no error
     elif how == 1:
         wrong = patches.astype("<f4").copy()
         wrong[rng.randrange(len(wrong))] = rng.choice((math.nan, math.inf, -math.inf))
         found["pixel_values"] = _tensor("float32", (16, _NUMBERS), wrong.tobytes())
-    elif how == 2:  # numbers that are finite alone
+    elif how == 2:  # the numbers are finite, but their sums are not
         wrong = np.full(16 * _NUMBERS, rng.choice((3e38, -3e38, 1e-45, 1e30)), "<f4")
         found["pixel_values"], taken = _tensor("float32", (16, _NUMBERS), wrong.tobytes()), True
     elif how == 3:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 VARIABLE = "FUZZ_NAMES"
-"""Of the environment: set where the names are these."""
+"""Environment variable that enables the hostile name server in a process."""
 PUBLIC, PRIVATE = "127.77.0.1", "127.0.0.1"
 PUBLIC_NETWORK = "127.77.0.0/16"
 SLOW = 0.7
-"""Seconds in which the slow one answers."""
+"""Seconds until the slow name server answers."""
 NAMES: dict[str, Sequence[Sequence[str]]] = {
     "images.test": [[PUBLIC]],
     "cdn.images.test": [[PUBLIC]],
@@ -32,11 +32,11 @@ NAMES: dict[str, Sequence[Sequence[str]]] = {
     "later.images.test": [[PRIVATE], [PUBLIC], [PRIVATE, PUBLIC]],
     "none.images.test": [[]],
 }
-"""Answers, one after the other, again and again; every other name is unknown."""
+"""Answers by name, repeated in a cycle. All other names are unknown."""
 
 
 def install() -> None:
-    """Answer all questions of this process for addresses of names."""
+    """Replace the name resolution of this process."""
     answers = {name: itertools.cycle(found) for name, found in NAMES.items()}
     asked = socket.getaddrinfo
 

@@ -27,7 +27,7 @@ _TOKENS = 2
 
 
 class Prompt(NamedTuple):
-    """``bad`` lists the places that may be refused; ``reasons`` and ``taken`` are as in an item."""
+    """A prompt. ``bad`` lists the parts that may be refused. ``reasons`` and ``taken`` are as in an item."""
 
     attack: str
     parts: Sequence[Part]
@@ -37,23 +37,23 @@ class Prompt(NamedTuple):
     salt: str = ""
 
     def blame(self, path: str) -> Blame:
-        """Return the allowed answers if parts have this path; ``{}`` in it is the place."""
+        """Return the allowed answers for parts with this path. ``{}`` in the path is the part's index."""
         return Blame(self.reasons, self.taken, tuple(path.format(place) for place in self.bad))
 
     def blame_all(self, path: str) -> Blame:
-        """The same where arguments of the processor are of all media: the first of them is at fault."""
+        """Return the allowed answers if all media have common processor arguments. Then the first item is at fault."""
         if any(isinstance(part, Item) and part.arguments for part in self.parts):
             return Blame(self.reasons, self.taken, (path.partition("{}")[0],))
         return self.blame(path)
 
 
 def can_be_http(prompt: Prompt) -> bool:
-    """Whether HTTP has words for it: not for tensors, frames with times of their own, or arguments of one item."""
+    """Return whether HTTP can express the prompt. Tensors, frame times, and arguments of one item need gRPC."""
     return not any(isinstance(part, Item) and isinstance(part.source, Features) for part in prompt.parts)
 
 
 def media(item: Item) -> media_pb2.Media:
-    """As gRPC has it."""
+    """Return the item as a gRPC message."""
     made = media_pb2.Media(modality=item.modality)
     if item.arguments:
         made.processor_kwargs = json.dumps(item.arguments)
@@ -76,12 +76,12 @@ def media(item: Item) -> media_pb2.Media:
 
 
 def tensor(data: TensorData) -> tensor_pb2.Tensor:
-    """With its bytes."""
+    """Return a tensor message with the bytes inline."""
     return tensor_pb2.Tensor(dtype=_DTYPES[data.dtype], shape=data.shape, inline=bytes(data.data))  # type: ignore[arg-type]
 
 
 def chat(prompt: Prompt) -> tuple[pb.ChatRequest, Blame]:
-    """A chat of one turn."""
+    """Return a chat request of one turn."""
     parts = [
         pb.ContentPart(text=part) if isinstance(part, str) else pb.ContentPart(media=media(part))
         for part in prompt.parts
@@ -92,13 +92,13 @@ def chat(prompt: Prompt) -> tuple[pb.ChatRequest, Blame]:
 
 
 def generate(prompt: Prompt) -> tuple[pb.GenerateRequest, Blame]:
-    """A prompt of parts."""
+    """Return a generate request with a mixed prompt."""
     request = pb.GenerateRequest(mixed=_mixed(prompt), sampling_params=_sampling(), cache_salt=prompt.salt)
     return request, prompt.blame("mixed.parts[{}]")
 
 
 def embed(prompt: Prompt) -> tuple[pb.EmbedRequest, Blame]:
-    """An input of parts, beside a good one."""
+    """Return an embedding request with a mixed input and a valid input."""
     inputs = [pb.PoolingInput(text="a"), pb.PoolingInput(mixed=_mixed(prompt))]
     return pb.EmbedRequest(inputs=inputs), prompt.blame("inputs[1].mixed.parts[{}]")
 
@@ -111,7 +111,7 @@ def _mixed(prompt: Prompt) -> pb.MixedPrompt:
 
 
 def references(prompt: Prompt, placeholders: dict[str, int]) -> tuple[vllm.GenerateRequest, Blame]:
-    """As a gateway that does not look at media. ``placeholders``: token ids by modality."""
+    """Return the request of a gateway that forwards media references. ``placeholders`` has token ids by modality."""
     items = [part for part in prompt.parts if isinstance(part, Item)]
     ids = [5, 6]
     for item in items:
@@ -128,7 +128,7 @@ def references(prompt: Prompt, placeholders: dict[str, int]) -> tuple[vllm.Gener
 
 
 def processed(item: Item, rng: Random, placeholder: int) -> tuple[vllm.GenerateRequest, Blame]:
-    """As a gateway that has processed an image itself."""
+    """Return the request of a gateway that has processed an image itself."""
     assert isinstance(item.source, Features)
     tensors = {name: _vllm_tensor(each) for name, each in item.source.tensors.items()}
     offset, length = rng.choice(((2, 4), (2, 4), (2, 4), (2, 4), (0, 0), (5, 4_000_000_000), (2, 1), (2**32 - 1, 1)))
@@ -161,7 +161,7 @@ def _vllm_tensor(data: TensorData) -> vllm.TensorData:
 
 
 def chat_body(prompt: Prompt) -> tuple[str, dict[str, Any], Blame]:
-    """Of a chat completion, a tokenization or an embedding."""
+    """Return the body of a chat completion, a tokenization or an embedding."""
     body = {
         "messages": [{"role": "user", "content": [_chat_part(part) for part in prompt.parts]}],
         **_arguments(prompt),
@@ -176,7 +176,7 @@ def chat_body(prompt: Prompt) -> tuple[str, dict[str, Any], Blame]:
 
 
 def responses_body(prompt: Prompt) -> tuple[str, dict[str, Any], Blame]:
-    """Of a response."""
+    """Return the body for /v1/responses."""
     content = [
         {"type": "input_text", "text": part}
         if isinstance(part, str)
@@ -188,7 +188,7 @@ def responses_body(prompt: Prompt) -> tuple[str, dict[str, Any], Blame]:
 
 
 def messages_body(prompt: Prompt, rng: Random) -> tuple[str, dict[str, Any], Blame]:
-    """Of Anthropic's protocol."""
+    """Return the body for Anthropic's protocol."""
     blocks = [{"type": "text", "text": part} if isinstance(part, str) else _block(part) for part in prompt.parts]
     content: list[dict[str, Any]] = blocks
     where = "messages[0].content[{}]"

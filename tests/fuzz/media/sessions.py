@@ -1,4 +1,7 @@
-"""Media as a frontend gives them to an engine, by a peer that is none: chunks in any order, tensors that no model takes."""
+"""Hostile media messages to an engine, from a peer that is not a frontend.
+
+Chunks arrive in any order, and tensors do not fit the model.
+"""
 
 import math
 from random import Random
@@ -15,14 +18,14 @@ from tests.fuzz.variants import Variant
 
 _PATIENCE = 60.0
 _STAYS = 0.7
-"""Seconds for which the stream is kept."""
+"""Seconds for which the stream stays open."""
 _INLINE = 8192
 _Message = engine.SessionRequest
 _NUMBERS = 3 * 2 * 8 * 8
 
 
 def session(rng: Random, variant: Variant, rpc: Rpc) -> Case:
-    """A stream with a few requests."""
+    """Return a stream with a few requests."""
     sent = [HELLO]
     for number in range(rng.choice((1, 2, 4))):
         sent += _request(rng, variant, number)
@@ -78,7 +81,7 @@ def _request(rng: Random, variant: Variant, number: int) -> list[_Message]:
 
 
 def _tensors(rng: Random, variant: Variant) -> dict[str, tuple[int, list[int], bytes]]:
-    """By name: type, shape, bytes."""
+    """Return type, shape and bytes of tensors by name."""
     f32, i64 = tensor_pb2.DATA_TYPE_FLOAT32, tensor_pb2.DATA_TYPE_INT64
     value = rng.choice((0.5, 0.5, 0.5, math.nan, math.inf, 3e38))
     patches = np.full(16 * _NUMBERS, value, "<f4").tobytes()

@@ -178,7 +178,7 @@ def test_experts_that_move_when_a_group_is_prepared_are_kept_until_it_is_joined(
     assert [rank.held() for rank in ranks] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert all(torch.equal(rank.spread.layers[0].slot_memory(0)[0], was) for rank, was in zip(ranks, kept, strict=True))
     check_outputs(grown)
-    # The serving group keeps no expert.
+    # Moves in the serving group set no expert's weights aside.
     move(grown, 0, (4, 1, 2, 3, 0, 5, 6, 7, *grown[2].held()))
     assert not any(prepared.aside for rank in grown for prepared in rank.experts._prepared.values())
 
