@@ -2,17 +2,17 @@
 
 ``python -m tests.benchmarks.kv_peer MODEL --peer DIR``: ``make_model`` makes MODEL, and vLLM's CPU build is in
 ``DIR/venv``. Requests go directly to the engines, without servers. Times are from the arrival of a request to its first
-token. Every round uses a new prompt:
+token. Every round uses a new prompt, in these rows:
 
 - vLLM without a connector computes it. A vLLM with ``ExampleConnector`` computes it and saves it in files. Another one
 with the
   same folder loads it (``files``), and then has it in its KV cache.
-- A vLLM with a small KV cache computes it, then three others, and loads it again (``files, own``).
+- A vLLM with a small KV cache computes the prompt, then three other prompts, and loads the first one (``files, own``).
 - ``kv_transfer`` and ``kv_tiers`` do the same with Penstock: from another engine (``grpc``, ``shared_memory``), and
 after three
   other prompts (``host``, ``disk``).
 
-vLLM's prompts are two tokens longer, because its connector loads whole blocks of 32 from all tokens but one.
+vLLM's prompts are two tokens longer, because its connector loads full blocks of 32 tokens, without the last token.
 ``--connectors`` starts vLLM with each of its connectors and prints the result. ``--damage`` loads damaged or lost
 files.
 """
@@ -35,9 +35,9 @@ from tests.benchmarks import kv_tiers, kv_transfer
 from tests.benchmarks.peers import machine, vllm_environment
 
 BLOCK = 32
-"""Tokens of a block of vLLM's: the smallest that its kernels are made for."""
+"""Tokens per block in vLLM: the smallest size that its kernels support."""
 TOKENS = 8
-"""Generated each time, and compared."""
+"""Number of generated tokens, which are compared."""
 MEMORY = 1 << 30
 CONNECTORS: dict[str, dict[str, Any]] = {
     "ExampleConnector": {"shared_storage_path": "{folder}"},
@@ -66,7 +66,7 @@ Other connectors wrap these (``MultiConnector``), generate values (``DecodeBench
 
 
 class Peer:
-    """vLLM in a process of its own; ends with ``ends``. ``connector``: a key of ``CONNECTORS``."""
+    """vLLM in a separate process, which ``ends`` closes. ``connector`` is a key of ``CONNECTORS``."""
 
     def __init__(
         self,
@@ -126,18 +126,18 @@ class Peer:
         return found
 
     def ask(self, **asked: Any) -> dict[str, Any]:
-        """As ``kv_peer_engine`` says."""
+        """Send a request in the format of ``kv_peer_engine``."""
         to = _output(self._process.stdin)
         to.write(json.dumps(asked) + "\n")
         to.flush()
         return self.answer()
 
     def generate(self, prompt: list[int]) -> dict[str, Any]:
-        """Seconds to the first token, tokens, and how many of the prompt's were loaded or in the KV cache."""
+        """Return the seconds to the first token, the tokens, and the number of loaded or cached prompt tokens."""
         return self.ask(prompt=prompt, tokens=TOKENS)
 
     def reset(self) -> None:
-        """Empty its prefix cache."""
+        """Clear the prefix cache."""
         assert self.ask(reset=True)["reset"]
 
 
@@ -152,12 +152,12 @@ def _plain_environment() -> dict[str, str]:
 
 
 def peer_prompt(args: argparse.Namespace, number: int) -> list[int]:
-    """One of its own for each number, with two tokens behind the blocks."""
+    """Return a different prompt for each number, with two tokens after the last full block."""
     return [3 + (number * 7919 + place * 31) % 900 for place in range(args.tokens + 2)]
 
 
 class Peers:
-    """vLLM in four processes: without a connector, one that saves, one that loads, and one with a small KV cache."""
+    """vLLM in four processes: without a connector, saving, loading, and with a small KV cache."""
 
     def __init__(self, args: argparse.Namespace, folder: str, ends: ExitStack) -> None:
         self._args = args
@@ -214,7 +214,7 @@ class Ours:
         self._tiers = {name: ends.enter_context(kv_tiers.loading(args, name, folder)) for name in ("host", "disk")}
 
     def run(self, number: int) -> Iterator[tuple[str, str, float]]:
-        """As of ``Peers``."""
+        """See ``Peers``."""
         for name, pair in self._pairs.items():
             for timed, seconds in pair.run()._asdict().items():
                 yield name, timed, seconds
@@ -256,17 +256,17 @@ def connectors(args: argparse.Namespace) -> Iterator[str]:
 
 
 def lost(path: Path) -> None:
-    """The file of a layer is not there."""
+    """Delete the file of a layer."""
     path.unlink()
 
 
 def cut(path: Path) -> None:
-    """Half of a file is not there."""
+    """Cut a file in half."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def flipped(path: Path) -> None:
-    """The highest bit of an exponent in the middle of a file is another."""
+    """Flip the highest exponent bit of a number in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[-(len(data) // 8) * 4 - 1] ^= 0x40
     path.write_bytes(data)
@@ -293,7 +293,7 @@ def damage(args: argparse.Namespace) -> Iterator[str]:
 
 
 def report(found: dict[str, dict[str, list[float]]]) -> Iterator[str]:
-    """Medians in milliseconds, and percentages of the time to compute."""
+    """Print medians in milliseconds, and percentages of the computing time."""
     yield f"{machine()}; medians, smallest to largest"
     for row, timed in found.items():
         medians = {name: statistics.median(values) for name, values in timed.items()}

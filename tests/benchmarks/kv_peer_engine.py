@@ -1,4 +1,4 @@
-"""vLLM engine in a process of its own, controlled over pipes; ``kv_peer`` starts it with vLLM's interpreter.
+"""vLLM engine in a separate process, controlled over pipes. ``kv_peer`` starts this program with vLLM's interpreter.
 
 ``python kv_peer_engine.py OPTIONS``: OPTIONS are arguments of vLLM's ``LLM``, as JSON. It prints ``{}`` when it is
 ready, and then answers each input line with one output line. vLLM's log goes to standard error. Input lines are
@@ -12,11 +12,14 @@ import sys
 import time
 from typing import IO, Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine is in this process, as ours is in its own
+# Run the engine in this process, like Penstock's engine in its process.
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 
 def generate(engine: Any, number: int, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Seconds from the arrival of a request to its first token, all tokens, and how many of the prompt's were not computed."""
+    """Return the seconds from a request's arrival to its first token, all tokens, and the number of cached prompt
+    tokens.
+    """
     from vllm import SamplingParams, TokensPrompt  # type: ignore[import-not-found]
 
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.0, detokenize=False)
@@ -30,7 +33,7 @@ def generate(engine: Any, number: int, prompt: list[int], tokens: int) -> dict[s
 
 
 def main(answers: IO[str]) -> None:
-    """Until the input ends."""
+    """Answer requests until the input ends."""
     from vllm import LLM
 
     engine = LLM(**json.loads(sys.argv[1])).llm_engine

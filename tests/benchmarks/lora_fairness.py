@@ -45,7 +45,10 @@ _RANDOM = 256
 
 
 class Adapters:
-    """``ADAPTERS`` of them in ``folder``, each a directory of its name. ``num_bytes``: of one's matrices."""
+    """``ADAPTERS`` adapters in ``folder``, each in a directory with its name.
+
+    ``num_bytes`` is the size of one adapter's matrices.
+    """
 
     def __init__(self, model: Path, folder: Path) -> None:
         pattern = folder / "pattern"
@@ -67,7 +70,8 @@ class Adapters:
             self._write(self.folder / name, number)
 
     def _write(self, folder: Path, number: int) -> None:
-        whole = folder / "adapter_config.json"  # is written last
+        # This file is written last, so its presence means that the adapter is complete.
+        whole = folder / "adapter_config.json"
         if whole.exists() and whole.read_bytes() == self._config:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +86,7 @@ class Adapters:
 
 
 class Zipf:
-    """Draws names: the second half as often as the first, the third a third as often, and so on."""
+    """Draws names from a Zipf distribution: the n-th name has 1/n of the first name's frequency."""
 
     def __init__(self, names: list[str], seed: int) -> None:
         self._names = names
@@ -90,7 +94,7 @@ class Zipf:
         self._random = random.Random(seed)
 
     def draw(self) -> str:
-        """The next one."""
+        """Return the next name."""
         return self._random.choices(self._names, cum_weights=self._weights)[0]
 
 
@@ -103,7 +107,7 @@ class Answer(msgspec.Struct):
 
     @property
     def gaps(self) -> list[float]:
-        """Between its tokens."""
+        """Return the seconds between tokens."""
         return [later - earlier for earlier, later in itertools.pairwise(self.times)]
 
 
@@ -145,7 +149,7 @@ class Client:
         return answer
 
     def metric(self, name: str) -> float:
-        """The sum of its samples."""
+        """Return the sum of a metric's samples."""
         text = httpx.get(f"{self._url}/metrics", timeout=30).text
         lines = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] in (name, f"{name}_total")]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -177,20 +181,20 @@ def _failures(answers: list[list[Answer]]) -> list[str]:
 
 
 def _split(models: list[str], streams: int, tokens: int) -> list[tuple[Iterator[str], int]]:
-    """Among streams, each of which takes the next one when it is done."""
+    """Return iterators for streams that take models from one common iterator."""
     shared = iter(models)
     return [(shared, tokens) for _ in range(streams)]
 
 
 def _roomy(adapters: Adapters) -> tuple[int, list[str]]:
-    """Bytes for ROOM adapters, and the flags of an engine that has them and a slot for each stream."""
+    """Return the bytes for ROOM adapters, and the flags of an engine with this memory and a slot for each stream."""
     budget = ROOM * adapters.num_bytes
     settings = [f"engine.lora.cpu_memory={budget}", f"engine.lora.max_loras={STREAMS}"]
     return budget, [*_flags(adapters), *(word for setting in settings for word in ("--set", setting))]
 
 
 def thousand(model: Path, adapters: Adapters, folder: Path, requests: int) -> dict[str, Any]:
-    """Requests of the base model, and then as many of adapters."""
+    """Send requests of the base model, and then the same number of adapter requests."""
     budget, flags = _roomy(adapters)
     with served("lora-thousand", model, flags, folder) as url:
         client, memory = Client(url), EngineMemory()
@@ -259,11 +263,11 @@ def neighbours(model: Path, adapters: Adapters, folder: Path, rounds: int) -> di
 
 
 def hot(model: Path, adapters: Adapters, folder: Path, requests: int) -> dict[str, Any]:
-    """Eight streams of one adapter, and two that each name another adapter with every request."""
+    """Run eight streams with one adapter, and two streams with a different adapter for every request."""
     flags = [*_flags(adapters), "--set", "engine.lora.max_loras=2", "--set", f"engine.lora.max_wait={MAX_WAIT}"]
     with served("lora-hot", model, flags, folder) as url:
         client = Client(url)
-        client.ask(_split(adapters.names[:17], 4, 4))  # they are loaded
+        client.ask(_split(adapters.names[:17], 4, 4))  # loads the adapters
         others = [iter(adapters.names[1 + 8 * i : 9 + 8 * i] * (requests // 8)) for i in range(2)]
         done = [0]
 

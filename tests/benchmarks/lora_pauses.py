@@ -59,14 +59,14 @@ class Bench:
         self._engine.shutdown()
 
     def load(self, number: int, *, new: bool) -> Future[Any]:
-        """One of the adapters, that was never read where it is ``new``."""
+        """Load one of the adapters. If ``new`` is set, the adapter was never read before."""
         path = self._adapters[number % len(self._adapters)]
         if new:
             os.utime(path / "adapter_config.json")
         return self._engine.loras.add_lora(path.name, str(path))
 
     def load_alone(self, loads: int, *, new: bool) -> list[float]:
-        """Milliseconds of each load, while the engine has nothing else to do."""
+        """Return the milliseconds of each load while the engine is otherwise idle."""
         taken = []
         for number in range(loads):
             began = time.perf_counter()
@@ -115,7 +115,7 @@ class Bench:
 
 
 def adapters_of(model: Path, rank: int, folder: Path) -> list[Path]:
-    """Random ones, on all seven projections."""
+    """Write random adapters for all seven projections."""
     out = folder / f"rank-{rank}"
     shutil.rmtree(out, ignore_errors=True)
     flags = ["--number", str(OF_EACH_RANK), "--rank", str(rank)]
@@ -124,21 +124,21 @@ def adapters_of(model: Path, rank: int, folder: Path) -> list[Path]:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Milliseconds: the median, the 99th of 100, and the longest."""
+    """Return the median, the 99th percentile and the maximum in milliseconds."""
     ordered = sorted(values)
     found = {"median": statistics.median(ordered), "p99": ordered[int(0.99 * len(ordered))], "longest": ordered[-1]}
     return {name: round(value, 2) for name, value in found.items()}
 
 
 def measure(model: Path, adapters: list[Path], rounds: int, steps: int) -> dict[str, Any]:
-    """Steps alone and beside loads, and the loads."""
+    """Measure steps alone, steps during loads, and loads."""
     bench = Bench(model, adapters)
     taken: dict[str, list[float]] = defaultdict(list)
     longest: dict[str, list[float]] = defaultdict(list)
     loads: dict[str, list[float]] = defaultdict(list)
     bench.run(steps, loading=True)
     gc.collect()
-    gc.freeze()  # as an engine does before it serves
+    gc.freeze()  # like an engine before it serves
     for _ in range(rounds):
         for kind in ("alone", "beside loads", "beside loads of new ones"):
             loading, new = kind != "alone", kind.endswith("new ones")

@@ -47,17 +47,17 @@ class Row(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """Requests of the engine with most, over the mean."""
+        """Return the largest number of requests of an engine, relative to the mean."""
         return max(self.asked) * len(self.asked) / sum(self.asked)
 
 
 def popularity(name: str, count: int) -> list[float]:
-    """The weights of adapters."""
+    """Return the weights of adapters."""
     return [1.0 / rank if name == "Zipf" else 1.0 for rank in range(1, count + 1)]
 
 
 def adapters_in(folder: Path, options: argparse.Namespace) -> list[Path]:
-    """Random ones, all of one size."""
+    """Write random adapters of the same size."""
     flags = [
         "--number",
         str(options.adapters),
@@ -86,7 +86,7 @@ class Streams:
 
     async def ask(self, loras: Iterator[str]) -> None:
         """Send requests one after the other until the adapters are used up."""
-        for lora in loras:  # shared by all streams
+        for lora in loras:  # all streams take adapters from the same iterator
             prompt = pb.TokenIds(ids=[self._random.randrange(5, 1000) for _ in range(32)])
             sampling = SamplingParams(temperature=0.0, max_tokens=self._random.randint(4, 28), ignore_eos=True)
             request = pb.GenerateRequest(token_ids=prompt, lora=lora, sampling_params=sampling)
@@ -102,7 +102,7 @@ class Streams:
 
 @contextlib.asynccontextmanager
 async def serving(folders: Sequence[Path], policy: str, options: argparse.Namespace) -> AsyncIterator[Cluster]:
-    """Engines with room for ``options.room`` adapters each, and a half."""
+    """Run engines whose memory suffices for ``options.room`` and a half adapters each."""
     size = max(file.stat().st_size for file in folders[0].glob("*.safetensors"))
     cluster = Cluster(
         options.model,
@@ -148,7 +148,7 @@ async def measure(folders: Sequence[Path], policy: str, options: argparse.Namesp
 
 
 async def table(folders: Sequence[Path], options: argparse.Namespace) -> bool:
-    """Print it. Returns whether the targets are met."""
+    """Print the table. Returns whether the targets are met."""
     met = True
     print("| adapters | policy | found theirs loaded | loads | load, max / mean |\n|---|---|---|---|---|", flush=True)
     for policy in options.policies:
@@ -164,7 +164,7 @@ async def table(folders: Sequence[Path], options: argparse.Namespace) -> bool:
 
 
 def main() -> int:
-    """Returns 1 when a target is missed."""
+    """Run the benchmark. Returns 1 if a target is missed."""
     parser = argparse.ArgumentParser(description="Adapters found and evenness by policy, with engines as processes.")
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--engines", type=int, default=4)

@@ -50,7 +50,7 @@ class Asked:
         self._requests = requests
 
     def rate(self, url: str, names: list[str]) -> float:
-        """Tokens of output per second of requests that name these models in turn."""
+        """Return the output tokens per second of requests that name these models in turn."""
         turns = itertools.cycle(names)
         bodies = [self._body(next(turns)) for _ in range(self._requests)]
         return asyncio.run(_rate(url, bodies))
@@ -75,7 +75,7 @@ async def _rate(url: str, bodies: list[dict[str, Any]]) -> float:
 
 
 class Adapters:
-    """Random ones of every rank."""
+    """Random adapters of every rank."""
 
     def __init__(self, model: Path, folder: Path, dtype: str) -> None:
         self.paths: dict[str, Path] = {}
@@ -89,14 +89,14 @@ class Adapters:
             self.paths |= {path.name: path for path in sorted(out.iterdir())}
 
     def of(self, case: str) -> list[str]:
-        """The names that requests of a case have."""
+        """Return the adapter names for the requests of a case."""
         rank, count, _ = CASES[case]
         return [name for name in self.paths if name.startswith(f"r{rank}-")][:count] or ["m"]
 
 
 @contextlib.contextmanager
 def penstock(model: Path, adapters: Adapters | None, folder: Path) -> Iterator[str]:
-    """The base URL of a server."""
+    """Start a server and yield its base URL."""
     flags = ["--served-model-name", "m", "--dtype", "float32", "--max-model-len", "512", "--kv-cache-memory", KV_CACHE]
     if adapters is not None:
         flags += [word for name, path in adapters.paths.items() for word in ("--lora", f"{name}={path}")]
@@ -107,7 +107,10 @@ def penstock(model: Path, adapters: Adapters | None, folder: Path) -> Iterator[s
 
 @contextlib.contextmanager
 def vllm(peer: Path, model: Path, adapters: Adapters | None, folder: Path, rank: int) -> Iterator[str]:
-    """The same of vLLM, whose kernels compute every adapter at ``rank``, the largest that it serves."""
+    """Start vLLM and yield its base URL.
+
+    vLLM's kernels compute every adapter with ``rank``, the maximum rank that the server supports.
+    """
     port = free_port()
     command = [str(peer / "venv/bin/vllm"), "serve", str(model), "--port", str(port), "--served-model-name", "m"]
     command += ["--dtype", "float32", "--max-model-len", "512"]
@@ -134,7 +137,7 @@ def vllm(peer: Path, model: Path, adapters: Adapters | None, folder: Path, rank:
 def in_turn(
     model: Path, adapters: Adapters, asked: Asked, cases: list[str], rounds: int, folder: Path
 ) -> dict[str, Any]:
-    """Rates of Penstock without adapters and with, by case."""
+    """Return Penstock's rates without and with adapters, by case."""
     with penstock(model, None, folder) as without, penstock(model, adapters, folder) as with_:
         asked.rate(without, ["m"])
         asked.rate(with_, [*adapters.paths, "m"])
@@ -149,7 +152,7 @@ def in_turn(
 def one_by_one(
     peer: Path, model: Path, adapters: Adapters, asked: Asked, cases: list[str], rounds: int, folder: Path
 ) -> dict[str, Any]:
-    """Rates of vLLM without adapters, and of a server for each rank."""
+    """Return vLLM's rates without adapters, and with a server for each rank."""
     with vllm(peer, model, None, folder, 0) as url:
         asked.rate(url, ["m"])
         without = [asked.rate(url, ["m"]) for _ in range(rounds)]

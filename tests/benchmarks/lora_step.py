@@ -41,12 +41,12 @@ CPU = torch.device("cpu")
 LENGTH = 90
 RANKS = (4, 8, 16, 32, 64)
 NUMBERS = (1, 2, 4, 8, 16)
-"""Of the plot."""
+"""Numbers of adapters in the plot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``adapters`` of ``rank`` among ``streams`` requests, ``tokens`` of each in a step; their numbers are those of ``dtype``."""
+    """A step of ``streams`` requests with ``tokens`` tokens each, with ``adapters`` adapters of ``rank`` and ``dtype``."""
 
     adapters: int
     rank: int
@@ -56,13 +56,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """A row of the table."""
+        """Return the name of the table's row."""
         what = f"{self.adapters} of rank {self.rank}, {str(self.dtype).removeprefix('torch.')}"
         return f"{self.streams} x {self.tokens}, {what if self.adapters else 'none'}"
 
 
 def cases(streams: int) -> Iterator[Case]:
-    """All that are timed."""
+    """Return all measured cases."""
     for dtype in (torch.float32, torch.bfloat16):
         for count in sorted({0, 1, streams // 2, streams} if dtype == torch.float32 else {1, streams // 2, streams}):
             yield Case(count, 16, dtype, streams)
@@ -88,7 +88,7 @@ class Steps:
         self._generator = np.random.default_rng(0)
 
     def add(self, case: Case) -> list[bytes]:
-        """The digests of its adapters."""
+        """Add the adapters of a case, and return their digests."""
         adapters = [
             random_adapter(self._module, case.rank, seed + 1, layers=self._layers, dtype=case.dtype)
             for seed in range(max(case.adapters, 1))
@@ -98,13 +98,13 @@ class Steps:
         return [adapter.digest for adapter in adapters]
 
     def batch(self, case: Case, digests: list[bytes | None]) -> ForwardBatch:
-        """A step of the case, with its adapters."""
+        """Return a step of the case with its adapters."""
         ids = [self._generator.integers(1, self._vocab_size, LENGTH) for _ in range(case.streams)]
         prompts = [Prompt(each, digests[i * len(digests) // case.streams]) for i, each in enumerate(ids)]
         return adapted_step(prompts, [LENGTH - case.tokens] * case.streams, [case.tokens] * case.streams)
 
     def milliseconds(self, batch: ForwardBatch, steps: int) -> float:
-        """The fastest of some steps."""
+        """Return the milliseconds of the fastest step."""
         rows = batch.attention[0].query_start_loc[1:] - 1
         times = []
         for _ in range(steps):
@@ -131,7 +131,7 @@ def measure(steps: Steps, case: Case, rounds: int, count: int) -> tuple[float, f
 
 @torch.inference_mode()
 def plot(steps: Steps, path: Path, rounds: int, count: int) -> None:
-    """Draw the share of the speed by rank, a line for each number of adapters, for matrices of both types."""
+    """Draw the relative speed by rank, with a line for each number of adapters, for matrices of both dtypes."""
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
@@ -153,7 +153,7 @@ def plot(steps: Steps, path: Path, rounds: int, count: int) -> None:
 
 
 def main() -> None:
-    """Prints a table, or draws."""
+    """Print the table, or draw the plot."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--threads", type=int, default=1)

@@ -1,7 +1,7 @@
-"""Write a checkpoint with random weights and a byte-level BPE tokenizer, to time servers with.
+"""Writes a checkpoint with random weights and a byte-level BPE tokenizer, for benchmarks of servers.
 
-``python -m tests.benchmarks.make_model DIR --size 100M`` (or 13M, gemma3-100M, qwen3_moe-100M). ``--tower`` puts a CLIP tower of
-12 blocks, 768 wide, with 2304 patches before it: a LLaVA.
+``python -m tests.benchmarks.make_model DIR --size 100M`` (or 13M, gemma3-100M, qwen3_moe-100M). ``--tower`` puts a CLIP
+tower of 12 blocks, 768 wide, with 2304 patches before it: a LLaVA.
 """
 
 import argparse
@@ -75,7 +75,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 IMAGE = "<image>"
 SIDE, PATCH = 672, 14
-"""Of images, and of their patches."""
+"""Pixels per side of images and of patches."""
 _CORPUS_BYTES = 8 * 2**20
 
 
@@ -87,7 +87,7 @@ _TEMPLATE_WITH_PARTS = (
 
 
 def _corpus() -> list[str]:
-    """Python's own library: text that is on every machine, with enough words for the larger vocabulary."""
+    """Return the text of Python's standard library, which every machine has, with enough words for the vocabulary."""
     texts, size = [], 0
     for path in sorted(Path(argparse.__file__).parent.rglob("*.py")):
         if size > _CORPUS_BYTES:
@@ -99,7 +99,7 @@ def _corpus() -> list[str]:
 
 
 def make_model(directory: Path, size: str, *, tower: bool = False) -> None:
-    """Weights are drawn from seed 0, embeddings tied. ``tower``: one that sees."""
+    """Write a model with random weights from seed 0 and tied embeddings. ``tower`` adds a vision encoder."""
     shape = dict(SIZES[size])
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -136,7 +136,7 @@ def _text_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _name_as_published(file: Path) -> None:
-    """Weights of a tower have the names that checkpoints of LLaVA have had, which other servers know alone."""
+    """Rename the vision encoder's weights to the names in published LLaVA checkpoints, which other servers require."""
     weights = load_file(file)
     named = {
         re.sub(r"^vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name): w for name, w in weights.items()
@@ -145,7 +145,7 @@ def _name_as_published(file: Path) -> None:
 
 
 def _with_tower(text: PretrainedConfig, directory: Path) -> PreTrainedModel:
-    """A LLaVA with the text model, whose processors' files are in ``directory`` then."""
+    """Return a LLaVA model with the text model, and write its processor files into ``directory``."""
     vision = CLIPVisionConfig(
         hidden_size=768,
         intermediate_size=3072,

@@ -36,15 +36,19 @@ from tests.fakes.systems.rank_group import metric
 During = Callable[[list[Outcome]], Coroutine[Any, Any, None]]
 
 SHARED = 2
-"""Images that streams have in common, where they have."""
+"""Number of common images of the streams, in cases with common images."""
 STREAMING = 8
-"""Tokens that each stream has when the engine is killed."""
+"""Number of tokens that each stream has when the engine is killed."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """``first``: the image stands before all that differs between streams, so that prefixes are shared. ``own``: each
-    stream has an image of its own. Forgotten just before the kill: ``inputs``, that is processed images, and
-    ``embeds``.
+    """A kind of wave.
+
+    Attributes:
+        first: The image comes before all differing parts of the prompts, so that streams have a common prefix.
+        own: Each stream has its own image.
+        inputs: The caches of processed images are cleared just before the kill.
+        embeds: The caches of embeddings are cleared just before the kill.
     """
 
     name: str
@@ -118,20 +122,20 @@ async def nothing(_: list[Outcome]) -> None:
 
 
 def longest(outcome: Outcome) -> float:
-    """Between two messages."""
+    """Return the longest time between two messages."""
     arrivals = outcome.at(0).arrivals
     return max((b - a for a, b in itertools.pairwise(arrivals)), default=0.0)
 
 
 def three(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 99th percentile and longest, in ms."""
+    """Return median, 99th percentile and maximum in ms."""
     values = (quantile(seconds, 0.5), quantile(seconds, 0.99), max(seconds, default=0.0))
     first, second, third = (round(1000 * value, 1) for value in values)
     return first, second, third
 
 
 def counted(cluster: Cluster, engines: Sequence[Service]) -> dict[str, float]:
-    """Since the start of the services."""
+    """Return the counters since the start of the services."""
     queries, hits = (metric(cluster.frontend, f"vllm:mm_cache_{what}_total") for what in ("queries", "hits"))
     return {
         "moved": metric(cluster.frontend, "penstock:requests_moved_total"),
@@ -144,7 +148,7 @@ def counted(cluster: Cluster, engines: Sequence[Service]) -> dict[str, float]:
 async def with_kill(
     cluster: Cluster, case: Case, number: int, load: Sequence[Request], calm: Sequence[Outcome], admin_port: int
 ) -> Killed:
-    """The wave while engine ``number`` is killed; it serves again when this returns."""
+    """Run the wave while engine ``number`` is killed. The engine serves again when this function returns."""
     engine = cluster.engines[number]
     rest = [each for each in cluster.engines if each is not engine]
     moment = 0.0
@@ -197,7 +201,7 @@ async def measure(args: argparse.Namespace, model: Path) -> list[Killed]:
     ) as cluster:
         for number, case in enumerate(case for case in CASES if not args.case or case.name in args.case):
             load = requests(case, args.streams, args.tokens)
-            for _ in range(2):  # the first has each engine get to know the images
+            for _ in range(2):  # in the first wave, each engine caches the images
                 calm = await wave(cluster, load, nothing)
             if case.own:
                 load = requests(case, args.streams, args.tokens, "others")
@@ -208,7 +212,7 @@ async def measure(args: argparse.Namespace, model: Path) -> list[Killed]:
 
 
 def table(found: Sequence[Killed]) -> str:
-    """Rows of Markdown."""
+    """Return the table in Markdown."""
     rows = [
         "| image at the other engines | moved | longest wait of these, ms | of the others | undisturbed | images sent | "
         "embeddings computed | failed, differing |",

@@ -36,7 +36,7 @@ def bodies(part: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 async def first_token(client: httpx.AsyncClient, body: dict[str, Any]) -> float:
-    """Seconds from the request to the first piece."""
+    """Return the seconds from the request to the first piece."""
     began, first = time.perf_counter(), 0.0
     async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         answer.raise_for_status()
@@ -52,7 +52,7 @@ async def measure(url: str, images: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         for body in bodies(pictures.message()[0]["content"][0]).values():
-            await first_token(client, body)  # the first of all waits for more than its image
+            await first_token(client, body)  # warm up, because the first request waits for more than its image
         for _ in range(images):
             for name, body in bodies(pictures.message()[0]["content"][0]).items():
                 found.setdefault(name, []).append(round(1000 * await first_token(client, body), 1))

@@ -45,7 +45,7 @@ SIDE = 672
 
 
 class Pictures:
-    """Images of noise and gradients, each another one."""
+    """Source of different images of noise and gradients."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(time.time_ns())
@@ -67,7 +67,7 @@ def text_body(tokens: int) -> dict[str, Any]:
 
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any], gaps: list[float]) -> None:
-    """Ask for a stream, and note seconds between its pieces."""
+    """Request a stream, and append the seconds between its pieces to ``gaps``."""
     last = 0.0
     async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
         answer.raise_for_status()
@@ -81,7 +81,7 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any], gaps: list[flo
 
 
 async def show(client: httpx.AsyncClient, pictures: Pictures, tokens: int = 4) -> float:
-    """Seconds to the first piece of the answer to an image."""
+    """Return the seconds to the first piece of the answer to an image."""
     body = {"model": "m", "messages": pictures.message(), "max_tokens": tokens, "temperature": 0, "stream": True}
     began, first = time.perf_counter(), 0.0
     async with client.stream("POST", "/v1/chat/completions", json=body | {"ignore_eos": True}) as answer:
@@ -93,7 +93,7 @@ async def show(client: httpx.AsyncClient, pictures: Pictures, tokens: int = 4) -
 
 
 async def gaps_of(url: str, tokens: int, images: int) -> list[float]:
-    """Seconds between pieces of eight streams, while images arrive one after the other."""
+    """Return the seconds between pieces of eight streams, while images arrive one after the other."""
     gaps: list[float] = []
     pictures = Pictures()
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
@@ -112,7 +112,7 @@ async def gaps_of(url: str, tokens: int, images: int) -> list[float]:
 
 
 async def text_rate(url: str, requests: int) -> float:
-    """Tokens of output per second of eight streams of text."""
+    """Return the output tokens per second of eight text streams."""
     waiting = [text_body(128) for _ in range(requests)]
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
 
@@ -126,7 +126,7 @@ async def text_rate(url: str, requests: int) -> float:
 
 
 async def image_rates(url: str, images: int) -> dict[str, float]:
-    """Seconds to the first token at one stream, and images per second at eight."""
+    """Return the seconds to the first token with one stream, and the images per second with eight streams."""
     pictures = Pictures()
     async with httpx.AsyncClient(base_url=url, timeout=600) as client:
         await show(client, pictures)
@@ -146,7 +146,7 @@ async def image_rates(url: str, images: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def penstock(model: Path, folder: Path, name: str, *flags: str) -> Iterator[str]:
-    """The base URL of a server."""
+    """Start a server and yield its base URL."""
     common = [
         "--served-model-name",
         "m",
@@ -163,7 +163,7 @@ def penstock(model: Path, folder: Path, name: str, *flags: str) -> Iterator[str]
 
 @contextlib.contextmanager
 def vllm(peer: Path, packages: Path | None, model: Path, folder: Path) -> Iterator[str]:
-    """The same of vLLM. ``packages``: more of them."""
+    """Start vLLM and yield its base URL. ``packages`` is a folder of additional packages."""
     port = free_port()
     command = [str(peer / "venv/bin/vllm"), "serve", str(model), "--port", str(port), "--served-model-name", "m"]
     command += ["--dtype", "float32", "--max-model-len", "4096"]
@@ -195,7 +195,7 @@ def block_seconds(model: Path) -> float:
 
 
 def time_blocks(model: str) -> float:
-    """Here, on as many threads as torch has."""
+    """Measure in this process with torch's default number of threads."""
     import torch
 
     from penstock_enginecore.config import KernelsConfig, ModelConfig
@@ -210,7 +210,7 @@ def time_blocks(model: str) -> float:
     pack_towers(encoder, open_backend(KernelsConfig(), cpu, torch.get_num_threads()))
     seconds: list[float] = []
     for _ in range(2):
-        seconds.clear()  # of the first
+        seconds.clear()  # discard the first, slower measurements
         encoder.start(encoder.largest("image"))
         while encoder.has_work:
             began = time.perf_counter()
@@ -220,7 +220,7 @@ def time_blocks(model: str) -> float:
 
 
 def tell(found: dict[str, Any]) -> None:
-    """A line."""
+    """Print a line of JSON."""
     print(json.dumps(found), flush=True)
 
 

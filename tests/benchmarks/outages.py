@@ -30,7 +30,7 @@ console = Console()
 
 
 def say(name: str, summary: Summary) -> None:
-    """Print its table, and its problems."""
+    """Print the table and the problems of a summary."""
     console.print(table(name, {"Penstock": summary}))
     for line in (*(f"{count} x {error}" for error, count in summary.errors.items()), *summary.examples):
         console.print(line, markup=False)
@@ -71,7 +71,7 @@ async def _without_frontend(
 
 
 async def rolling(cluster: Cluster, known: Known, args: argparse.Namespace) -> tuple[int, object]:
-    """Everything restarted in turn."""
+    """Restart every service in turn."""
     summary, steps = await outages.rolling_restart(cluster, known, streams=args.streams, log=console.log)
     made = Table(title="rolling restart")
     for column in ("service", "stopped after s", "serves again after s", "requests ended meanwhile"):
@@ -88,7 +88,7 @@ PARTS: dict[str, Part] = {"coordinator": coordinator, "frontend": frontend, "fro
 
 
 async def run(args: argparse.Namespace) -> tuple[int, dict[str, object]]:
-    """Requests that were harmed, and the results by part."""
+    """Return the number of harmed requests, and the results by part."""
     results: dict[str, object] = {}
     harmed = 0
     async with Cluster(

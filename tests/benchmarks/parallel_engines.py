@@ -28,7 +28,12 @@ from tests.benchmarks.load import Load
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """``layers``: of each stage, empty for the engine's choice. ``dealt``: whether stages take turns with decodes."""
+    """A row of the table.
+
+    Attributes:
+        layers: Number of layers of each stage. If empty, the engine chooses.
+        dealt: Whether decodes are distributed over microbatches.
+    """
 
     name: str
     tensor: int = 1
@@ -50,11 +55,11 @@ PIPELINE = (
     Row(name="PP 2, 7 and 5 layers", pipeline=2, layers=(7, 5)),
     Row(name="PP 2, decodes not dealt out", pipeline=2, dealt=False),
 )
-"""Of a model of 12 layers."""
+"""Rows for pipeline parallelism, for a model of 12 layers."""
 
 
 class Found(msgspec.Struct, frozen=True):
-    """Tokens per second, the largest worker's bytes of weights, and the largest share of time that a stage was idle."""
+    """Tokens per second, bytes of weights of the largest worker, and the idle fraction of the most idle stage."""
 
     tokens_per_s: float
     weight_bytes: int
@@ -62,7 +67,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def config_of(model: str, row: Row) -> EngineCoreConfig:
-    """Two threads in all."""
+    """Return the configuration of a row, with two threads in total."""
     workers = row.tensor * row.pipeline
     return EngineCoreConfig(
         model=ModelConfig(path=model, device="cpu"),
@@ -78,7 +83,7 @@ def config_of(model: str, row: Row) -> EngineCoreConfig:
 
 
 async def measure(model: str, row: Row, item: Load, seed: int) -> Found:
-    """Of a new engine, after a warm-up."""
+    """Measure a new engine after a warm-up."""
     with _dealing(row.dealt):
         config = config_of(model, row)
         executor = make_executor(config)
@@ -103,7 +108,7 @@ def _dealing(dealt: bool) -> AbstractContextManager[object]:
 def _whole_share(
     share: type[DecodeShare], requests: list[Request], step: int, _num_stages: int, *, early: bool
 ) -> DecodeShare:
-    """A share with every request that decodes, as with one stage."""
+    """Return a share with all decoding requests, as with one stage."""
     return share(requests, step, 1, early=early)
 
 

@@ -37,7 +37,7 @@ _COPIES = 4
 
 
 def products(library: NativeLibrary, rows: int, rounds: int) -> dict[str, float]:
-    """Seconds of a product, by how its weight is kept."""
+    """Return the seconds of a product by the format of its weight."""
     weight = torch.randn(_OUTPUTS, _INPUTS)
     kinds = {"float32": weight, "bfloat16": weight.bfloat16(), "int8": round_to_int8(weight)}
     packed = {name: [PackedWeight(library, kind) for _ in range(_COPIES)] for name, kind in kinds.items()}
@@ -53,7 +53,7 @@ def products(library: NativeLibrary, rows: int, rounds: int) -> dict[str, float]
 
 
 async def speed(model: ModelConfig, item: Load, seed: int) -> float:
-    """Tokens per second of a new engine, after a warm-up."""
+    """Return the tokens per second of a new engine after a warm-up."""
     config = EngineCoreConfig(
         model=model,
         cache=CacheConfig(kv_cache_memory=KV_CACHE_MEMORY),
@@ -66,7 +66,7 @@ async def speed(model: ModelConfig, item: Load, seed: int) -> float:
 
 
 def in_bfloat16(model: str, directory: Path) -> ModelConfig:
-    """The checkpoint with numbers that bfloat16 holds, computed with in float32."""
+    """Write the checkpoint with weights rounded to bfloat16. The engine computes with them in float32."""
     AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(directory)
     for file in Path(model).glob("tokenizer*"):
         (directory / file.name).write_bytes(file.read_bytes())
@@ -75,7 +75,8 @@ def in_bfloat16(model: str, directory: Path) -> ModelConfig:
 
 @torch.inference_mode()
 def predictions(model: str, text: str) -> tuple[float, float, float]:
-    """Mean negative log-likelihood of the text's tokens before and after rounding, and the share of positions at which the
+    """Mean negative log-likelihood of the text's tokens before and after rounding, and the share of positions at which
+    the
     likeliest token is still the same.
     """
     ids: Any = torch.tensor(AutoTokenizer.from_pretrained(model)(text)["input_ids"])

@@ -23,7 +23,7 @@ from penstock_enginecore.native.weights import PackedWeight
 from tests.sanitizers.__main__ import ENGINE, HOOK
 
 SHAPES = ((4096, 768), (8192, 2048), (2048, 8192))
-"""Outputs and inputs."""
+"""Numbers of outputs and inputs of the products."""
 ROWS = (1, 4, 8, 16, 64, 1024)
 DTYPES = (torch.float32, torch.bfloat16)
 _SWEPT = 128 * 1024 * 1024
@@ -32,7 +32,8 @@ _SWEPT = 128 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Bytes and floating-point operations per second, in 1e9; a copied byte counts twice, as read and as written. ``pairs``: with
+    """Bytes and floating-point operations per second, in 1e9; a copied byte counts twice, as read and as written.
+    ``pairs``: with
     pairs of bfloat16; 0 where there are no instructions for them.
     """
 
@@ -43,11 +44,11 @@ class Ceilings:
 
     @property
     def memory(self) -> float:
-        """The higher rate of memory."""
+        """Return the higher one of the two memory rates."""
         return max(self.read, self.copy)
 
     def best(self, other: "Ceilings") -> "Ceilings":
-        """The highest of both, each by itself."""
+        """Return the maximum of each rate over both measurements."""
         return Ceilings(*map(max, astuple(self), astuple(other)))
 
 
@@ -64,7 +65,7 @@ class Machine:
         )
 
     def measure(self) -> Ceilings:
-        """A new measurement."""
+        """Run a new measurement and return the limits."""
         words = subprocess.run(self._command, check=True, capture_output=True, text=True).stdout.split()
         return Ceilings(*map(float, words))
 

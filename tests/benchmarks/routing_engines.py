@@ -33,7 +33,7 @@ POLICIES: tuple[RoutingPolicy, ...] = ("round_robin", "least_loaded", "prefix_aw
 
 
 class Row(NamedTuple):
-    """Prompt tokens of all requests, the tokens of them found in caches, and the tokens that each engine computed."""
+    """Number of prompt tokens, number of cached prompt tokens, and number of computed tokens of each engine."""
 
     asked: int
     found: int
@@ -41,17 +41,17 @@ class Row(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        """Of prompt tokens."""
+        """Fraction of prompt tokens found in caches."""
         return self.found / self.asked
 
     @property
     def imbalance(self) -> float:
-        """The most loaded engine beside the mean."""
+        """Largest load of an engine relative to the mean load."""
         return max(self.loads) / statistics.mean(self.loads)
 
 
 class CountingExecutor(UniprocExecutor):
-    """Counts the tokens that it computes."""
+    """Executor that counts its computed tokens."""
 
     computed = 0
 
@@ -94,7 +94,7 @@ def serving(model: Path, count: int, num_blocks: int) -> Iterator[dict[EngineSer
             engine = EngineServer(config, executor).start().load()
             stack.callback(engine.stop)
             engines[engine] = executor
-            executor.computed = 0  # of its warm-up
+            executor.computed = 0  # discard the count of the warm-up
         yield engines
 
 
@@ -108,7 +108,7 @@ async def measure(
         await frontend.until_engines(len(engines))
 
         async def talk() -> None:
-            for questions in waiting:  # shared by all that talk
+            for questions in waiting:  # all clients take conversations from the same iterator
                 said: list[int] = []
                 for question in questions:
                     said += question
@@ -129,7 +129,7 @@ async def measure(
 
 
 def rows(options: argparse.Namespace) -> Iterator[tuple[str, Row]]:
-    """One engine with all the memory, then the policies."""
+    """Measure one engine with all the memory, and then the policies."""
     cases: list[tuple[str, RoutingPolicy, int, int]] = [
         ("one engine with all the memory", "least_loaded", 1, options.engines * options.num_blocks),
         *((policy, policy, options.engines, options.num_blocks) for policy in POLICIES),

@@ -50,14 +50,14 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def changed(text: str) -> str:
-    """Nine tenths of the words of ``text``."""
+    """Return ``text`` with a tenth of the words changed."""
     words = text.split(" ")
     return " ".join("something" if place % 10 == 9 else word for place, word in enumerate(words))
 
 
 @contextmanager
 def served(name: str, model: Path, flags: list[str], folder: Path) -> Iterator[str]:
-    """The base URL of a server."""
+    """Start a server and yield its base URL."""
     port = free_port()
     server = Server(name, serve_command(model, port, flags), {}, folder / f"{name}.log")
     url = f"http://127.0.0.1:{port}"
@@ -69,7 +69,7 @@ def served(name: str, model: Path, flags: list[str], folder: Path) -> Iterator[s
 
 
 def serve_command(model: Path, port: int, flags: list[str]) -> list[str]:
-    """``penstock serve`` with HTTP on ``port``."""
+    """Return the command line of ``penstock serve`` with HTTP on ``port``."""
     command = [sys.executable, "-m", "penstock_local", "serve", str(model), "--http-port", str(port)]
     return [*command, "--grpc-port", str(free_port()), "--admin-port", str(free_port()), *flags]
 
@@ -115,7 +115,7 @@ async def run(url: str, bodies: list[dict[str, Any]], streams: int) -> Answers:
 
 
 def stories(count: int, tokens: int, **fields: Any) -> list[dict[str, Any]]:
-    """Requests for stories."""
+    """Return requests for stories."""
     return [
         {"messages": [{"role": "user", "content": story(number)}], "max_tokens": tokens, "seed": number, **fields}
         for number in range(count)
@@ -123,7 +123,7 @@ def stories(count: int, tokens: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def objects(count: int, **fields: Any) -> list[dict[str, Any]]:
-    """Requests for JSON."""
+    """Return requests for JSON objects."""
     return [
         {
             "messages": [{"role": "user", "content": story(number)}],
@@ -160,7 +160,10 @@ SCENARIOS: dict[str, tuple[str, int, Any, float]] = {
 
 
 def make_useless(drafter: Path, folder: Path) -> Path:
-    """Write a draft model like ``drafter`` with random weights. It costs as much, and its drafts are always rejected."""
+    """Write a draft model like ``drafter`` with random weights.
+
+    It costs as much, and its drafts are always rejected.
+    """
     made = folder / "useless-drafter"
     shutil.copytree(drafter, made, dirs_exist_ok=True)
     generator = torch.Generator().manual_seed(0)
@@ -174,7 +177,7 @@ def make_useless(drafter: Path, folder: Path) -> Path:
 
 
 def measure(url: str, plain: str, name: str, rounds: int) -> dict[str, Any]:
-    """The scenario on both servers in turn."""
+    """Measure a scenario on both servers in turn."""
     _, streams, make, target = SCENARIOS[name]
     bodies = make()
     without = asyncio.run(run(plain, bodies, streams))

@@ -9,7 +9,7 @@ import msgspec
 
 SERVERS = ("vLLM", "Penstock")
 QUIET = 0.1
-"""Share of the processors that other processes may take."""
+"""Maximum fraction of CPU time of other processes in an undisturbed run."""
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,8 +22,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """Once asked. ``drafts``: times that a request had some in a step; ``others``: share of the processors that other processes
-    took.
+    """Result of one run.
+
+    Attributes:
+        drafts: Number of pairs of a step and a request in the step with drafts.
+        others: Fraction of CPU time that other processes used.
     """
 
     server: str
@@ -40,7 +43,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of(self) -> tuple[str, str, str]:
-        """Server, method and type."""
+        """Server, method and dtype."""
         return self.server, self.method, self.dtype
 
 
@@ -81,7 +84,7 @@ def counting(runs: list[Run]) -> dict[int, Run]:
 
 
 def rate(runs: Iterable[Run]) -> float:
-    """Tokens per second."""
+    """Return the tokens per second."""
     runs = list(runs)
     return sum(each.tokens for each in runs) / sum(each.seconds for each in runs)
 
@@ -113,7 +116,10 @@ def cell(runs: list[Run], before: list[Run]) -> dict[str, float]:
 
 
 def report(runs: list[Run]) -> str:
-    """The table, in Markdown: a row for each type, method, number of streams and temperature that both servers have."""
+    """Return the table in Markdown.
+
+    A row is a dtype, method, number of streams and temperature that both servers have.
+    """
     by: dict[tuple[str, str, str, int, float, str], list[Run]] = defaultdict(list)
     for each in runs:
         place = each.place

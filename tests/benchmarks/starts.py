@@ -28,7 +28,7 @@ _POLL = 0.1
 _SERVICES = Path(__file__).parents[2] / "services"
 PREFIX_LEN, SUFFIX_LEN = 1024, 8
 _VOCAB = 1000
-"""Every model has as many tokens."""
+"""Vocabulary size of every model."""
 
 
 def first_tokens(model: str, rounds: int) -> tuple[float, list[float]]:
