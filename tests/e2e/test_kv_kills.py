@@ -1,4 +1,4 @@
-"""Some rows of the failure matrix with transfers (``tests/integration/test_kv_kills.py``), with the demo model."""
+"""Selected rows of the failure matrix with transfers (``tests/integration/test_kv_kills.py``), with the demo model."""
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence

@@ -36,7 +36,7 @@ BONN = City(name="Bonn", size=335)
 
 
 class Clients(NamedTuple):
-    """Both published clients of one frontend, the frontend's engine, and the frontend's ``url``."""
+    """The two published clients of one frontend, the frontend's engine, and the frontend's ``url``."""
 
     openai: openai.AsyncOpenAI
     anthropic: anthropic.AsyncAnthropic

@@ -181,7 +181,10 @@ ANSWERS: Mapping[str, Answer] = {
 
 
 class Hosts:
-    """Both hosts, on the same port: ``async with Hosts()``. ``led`` lists the requests to the private host."""
+    """The hostile host and the private host, on the same port: ``async with Hosts()``.
+
+    ``led`` lists the requests to the private host.
+    """
 
     def __init__(self) -> None:
         self.port = free_port()
