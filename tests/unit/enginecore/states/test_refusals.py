@@ -87,7 +87,9 @@ def test_every_refusal_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    "workers", [{"split": lambda module: None}, {"on_host": True}, {"make_share": lambda *_: None}], ids=str
+    "workers",
+    [{"split": lambda module: None}, {"on_host": True}, {"make_share": lambda *_: None}],
+    ids=lambda w: next(iter(w)),
 )
 def test_the_loader_refuses_several_workers_with_the_settings_that_work(
     tmp_path: Path, workers: dict[str, Any]
