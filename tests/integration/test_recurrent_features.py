@@ -113,7 +113,7 @@ def test_constrained_outputs_are_valid_and_the_same_however_steps_are_scheduled(
         engine.shutdown()
         alone.shutdown()
     for i in range(6):
-        text = tokenizer.decode(together[f"r{i}"], skip_special_tokens=True)
+        text = str(tokenizer.decode(together[f"r{i}"], skip_special_tokens=True))
         if i % 3 == 1:
             jsonschema.validate(json.loads(text), schema)
         elif i % 3 == 2:
@@ -153,10 +153,10 @@ def test_each_of_n_sequences_is_that_of_its_seed(case: Case, llm: LLM) -> None:
 
 def test_stop_strings_end_the_text_where_it_first_contains_them(case: Case, llm: LLM) -> None:
     prompt = case.prompts[-1]
-    params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     [whole] = llm.generate([prompt], LocalParams(**params))
     stop = whole.text[20:24]
-    [stopped] = llm.generate([prompt], LocalParams(**params, stop=[stop]))
+    [stopped] = llm.generate([prompt], LocalParams(**params, stop=(stop,)))
     assert stopped.text == whole.text[: whole.text.index(stop)]
     assert stopped.outputs[0].stop_reason == stop
 
@@ -246,7 +246,7 @@ def test_any_part_of_the_kernels_can_be_turned_off(case: Case, kernels: dict[str
 
 
 def test_weights_rounded_to_integers_give_the_tokens_of_the_rounded_weights(case: Case, tmp_path: Path) -> None:
-    model = save_tiny_model(case.architecture, tmp_path, vocab_size=case.model.config.vocab_size)
+    model: Any = save_tiny_model(case.architecture, tmp_path, vocab_size=case.model.config.vocab_size)
     with torch.no_grad():
         round_linears(model, but=model.get_output_embeddings())
     engine = engine_of(tmp_path, model={"quantization": "int8"}, scheduler={"max_num_batched_tokens": 20})
@@ -282,7 +282,8 @@ def test_quantized_checkpoints_give_the_tokens_of_what_their_weights_mean(
 
 def test_random_weights_give_the_tokens_of_a_checkpoint_with_these_weights(case: Case, tmp_path: Path) -> None:
     engine = engine_of(case.path, model={"load_format": "dummy"}, kernels={"isa": "off"})
-    module = engine.executor._worker.runner._model.module
+    executor: Any = engine.executor
+    module = executor._worker.runner._model.module
     module.save_pretrained(tmp_path)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=NEW_TOKENS, ignore_eos=True)
     requests = [(f"r{i}", prompt, params) for i, prompt in enumerate(case.prompts)]

@@ -148,7 +148,7 @@ def speculative(num_drafts: int, method: str = "ngram", **more: Any) -> dict[str
     return {"method": method, "num_speculative_tokens": num_drafts, "adaptive": False, **more}
 
 
-def known_drafter(case: Case, kind: str) -> KnownDrafter:
+def known_drafter(case: Case, kind: str) -> Any:
     outputs = {tuple(prompt): tokens for prompt, tokens in zip(case.prompts, case.expected, strict=True)}
     if kind == "flickering":
         return FlickeringDrafter(outputs, DRAFT_KINDS["by chance"], VOCAB_SIZE)
@@ -180,12 +180,13 @@ DRAFTS = (
 def test_drafts_that_are_right_or_wrong_give_the_same_tokens(case: Case, drafts: str) -> None:
     setting, kind, num_drafts = drafts.split(", ")
     engine = engine_of(case.path, speculative=speculative(int(num_drafts)), **DRAFTED[setting])
-    engine.executor._worker.runner._drafting = Drafting(known_drafter(case, kind))
+    executor: Any = engine.executor
+    executor._worker.runner._drafting = Drafting(known_drafter(case, kind))
     for turn in range(2):  # the second time on prefixes
         tokens, run = greedy(engine, case.prompts, prefix=f"{turn} ")
         assert tokens == case.expected, f"turn {turn}"
     assert not engine.scheduler.drafter_failure
-    counts = run.stats.spec_decoding_stats
+    counts: Any = run.stats.spec_decoding_stats
     assert counts.num_draft_tokens > 0
     if kind in ("right", "wrong"):
         assert (counts.num_accepted_tokens == 0) is (kind == "wrong")
@@ -200,7 +201,7 @@ def test_ngrams_of_repetitive_prompts_give_the_same_tokens(case: Case, num_draft
     for turn in range(2):
         tokens, run = greedy(engine, case.prompts, prefix=f"{turn} ")
         assert tokens == case.expected, f"turn {turn}"
-    counts = run.stats.spec_decoding_stats
+    counts: Any = run.stats.spec_decoding_stats
     assert counts.num_draft_tokens > counts.num_accepted_tokens
 
 
@@ -226,7 +227,7 @@ def test_predictions_give_the_same_tokens(case: Case, num_drafts: int) -> None:
     ]
     run = answer(engine, requests)
     assert [run.tokens[f"r{i}"] for i in range(len(requests))] == case.expected
-    counts = run.stats.spec_decoding_stats
+    counts: Any = run.stats.spec_decoding_stats
     assert counts.num_draft_tokens > counts.num_accepted_tokens > NEW_TOKENS
 
 
@@ -243,7 +244,7 @@ def test_drafts_of_a_model_with_attention_give_the_same_tokens(case: Case, atten
         tokens, run = greedy(engine, case.prompts, prefix=f"{turn} ")
         assert tokens == case.expected, f"turn {turn}"
     assert not engine.scheduler.drafter_failure
-    counts = run.stats.spec_decoding_stats
+    counts: Any = run.stats.spec_decoding_stats
     assert counts.num_draft_tokens > counts.num_accepted_tokens > 0
 
 
@@ -289,7 +290,7 @@ def test_a_bfloat16_checkpoint_gives_the_tokens_of_float32(case: Case, tmp_path:
 
 
 def test_bfloat16_is_as_close_to_float32_as_transformers(case: Case, tmp_path: Path) -> None:
-    wide = save_narrow_model(case.architecture, tmp_path)
+    wide: Any = save_narrow_model(case.architecture, tmp_path)
     narrow = type(wide).from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
     [longest] = [prompt for prompt in case.prompts if len(prompt) == max(PROMPT_LENGTHS)]
     engine = engine_of(
@@ -307,7 +308,8 @@ def test_bfloat16_is_as_close_to_float32_as_transformers(case: Case, tmp_path: P
 
     def scores(model: torch.nn.Module) -> torch.Tensor:
         with torch.inference_mode():
-            return model(torch.tensor([longest])).logits[0, :-1].float().log_softmax(dim=-1)
+            logits: torch.Tensor = model(torch.tensor([longest])).logits[0, :-1]
+        return logits.float().log_softmax(dim=-1)
 
     exact = scores(wide)
     assert 1e-4 < (ours - exact).norm() < 1.25 * (scores(narrow) - exact).norm()
