@@ -74,7 +74,7 @@ def test_the_fields_of_each_family_are_known_and_its_sizes_pass(architecture: st
 @pytest.mark.parametrize("architecture", RECURRENT_ARCHITECTURES)
 def test_impossible_sizes_are_refused_with_the_field_and_its_value(architecture: str) -> None:
     heads, key_heads, kernel = FIELDS[architecture]
-    cases = [
+    cases: list[tuple[str, float, str]] = [
         (kernel, taps, rf"{kernel} is {taps}; convolutions of 2 to 8 taps are supported") for taps in (-1, 0, 1, 9)
     ]
     for name in filter(None, (heads, key_heads)):
