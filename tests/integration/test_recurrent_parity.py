@@ -84,6 +84,21 @@ def test_chunks_of_any_size_give_the_same_tokens(case: Case, tokens: int) -> Non
     assert greedy(engine, case.prompts[::-1], prefix="again")[0] == case.expected[::-1]
 
 
+@pytest.mark.quick("mamba2", "qwen3_5")
+def test_prefixes_of_any_length_give_the_same_tokens_with_and_without_kept_states(case: Case) -> None:
+    # A state at the end of a prompt must not be used: it contains the last token, which is computed again.
+    longest = case.prompts[PROMPT_LENGTHS.index(max(PROMPT_LENGTHS))]
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    requests = [(f"r{length}", longest[:length], params) for length in range(1, len(longest) + 1)]
+    expected = generate(engine_of(case.path, cache={"enable_prefix_caching": False}), requests).tokens
+    engine = engine_of(case.path, cache={"state_interval": 16})
+    generate(engine, [("caches all prefixes", longest, params)])
+    run = generate(engine, requests)
+    assert run.tokens == expected
+    # Every prefix is hit up to the last block before its last token.
+    assert run.stats.prefix_cache_hits == sum((length - 1) // 16 * 16 for length in range(1, len(longest) + 1))
+
+
 def small_memory(path: Path, num_requests: int, num_kept: int, num_drafts: int = 0) -> dict[str, Any]:
     """Return cache settings with slots for ``num_requests`` running requests and ``num_kept`` kept states."""
     needs = engine_of(path).model.states
