@@ -9,6 +9,7 @@ import torch
 
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.native.weights import round_linears
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.models.published_models import (
     MAX_LENGTH,
@@ -59,6 +60,31 @@ def test_a_served_model_gives_the_tokens_of_transformers(name: str, tmp_path: Pa
             run = generate(engine, requests)
             assert [run.tokens[key] for key, _, _ in requests] == expected
         assert run.stats.prefix_cache_hits > 0
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.quick("Nemotron-3-Nano")
+@pytest.mark.parametrize(
+    "name", ["Granite-4.0-h-tiny", "LFM2-350M", "Nemotron-3-Nano", "Qwen3.5-27B-text", "Zamba2-1.2B"]
+)
+def test_recurrent_layers_with_weights_of_8_bits_give_the_tokens_of_the_rounded_weights(
+    name: str, tmp_path: Path
+) -> None:
+    torch.set_num_threads(1)
+    model: Any = save_published_model(name, tmp_path)
+    with torch.no_grad():
+        round_linears(model, but=model.get_output_embeddings())
+    expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts()]
+    engine = build_engine(
+        tmp_path,
+        model={"dtype": "float32", "max_model_len": MAX_LENGTH, "quantization": "int8"},
+        cache={"block_size": BLOCK, "num_blocks": 256},
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
+    try:
+        run = generate(engine, [(str(index), prompt, params) for index, prompt in enumerate(prompts())])
+        assert [run.tokens[str(index)] for index in range(len(expected))] == expected
     finally:
         engine.shutdown()
 

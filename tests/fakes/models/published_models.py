@@ -2,7 +2,8 @@
 
 The widths, the numbers of layers and experts, and the windows are smaller. The sizes of heads, the ratio of query to key
 heads, the order of layer types, the rotary settings, and the multipliers are those of the published checkpoints. The
-keys are those of the published files, even where transformers has newer names.
+keys are those of the published files, even where transformers has newer names. ``initializer_range`` is smaller for
+models whose random layers would amplify rounding until tokens differ.
 """
 
 import json
@@ -187,6 +188,7 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
         },
         "max_position_embeddings": 262_144,
+        "initializer_range": 0.2,
     },
     "Phi-4-mini": {
         "model_type": "phi3",
@@ -312,6 +314,70 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
     "MiMo-V2-Flash": {"model_type": "mimo_v2_flash", **_heads(8, 1, 192), "v_head_dim": 128, **_FIVE_TO_ONE,
                       **_SEPARATE_HEAD, "sliding_window": _WINDOW, "n_routed_experts": 16, "num_experts_per_tok": 8,
                       "moe_intermediate_size": 32, "mlp_layer_types": ["dense", *["sparse"] * 5]},
+    "GLM-4.7-Flash": {
+        "model_type": "glm4_moe_lite",
+        **_MLA,
+        **_SEPARATE_HEAD,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.8,
+        "rope_theta": 1_000_000,
+    },
+    "Solar-Open-100B": {
+        "model_type": "solar_open",
+        **_heads(8, 1),
+        **_SEPARATE_HEAD,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+    },
+    "Command-A-MoE": {
+        "model_type": "cohere2_moe",
+        **_heads(8, 2),
+        **_THREE_TO_ONE,
+        **_SEPARATE_HEAD,
+        "sliding_window": _WINDOW,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "Gemma-4-26B-A4B-text": {
+        "model_type": "gemma4_text",
+        **_heads(2, 1, 256),
+        **_FIVE_TO_ONE,
+        **_SEPARATE_HEAD,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 4,
+        "moe_intermediate_size": 32,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": _WINDOW,
+        "max_position_embeddings": 262_144,
+    },
+    "CWM-32B": {
+        "model_type": "cwm",
+        **_heads(6, 1),
+        "hidden_size": 96,
+        **_THREE_TO_ONE,
+        **_SEPARATE_HEAD,
+        "bos_token_id": 0,
+        "eos_token_id": [],
+        "sliding_window": _WINDOW,
+        "rope_theta": 1_000_000.0,
+        "rope_scaling": {**_LLAMA3, "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0},
+        "max_position_embeddings": 131_072,
+    },
     # Models with recurrent layers.
     "Qwen3.5-0.8B": {
         "model_type": "qwen3_5",
@@ -367,6 +433,7 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "norm_topk_prob": True,
         "max_position_embeddings": 262_144,
+        "initializer_range": 0.2,
     },
     "Bamba-9B": {"model_type": "bamba", "num_attention_heads": 4, "num_key_value_heads": 1, **_SSD,
                  "num_hidden_layers": 5, "attn_layer_indices": [2], "mamba_d_state": 128, "mamba_n_groups": 1,
@@ -408,6 +475,7 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
         "use_mem_rope": True,
         "rope_theta": 10_000,
         "max_position_embeddings": 4096,
+        "initializer_range": 0.12,
     },
     "Mamba-Codestral-7B": {"model_type": "mamba2", "num_heads": 8, "head_dim": 64, "hidden_size": 256, "expand": 2,
                            "state_size": 128, "n_groups": 8, "conv_kernel": 4, "chunk_size": 256, **_SEPARATE_HEAD,
@@ -417,6 +485,15 @@ SERVED: Mapping[str, Mapping[str, Any]] = {
                   "block_ff_dim": 96, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0,
                   "block_auto_adjust_ff_dim": True, "rope_theta": 1_000_000.0, **_SEPARATE_HEAD,
                   "max_position_embeddings": 128_000},
+    "LFM3": {
+        "model_type": "lfm3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "hidden_size": 256,
+        **_layers("conv", "conv", _FULL, "conv"),
+        **_SEPARATE_HEAD,
+        "initializer_range": 0.2,
+    },
     "LFM2-8B-A1B": {"model_type": "lfm2_moe", "num_attention_heads": 4, "num_key_value_heads": 1, "hidden_size": 256,
                     **_layers("conv", "conv", _FULL, "conv", "conv", "conv", _FULL, "conv"), "conv_L_cache": 3,
                     "num_dense_layers": 2, "num_experts": 16, "num_experts_per_tok": 4, "use_expert_bias": True,
