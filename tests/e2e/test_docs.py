@@ -35,8 +35,11 @@ SERVER_OF_PAGE = {
     "docs/tutorials/first-adapter.md": ADAPTER_SERVES,
 }
 """Commands that start the server of a page. Other pages use the server of the README."""
-SERVES = "penstock serve examples/demo_model/penstock-tiny "
-"""Prefix of the commands that start their own server."""
+SERVES = (
+    "penstock serve examples/demo_model/penstock-tiny ",
+    "penstock serve examples/demo_model/penstock-tiny-hybrid",
+)
+"""Prefixes of the commands that start their own server."""
 TLS = "docs/guides/tls.md"
 
 PROGRAMS_NOT_RUN = {

@@ -9,7 +9,7 @@ models whose random layers would amplify rounding until tokens differ.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
@@ -581,7 +581,7 @@ def save_published_model(name: str, directory: Path) -> PreTrainedModel:
     if "vision_config" in settings:
         for file, content in _PROCESSORS.items():
             (directory / file).write_text(json.dumps(content))
-    return model
+    return cast("PreTrainedModel", model)
 
 
 def save_published_config(name: str, directory: Path) -> None:
