@@ -16,7 +16,7 @@ from tests.peers.arguments import section
 
 HAS = {*OPTIONS, *inspect.signature(LLM.__init__).parameters} - {"self", "options"}
 NAMES = re.compile(r"`([a-z0-9_*]+)`")
-LED = re.compile(r"(?:its fields: )?((?:`[a-z_]+`(?:, )?)+)")
+LED = re.compile(r"(?:the fields of this object as arguments: )?((?:`[a-z_]+`(?:, )?)+)")
 
 
 def rows(header: str) -> Iterator[list[str]]:
@@ -27,7 +27,7 @@ def rows(header: str) -> Iterator[list[str]]:
 
 
 def test_arguments_of_the_same_name_are_there() -> None:
-    names = set(NAMES.findall(section().partition("The same: ")[2].partition(". ")[0]))
+    names = set(NAMES.findall(section().partition("same name as in vLLM: ")[2].partition(". ")[0]))
     assert len(names) > 15
     assert names - HAS == set()
 

@@ -11,7 +11,7 @@ from penstock_frontend.config import FrontendConfig
 from penstock_frontend.processing.parsers import registry
 
 API = (Path(__file__).resolve().parents[2] / "docs/reference/chat.md").read_text()
-HEADER = "| parser | reads |\n|---|---|\n"
+HEADER = "| parser | format that it reads |\n|---|---|\n"
 NAMES = {"tool_parser": registry.tool_parser_names, "reasoning_parser": registry.reasoning_parser_names}
 
 

@@ -19,7 +19,7 @@ def test_certificates_from_an_issuer_and_from_a_secret_are_refused(component: st
 def test_an_edge_with_two_certificates_or_one_for_no_name_is_refused():
     with pytest.raises(ChartError, match="frontend.edge.certManager.issuerRef.name are both set"):
         release(HUB, EDGE_ISSUER, "frontend.edge.tlsSecretName=own")
-    with pytest.raises(ChartError, match=r"frontend.edge.certManager.dnsNames is required: .* \[llm.example.org\]"):
+    with pytest.raises(ChartError, match=r"frontend.edge.certManager.dnsNames is required; .* \[llm.example.org\]"):
         release(HUB, EDGE_ISSUER)
 
 
