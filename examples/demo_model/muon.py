@@ -1,7 +1,7 @@
 """A small float32 Muon optimizer for weight matrices (momentum, then orthogonalised updates).
 
-A model this small trains for only a few million tokens. With so few tokens, orthogonalised updates reach
-a much lower loss than Adam. Embeddings and norms are still trained with Adam.
+A model this small trains for only a few million tokens. With so few tokens, orthogonalised updates reach a much lower
+loss than Adam. Embeddings and norms are still trained with Adam.
 """
 
 from __future__ import annotations

@@ -55,8 +55,7 @@ def make_model(folder: Path, shape: Mapping[str, Any]) -> Any:
 @torch.no_grad()
 def follow_zipf(model: Any) -> None:
     """Change the model so that tokens select experts by a Zipf distribution. The order of the experts differs between
-    the
-    first and the second half of the vocabulary.
+    the first and the second half of the vocabulary.
 
     Two features of the embedding encode the half of the vocabulary. The routers' other inputs are noise. The output
     layer uses the embeddings' weights, so an answer stays in the half of its prompt.

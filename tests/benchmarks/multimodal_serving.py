@@ -7,8 +7,7 @@ HTTP, in turn:
 - *neighbours*: eight streams of text, alone and while different images arrive one after the other. The result is the
 longest gap
   between two pieces of a stream, next to the time of a block of the vision encoder alone. It is measured with default
-  settings,
-  without slicing the encoder or sharing steps, and for vLLM with ``--peer``.
+  settings, without slicing the encoder or sharing steps, and for vLLM with ``--peer``.
 - *text*: tokens per second of text alone, compared with the same checkpoint without its vision encoder.
 - *images*: seconds to the first token at one stream, and images per second at eight; with ``--peer DIR`` also for
 vLLM's CPU build

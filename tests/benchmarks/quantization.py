@@ -76,8 +76,7 @@ def in_bfloat16(model: str, directory: Path) -> ModelConfig:
 @torch.inference_mode()
 def predictions(model: str, text: str) -> tuple[float, float, float]:
     """Mean negative log-likelihood of the text's tokens before and after rounding, and the share of positions at which
-    the
-    likeliest token is still the same.
+    the likeliest token is still the same.
     """
     ids: Any = torch.tensor(AutoTokenizer.from_pretrained(model)(text)["input_ids"])
     windows = [window for window in ids.split(_WINDOW) if len(window) == _WINDOW]

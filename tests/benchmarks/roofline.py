@@ -33,8 +33,7 @@ _SWEPT = 128 * 1024 * 1024
 @dataclass(frozen=True, slots=True)
 class Ceilings:
     """Bytes and floating-point operations per second, in 1e9; a copied byte counts twice, as read and as written.
-    ``pairs``: with
-    pairs of bfloat16; 0 where there are no instructions for them.
+    ``pairs``: with pairs of bfloat16; 0 where there are no instructions for them.
     """
 
     read: float

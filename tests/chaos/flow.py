@@ -12,8 +12,7 @@ from tests.chaos.summary import Pair, Summary, summarize
 
 async def catalogue(client: Client, requests: Sequence[Request], *, streams: int) -> list[tuple[Request, Outcome]]:
     """Return the requests with their outcomes without faults. The requests are sent twice, and the second outcome
-    counts,
-    because the first run compiles the grammars.
+    counts, because the first run compiles the grammars.
     """
     load = [requests[stream::streams] for stream in range(streams)]
     await send_all(client, load)
@@ -23,8 +22,7 @@ async def catalogue(client: Client, requests: Sequence[Request], *, streams: int
 
 class Flow:
     """Runs streams while a block runs: ``async with Flow(...) as flow``. At the end of the block, each stream finishes
-    its
-    current request.
+    its current request.
 
     ``pairs`` lists the finished requests, with their expected outcomes.
     """

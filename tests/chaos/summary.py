@@ -25,8 +25,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Comparison of a run's requests with the same requests without faults. Times are in seconds. Quantiles are
-    computed
-    over requests.
+    computed over requests.
 
     Attributes:
         streams: Number of streams.

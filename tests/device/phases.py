@@ -49,8 +49,7 @@ def nothing() -> AbstractContextManager[Any]:
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Rows that use one object, which ``build`` opens. ``limit`` is the time limit of the build. The build counts as a
-    row
-    named after the stage.
+    row named after the stage.
     """
 
     name: str

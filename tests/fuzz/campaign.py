@@ -229,8 +229,7 @@ class Campaign:
 
     async def _trial(self, watch: Watch, storm: Storm, incidents: list[Incident], suspects: list[Attempt]) -> bool:
         """Send the suspects again, one at a time, until every incident has happened again. Returns whether the system
-        is
-        still usable.
+        is still usable.
         """
         numbers = [attempt.number for attempt in suspects]
         left = {incident.kind: incident for incident in incidents}

@@ -154,8 +154,7 @@ class Campaign:
 
     Attributes:
         http, channel: Connections to the frontend, which serves ``model``.
-        foreign: Addresses that must not be contacted.
-        codes, statuses: Counts of results of the calls.
+        foreign: Addresses that must not be contacted. codes, statuses: Counts of results of the calls.
         neighbours: Number of normal calls, all of them correct.
     """
 

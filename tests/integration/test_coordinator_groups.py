@@ -48,8 +48,7 @@ class Rank:
 
     async def named(self, *members: str) -> pb.Reconfigure:
         """Read until the coordinator sends the command to form a group of these members. The coordinator repeats
-        commands
-        that ranks did not execute.
+        commands that ranks did not execute.
         """
         while True:
             command = await self.read()

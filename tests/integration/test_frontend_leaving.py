@@ -263,8 +263,7 @@ async def test_the_only_frontend_serves_on_until_its_clients_have_gone(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uses a single frontend, so that clients always reconnect to it. While draining, the frontend waits longer than
-    the
-    pause between two calls on a busy machine.
+    the pause between two calls on a busy machine.
     """
     monkeypatch.setattr(servers, "QUIET", PATIENCE)
     server = ServerConfig(host="127.0.0.1", port=0, max_connection_age=0.1)

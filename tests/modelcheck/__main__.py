@@ -1,10 +1,9 @@
 """Explores every network configuration, or shows that known defects are found.
 
-python -m tests.modelcheck                      # every configuration, two at a time
-python -m tests.modelcheck --states 100000      # at most this many states of each
-python -m tests.modelcheck --only pause         # only configurations with the word in their names
-python -m tests.modelcheck --mutations          # each defect, and the shortest sequence of events to it
-python -m tests.modelcheck --replay FOLDER      # traces that processes wrote to the folder
+python -m tests.modelcheck                      # every configuration, two at a time python -m tests.modelcheck --states
+100000      # at most this many states of each python -m tests.modelcheck --only pause         # only configurations
+with the word in their names python -m tests.modelcheck --mutations          # each defect, and the shortest sequence of
+events to it python -m tests.modelcheck --replay FOLDER      # traces that processes wrote to the folder
 """
 
 import argparse

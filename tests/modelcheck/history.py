@@ -227,8 +227,7 @@ class History:
 
     def _pending(self) -> bool:
         """Return whether an event is pending: a message in flight, the end of a collective, the detection of a death,
-        or the
-        restart of a coordinator. Reports do not count, because a lost report is repeated.
+        or the restart of a coordinator. Reports do not count, because a lost report is repeated.
         """
         ranks = list(self.living.values())
         if self.machine is None or is_changing(self.machine, ranks) or any(self._computes(rank) for rank in ranks):

@@ -17,8 +17,7 @@ from tests.modelcheck.trace import MACHINES, SUFFIX, Begin, Line, Machine, event
 
 class Recorder(contextlib.ExitStack):
     """Writes one file per machine into a folder, until the recorder is closed. Classes from ``maker`` replace the
-    machine
-    classes in a service.
+    machine classes in a service.
 
     Each machine gets a subclass, which handles an event like the machine and then records the event. All events are
     recorded. Each line is a single write to the file, so recorded events survive SIGKILL.

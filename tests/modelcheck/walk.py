@@ -1,7 +1,7 @@
 """Random walks through networks that are too large for a full exploration.
 
-python -m tests.modelcheck.walk                        # two processes, five minutes
-python -m tests.modelcheck.walk --walks 40 --seed 3    # 40 walks, reproducible
+python -m tests.modelcheck.walk                        # two processes, five minutes python -m tests.modelcheck.walk
+--walks 40 --seed 3    # 40 walks, reproducible
 """
 
 import argparse

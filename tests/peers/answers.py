@@ -3,9 +3,9 @@ types.
 
 Serve one model under the name ``m`` with both servers, and run:
 
-    vllm serve examples/demo_model/penstock-tiny --served-model-name m --port 8100 --max-model-len 2048
-    penstock serve examples/demo_model/penstock-tiny --served-model-name m --http-port 8000
-    python -m tests.peers.answers --there http://127.0.0.1:8100 --here http://127.0.0.1:8000
+    vllm serve examples/demo_model/penstock-tiny --served-model-name m --port 8100 --max-model-len 2048 penstock serve
+    examples/demo_model/penstock-tiny --served-model-name m --http-port 8000 python -m tests.peers.answers --there
+    http://127.0.0.1:8100 --here http://127.0.0.1:8000
 
 With ``--does`` embed, classify or score, requests are for models with this task. ``python -m tests.peers.checkpoints``
 writes such models.

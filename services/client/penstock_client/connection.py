@@ -95,8 +95,7 @@ class BaseClient(ABC):
             keepalive: Settings of keepalive pings.
             options: gRPC channel options. They override the client's options.
             channel: Channel to use instead of a new channel. The client closes it. ``tls``, ``keepalive`` and
-                ``options`` are
-                then ignored.
+                ``options`` are then ignored.
         """
         if not address:
             raise ValueError("address is empty; it must be host:port")

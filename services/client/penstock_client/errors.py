@@ -13,8 +13,7 @@ from penstock.common.v1.finish_pb2 import RequestError
 # The code below decodes the ``google.rpc`` details of a failed call.
 #
 # It declares the messages in a separate descriptor pool. The package with the generated messages is therefore not
-# needed,
-# and causes no conflict if it is installed.
+# needed, and causes no conflict if it is installed.
 
 _STRING = descriptor_pb2.FieldDescriptorProto.TYPE_STRING
 _BYTES = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES

@@ -181,8 +181,7 @@ class Tables:
 
     def served(self) -> Iterator[str]:
         """Yield the table of engines and peers under load: time between tokens, and the lower bound of a step in the
-        middle
-        of the answers.
+        middle of the answers.
         """
         plan = self._plan
         rows: list[Line] = []

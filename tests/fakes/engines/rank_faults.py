@@ -28,22 +28,16 @@ Serving = Literal[
     "before outputs",
 ]
 SERVING: tuple[Serving, ...] = get_args(Serving)
-"""Points of each step:
-    in an exchange: The other ranks have this rank's row.
-    agreed: The ranks are about to compute.
-    dispatch, combine: Tokens go to experts, or the results return, in the first and in the last layer.
-    sampled: The result is known to this rank only.
-    before outputs: Outputs have left the loop, but not the process.
+"""Points of each step: in an exchange: The other ranks have this rank's row. agreed: The ranks are about to compute.
+    dispatch, combine: Tokens go to experts, or the results return, in the first and in the last layer. sampled: The
+    result is known to this rank only. before outputs: Outputs have left the loop, but not the process.
 """
 Changing = Literal["preparing", "met", "prepared", "switching", "opening", "opened"]
 CHANGING: tuple[Changing, ...] = get_args(Changing)
-"""Points of a membership change on members of the next group:
-    preparing: The rank got the command.
-    met: The ranks have met, while the old group still serves. Missing weights are not read yet.
-    prepared: The rank is prepared.
-    switching: All have agreed to switch. A new rank waits for this.
-    opening: Before the first exchange of the new group.
-    opened: After that exchange.
+"""Points of a membership change on members of the next group: preparing: The rank got the command. met: The ranks have
+    met, while the old group still serves. Missing weights are not read yet. prepared: The rank is prepared. switching:
+    All have agreed to switch. A new rank waits for this. opening: Before the first exchange of the new group. opened:
+    After that exchange.
 """
 Leaving = Literal["preparing", "prepared", "leaving"]
 LEAVING: tuple[Leaving, ...] = get_args(Leaving)

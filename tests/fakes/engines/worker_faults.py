@@ -34,19 +34,11 @@ Point = Literal[
     "ending",
 ]
 POINTS: tuple[Point, ...] = get_args(Point)
-"""Points of a worker:
-    loading: The weights are read on all workers, but not split yet.
-    loaded: There is no KV cache yet.
-    idle: No step is running.
-    receiving: A step has arrived.
-    forward: In a layer.
-    collective: The other workers wait in a sum.
-    executed: Before sampling.
-    sampled: The result is not written yet.
-    writing: The result is in the ring, but not published.
-    between steps: One step is answered, the next has arrived.
-    draining: In a step, after SIGTERM.
-    ending: The worker was told to end.
+"""Points of a worker: loading: The weights are read on all workers, but not split yet. loaded: There is no KV cache
+    yet. idle: No step is running. receiving: A step has arrived. forward: In a layer. collective: The other workers
+    wait in a sum. executed: Before sampling. sampled: The result is not written yet. writing: The result is in the
+    ring, but not published. between steps: One step is answered, the next has arrived. draining: In a step, after
+    SIGTERM. ending: The worker was told to end.
 """
 _FROM_OUTSIDE = ("idle", "draining")
 """Points at which the test itself, not the worker, causes the fault."""

@@ -32,8 +32,7 @@ class PageServer:
         broken: Error in the stream after the pieces.
         vectors: The next embeddings.
         requests: Received bodies.
-        abandoned: Set when a client leaves a stream.
-        engines, serving, capabilities, limits: State of the cluster.
+        abandoned: Set when a client leaves a stream. engines, serving, capabilities, limits: State of the cluster.
     """
 
     def __init__(self, *, chat: bool = True, tools: bool = True, media: Sequence[str] = (), port: int = 0) -> None:

@@ -27,8 +27,8 @@ class Bounds:
         rows: Requests that may run at once.
         kept: Slots besides those of running requests.
         interval: Blocks between kept states.
-        drafts: Steps may have drafts.
-        preemptions, aborts, failures, losses: How many requests may be preempted, aborted, or found to have a state that
+        drafts: Steps may have drafts. preemptions, aborts, failures, losses: How many requests may be preempted,
+        aborted, or found to have a state that
             is not finite, and how many steps may fail.
     """
 

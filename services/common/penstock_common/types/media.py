@@ -55,8 +55,8 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True):
         length: Number of positions.
         embed_runs: Positions with embeddings, relative to ``offset``. The other positions are tokens. Empty if
             all positions have embeddings.
-        data: Inputs of the model, under the names of its processor in transformers. Frontends may
-            send an empty ``data`` if the engine has the item cached. Within an engine's core, ``data`` is complete.
+        data: Inputs of the model, under the names of its processor in transformers. Frontends may send an empty
+            ``data`` if the engine has the item cached. Within an engine's core, ``data`` is complete.
     """
 
     modality: Modality

@@ -12,11 +12,11 @@ from penstock_enginecore.config import ExpertParallelConfig
 from penstock_enginecore.experts.layer import SpreadExperts
 from penstock_enginecore.experts.placement import Placement
 
-# Placement policy that balances the load of ranks. The policy is stateless and deterministic.
-# First, the experts with the highest load get the spare slots, with at most one replica per rank. Then replicas are
-# assigned to ranks, highest load first. A replica stays on its rank, except if that rank would be overloaded. In that
-# case, the replica is assigned to the rank with the least load. Finally, the rank with the highest load swaps experts
-# with other ranks. DeepSeek's EPLB replicates and packs in the same way, but ignores current placements.
+# Placement policy that balances the load of ranks. The policy is stateless and deterministic. First, the experts with
+# the highest load get the spare slots, with at most one replica per rank. Then replicas are assigned to ranks, highest
+# load first. A replica stays on its rank, except if that rank would be overloaded. In that case, the replica is
+# assigned to the rank with the least load. Finally, the rank with the highest load swaps experts with other ranks.
+# DeepSeek's EPLB replicates and packs in the same way, but ignores current placements.
 
 _SLACK = 1.04
 """Maximum load of a rank, as a multiple of the mean load, with which the rank keeps its experts."""

@@ -51,9 +51,7 @@ ExpertsWeight = torch.nn.Parameter | QuantizedStack
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm. The normalized value is multiplied by ``weight + offset``. Gemma's weights are around 0, weights of
-    other models around 1.
-    """
+    """RMSNorm. The normalized value is multiplied by ``weight + offset``, where Gemma's offset is 1 and others' 0."""
 
     weight: torch.nn.Parameter
     eps: float
@@ -135,8 +133,7 @@ class ClampedGate:
     """Activation of gpt-oss, for alternating gate and up values.
 
     The result is ``(up + 1) * gate * sigmoid(alpha * gate)``. Gate values are clamped to ``limit``, up values to
-    ``[-limit,
-    limit]``.
+    ``[-limit, limit]``.
     """
 
     alpha: float
@@ -165,10 +162,8 @@ class ExpertsPlan:
 
     The weights of a token's experts are the probabilities of the ``top_k`` most likely experts, scaled to sum to 1 if
     ``renormalize``. ``shared`` computes every token. ``router`` is ``[experts, hidden size]``, ``gate_up`` ``[experts,
-    2 *
-    intermediate
-    size, hidden size]`` and ``down`` ``[experts, hidden size, intermediate size]``. With ``ClampedGate`` the last two
-    sizes are swapped. ``biases`` are the biases of router, gate_up and down.
+    2 * intermediate size, hidden size]`` and ``down`` ``[experts, hidden size, intermediate size]``. With
+    ``ClampedGate`` the last two sizes are swapped. ``biases`` are the biases of router, gate_up and down.
     """
 
     router: torch.nn.Parameter
@@ -455,10 +450,7 @@ class _Reader:
         return self._names[attention]
 
     def _mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan | OtherMixture:
-        """Return the plan of an MLP. An MLP with other parts than a gated MLP is a mixture of experts.
-
-        Some models have layers of both kinds.
-        """
+        """Return the plan of an MLP. An MLP with other parts than a gated MLP is a mixture of experts."""
         if _is_gated(mlp):
             return self._mlp(mlp)
         try:

@@ -19,10 +19,9 @@ from penstock_common.errors import ConfigError
 from penstock_common.observability.metrics import BucketCounts, Buckets
 from penstock_enginecore.parallel.meeting import Meeting
 
-# Gloo groups of processes of one host, over the loopback interface.
-# Gloo is not used between hosts, because its ports accept any client without authentication. torch's default group is
-# not used, so that no other code can interleave with the calls of a step. The processes find each other through shared
-# memory, not through a port.
+# Gloo groups of processes of one host, over the loopback interface. Gloo is not used between hosts, because its ports
+# accept any client without authentication. torch's default group is not used, so that no other code can interleave with
+# the calls of a step. The processes find each other through shared memory, not through a port.
 
 _GLOO_INTERFACE = "lo"
 _TIMEOUT = timedelta(days=1)

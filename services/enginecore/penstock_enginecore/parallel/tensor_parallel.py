@@ -16,9 +16,9 @@ from penstock_enginecore.models.families import FAMILIES, Family
 from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.sharding import SplitVocabulary
 
-# Split of each module over ranks, from transformers' own plans.
-# A plan maps module names to words such as ``colwise``. In a name, ``*`` matches a number. An unknown word is refused
-# with its name. If the word were ignored, the module's part would be missing from the sums, without an error.
+# Split of each module over ranks, from transformers' own plans. A plan maps module names to words such as ``colwise``.
+# In a name, ``*`` matches a number. An unknown word is refused with its name. If the word were ignored, the module's
+# part would be missing from the sums, without an error.
 
 Split = Literal[
     "colwise",

@@ -170,8 +170,7 @@ class Router:
             candidates: the engines to choose from.
             rank: the rank that the client named, or None.
             variant: the variant on which the request started, or None. Another variant is used only if no engine of
-                this
-                variant accepts requests.
+                this variant accepts requests.
             cached: number of cached prompt tokens, by engine key.
             lora: digest of the request's adapter; empty: none.
 

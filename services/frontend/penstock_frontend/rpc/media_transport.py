@@ -36,8 +36,7 @@ class MediaCounts:
         num_queries: number of media items in requests that were sent to engines.
         num_hits: number of these items that the engine had cached.
         num_resent: number of times that a request was sent again to the same engine. Reasons are that the engine did
-            not
-            have omitted data, or could not read shared memory.
+            not have omitted data, or could not read shared memory.
         num_bytes: number of bytes of media tensors and prompt embeddings, by transport.
     """
 

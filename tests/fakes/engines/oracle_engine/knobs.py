@@ -37,8 +37,8 @@ class Fault(msgspec.Struct, forbid_unknown_fields=True):
     The faults:
         ``crash``: SIGKILL to itself.
         ``stop``: SIGSTOP.
-        ``hold``: No more steps until ``held`` is reset.
-        ``close``, ``break``: All sessions end, without a message or with an error.
+        ``hold``: No more steps until ``held`` is reset. ``close``, ``break``: All sessions end, without a message or
+        with an error.
         ``dead``: ``engine_dead`` is sent and the process ends.
         ``stall``: No steps for ``seconds``.
         ``freeze``: The whole process stops for ``seconds``.

@@ -73,9 +73,10 @@ def family_of(config: PretrainedConfig) -> type[Family]:
         reason = family.unsupported(config) or ""
         if not reason:
             return family
-    raise ModelLoadError(f"{_named(config)} is not supported: {reason}")
+    raise ModelLoadError(f"{_named(config)} is not supported: {reason}{_SUPPORTED}")
 
 
+_SUPPORTED = "; docs/guides/multimodal.md lists the supported models"
 _TOWERS_ATTEND = "sdpa"
 _UNUSED_ATTEND = "eager"
 """Attention of parts that are removed. All models of transformers have it."""
@@ -124,7 +125,7 @@ class Composite:
         if getattr(config, "is_encoder_decoder", False) or config.get_text_config() is config:
             return None
         if reason := _REFUSED.get(config.model_type):
-            raise ModelLoadError(f"{_named(config)} is not supported: {reason}")
+            raise ModelLoadError(f"{_named(config)} is not supported: {reason}{_SUPPORTED}")
         try:
             family = family_of(config) if with_towers else None
         except ModelLoadError as e:

@@ -93,10 +93,9 @@ def _line_break(level: Level) -> str:
     return f'"\\n" [ \\t]{{0,{blanks}}}' if blanks else '"\\n"'
 
 
-# Ranges of numbers: JSON numbers without an exponent, digit by digit.
-# Every number written within bounds has at most 15 significant digits. Different texts are therefore different floats,
-# and an exclusive bound stays exclusive after parsing. If a bound cannot be written, the next number inside the range
-# is used.
+# Ranges of numbers: JSON numbers without an exponent, digit by digit. Every number written within bounds has at most 15
+# significant digits. Different texts are therefore different floats, and an exclusive bound stays exclusive after
+# parsing. If a bound cannot be written, the next number inside the range is used.
 
 MAX_INTEGER_DIGITS = 18
 """Maximum number of digits of an integer without an upper bound. All such integers fit into 64 bits."""

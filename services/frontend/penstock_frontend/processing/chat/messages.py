@@ -14,8 +14,7 @@ from penstock_frontend.processing.chat.templates import ChatTemplates, ContentFo
 from penstock_frontend.processing.media.families.base import Family
 
 # The code below finds and changes texts in template variables, which are JSON values. It also finds characters that
-# could
-# begin a token in these texts.
+# could begin a token in these texts.
 
 
 def texts_in(value: Any) -> list[str]:
@@ -171,8 +170,8 @@ class ShownRoles(NamedTuple):
 
     Attributes:
         developer: Whether the template shows messages with the role ``developer``. True only if the template's source
-            names
-            the role. A template that accepts any role does not count, because its model was not trained on this role.
+            names the role. A template that accepts any role does not count, because its model was not trained on this
+            role.
         system: Whether the template shows one system message at the start.
         systems: Whether the template shows any number of system messages at any position.
         users: Whether the template shows several consecutive user messages.

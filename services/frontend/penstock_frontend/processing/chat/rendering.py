@@ -39,10 +39,8 @@ from penstock_frontend.processing.prompts.tokenizer import GuardedText, Tokenize
 # The code below protects against control tokens in texts from clients. The rendered prompt is tokenized as one text. A
 # control token such as ``<|im_end|>`` in a client's text would therefore end a turn. Before the template runs, the code
 # inserts a mark after the first character of every control token in texts from clients. All control tokens without a
-# mark
-# then come from the template. The mark is a single character that occurs in no text of the client, so templates may
-# trim
-# and cut texts.
+# mark then come from the template. The mark is a single character that occurs in no text of the client, so templates
+# may trim and cut texts.
 
 _MARKS = range(0x20000, 0x2A6D7)
 """Code points of possible marks. They are rare Chinese characters, which have no upper or lower case and are not
@@ -295,8 +293,7 @@ class ChatRenderer:
         reader = MessageReader(form, places, by_parts=self._multimodal)
         messages = as_shown(self._messages(request, reader, shown), shown)
         # A random mark shows where the template wrote the end of the last message. The space after the mark shows
-        # whether
-        # the template trims messages.
+        # whether the template trims messages.
         mark = uuid.uuid4().hex if request.continue_final_message else ""
         if mark:
             messages[-1]["content"] = add_text(messages[-1]["content"], f"{mark} ")

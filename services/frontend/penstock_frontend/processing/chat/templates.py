@@ -24,8 +24,7 @@ from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
 # The code below analyzes the source of a chat template. It finds out whether the template reads message content as
-# text,
-# or part by part.
+# text, or part by part.
 
 _MESSAGES, _CONTENT = "messages", "content"
 

@@ -100,8 +100,7 @@ def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> byt
 
     Raises:
         DataUrlError: The text is not base64. The message has the first wrong character, and the character's position in
-            the
-            client's text, counted from 1.
+            the client's text, counted from 1.
     """
     if start == end:
         raise DataUrlError("is empty")

@@ -54,8 +54,7 @@ class Answer:
         self._num_informational = 0
         self._parser = httptools.HttpResponseParser(self)
         # Accept lines that end with LF only, and padded chunk sizes, because some hosts send them. This is safe,
-        # because
-        # each connection has only one response.
+        # because each connection has only one response.
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
 
     def feed(self, data: bytes, num_received: int) -> None:
@@ -169,8 +168,7 @@ class Wire:
             context: TLS context with the trusted certificate authorities.
             name: Host name that the certificate must contain.
             run_in_thread: Runs the steps of the handshake in a thread. A step can take most of a second if the host
-                uses
-                large keys.
+                uses large keys.
 
         Raises:
             ssl.SSLCertVerificationError: The certificate is not trusted.

@@ -53,8 +53,7 @@ def drafter_of(kind):
 
 class EngineMachine(EngineLives):
     """Resets, adapters, constraints, drafts and copies of blocks beside, on pools of a few blocks, with one or several
-    steps in
-    flight, and requests that steps fail of.
+    steps in flight, and requests that steps fail of.
     """
 
     @initialize(

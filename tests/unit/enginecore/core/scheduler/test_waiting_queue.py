@@ -241,8 +241,7 @@ def of(tenant: str):
 
 def serve_beside_a_flood(engine, transcript) -> tuple[int, int]:
     """Tenant a floods with 50 times the queue of 4, tenant b sends 20 requests one by one. Returns the served of b, the
-    refused
-    of a."""
+    refused of a."""
     served = refused = 0
     for _ in range(20):
         for _ in range(10):

@@ -20,8 +20,7 @@ class ProcessedItem(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         modality: Modality of the item.
         data: Output of the model's processor in transformers for this item alone, under the processor's names. The
-            first
-            dimension, if any, is 1. Pixels are uint8, and neither rescaled nor normalized.
+            first dimension, if any, is 1. Pixels are uint8, and neither rescaled nor normalized.
         num_embeds: Number of embeddings that the model's encoder computes for the item.
         layout: Other numbers on which the item's tokens in a prompt depend, such as rows and columns of tiles.
     """
@@ -153,8 +152,7 @@ class MediaPreparer(Protocol):
 
         Raises:
             InvalidArgument: With reason MEDIA_UNREADABLE, MEDIA_TOO_LARGE or MEDIA_TOO_MANY. With reason
-                MEDIA_FETCH_FAILED
-                if a retry would fail again. The message has the field, the value and the limit.
+                MEDIA_FETCH_FAILED if a retry would fail again. The message has the field, the value and the limit.
             PermissionDenied: With reason MEDIA_NOT_ALLOWED.
             FailedPrecondition: With reason MEDIA_FETCH_FAILED, if a later attempt may succeed.
             Unavailable: No media worker can start, or the frontend is shutting down.
@@ -164,8 +162,7 @@ class MediaPreparer(Protocol):
 
 
 # The functions below check the processor arguments of requests. They accept only known names. A value must not be
-# larger
-# than the checkpoint's value.
+# larger than the checkpoint's value.
 
 
 def check_names(kwargs: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -18,8 +18,7 @@ from penstock_frontend.processing.media.families.frames import Sampling, interva
 from penstock_frontend.processing.media.families.single_images import ImageFamily, grown
 
 # The code below is for images of the Qwen-VL families. Images keep their aspect ratio, and are resized only if their
-# number
-# of pixels is outside the limits.
+# number of pixels is outside the limits.
 
 _CHANNELS = 3
 SHORTEST, LONGEST = "shortest_edge", "longest_edge"
