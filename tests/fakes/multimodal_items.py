@@ -16,7 +16,16 @@ Tensors = dict[str, torch.Tensor]
 _RAW = {"do_rescale": False, "do_normalize": False}
 _ARGUMENTS: dict[str, dict[str, Any]] = {"mistral3": {"patch_size": 16}}
 """Of image processors, which the processors of these families give them."""
-VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "internvl")
+VIDEO_FAMILIES = (
+    "llava_onevision",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "internvl",
+)
 
 
 def image_tensors(

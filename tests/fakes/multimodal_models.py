@@ -45,6 +45,17 @@ _CLIP = {"model_type": "clip_vision_model", **_SQUARE, "num_hidden_layers": 3, "
 _SIGLIP = {"model_type": "siglip_vision_model", **_SQUARE, "vision_use_head": False}
 _PIXTRAL = {"model_type": "pixtral", **_TOWER, "image_size": 8 * PATCH, "patch_size": PATCH, "head_dim": 16}
 _SECTIONS = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
+_QWEN3_5_TEXT = {
+    **_TEXT,
+    **_HEAD,
+    "num_hidden_layers": 3,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {**_SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
+}
 _QWEN_TOWER = {
     "depth": 2,
     "num_heads": 2,
@@ -371,19 +382,23 @@ _MAKERS: dict[str, _Maker] = {
     ),
     "qwen3_5": _Maker(
         config={"model_type": "qwen3_5", **_QWEN_IDS},
-        text={
-            "model_type": "qwen3_5_text",
-            **_TEXT,
-            **_HEAD,
-            "num_hidden_layers": 3,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 12,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "rope_parameters": {**_SECTIONS, "mrope_interleaved": True, "partial_rotary_factor": 1.0},
-        },
+        text={"model_type": "qwen3_5_text", **_QWEN3_5_TEXT},
         tower={"model_type": "qwen3_5_vision", **_QWEN3_TOWER},
+        files=_QWEN3_FILES,
+        tokens=_QWEN_TOKENS,
+        marks=_QWEN_MARKS,
+    ),
+    "qwen3_5_moe": _Maker(
+        config={"model_type": "qwen3_5_moe", **_QWEN_IDS},
+        text={
+            "model_type": "qwen3_5_moe_text",
+            **_QWEN3_5_TEXT,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        },
+        tower={"model_type": "qwen3_5_moe_vision", **_QWEN3_TOWER},
         files=_QWEN3_FILES,
         tokens=_QWEN_TOKENS,
         marks=_QWEN_MARKS,

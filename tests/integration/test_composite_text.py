@@ -67,11 +67,11 @@ def test_an_llm_without_media_takes_only_text_and_says_why(tmp_path: Path) -> No
         (answer,) = llm.generate([prompt], {"temperature": 0, "max_tokens": COUNT}, progress=False)
         assert list(answer.outputs[0].token_ids) == greedy_tokens(model, prompt, COUNT)
         with pytest.raises(
-            InvalidArgument, match="takes only text: the media encoders of glm4v models are not supported"
+            InvalidArgument, match="accepts only text: the media encoders of glm4v models are not supported"
         ):
             llm.generate({"prompt": "a", "multi_modal_data": {"image": image}}, progress=False)
         with pytest.raises(
-            InvalidArgument, match="takes only text: the media encoders of glm4v models are not supported"
+            InvalidArgument, match="accepts only text: the media encoders of glm4v models are not supported"
         ):
             llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}], progress=False)
     with pytest.raises(ConfigError, match=r"media of glm4v are not served; .* media=False \(LLM\)"):

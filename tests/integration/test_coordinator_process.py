@@ -63,7 +63,7 @@ def run_to_end(*args):
         ("lease_seconds: 0\n", "lease_seconds is 0"),
         ("lease_seconds: soon\n", "lease_seconds is 'soon'"),
         ("server: {prot: 1}\n", "unknown key 'server.prot'; did you mean 'port'?"),
-        ("- 1\n", "must hold a mapping"),
+        ("- 1\n", "must contain a mapping"),
     ],
 )
 def test_a_wrong_config_file_ends_with_exit_code_2_and_one_line(tmp_path, yaml, message):

@@ -26,7 +26,7 @@ NEW_TOKENS = 20
 PROMPT_LENGTHS = (1, 15, 34, 70)
 assert max(PROMPT_LENGTHS) + NEW_TOKENS < MAX_LENGTH
 REMEDY = (
-    r"docs/reference/models\.md|docs/guides/multimodal\.md|give a decoder-only one|"
+    r"docs/reference/models\.md|docs/guides/multimodal\.md|give a decoder-only model|"
     r"supported model types are|of those, .* are served|--no-media"
 )
 """Texts of which a refusal has at least one."""

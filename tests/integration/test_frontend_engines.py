@@ -400,7 +400,7 @@ async def test_an_engine_that_is_stopped_is_found_out_and_its_requests_go_on(
             b.step()
             await asyncio.sleep(0.001)
         assert all(await asyncio.gather(*readers))
-    assert "does not answer within 1 s" in capsys.readouterr().out
+    assert "does not answer a probe within 1 s" in capsys.readouterr().out
 
 
 async def test_a_wedged_engine_loses_its_requests_and_gets_no_more_until_it_steps_again(

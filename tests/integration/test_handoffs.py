@@ -255,8 +255,8 @@ async def test_a_stream_has_its_parameters_in_the_chunk_that_ends_it(
             "n",
             "kv_transfer_params.do_remote_decode is true and n is 2; only one sequence can be handed over, so n must be 1",
         ),
-        ({"best_of": 3}, "best_of", "do_remote_decode is true and best_of 3"),
-        ({"prompt": ["a", "b"]}, "prompt", "do_remote_decode is true and prompt has 2 prompts"),
+        ({"best_of": 3}, "best_of", "do_remote_decode is true and best_of is 3"),
+        ({"prompt": ["a", "b"]}, "prompt", "do_remote_decode is true, but prompt has 2 prompts"),
     ],
 )
 async def test_a_first_request_of_a_gateway_has_one_sequence(

@@ -223,7 +223,7 @@ async def test_resuming_is_out_of_range(watched: FrontendServer) -> None:
     request = common_pb2.SubscribeKvEventsRequest(start_sequence_number=7)
     error = await failure(VllmClient(watched).stub.SubscribeKvEvents(request))
     assert isinstance(error, OutOfRange)
-    assert "from 0" in error.message
+    assert "set it to 0" in error.message
 
 
 async def test_engines_that_tell_nothing_are_named_as_the_reason(frontend: FrontendServer) -> None:

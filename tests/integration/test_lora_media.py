@@ -18,7 +18,9 @@ from tests.fakes.multimodal_prompts import PromptMaker
 
 COUNT = 8
 SOON = ("qwen2_vl",)
-TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|down_proj)"
+RECURRENT = ("qwen3_5", "qwen3_5_moe")
+"""Model types that need blocks of 16 tokens."""
+TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|(?<!shared_expert\.)down_proj)"
 
 
 @pytest.mark.parametrize(
@@ -38,7 +40,8 @@ def test_tokens_behind_images_are_those_of_peft(family: str, tmp_path: Path) -> 
     requests += [
         msgspec.structs.replace(prompt.request(f"lora {i}", COUNT), lora=lora) for i, prompt in enumerate(prompts)
     ]
-    engine = build_engine(tmp_path / "model", lora={"max_loras": 2})
+    cache = {"block_size": 16 if family in RECURRENT else 4}
+    engine = build_engine(tmp_path / "model", cache=cache, lora={"max_loras": 2})
     found = answer(engine, requests).tokens
     engine.shutdown()
     assert [found[f"base {i}"] for i in range(2)] == expected

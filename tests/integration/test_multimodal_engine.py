@@ -25,7 +25,7 @@ AUDIO = ("qwen2_audio", "voxtral")
 FAMILIES = (*IMAGE_FAMILIES, *AUDIO)
 LARGEST_SPAN = 18
 """Number of tokens of a gemma3 image, including the tokens around it."""
-RECURRENT = ("qwen3_5",)
+RECURRENT = ("qwen3_5", "qwen3_5_moe")
 """Model types that need blocks of 16 tokens."""
 SLIDING = ("gemma3", "aya_vision")
 """Model types with two KV cache groups, which use one block pool."""
@@ -233,7 +233,9 @@ def test_the_text_model_alone_serves_text(case: Case) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*per-frame pixel cap.*")
-@pytest.mark.parametrize("family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize(
+    "family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"]
+)
 def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     make = PromptMaker(tmp_path, save_multimodal_model(family, tmp_path)).make

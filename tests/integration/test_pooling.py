@@ -370,7 +370,7 @@ def test_several_older_pooling_modes_at_once_are_refused(tmp_path: Path) -> None
     save_sentence_transformer_files(tmp_path, mode="mean")
     flags = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True}
     write_json(tmp_path / "1_Pooling/config.json", flags)
-    assert "asks for the pooling mode cls + mean" in refused(tmp_path)
+    assert "sets the pooling mode cls + mean" in refused(tmp_path)
 
 
 def test_texts_that_would_have_to_be_lowercased_are_refused(tmp_path: Path) -> None:

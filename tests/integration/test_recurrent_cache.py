@@ -132,7 +132,7 @@ def test_steps_in_flight_and_worker_processes_change_no_token(model: Path, kind:
         assert engine.kv_cache_config.states.num_requests == 3
         found += [generate(engine, requests).tokens for _ in range(2)]
         assert engine.scheduler.kv_cache.prefix_stats.hits > 0
-        assert stats_of(engine).num_used == 0
+        assert stats_of(engine).num_used_slots == 0
         engine.shutdown()
     assert found == [found[0]] * 4
 

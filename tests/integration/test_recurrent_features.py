@@ -378,7 +378,7 @@ def test_adapters_of_the_convolution_are_refused_by_name(case: Case, targets: st
     edit_config(tmp_path, target_modules=modules)
     error = refusal(case.model, tmp_path)
     assert error.reason == LoraReason.MODULE
-    assert re.search(rf"target_modules means {MIXERS[case.architecture]}\.conv1d, which is a Conv1d", str(error))
+    assert re.search(rf"target_modules selects {MIXERS[case.architecture]}\.conv1d, which is a Conv1d", str(error))
 
 
 @pytest.mark.parametrize("parameter", ["A_log", "D", "dt_bias"])

@@ -135,9 +135,9 @@ def test_preempted_requests_with_few_state_slots_give_the_same_tokens(case: Case
     assert preemptions > 0
     states = engine.scheduler.kv_cache.states
     assert states is not None
-    assert states.stats().num_used == 0
+    assert states.stats().num_used_slots == 0
     has_attention = bool(engine.executor.kv_cache_specs())
-    assert (states.stats().num_evicted > 0) == has_attention, "without attention, states get all of the memory"
+    assert (states.stats().num_evictions > 0) == has_attention, "without attention, states get all of the memory"
 
 
 # Speculative decoding.
@@ -286,7 +286,7 @@ def test_a_draft_model_with_recurrent_layers_is_refused(
 ) -> None:
     save_tiny_model(architecture, tmp_path)
     message = (
-        r"speculative\.model is '.*', which cannot draft: its layers are recurrent \(model_type '.*'\), and drafters keep "
+        r"speculative\.model '.*' cannot draft for this model: its layers are recurrent \(model_type '.*'\), and drafters keep "
         r"no recurrent states; use a model that has only attention layers, or set speculative\.method to 'ngram'"
     )
     with pytest.raises(ModelLoadError, match=message):

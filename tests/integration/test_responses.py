@@ -329,7 +329,7 @@ async def test_a_response_in_the_making_is_cancelled(stepped: OpenAIServer, manu
     *_, last = [event async for event in stream]
     assert (last.type, last.response.status, last.response.output_text) == ("response.incomplete", "cancelled", "a")
     await manual.until(lambda e: not e.running)
-    with pytest.raises(openai.BadRequestError, match="has ended"):
+    with pytest.raises(openai.BadRequestError, match="has already ended"):
         await stepped.client.responses.cancel(response_id)
     assert stepped.num_live == 0
 

@@ -390,7 +390,7 @@ TURNS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"content": "b", "audio": {"id": "a"}, "tool_calls": [CALL]},
         "b",
-        "history_left_out: messages[1].audio is an audio answer; this server does not store audio answers",
+        "history_left_out: messages[1].audio is an audio answer, which this server does not store",
     ),
     (
         {"content": "b"},

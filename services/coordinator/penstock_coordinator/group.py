@@ -273,9 +273,10 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         staying = sorted(self.group.members, key=_in_order)[:size]
         members = tuple(m for m in self.group.members if m in staying) + self.spares[: size - len(staying)]
         if len(members) != size or size < self.min_size:
+            available = len(self.group.members) + len(self.spares)
             return self, (
                 ScaleRefused(
-                    f"the new number of ranks is {size}; this number must be from {self.min_size} to {len(members)}"
+                    f"the new number of ranks is {size}; this number must be from {self.min_size} to {available}"
                 ),
             )
         if members == self.group.members:

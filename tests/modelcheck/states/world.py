@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock_enginecore.core.kv_cache.block_pool import KVCacheBlock
+from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
 from penstock_enginecore.states.core.slots import StateSlots
 from penstock_enginecore.states.core.spec import SPAN, ZERO_SLOT, StatePoolConfig, StateStep, span_start
@@ -107,7 +108,8 @@ class World:
             Sequence(str(i), prompt, [prompt[: n + 1].encode() for n in range(len(prompt))])
             for i, prompt in enumerate(bounds.prompts)
         ]
-        return cls(bounds, slots(config, keeps=True), sequences, {ZERO_SLOT: "0"})
+        log = KvEventLog(SPAN, 0, in_full=False)
+        return cls(bounds, slots(config, keeps=True, events=log), sequences, {ZERO_SLOT: "0"})
 
     def key(self) -> Any:
         """Return everything that later events depend on."""

@@ -56,7 +56,7 @@ def test_without_a_configuration_it_is_said_what_was_found_instead(tmp_path: Pat
     assert said in problem(str(tmp_path))
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "config.json: "), ("[]", "config.json must hold an object")])
+@pytest.mark.parametrize(("text", "said"), [("{", "config.json: "), ("[]", "config.json must contain a JSON object")])
 def test_a_configuration_that_cannot_be_read(checkpoint: Path, text: str, said: str) -> None:
     (checkpoint / "config.json").write_text(text)
     assert said in problem(str(checkpoint))

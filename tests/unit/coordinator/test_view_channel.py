@@ -239,7 +239,7 @@ def delta(**values):
                     seconds_since_last_step=[0],
                 )
             ),
-            "indices has 7",
+            "loads.indices has index 7",
         ),
     ],
 )

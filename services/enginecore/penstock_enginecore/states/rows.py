@@ -75,7 +75,7 @@ class RowStates:
             taps = self._taps[kernel] = self._plan(kernel)
         rings, tails = layer.inputs.flatten(0, 1), layer.tails.flatten(0, 1)
         before = torch.where(taps.in_ring, rings[taps.from_ring], tails[taps.from_tail])
-        parts = zip(before.split(kernel - 1), call.inputs.split(taps.sizes), strict=True)
+        parts = zip(torch.split(before, kernel - 1), torch.split(call.inputs, taps.sizes), strict=True)
         inputs = torch.cat([part for pair in parts for part in pair])
         rings[self._kept_rows] = call.inputs[self._kept_tokens]
         tails = inputs[taps.of_writes]
@@ -87,7 +87,8 @@ class RowStates:
 
     def _plan(self, kernel: int) -> _Taps:
         sequences, length, before = self.step.sequences, self._length, kernel - 1
-        from_ring, from_tail, in_ring, windows, of_writes = [], [], [], [], []
+        from_ring, from_tail, in_ring, of_writes = [], [], [], []
+        windows: list[int] = []
         for index, s in enumerate(sequences):
             for position in range(s.start - before, s.start):
                 in_ring.append(position >= s.base)

@@ -31,8 +31,8 @@ def test_without_a_path_there_is_no_secret() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", r"parallel\.secret_file: \S+ holds 0 bytes; a secret has at least 32 bytes; create one with `openssl"),
-        (f"{TEXT[:31]}\n", r"holds 31 bytes; a secret has at least 32"),
+        ("", r"parallel\.secret_file: \S+ contains 0 bytes; a secret has at least 32 bytes; create one with `openssl"),
+        (f"{TEXT[:31]}\n", r"contains 31 bytes; a secret has at least 32"),
         ("x" * 4097, r"is larger than 4096 bytes"),
     ],
 )

@@ -124,15 +124,15 @@ def test_a_listener_that_is_read_alone_does_not_warn_of_changes() -> None:
         warn_of_plaintext("192.0.2.1", field="metrics", reads=True)
         warn_of_plaintext("192.0.2.1", field="http")
     for_reading, for_all = [line["event"] for line in logs]
-    assert "anyone who can reach 192.0.2.1 can read its data" in for_reading
-    assert "can read, change and send its data" in for_all
+    assert "anyone who can reach 192.0.2.1 can read the data" in for_reading
+    assert "can read, change and send the data" in for_all
 
 
 def test_the_metrics_listener_is_read_alone() -> None:
     with capture_logs() as logs:
         MetricsServer(MetricsConfig(host="0.0.0.0", port=0), CollectorRegistry()).stop()
     [warning] = [line["event"] for line in logs if "without TLS" in line["event"]]
-    assert "can read its data" in warning
+    assert "can read the data" in warning
 
 
 async def test_health_is_served_without_tls_on_a_port_of_its_own(files: Files) -> None:

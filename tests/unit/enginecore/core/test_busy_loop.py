@@ -166,7 +166,7 @@ def test_an_idle_loop_logs_the_steps_before_it(monkeypatch):
         request = make_request()
         rig.loop.add(CLIENT, request)
         rig.sink.wait_for_ends(request)
-        assert "0 running, 0 waiting" in lines.get(timeout=TIMEOUT)
+        assert "0 requests running, 0 requests waiting" in lines.get(timeout=TIMEOUT)
         assert rig.engine.seconds_to_log_line is None
 
 

@@ -134,7 +134,7 @@ def test_a_directory_belongs_to_one_engine(disk, tmp_path):
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cache.disk is '.*file', which cannot be written"):
+    with pytest.raises(ConfigError, match=r"cache.disk is '.*file', but the directory cannot be written"):
         opened(tmp_path / "file")
 
 

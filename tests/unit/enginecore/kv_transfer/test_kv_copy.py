@@ -59,6 +59,6 @@ def test_what_cannot_be_copied_says_so(memory, copier):
     with pytest.raises(RuntimeError, match="reserve"):
         copier.save([Copy(0, 0)]).result(timeout=30)
     copies = WorkerCopies(list)
-    with pytest.raises(RuntimeError, match="no KV cache"):
+    with pytest.raises(RuntimeError, match="the KV cache is not allocated, or the engine sleeps"):
         copies.begin("read", [0]).result(timeout=30)
     copies.stop()

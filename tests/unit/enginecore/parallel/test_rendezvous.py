@@ -59,7 +59,7 @@ def test_both_words_may_come_before_a_rank_is_ready_itself() -> None:
 @pytest.mark.parametrize("said", [[CONFIRMED], [READY, READY], [READY, CONFIRMED, b"x"], [b"collective"]])
 def test_another_word_is_refused(said: list[bytes]) -> None:
     rank = Confirmation([1])
-    with pytest.raises(ValueError, match="rank 1 says"):
+    with pytest.raises(ValueError, match="rank 1 sent .*, but READY or CONFIRMED was expected"):
         for each in said:
             rank.hear(1, each)
 
@@ -269,7 +269,7 @@ def test_a_peer_that_says_something_else_breaks_the_group(ranks: Ranks, meeting:
     token, address = said_at_the_store(meeting, 0)
     with introduced(address, key_of(meeting, 0, token), CLAIM.pack(1)) as strange:
         strange.send(b"collective")
-        with pytest.raises(CollectiveBroken, match="rank 1 says"):
+        with pytest.raises(CollectiveBroken, match="rank 1 sent .*, but READY or CONFIRMED was expected"):
             first.result(PATIENCE)
 
 

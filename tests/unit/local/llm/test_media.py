@@ -186,7 +186,7 @@ def test_media_keep_their_order_and_their_arguments() -> None:
         ({"prompt": "a", "multi_modal_data": {"audio": (np.zeros(3), 0)}}, "the rate is 0; it must be in Hz"),
         ({"prompt": "a", "multi_modal_data": {"audio": (np.zeros(3, int), 9)}}, "the samples are not floats"),
         ({"prompt": "a", "multi_modal_data": {"video": b"mp4"}}, "is a video file, which is not supported"),
-        ({"prompt": "a", "multi_modal_data": {"video": [1]}}, "it must be pictures"),
+        ({"prompt": "a", "multi_modal_data": {"video": [1]}}, "is of type list; it must be frames"),
         ({"prompt": "a", "multi_modal_data": {"image": URL}, "mm_processor_kwargs": 3}, "is not a mapping"),
         ({"multi_modal_data": {"image": URL}}, "it must have only prompt or prompt_token_ids"),
         ({"prompt": "a", "mm_processor_kwargs": {}}, "it must have only prompt or prompt_token_ids"),

@@ -402,7 +402,7 @@ def _message(body: MessageBody, path: str, options: MediaOptions) -> ChatMessage
         warn(
             WarningKind.HISTORY_LEFT_OUT,
             f"{path}.audio",
-            "is an audio answer; this server does not store audio answers",
+            "is an audio answer, which this server does not store",
         )
     calls = [call_of(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(body.tool_calls or ())]
     if body.function_call is not None:

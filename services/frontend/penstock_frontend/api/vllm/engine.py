@@ -157,7 +157,7 @@ class VllmEngineServicer:
         family = media.preparer.family if media is not None else None
         if family is None or modality not in family.modalities:
             taken = accepted(family, self._llm.inputs.no_media)
-            raise InvalidArgument(f"media_refs has {modality}; {taken}", field="media_refs")
+            raise InvalidArgument(f"media_refs has media of modality {modality}; {taken}", field="media_refs")
         return self._llm.tokenizer.token_id(family.placeholder(modality)) or 0
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:

@@ -30,7 +30,7 @@ def test_where_other_hosts_reach_it_a_secret_is(address: str, tmp_path: Path) ->
 def test_a_file_without_a_secret_is_refused_on_loopback_too(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text("short")
-    with pytest.raises(ConfigError, match=r"parallel\.secret_file: .* holds 5 bytes"):
+    with pytest.raises(ConfigError, match=r"parallel\.secret_file: .* contains 5 bytes"):
         secret_of(config(str(file)), "127.0.0.1")
 
 

@@ -178,5 +178,5 @@ def test_its_kernels_are_batch_invariant_where_that_is_asked_for(
 def test_without_triton_it_is_not_suitable(on_a_gpu: ProbedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "penstock_enginecore.forward.cuda.triton_kernels", None)
     [candidate] = fused_candidates(on_a_gpu, KernelsConfig(), "auto")
-    with pytest.raises(UnsuitableError, match="the attention kernels cannot be compiled: "):
+    with pytest.raises(UnsuitableError, match="the decoder's kernels cannot be compiled: "):
         candidate.build()

@@ -94,7 +94,7 @@ def test_room_is_kept_for_an_adapter_that_is_on_its_way() -> None:
         cache.add(digest, 10)
     assert cache.reserve(15) == [A, B]
     assert (cache.num_bytes, cache.num_reserved) == (10, 15)
-    with pytest.raises(ResourceExhausted, match="room for 15"):
+    with pytest.raises(ResourceExhausted, match="has 16 bytes, but only 15 bytes are available"):
         cache.add(b"d", 16)  # although the reserved adapters are not loaded yet
     assert cache.add(b"d", 12, 15) == []
     assert (cache.num_bytes, cache.num_reserved) == (22, 0)

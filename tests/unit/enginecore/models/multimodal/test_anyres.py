@@ -57,7 +57,7 @@ def test_an_image_whose_tiles_are_not_those_of_its_size_is_refused(directory: Pa
     encoder.start(item({**tensors, "image_sizes": torch.tensor([[0, 90]])}, 70, identifier="two"))
     assert [each.failure for each in encoder.advance(0)] == [
         "pixel_values has 5 tiles; an image of 30x90 has 4",
-        "image_sizes is 0x90",
+        "image_sizes is 0x90; both must be above 0",
     ]
 
 

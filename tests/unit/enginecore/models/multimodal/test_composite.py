@@ -181,7 +181,8 @@ def test_unknown_encoders_are_refused_with_the_settings_that_serve_text(kind: st
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("qwen3_5", "linear-attention or state-space state"), ("dots3_note", "type indexed_attention")]
+    ("kind", "reason"),
+    [("unlimited_ocr", "type reference_sliding_attention"), ("dots3_note", "type indexed_attention")],
 )
 def test_unknown_encoders_of_unsupported_text_are_refused_with_both_reasons(kind: str, reason: str) -> None:
     said = rf"{kind} is not supported: {_UNKNOWN}.*; its text model alone is not supported either: .*{reason}"

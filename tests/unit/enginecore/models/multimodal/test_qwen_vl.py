@@ -17,8 +17,8 @@ from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.models.multimodal.base import MediaEncoder, RopePositions, to_data
 from tests.fakes.multimodal_models import save_multimodal_model
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
-TIMED = ("qwen3_5", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+TIMED = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 TEXT, TIME = 7, 9
 SECONDS = "second_per_grid_ts"
 

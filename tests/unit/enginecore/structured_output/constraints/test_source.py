@@ -219,8 +219,8 @@ def test_a_choice_needs_options_with_text():
 
 
 def test_exactly_one_constraint_is_given():
-    assert "regex and grammar is set" in refused(regex="a", grammar="root ::= a")
-    assert "none is set" in refused()
+    assert "exactly one constraint, but it has: regex and grammar" in refused(regex="a", grammar="root ::= a")
+    assert "exactly one constraint, but it has: none" in refused()
 
 
 @pytest.mark.parametrize("constraint", [{"regex": "é" * 200_000}, {"choice": ("a" * 200_000, "b" * 200_000)}])

@@ -104,8 +104,16 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"modality": "image", "embeds": tensor(2, dtype=99)}, "embeds.dtype", "is 99; known: float32"),
     ({"modality": "image", "embeds": tensor(*[1] * 9)}, "embeds.shape", "has 9 dimensions; the limit is 8"),
     ({"modality": "image", "embeds": tensor(2**62, 2**62, inline=b"")}, "embeds.inline", "has 0 bytes"),
-    ({"modality": "image", "embeds": tensor(1, shared_memory={"name": "/x"})}, "embeds.inline", "is not served yet"),
-    ({"modality": "image", "embeds": tensor(1, chunks={"size": 1})}, "embeds.inline", "is not served yet"),
+    (
+        {"modality": "image", "embeds": tensor(1, shared_memory={"name": "/x"})},
+        "embeds.inline",
+        "embeds.shared_memory is not supported here",
+    ),
+    (
+        {"modality": "image", "embeds": tensor(1, chunks={"size": 1})},
+        "embeds.inline",
+        "embeds.chunks is not supported here",
+    ),
     ({**IMAGE, "processor_kwargs": "{"}, "processor_kwargs", "is not valid JSON"),
     ({**IMAGE, "processor_kwargs": "3"}, "processor_kwargs", "is not a JSON object"),
     ({**IMAGE, "processor_kwargs": "[" * 100_000}, "processor_kwargs", "is not valid JSON"),

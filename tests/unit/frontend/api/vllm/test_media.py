@@ -130,7 +130,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mm_inputs": {**GOOD, "mm_placeholders": [{"offset": 1, "length": 0}]}},
         "mm_inputs.mm_placeholders[0]",
-        "is 0 tokens at offset 1; it must have at least 1 token",
+        "has 0 tokens at offset 1; it must have at least 1 token",
     ),
     (
         {"mm_inputs": {**GOOD, "batched_keys": [], "mm_placeholders": [{"offset": 7, "length": 2}]}},
@@ -216,13 +216,17 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"media_refs": {"items": [{"modality": 9, "url": "x"}]}}, "media_refs.items[0].modality", "is 9"),
     ({"media_refs": {"items": [{"modality": 1}]}}, "media_refs.items[0].url", "is empty"),
-    ({"media_refs": {"items": [{"modality": 2, "url": "x"}]}}, "media_refs.items[0]", "has no token 8 for it"),
+    (
+        {"media_refs": {"items": [{"modality": 2, "url": "x"}]}},
+        "media_refs.items[0]",
+        "has no token 8 at or after position 0",
+    ),
     ({"media_refs": {"items": [{"url": "x"}] * 6}}, "media_refs.items[5]", "has no token 9 at or after position 7"),
     ({"media_refs": {"items": [{"url": "x"}] * 1025}}, "media_refs.items", "has 1025 entries; the limit is 1024"),
     (
         {"media_refs": {"items": [{"modality": 1, "url": "x"}] * 2 + [{"modality": 3, "url": "file:///etc/passwd"}]}},
         "media_refs.items[2]",
-        "has no token 7 for it",
+        "has no token 7 at or after position 3",
     ),
 ]
 

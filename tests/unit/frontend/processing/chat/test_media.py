@@ -164,7 +164,7 @@ async def test_the_last_message_is_continued_behind_its_media(by_parts: Renderer
 
 async def test_a_template_that_writes_other_places_is_told_of(tmp_path: Path) -> None:
     for index, (template, words) in enumerate(
-        ((IMAGES_TWICE, "more places"), ("{{ messages[0].role }}", "other places"))
+        ((IMAGES_TWICE, "more placeholders"), ("{{ messages[0].role }}", "other placeholders"))
     ):
         renderer = Renderer(tmp_path / str(index), template)
         with pytest.raises(InvalidArgument, match=words):

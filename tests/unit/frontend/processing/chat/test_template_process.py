@@ -83,7 +83,7 @@ async def test_a_process_that_died_is_replaced(process: TemplateProcess) -> None
     assert child is not None
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    with pytest.raises(InvalidArgument, match="ended the process"):
+    with pytest.raises(InvalidArgument, match="crashed the process that renders it"):
         await render(process, "ok")
     assert await render(process, "ok") == "ok"
 

@@ -151,7 +151,7 @@ async def test_features_unsupported_with_media_are_refused_by_name(inputs: Input
         assert f"sampling_params.{name}" in error.message
         assert "mixed.parts[1].media" in error.message
     vectors = PromptEmbeds(dtype="float16", num_tokens=1, hidden_size=4, data=bytes(8))
-    assert "vectors" in (await refusal(inputs, part, vectors)).message
+    assert "has embeddings and mixed.parts[1].media is media" in (await refusal(inputs, part, vectors)).message
 
 
 async def test_a_modality_that_the_model_does_not_take_is_refused(inputs: InputProcessor, tokenizer: Tokenizer) -> None:

@@ -78,7 +78,7 @@ def test_no_rows() -> None:
         ({"out": torch.zeros(8, 2).t()}, "tensors are not contiguous"),
         (
             {"weight": Float8Weight(torch.zeros(8, 64).to(torch.float8_e4m3fn), torch.zeros(3, 8), 24)},
-            "blocks of 24 col",
+            "blocks have 24 columns",
         ),
     ],
 )

@@ -33,11 +33,21 @@ SIZES = [(1, 1), (32, 32), (64, 32), (33, 97), (7, 190), (200, 11), (96, 96), (3
 PIECES = ("", " ", "what", "\n", "\n\n", " of\n", "is 7", "<|im_start|>", ".\n\n\n", "und ä")
 FAST, ALL = 24, 200
 NARROW = {
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
     *("llava_next", "llava_onevision", "idefics3", "smolvlm"),
 }
 """Take no image that is 30 times as wide as high, or are not made for it."""
-TOGETHER = {"qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe", "internvl", "aya_vision", "gemma3"}
+TOGETHER = {
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "internvl",
+    "aya_vision",
+    "gemma3",
+}
 """Have patches or tiles of all images in the first dimension."""
 
 

@@ -148,7 +148,7 @@ def test_sound_that_a_client_processed_is_looked_at(qwen2_audio: Path, voxtral: 
     assert family.described("audio", item.data) == item
     mask = item.data["feature_attention_mask"]
     holes = TensorData(mask.dtype, mask.shape, bytes(4) + bytes(mask.data)[4:])
-    with pytest.raises(ValueError, match="must come first"):
+    with pytest.raises(ValueError, match="selects 99 steps; they must be the first steps"):
         family.described("audio", {**item.data, "feature_attention_mask": holes})
     rows = TensorData("float32", (7, 64), bytes(7 * 64 * 4))
     assert family.described("audio", {"embeds": rows}).num_embeds == 7

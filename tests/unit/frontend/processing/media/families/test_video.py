@@ -24,7 +24,7 @@ from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
 from tests.fakes.prepared_media import InProcessPreparer, image_part, video_part
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
 FRAMES = (2, 3, 4, 5, 8)
 FAST, ALL = 12, 200
 
@@ -161,7 +161,7 @@ def test_other_arguments_are_refused(model: Model, kwargs: dict[str, Any], messa
 def test_a_video_that_a_client_processed(model: Model) -> None:
     item = model.processor.video(frames_of(4, 40, 40), [0.0, 1.0, 2.0, 3.0], {})
     if model.name.startswith("qwen3"):
-        with pytest.raises(ValueError, match="has no times of the frames"):
+        with pytest.raises(ValueError, match="does not contain the times of frames"):
             model.family.described("video", item.data)
         return
     assert model.family.described("video", item.data) == item
