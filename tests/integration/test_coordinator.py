@@ -480,7 +480,9 @@ async def test_wrong_frontend_reports_end_the_stream_by_name(messages, code, fie
 
 async def test_scale_without_a_cluster_to_change_is_refused_by_the_settings_name():
     async with running() as coordinator, connected(address_of(coordinator)) as stub:
-        with pytest.raises(grpc.aio.AioRpcError, match=r"kubernetes\.deployments and kubernetes\.leader_worker_sets are empty") as e:
+        with pytest.raises(
+            grpc.aio.AioRpcError, match=r"kubernetes\.deployments and kubernetes\.leader_worker_sets are empty"
+        ) as e:
             await stub.Scale(pb.ScaleRequest(replicas=3))
         assert e.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
