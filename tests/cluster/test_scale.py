@@ -65,7 +65,7 @@ async def test_operators_scale_under_load(new_release: NewRelease, helm: str) ->
     ("values", "reason"),
     [
         ({"enginecore": {"autoscaling": {"mode": "hpa"}}, **BY_HAND}, "belongs to"),
-        ({}, "kubernetes.deployments is empty"),
+        ({}, "kubernetes.deployments and kubernetes.leader_worker_sets are empty"),
     ],
     ids=["an-autoscaler", "nobody-was-given-it"],
 )
