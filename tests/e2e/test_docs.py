@@ -28,6 +28,7 @@ README_SERVES = "penstock serve examples/demo_model/penstock-tiny --engines 2"
 MULTIMODAL_SERVES = "penstock serve examples/demo_model/penstock-tiny-vision"
 ADAPTER_SERVES = (
     "penstock serve examples/demo_model/penstock-tiny --lora pirate=examples/demo_model/penstock-tiny-pirate"
+    ' --set "frontend.lora.roots=[$PWD]"'
 )
 SERVER_OF_PAGE = {
     "docs/guides/multimodal.md": MULTIMODAL_SERVES,
@@ -132,7 +133,8 @@ def serving(command: str, cwd: Path | None = None) -> Iterator[Defaults]:
     assert any(written.text == command for written in commands())
     ports = free_ports(3)
     flags = zip(("--grpc-port", "--http-port", "--admin-port"), map(str, ports), strict=True)
-    arguments = [*shlex.split(command)[1:], *(word for pair in flags for word in pair)]
+    words = [word.replace("$PWD", str(cwd)) for word in shlex.split(command)]
+    arguments = [*words[1:], *(word for pair in flags for word in pair)]
     with Command(*arguments, "--kv-cache-memory", "64MiB", "--device", "cpu", cwd=cwd) as running:
         running.wait_for("Ctrl-C stops everything")
         yield Defaults(ports)
