@@ -14,7 +14,7 @@ from tests.fakes.composite_text_models import save_composite
 from tests.fakes.media_files import image_file
 
 pytestmark = pytest.mark.slow
-WHY = "takes only text: the media encoders of glm4v models are not supported"
+WHY = "accepts only text: the media encoders of glm4v models are not supported"
 
 
 @pytest.fixture(scope="module")
