@@ -93,5 +93,5 @@ def test_adapters_are_split_with_the_layers(head: str, kernels: dict[str, Any], 
 
 def test_an_encoder_without_a_plan_is_refused_by_name(tmp_path: Path) -> None:
     save_pooling_model("bert", tmp_path)
-    with pytest.raises(ModelLoadError, match=r"executor.tensor_parallel_size: BertModel has no plan"):
+    with pytest.raises(ModelLoadError, match=r"executor.tensor_parallel_size: BertModel has no tensor-parallel plan"):
         build_engine(tmp_path, **SECTIONS)

@@ -19,7 +19,7 @@ from tests.fakes.engines.known_drafter import KnownDrafter
 from tests.fakes.models.heads import LAYOUTS, Reference, random_head, save_head
 from tests.fakes.models.quick_architectures import QUICK_RECURRENT, RECURRENT_KINDS
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_narrow_model, save_tiny_model
-from tests.fakes.models.transformers_greedy import greedy_tokens
+from tests.fakes.models.transformers_greedy import distinct_greedy_tokens
 from tests.integration.test_eagle import Seen
 
 NEW_TOKENS = 36
@@ -36,13 +36,20 @@ class Case(NamedTuple):
     architecture: str
 
 
-def random_prompts() -> list[list[int]]:
+def answers(model: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Return random prompts, and the greedy tokens of ``model`` after them, which do not depend on rounding."""
     generator = torch.Generator().manual_seed(1)
-    made = [torch.randint(1, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-    for length in REPETITIVE:
-        pattern = torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist()
-        made.append((pattern * 12)[:44])
-    return made
+    lengths = [(length, length) for length in PROMPT_LENGTHS] + [(length, 44) for length in REPETITIVE]
+    prompts, expected = [], []
+    for period, length in lengths:
+        tokens: list[int] | None = None
+        while tokens is None:
+            pattern = torch.randint(1, VOCAB_SIZE, (period,), generator=generator).tolist()
+            prompt = (pattern * 15)[:length]
+            tokens = distinct_greedy_tokens(model, prompt, NEW_TOKENS)
+        prompts.append(prompt)
+        expected.append(tokens)
+    return prompts, expected
 
 
 @pytest.fixture(scope="module", params=QUICK_RECURRENT)
@@ -50,8 +57,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(request.param)
     model = save_tiny_model(request.param, path)
-    prompts = random_prompts()
-    expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in prompts]
+    prompts, expected = answers(model)
     assert len({token for tokens in expected for token in tokens}) > 30
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     return Case(path, prompts, expected, request.param)
@@ -260,7 +266,7 @@ def test_drafts_of_a_model_with_attention_give_the_same_tokens(case: Case, atten
         assert tokens == case.expected, f"turn {turn}"
     assert not engine.scheduler.drafter_failure
     counts: Any = run.stats.spec_decoding_stats
-    assert counts.num_draft_tokens > counts.num_accepted_tokens > 0
+    assert counts.num_draft_tokens > counts.num_accepted_tokens  # random drafts; few or none are accepted
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
@@ -297,11 +303,10 @@ def test_a_draft_model_with_recurrent_layers_is_refused(
 
 
 def test_a_bfloat16_checkpoint_gives_the_tokens_of_float32(case: Case, tmp_path: Path) -> None:
-    model = save_narrow_model(case.architecture, tmp_path)
-    expected = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in case.prompts]
+    prompts, expected = answers(save_narrow_model(case.architecture, tmp_path))
     engine = engine_of(tmp_path, scheduler={"max_num_batched_tokens": 40})
     for turn in range(2):
-        assert greedy(engine, case.prompts, prefix=f"{turn} ")[0] == expected, f"turn {turn}"
+        assert greedy(engine, prompts, prefix=f"{turn} ")[0] == expected, f"turn {turn}"
 
 
 def test_bfloat16_is_as_close_to_float32_as_transformers(case: Case, tmp_path: Path) -> None:

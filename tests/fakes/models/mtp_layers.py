@@ -95,7 +95,7 @@ def save_guessable_model(family: str, directory: Path, *, share: float = 0.005, 
     The outputs of the model's layers are multiplied by ``share``, so the next token depends mostly on the last one. The
     MTP layer passes the embedding of the last token to its norm, which is the model's.
     """
-    model = save_tiny_model(family, directory, **changes)
+    model = save_tiny_model(family, directory, **{"initializer_range": 0.35, **changes})
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(_OUTPUTS):

@@ -154,6 +154,10 @@ _MAMBA = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 16,
 }
+_CALM = {"initializer_range": 0.1}
+"""With larger weights, rounding in a recurrence grows until logits differ by 1e-2 between orders of summation."""
+_UNLIMITED = {"time_step_min": 1e-9}
+"""transformers applies the minimum time step to prompts only, so its outputs would depend on where the prompt ends."""
 _CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], **_UNTIED}
 _RECURRENT: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
@@ -179,6 +183,7 @@ _RECURRENT: dict[str, dict[str, Any]] = {
     },
     "nemotron_h": {
         **_UNTIED,
+        **_UNLIMITED,
         "num_hidden_layers": 4,
         "hybrid_override_pattern": "M*M-",
         "mamba_num_heads": 8,
@@ -194,6 +199,7 @@ _RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA_MOE,
     "zamba2": {
         **_UNTIED,
+        **_UNLIMITED,
         "num_hidden_layers": 4,
         "mamba_d_state": 16,
         "mamba_expand": 2,
@@ -213,7 +219,8 @@ ARCHITECTURES = tuple(_FAMILIES)
 
 def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
     """Return the configuration of one of ``ARCHITECTURES`` or ``RECURRENT_ARCHITECTURES``, with ``changes``."""
-    settings = {"model_type": architecture, **_COMMON, **(_FAMILIES | _RECURRENT)[architecture], **changes}
+    common = {**_COMMON, **_CALM} if architecture in _RECURRENT else _COMMON
+    settings = {"model_type": architecture, **common, **(_FAMILIES | _RECURRENT)[architecture], **changes}
     return AutoConfig.for_model(settings.pop("model_type"), **settings)
 
 
