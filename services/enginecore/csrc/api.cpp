@@ -51,7 +51,8 @@ void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
                       sizeof(Attention), sizeof(Write), sizeof(Sampling), sizeof(Mask), sizeof(Grouped), sizeof(Mixture), sizeof(Rotary),
-                      sizeof(Route), sizeof(Chain), sizeof(Fusion), sizeof(Update), sizeof(Segment)})
+                      sizeof(Route), sizeof(Chain), sizeof(Fusion), sizeof(Update), sizeof(Segment), sizeof(StateMemory),
+                      sizeof(StateSequence), sizeof(StateWrite), sizeof(StateStep), sizeof(Convolution), sizeof(Scan)})
     *sizes++ = static_cast<int64_t>(size);
 }
 
@@ -91,6 +92,14 @@ int penstock_attend(void* context, const penstock::Attention* attention) {
 
 int penstock_write(void* context, const penstock::Write* write) {
   return guarded([&] { static_cast<Context*>(context)->operators.write(*write); });
+}
+
+int penstock_convolve(void* context, const penstock::StateStep* step, const penstock::Convolution* convolution) {
+  return guarded([&] { static_cast<Context*>(context)->operators.convolve(*step, *convolution); });
+}
+
+int penstock_scan(void* context, const penstock::StateStep* step, const penstock::Scan* scan) {
+  return guarded([&] { static_cast<Context*>(context)->operators.scan(*step, *scan); });
 }
 
 int penstock_mask(void* context, const penstock::Mask* mask) {

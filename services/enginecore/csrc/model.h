@@ -94,6 +94,83 @@ struct Params {
   const float* sinks;
 };
 
+// Memory of a recurrent layer: closed states in slots, and open rows in a ring of `length` positions for each request. Layouts:
+// `tails` [slots, kernel - 1, channels], `inputs` [rings, length, channels], `closed` [slots, heads, key size, value size], `keys`
+// [rings, length, key heads, key size], `updates` [rings, length, heads, value size], `decays` [rings, length, heads]. A short
+// convolution has no heads, and only tails and inputs.
+struct StateMemory {
+  float* tails;
+  float* inputs;
+  float* closed;
+  float* keys;
+  float* updates;
+  float* decays;
+  int64_t length;
+  int64_t channels;
+  int64_t kernel;
+  int64_t num_heads;
+  int64_t num_key_heads;
+  int64_t key_size;
+  int64_t value_size;
+};
+
+// Tokens of a request in a step: `count` rows of the flat batch from `first` on, at positions from `start` on. `closed` is the slot
+// of the state that they start from. The states of the writes from `first_write` to `end_write - 1` are stored.
+struct StateSequence {
+  int64_t first;
+  int64_t start;
+  int64_t count;
+  int64_t ring;
+  int64_t closed;
+  int64_t first_write;
+  int64_t end_write;
+};
+
+// The state before position `end`, which is the end of a span, is stored in `slot`.
+struct StateWrite {
+  int64_t end;
+  int64_t slot;
+};
+
+// States of a step. `broken` [sequences] becomes 1 for sequences whose stored states have a number that is not finite.
+struct StateStep {
+  int64_t num_sequences;
+  const StateSequence* sequences;
+  const StateWrite* writes;
+  int64_t* broken;
+};
+
+// Causal convolution of each channel. `weight` is [kernel, channels], and its last row belongs to the newest input. `bias` is null
+// if there is none. If `silu` is not 0, the activation is applied.
+struct Convolution {
+  StateMemory memory;
+  const float* weight;
+  const float* bias;
+  int64_t silu;
+  const float* x;
+  int64_t stride;
+  float* out;
+  int64_t out_stride;
+};
+
+// Linear recurrence of a layer (see states.h). Rows of `query` and `key` are [key heads, key size], rows of `value` and `out` are
+// [heads, value size], and rows of `decay` and `beta` are [heads]. `beta` is null for a recurrence without correction.
+struct Scan {
+  StateMemory memory;
+  const float* query;
+  int64_t query_stride;
+  const float* key;
+  int64_t key_stride;
+  const float* value;
+  int64_t value_stride;
+  const float* decay;
+  int64_t decay_stride;
+  const float* beta;
+  int64_t beta_stride;
+  float* out;
+  int64_t out_stride;
+};
+
 // Activations that are applied to the gate before the multiplication by up. kGelu is the tanh approximation.
 enum Activation : int64_t { kSiluGate, kGeluGate };
 

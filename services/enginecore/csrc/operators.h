@@ -12,6 +12,7 @@
 #include "pool.h"
 #include "routing.h"
 #include "sampling.h"
+#include "states.h"
 
 namespace penstock {
 
@@ -90,6 +91,24 @@ class Operators {
     write_ = write;
     num_tasks_ = (write.num_tokens + kTokens - 1) / kTokens;
     pool_.run(write_job_);
+  }
+
+  void convolve(const StateStep& step, const Convolution& convolution) {
+    pool_.prepare(1);
+    states_ = step;
+    convolution_ = convolution;
+    num_tasks_ = step.num_sequences * channel_blocks(convolution.memory);
+    pool_.run(convolve_job_);
+  }
+
+  void scan(const StateStep& step, const Scan& scan) {
+    pool_.prepare(2);
+    states_ = step;
+    scan_ = scan;
+    plan_scan(states_, scan_.memory, pool_.threads(), scan_tasks_);
+    num_tasks_ = static_cast<int64_t>(scan_tasks_.size());
+    num_copies_ = step.num_sequences;
+    pool_.run(scan_job_);
   }
 
   void mask(const Mask& mask) {
@@ -186,6 +205,15 @@ class Operators {
     });
   }
 
+  void convolve(Cursor& cursor) {
+    cursor(num_tasks_, [this](int64_t task) { ConvolutionTask(states_, convolution_, task)(); });
+  }
+
+  void scan(Cursor& cursor) {
+    if (!cursor(num_tasks_, [this](int64_t task) { run_scan(states_, scan_, scan_tasks_[task]); })) return;
+    cursor(num_copies_, [this](int64_t sequence) { store_keys(states_, scan_, sequence); });
+  }
+
   void mask(Cursor& cursor) {
     cursor(num_tasks_, [this](int64_t i) { mask_row(mask_, i); });
   }
@@ -211,6 +239,8 @@ class Operators {
   const Pool::Job grouped_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->grouped(cursor); }, this};
   const Pool::Job attend_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->attend(cursor); }, this};
   const Pool::Job write_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->write(cursor); }, this};
+  const Pool::Job convolve_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->convolve(cursor); }, this};
+  const Pool::Job scan_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->scan(cursor); }, this};
   const Pool::Job mask_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->mask(cursor); }, this};
   const Pool::Job sample_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->sample(cursor); }, this};
   Count num_copies_, num_tasks_, num_merges_;
@@ -229,6 +259,10 @@ class Operators {
   Buffer parts_;
   Write write_{};
   Mask mask_{};
+  StateStep states_{};
+  Convolution convolution_{};
+  Scan scan_{};
+  std::vector<ScanTask> scan_tasks_;
   Sampling sampling_{};
 };
 

@@ -290,6 +290,10 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         ),
     ] = True
+    states: Annotated[
+        bool,
+        Meta(description=("Use the kernels for recurrent layers. On GPUs, PyTorch computes them.")),
+    ] = True
     sampler: Annotated[
         bool,
         Meta(description=("Use kernels to select the likeliest tokens, and to sample for requests without filters.")),

@@ -29,7 +29,7 @@ from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.states.base import StateMetadata, use_states
-from penstock_enginecore.states.bound import BoundStates
+from penstock_enginecore.states.bound import BoundStates, StateKernels
 from penstock_enginecore.states.core.spec import StateSpec
 from penstock_enginecore.states.memory import StateLayers, StateMemory
 
@@ -90,6 +90,7 @@ class Backbone:
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
         adapted: Computes LoRA adapters in device slots, or None to compute them with torch.
         from_start: Compute recurrences token by token, for prompts that begin in the step.
+        state_kernels: Kernels of recurrent layers, or None for torch.
     """
 
     def __init__(
@@ -103,11 +104,14 @@ class Backbone:
         adapted: SlotModules | None = None,
         *,
         from_start: bool = False,
+        state_kernels: StateKernels | None = None,
     ) -> None:
         self.device = device
         self.specs = specs.attention
         self.memory = backend.memory(specs.attention, cache_dtype or model.dtype, device)
-        self._states = BoundStates(model.module, specs.states, model.dtype, device, from_start=from_start)
+        self._states = BoundStates(
+            model.module, specs.states, model.dtype, device, from_start=from_start, kernels=state_kernels
+        )
         self._model = model
         self._backend = backend
         self._packed_bytes = packed_bytes

@@ -133,7 +133,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
 
     def attended(attends: AttentionBackend, packed_bytes: int = 0) -> ForwardPass:
-        return ModulesForward(probed, attends, packed_bytes, adapted)
+        return ModulesForward(probed, attends, packed_bytes, adapted, state_kernels=native and native.states())
 
     serve = partial(attended, backend)
 
@@ -227,7 +227,7 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
 
     def backbone(attends: AttentionBackend, packed_bytes: int = 0, *, from_start: bool = False) -> Backbone:
         of = (model, specs, attends, config.device, packed_bytes, config.cache_dtype, adapted)
-        return Backbone(*of, from_start=from_start)
+        return Backbone(*of, from_start=from_start, state_kernels=native and native.states())
 
     reference = backbone(create_backend("reference", config.device), from_start=True)
 

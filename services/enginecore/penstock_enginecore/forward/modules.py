@@ -27,7 +27,7 @@ from penstock_enginecore.models.quantization.loading import dequantize_kept
 from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.states.base import use_states
-from penstock_enginecore.states.bound import BoundStates
+from penstock_enginecore.states.bound import BoundStates, StateKernels
 from penstock_enginecore.states.core.spec import StateSpec
 from penstock_enginecore.states.memory import StateLayers, StateMemory
 
@@ -212,6 +212,7 @@ class ModulesForward:
         packed_bytes: Bytes that modules hold in addition to their parameters.
         adapted: Computes LoRA adapters, or None to compute them with torch.
         from_start: Compute recurrences token by token, for sequences that begin in the step.
+        state_kernels: Kernels of recurrent layers, or None for torch.
     """
 
     def __init__(
@@ -222,6 +223,7 @@ class ModulesForward:
         adapted: AdaptedModules | SlotModules | None = None,
         *,
         from_start: bool = False,
+        state_kernels: StateKernels | None = None,
     ) -> None:
         self.device = probed.device
         self.separate_head = probed.separate_head
@@ -235,7 +237,12 @@ class ModulesForward:
         self._adapted = adapted or AdaptedModules(self._module, head_of(self._module))
         self.memory = backend.memory(probed.specs, probed.cache_dtype, probed.device, probed.cache_scales)
         self._states = BoundStates(
-            self._module, probed.states, probed.model.dtype, probed.device, from_start=from_start
+            self._module,
+            probed.states,
+            probed.model.dtype,
+            probed.device,
+            from_start=from_start,
+            kernels=state_kernels,
         )
 
     @property

@@ -18,6 +18,7 @@ from penstock_enginecore.native.experts import PackedExperts, PackedRouter, Rout
 from penstock_enginecore.native.ffi_structs import Mask, Sampling
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, find_library, open_library
 from penstock_enginecore.native.linear import PackedLinear
+from penstock_enginecore.native.states import NativeStateKernels
 from penstock_enginecore.sample.rules import GrammarRows
 
 # Grammar masks, argmax and unfiltered random sampling by the kernels.
@@ -149,6 +150,10 @@ class NativeBackend:
     def attention(self, fallback: AttentionBackend) -> AttentionBackend:
         """Return attention by the kernels. ``fallback`` computes the layers that the kernels do not support."""
         return NativeAttention(self.library, fallback)
+
+    def states(self) -> NativeStateKernels | None:
+        """Return kernels of recurrent layers, or None if they are turned off."""
+        return NativeStateKernels(self.library) if self.uses.states else None
 
     def sampling(self) -> NativeSampling | None:
         """Return sampling by the kernels, or None if it is turned off."""

@@ -315,6 +315,87 @@ class Mask(ctypes.Structure):
     ]
 
 
+class StateMemory(ctypes.Structure):
+    """Memory and sizes of a recurrent layer, as in ``states.memory.StateLayer``. Missing tensors are null."""
+
+    _fields_ = [
+        ("tails", _Pointer),
+        ("inputs", _Pointer),
+        ("closed", _Pointer),
+        ("keys", _Pointer),
+        ("updates", _Pointer),
+        ("decays", _Pointer),
+        ("length", _Int),
+        ("channels", _Int),
+        ("kernel", _Int),
+        ("num_heads", _Int),
+        ("num_key_heads", _Int),
+        ("key_size", _Int),
+        ("value_size", _Int),
+    ]
+
+
+class StateSequence(ctypes.Structure):
+    """Tokens of a request in a step, and its states."""
+
+    _fields_ = [
+        ("first", _Int),
+        ("start", _Int),
+        ("count", _Int),
+        ("ring", _Int),
+        ("closed", _Int),
+        ("first_write", _Int),
+        ("end_write", _Int),
+    ]
+
+
+class StateWrite(ctypes.Structure):
+    """End of a span, and the slot for the state at that end."""
+
+    _fields_ = [("end", _Int), ("slot", _Int)]
+
+
+class StateStep(ctypes.Structure):
+    """States of a step."""
+
+    _fields_ = [("num_sequences", _Int), ("sequences", _Pointer), ("writes", _Pointer), ("broken", _Pointer)]
+
+
+class Convolution(ctypes.Structure):
+    """Causal convolution of a layer."""
+
+    _fields_ = [
+        ("memory", StateMemory),
+        ("weight", _Pointer),
+        ("bias", _Pointer),
+        ("silu", _Int),
+        ("x", _Pointer),
+        ("stride", _Int),
+        ("out", _Pointer),
+        ("out_stride", _Int),
+    ]
+
+
+class Scan(ctypes.Structure):
+    """Linear recurrence of a layer."""
+
+    _fields_ = [
+        ("memory", StateMemory),
+        ("query", _Pointer),
+        ("query_stride", _Int),
+        ("key", _Pointer),
+        ("key_stride", _Int),
+        ("value", _Pointer),
+        ("value_stride", _Int),
+        ("decay", _Pointer),
+        ("decay_stride", _Int),
+        ("beta", _Pointer),
+        ("beta_stride", _Int),
+        ("out", _Pointer),
+        ("out_stride", _Int),
+    ]
+
+
 ALL: tuple[type[Any], ...] = (
     Linear,
     Cache,
@@ -335,5 +416,11 @@ ALL: tuple[type[Any], ...] = (
     Fusion,
     Update,
     Segment,
+    StateMemory,
+    StateSequence,
+    StateWrite,
+    StateStep,
+    Convolution,
+    Scan,
 )
 """Structs in the order in which ``penstock_sizes`` reports their sizes."""

@@ -201,6 +201,8 @@ def _load(path: Path) -> ctypes.CDLL:
         "route": (pointer, pointer),
         "attend": (pointer, pointer),
         "write": (pointer, pointer),
+        "convolve": (pointer, pointer, pointer),
+        "scan": (pointer, pointer, pointer),
         "mask": (pointer, pointer),
         "sample": (pointer, pointer),
         "decoder_new": (pointer, pointer, pointer),

@@ -1,6 +1,7 @@
 """States of a model's recurrent layers, as its modules use them."""
 
 from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 
@@ -9,6 +10,16 @@ from penstock_enginecore.states.core.spec import StateSpec
 from penstock_enginecore.states.memory import StateLayer, StateLayers, StateMemory
 from penstock_enginecore.states.reference import ReferenceStates
 from penstock_enginecore.states.rows import RowStates
+
+
+class StateKernels(Protocol):
+    """Kernels that compute recurrent layers."""
+
+    def takes(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether the kernels support states whose convolution inputs have this dtype and place."""
+
+    def context(self, layers: Mapping[torch.nn.Module, StateLayer], step: StateMetadata) -> StateContext:
+        """Return the context of a step."""
 
 
 class BoundStates:
@@ -20,6 +31,7 @@ class BoundStates:
         dtype: The dtype of the computation.
         device: Device of the states.
         from_start: Compute recurrences token by token, for sequences that begin in the step.
+        kernels: Kernels to use if they support the states, or None for torch.
     """
 
     def __init__(
@@ -30,11 +42,13 @@ class BoundStates:
         device: torch.device,
         *,
         from_start: bool = False,
+        kernels: StateKernels | None = None,
     ) -> None:
         self.memory = StateMemory(specs, dtype, device)
         self._modules = {name: each for name, each in module.named_modules() if name in specs}
         self._device = device
         self._from_start = from_start
+        self._kernels = kernels if kernels is not None and kernels.takes(dtype, device) else None
         self._layers: Mapping[torch.nn.Module, StateLayer] = {}
 
     def bind(self, layers: StateLayers) -> None:
@@ -50,4 +64,8 @@ class BoundStates:
             return None
         if step is None:
             raise RuntimeError("the step has no states for the model's recurrent layers")
-        return ReferenceStates(step) if self._from_start else RowStates(self._layers, step, self._device)
+        if self._from_start:
+            return ReferenceStates(step)
+        if self._kernels is not None:
+            return self._kernels.context(self._layers, step)
+        return RowStates(self._layers, step, self._device)

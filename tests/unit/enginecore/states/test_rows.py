@@ -1,18 +1,24 @@
-"""The torch form of recurrent layers equals the recurrence, token by token, from any start and in any parts."""
+"""The forms of recurrent layers, in torch and in kernels, equal the recurrence token by token, from any start and in any
+parts.
+"""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from penstock_enginecore.attention.base import IntArray
+from penstock_enginecore.native.library import open_library
+from penstock_enginecore.native.states import NativeStates
 from penstock_enginecore.states.base import ConvCall, ScanCall, SequenceStep, StateMetadata
 from penstock_enginecore.states.core.spec import SPAN, StatePoolConfig, StateSpec, StateStep, span_start
-from penstock_enginecore.states.memory import StateMemory
+from penstock_enginecore.states.memory import StateLayer, StateMemory
 from penstock_enginecore.states.reference import ReferenceStates, recurrent
 from penstock_enginecore.states.rows import RowStates
+from tests.fakes.engines.instruction_sets import runnable
 
 HEADS, KEY_HEADS, KEY_SIZE, VALUE_SIZE, CHANNELS, KERNEL = 4, 2, 8, 6, 10, 4
 SPEC = StateSpec(
@@ -26,6 +32,22 @@ SPEC = StateSpec(
 )
 MIXER = torch.nn.Module()
 DEVICE = torch.device("cpu")
+Form = Callable[[StateLayer, StateMetadata], Any]
+"""Maker of a step's context from the memory of ``MIXER``."""
+
+
+def torch_form(layer: StateLayer, step: StateMetadata) -> RowStates:
+    return RowStates({MIXER: layer}, step, DEVICE)
+
+
+def kernel_form(isa: str, threads: int = 2) -> Form:
+    library = open_library(isa, threads)
+    return lambda layer, step: NativeStates(library, {MIXER: layer}, step)
+
+
+@pytest.fixture(scope="module", params=["torch", *runnable()])
+def form(request: pytest.FixtureRequest) -> Form:
+    return torch_form if request.param == "torch" else kernel_form(request.param)
 
 
 def scan_call(tokens: int, *, corrects: bool, seed: int = 0) -> ScanCall:
@@ -56,16 +78,17 @@ def part_of(call: ScanCall, start: int, end: int) -> ScanCall:
 class Sequences:
     """Memory of requests in which everything that nobody wrote is NaN, and the slots as a scheduler gives them."""
 
-    def __init__(self, num_requests: int, rows: int) -> None:
+    def __init__(self, form: Form, num_requests: int, rows: int, spec: StateSpec = SPEC) -> None:
+        self._form = form
         pool = StatePoolConfig(
             num_slots=2 * num_requests + 1, num_requests=num_requests, rows_per_request=rows, interval=SPAN
         )
-        self.layer = StateMemory({"": SPEC}, torch.float32, DEVICE).allocate(pool)[""]
+        self.layer = StateMemory({"": spec}, torch.float32, DEVICE).allocate(pool)[""]
         for tensor in self.layer.tensors():
             unwritten = tensor[1:] if tensor is self.layer.tails or tensor is self.layer.closed else tensor
             unwritten.fill_(torch.nan)
 
-    def step(self, tokens: Sequence[tuple[int, int, int]]) -> RowStates:
+    def step(self, tokens: Sequence[tuple[int, int, int]]) -> Any:
         """Return the context of a step with ``tokens``: request, first position and count."""
         sequences, first = [], 0
         for request, start, count in tokens:
@@ -74,21 +97,21 @@ class Sequences:
             state = StateStep(request, self.slot(request, base) if base else 0, writes)
             sequences.append(SequenceStep(first, start, count, state))
             first += count
-        return RowStates({MIXER: self.layer}, StateMetadata(sequences), DEVICE)
+        return self._form(self.layer, StateMetadata(sequences))
 
     def slot(self, request: int, position: int) -> int:
         return 2 * request + 1 + position // SPAN % 2
 
 
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "state space duality"])
-def test_every_length_after_every_start_equals_the_recurrence(*, corrects: bool) -> None:
+def test_every_length_after_every_start_equals_the_recurrence(form: Form, *, corrects: bool) -> None:
     longest = 200
     for start in range(32):
         call = scan_call(start + longest, corrects=corrects, seed=start)
         state = torch.zeros(HEADS, KEY_SIZE, VALUE_SIZE)
         expected, _ = recurrent(call, state)
         for length in (*range(1, 40), 63, 64, 65, 127, 128, 129, 199, longest):
-            sequences = Sequences(1, SPAN)
+            sequences = Sequences(form, 1, SPAN)
             if start:
                 sequences.step([(0, 0, start)]).scan(part_of(call, 0, start))
             output = sequences.step([(0, start, length)]).scan(part_of(call, start, start + length))
@@ -97,7 +120,7 @@ def test_every_length_after_every_start_equals_the_recurrence(*, corrects: bool)
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "state space duality"])
-def test_ragged_steps_of_any_size_equal_the_recurrence(seed: int, *, corrects: bool) -> None:
+def test_ragged_steps_of_any_size_equal_the_recurrence(form: Form, seed: int, *, corrects: bool) -> None:
     rng = random.Random(seed)
     lengths = [90, 37, 5]
     scans = [scan_call(n, corrects=corrects, seed=10 * seed + i) for i, n in enumerate(lengths)]
@@ -107,7 +130,7 @@ def test_ragged_steps_of_any_size_equal_the_recurrence(seed: int, *, corrects: b
     alone = [
         ReferenceStates(StateMetadata.alone(*_whole(n))).convolve(call) for n, call in zip(lengths, convs, strict=True)
     ]
-    sequences, done = Sequences(len(lengths), SPAN), [0] * len(lengths)
+    sequences, done = Sequences(form, len(lengths), SPAN), [0] * len(lengths)
     while any(n < length for n, length in zip(done, lengths, strict=True)):
         wanted = [
             (i, done[i], min(rng.choice([0, 1, 7, 16, 17, 40]), lengths[i] - done[i])) for i in range(len(lengths))
@@ -130,14 +153,14 @@ def test_ragged_steps_of_any_size_equal_the_recurrence(seed: int, *, corrects: b
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rejected_drafts_leave_no_trace(seed: int) -> None:
+def test_rejected_drafts_leave_no_trace(form: Form, seed: int) -> None:
     rng = random.Random(seed)
     call = scan_call(150, corrects=bool(seed % 2), seed=seed)
     wrong = scan_call(150, corrects=bool(seed % 2), seed=seed + 1000)
     convs, wrong_convs = conv_call(150, seed=0), conv_call(150, seed=1)
     expected, _ = recurrent(call, torch.zeros(HEADS, KEY_SIZE, VALUE_SIZE))
     alone = ReferenceStates(StateMetadata.alone(*_whole(150))).convolve(convs)
-    sequences, done = Sequences(1, 2 * SPAN), rng.randrange(1, 40)
+    sequences, done = Sequences(form, 1, 2 * SPAN), rng.randrange(1, 40)
     first = sequences.step([(0, 0, done)])
     first.convolve(ConvCall(MIXER, convs.inputs[:done], convs.weight, convs.bias, "silu"))
     first.scan(part_of(call, 0, done))
@@ -155,8 +178,8 @@ def test_rejected_drafts_leave_no_trace(seed: int) -> None:
         done += 1 + good
 
 
-def test_requests_whose_new_state_is_not_finite_are_reported() -> None:
-    sequences = Sequences(2, SPAN)
+def test_requests_whose_new_state_is_not_finite_are_reported(form: Form) -> None:
+    sequences = Sequences(form, 2, SPAN)
     step = sequences.step([(0, 0, 20), (1, 0, 20)])
     call = scan_call(40, corrects=True)
     call.value[25] = torch.nan
@@ -164,18 +187,61 @@ def test_requests_whose_new_state_is_not_finite_are_reported() -> None:
     assert step.step.broken == {1}
 
 
-def test_requests_whose_new_inputs_of_a_short_convolution_are_not_finite_are_reported() -> None:
+def test_requests_whose_new_inputs_of_a_short_convolution_are_not_finite_are_reported(form: Form) -> None:
     spec = StateSpec(channels=CHANNELS, kernel=KERNEL, input_size=4)
     pool = StatePoolConfig(num_slots=7, num_requests=3, rows_per_request=SPAN, interval=SPAN)
     layer = StateMemory({"": spec}, torch.float32, DEVICE).allocate(pool)[""]
     states = [StateStep(0, 0, [(16, 1)]), StateStep(1, 0, [(16, 3)]), StateStep(2, 0)]
     sequences = [SequenceStep(20 * i, 0, count, states[i]) for i, count in enumerate((20, 20, 5))]
-    step = RowStates({MIXER: layer}, StateMetadata(sequences), DEVICE)
+    step = form(layer, StateMetadata(sequences))
     call = conv_call(45)
     call.inputs[35] = torch.inf  # the last input before the second request's state
     call.inputs[42] = torch.nan  # belongs to no state yet
     step.convolve(call)
     assert step.step.broken == {1}
+
+
+@pytest.mark.parametrize("isa", runnable())
+@pytest.mark.parametrize("corrects", [True, False], ids=["delta rule", "state space duality"])
+@pytest.mark.parametrize("sizes", [(4, 2, 32, 64), (6, 1, 24, 80), (4, 4, 128, 128)])
+def test_kernels_give_the_same_bits_for_any_parts_and_threads(
+    sizes: tuple[int, int, int, int], isa: str, *, corrects: bool
+) -> None:
+    heads, key_heads, key_size, value_size = sizes
+    spec = StateSpec(
+        channels=600,
+        kernel=KERNEL,
+        input_size=4,
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_size=key_size,
+        value_size=value_size,
+    )
+    length, generator = 75, torch.Generator().manual_seed(sum(sizes))
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    keys = torch.nn.functional.normalize(normal(length, key_heads, key_size), dim=-1)
+    beta = torch.rand(length, heads, generator=generator) if corrects else None
+    decay = -torch.rand(length, heads, generator=generator)
+    scan = ScanCall(MIXER, normal(length, key_heads, key_size), keys, normal(length, heads, value_size), decay, beta)
+    conv = ConvCall(MIXER, normal(length, 600), normal(600, KERNEL), None, "silu")
+    results = []
+    for threads, size in ((1, length), (3, length), (2, 1), (2, 7), (2, 16), (2, 17)):
+        sequences, outputs = Sequences(kernel_form(isa, threads), 1, SPAN, spec), []
+        for start in range(0, length, size):
+            part = slice(start, min(start + size, length))
+            step = sequences.step([(0, start, part.stop - start)])
+            convolved = step.convolve(ConvCall(MIXER, conv.inputs[part], conv.weight, None, "silu"))
+            outputs.append((convolved, step.scan(part_of(scan, part.start, part.stop))))
+        results.append([torch.cat(each) for each in zip(*outputs, strict=True)])
+    torch.testing.assert_close(
+        results[0][1], recurrent(scan, torch.zeros(heads, key_size, value_size))[0], rtol=1e-5, atol=2e-5
+    )
+    for convolved, output in results[1:]:
+        assert torch.equal(convolved, results[0][0])
+        assert torch.equal(output, results[0][1])
 
 
 def _whole(length: int) -> tuple[IntArray, IntArray]:

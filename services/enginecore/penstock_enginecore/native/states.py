@@ -1,0 +1,133 @@
+"""Recurrent layers by the CPU kernels (``csrc/states.h``)."""
+
+import ctypes
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from penstock_enginecore.native.ffi_structs import Convolution, Scan, StateMemory, StateStep
+from penstock_enginecore.native.library import NativeLibrary
+from penstock_enginecore.states.base import ConvCall, ScanCall, StateContext, StateMetadata
+from penstock_enginecore.states.memory import StateLayer
+from penstock_enginecore.states.rows import RowStates
+
+_ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
+"""Activations of a convolution that the kernels have, by transformers' names."""
+
+
+class NativeStateKernels:
+    """Maker of contexts for steps whose recurrent layers the kernels of ``library`` compute."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self._library = library
+
+    def takes(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return whether the kernels support states whose convolution inputs have this dtype and place."""
+        return dtype == torch.float32 and device.type == "cpu"
+
+    def context(self, layers: Mapping[torch.nn.Module, StateLayer], step: StateMetadata) -> StateContext:
+        """Return the context of a step."""
+        return NativeStates(self._library, layers, step)
+
+
+class NativeStates:
+    """``StateContext`` of an engine step. The results of a token have the same bits in a prompt and in a decode step.
+
+    Args:
+        library: The kernels.
+        layers: Memory of the layers by mixer. Inputs of convolutions are float32.
+        step: States of the requests.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, layers: Mapping[torch.nn.Module, StateLayer], step: StateMetadata
+    ) -> None:
+        self._library = library
+        self._layers = layers
+        self.step = step
+        self._arrays = StepArrays(step)
+
+    def convolve(self, call: ConvCall) -> torch.Tensor:
+        """Compute the convolution of all requests, and store the new inputs and tails."""
+        layer = self._layers[call.mixer]
+        if call.activation not in _ACTIVATIONS:
+            return RowStates(self._layers, self.step, call.inputs.device).convolve(call)
+        inputs = _rows(call.inputs)
+        weight = call.weight.float().T.contiguous()
+        bias = None if call.bias is None else call.bias.float().contiguous()
+        output = torch.empty_like(inputs)
+        convolution = Convolution(
+            memory_struct(layer),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            _ACTIVATIONS[call.activation],
+            inputs.data_ptr(),
+            inputs.stride(0),
+            output.data_ptr(),
+            output.stride(0),
+        )
+        self._library.call("convolve", ctypes.byref(self._arrays.struct), ctypes.byref(convolution))
+        self._arrays.tell_broken(self.step)
+        return output.to(call.inputs.dtype)
+
+    def scan(self, call: ScanCall) -> torch.Tensor:
+        """Compute the recurrence of all requests, and store the open rows and the written states."""
+        query, key, value, decay = (_rows(each) for each in (call.query, call.key, call.value, call.decay))
+        beta = None if call.beta is None else _rows(call.beta)
+        output = torch.empty_like(value)
+        scan = Scan(
+            memory_struct(self._layers[call.mixer]),
+            *(query.data_ptr(), query.stride(0)),
+            *(key.data_ptr(), key.stride(0)),
+            *(value.data_ptr(), value.stride(0)),
+            *(decay.data_ptr(), decay.stride(0)),
+            *((None, 0) if beta is None else (beta.data_ptr(), beta.stride(0))),
+            *(output.data_ptr(), output.stride(0)),
+        )
+        self._library.call("scan", ctypes.byref(self._arrays.struct), ctypes.byref(scan))
+        self._arrays.tell_broken(self.step)
+        return output
+
+
+class StepArrays:
+    """States of a step as the kernels read them. ``struct`` points into this object's arrays."""
+
+    def __init__(self, step: StateMetadata) -> None:
+        sequences, writes = [], []
+        for each in step.sequences:
+            state, begin = each.state, len(writes)
+            writes += state.writes
+            sequences.append((each.first, each.start, each.count, state.rows, state.closed, begin, len(writes)))
+        self._sequences = np.array(sequences, dtype=np.int64).reshape(-1, 7)
+        self._writes = np.array(writes, dtype=np.int64).reshape(-1, 2)
+        self._broken = np.zeros(len(sequences), dtype=np.int64)
+        self.struct = StateStep(
+            len(sequences), self._sequences.ctypes.data, self._writes.ctypes.data, self._broken.ctypes.data
+        )
+
+    def tell_broken(self, step: StateMetadata) -> None:
+        """Add the sequences with broken states to ``step``."""
+        if self._broken.any():
+            step.broken.update(np.flatnonzero(self._broken).tolist())
+
+
+def memory_struct(layer: StateLayer) -> StateMemory:
+    """Return the kernels' struct for the memory of a layer, which must outlive the struct."""
+    spec = layer.spec
+    parts = (layer.tails, layer.inputs, layer.closed, layer.keys, layer.updates, layer.decays)
+    return StateMemory(
+        *(None if part is None else part.data_ptr() for part in parts),
+        layer.inputs.shape[1],
+        spec.channels,
+        spec.kernel,
+        spec.num_heads,
+        spec.num_key_heads,
+        spec.key_size,
+        spec.value_size,
+    )
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return float32 rows ``[tokens, ...]`` without gaps inside a row."""
+    return tensor.float().contiguous()
