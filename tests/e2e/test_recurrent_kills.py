@@ -1,8 +1,7 @@
 """Streams of models with recurrent layers survive kills of the engines that compute them.
 
-Engines compute the states of a resumed answer anew, from more tokens at once, so log-probabilities differ by rounding. A
-sampled token differs if its drawn number lies between the two results. The random models have one likely token at most
-positions, so that this is rare: about one sampled token in 100000.
+Engines compute the states of a resumed answer anew, from more tokens at once. The CPU kernels' decoder gives them the same
+bits, so sampled tokens are the same too.
 """
 
 from pathlib import Path
@@ -37,7 +36,7 @@ def is_sampled(pair: Pair) -> bool:
     return "sampled" in pair.request.kind
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", "granitemoehybrid"])
+@pytest.mark.parametrize("architecture", ["qwen3_5", "granitemoehybrid_dense", "lfm2"])
 async def test_no_stream_fails_and_no_greedy_one_differs_over_four_kills(architecture: str, tmp_path: Path) -> None:
     save_decided_model(architecture, tmp_path)
     load = rows_of_requests(STREAMS, 3, 600)

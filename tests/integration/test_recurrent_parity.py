@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from penstock_common.types.outputs import FinishReason
 from penstock_common.types.request import EngineCoreRequest
@@ -273,8 +274,9 @@ def test_drafts_of_a_model_with_attention_give_the_same_tokens(case: Case, atten
 def test_drafts_of_a_head_are_those_of_plain_torch_and_give_the_same_tokens(
     case: Case, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = random_head(kind, layers=(0, 1, 1) if kind == "eagle3" else (), hidden=48, vocab=VOCAB_SIZE)
-    save_head(head, tmp_path, LAYOUTS[0], hidden=48, vocab=VOCAB_SIZE)
+    hidden = AutoConfig.from_pretrained(case.path).hidden_size
+    head = random_head(kind, layers=(0, 1, 1) if kind == "eagle3" else (), hidden=hidden, vocab=VOCAB_SIZE)
+    save_head(head, tmp_path, LAYOUTS[0], hidden=hidden, vocab=VOCAB_SIZE)
     seen, reference = Seen(monkeypatch), Reference(case.path, head)
     engine = engine_of(
         case.path, cache={"enable_prefix_caching": False}, speculative=speculative(5, kind, model=str(tmp_path))

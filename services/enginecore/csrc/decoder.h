@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -14,56 +13,15 @@
 #include "lora.h"
 #include "mixing.h"
 #include "pool.h"
+#include "recurrent.h"
+#include "rows.h"
 
 namespace penstock {
-
-inline float rms_scale(const float* x, int64_t n, float eps) {
-  vf squares{};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) squares += load(x + i) * load(x + i);
-  float total = sum(squares);
-  for (; i < n; ++i) total += x[i] * x[i];
-  return 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
-}
-
-inline void rms_norm(const float* x, const float* weight, float* out, int64_t n, float eps) {
-  const float scale = rms_scale(x, n, eps);
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(out + i, load(weight + i) * (load(x + i) * splat(scale)));
-  for (; i < n; ++i) out[i] = weight[i] * (x[i] * scale);
-}
-
-// Rotates halves: (x, y) -> (x cos - y sin, y cos + x sin).
-inline void rotate(float* x, const float* cosines, const float* sines, int64_t size) {
-  const int64_t half = size / 2;
-  int64_t i = 0;
-  for (; i + kLanes <= half; i += kLanes) {
-    const vf a = load(x + i), b = load(x + i + half);
-    store(x + i, a * load(cosines + i) - b * load(sines + i));
-    store(x + i + half, b * load(cosines + i + half) + a * load(sines + i + half));
-  }
-  for (; i < half; ++i) {
-    const float a = x[i], b = x[i + half];
-    x[i] = a * cosines[i] - b * sines[i];
-    x[i + half] = b * cosines[i + half] + a * sines[i + half];
-  }
-}
-
-// Applies the soft cap in place.
-inline void cap(float* x, int64_t n, float cap) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store(x + i, capped(load(x + i), cap));
-  if (i == n) return;
-  float last[kLanes] = {};
-  std::memcpy(last, x + i, (n - i) * sizeof(float));
-  store(last, capped(load(last), cap));
-  std::memcpy(x + i, last, (n - i) * sizeof(float));
-}
 
 class Decoder {
  public:
   Decoder(const Model& model, Pool& pool)
-      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers) {
+      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers), recurrent_(layers_) {
     model_.layers = layers_.data();
     const auto look = [this](const Linear& linear) {
       if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
@@ -72,8 +30,11 @@ class Decoder {
       gated_width_ = std::max(gated_width_, rounds(layer.down) ? row_width(layer.down) : model.intermediate);
       for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
       mixes_ = mixes_ || layer.mixture.num_experts > 0;
+      qkv_width_ = std::max(qkv_width_, layer.qkv.n);
+      heads_width_ = std::max(heads_width_, layer.output.k);
       norms_ = norms_ || layer.attention_out_norm != nullptr || layer.mlp_out_norm != nullptr;
     }
+    while (layers_[attending_].recurrence.kind != kNoRecurrence) ++attending_;
     look(model_.head);
     look(model_.fusion.fc);
     if (mixes_) mixing_.measure(layers_);
@@ -122,22 +83,23 @@ class Decoder {
     num_gathered_ = few ? step.num_rows : 0;
     gathered_ = few;
     counts_[kAll] = tokens, counts_[kLast] = few ? step.num_rows : tokens;
-    if (few) last_.resize(step.num_rows * m.hidden), kept_.resize(step.num_rows, m.num_heads * m.head_size);
+    if (few) last_.resize(step.num_rows * m.hidden), kept_.resize(step.num_rows, heads_width_);
     states_[kAll] = step.x, states_[kLast] = few ? last_.data() : step.x;
     heads_[kAll] = &attended_, heads_[kLast] = few ? &kept_ : &attended_;
-    qkv_.resize(tokens, (m.num_heads + 2 * m.num_kv_heads) * m.head_size);
+    qkv_.resize(tokens, qkv_width_);
     normed_.resize(std::max(tokens, step.num_rows), m.hidden);
-    attended_.resize(tokens, m.num_heads * m.head_size);
+    attended_.resize(tokens, heads_width_);
+    recurrent_.begin(step, layers_, pool_.threads());
     gated_.resize(tokens, gated_width_);
     if (norms_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
     if (mixes_) mixing_.resize(tokens, m.hidden);
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
     if (fuses()) both_.resize(tokens, 2 * m.hidden);
     num_fused_ = m.fusion.state_norm != nullptr && step.own_states ? 0 : tokens;
-    plan_attention(attention(0), pool_.threads(), plans_[kAll]);  // the same for all layers except the last
+    plan_attention(attention(attending_), pool_.threads(), plans_[kAll]);  // the same for all layers except the last
     plans_[kLast] = plans_[kAll];
     if (few) leave_out(plans_[kLast]);
-    segments_.resize(plans_[kAll].num_parts, part_width(attention(0)));
+    segments_.resize(plans_[kAll].num_parts, part_width(attention(attending_)));
     adapted_[kAll].assign(step.segments, step.segments + step.num_segments);
     take_segments(step.segments, step.num_segments, step.rows, step.num_rows, adapted_[kHead]);
     adapted_[kLast] = few ? adapted_[kHead] : adapted_[kAll];
@@ -289,7 +251,7 @@ class Decoder {
     return cursor(num_gathered_, [this](int64_t i) {
       const int64_t token = step_.rows[i];
       std::memcpy(last_.data() + i * model_.hidden, step_.x + token * model_.hidden, model_.hidden * sizeof(float));
-      std::memcpy(kept_.row(i), attended_.row(token), model_.num_heads * model_.head_size * sizeof(float));
+      std::memcpy(kept_.row(i), attended_.row(token), heads_width_ * sizeof(float));
     });
   }
 
@@ -413,11 +375,7 @@ class Decoder {
     if (!product(cursor, kAll, normed, l.qkv,
                  [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }, kPlaces * index + kQkv))
       return false;
-    if (!some_tokens(cursor, kAll, [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;
-    if (!cursor(num_attentions_[part], [&](int64_t task) { attend(attention(index), plans_[part].tasks[task], segments_); }))
-      return false;
-    if (!cursor(num_merges_[part], [&](int64_t task) { merge_segments(attention(index), plans_[part].merges[task], segments_); }))
-      return false;
+    if (!(l.recurrence.kind == kNoRecurrence ? attend_heads(cursor, index) : recur(cursor, index))) return false;
     if (part == kLast && !gather(cursor)) return false;
     if (!split(cursor, part, attended, l.output)) return false;
     if (!shrink(cursor, part, attended, kPlaces * index + kOutput)) return false;
@@ -425,6 +383,35 @@ class Decoder {
                  kPlaces * index + kOutput))
       return false;
     return settle(cursor, 2 * index, part, l.attention_out_norm);
+  }
+
+  // Computes the outputs of the attention heads.
+  bool attend_heads(Cursor& cursor, size_t index) {
+    const Layer& l = layers_[index];
+    const int part = part_of(index);
+    if (!some_tokens(cursor, kAll, [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;
+    if (!cursor(num_attentions_[part], [&](int64_t task) { attend(attention(index), plans_[part].tasks[task], segments_); }))
+      return false;
+    if (!cursor(num_merges_[part], [&](int64_t task) { merge_segments(attention(index), plans_[part].merges[task], segments_); }))
+      return false;
+    return !l.gated || each_token(cursor, kAll, [&](int64_t t) {
+      const int64_t n = model_.num_heads * model_.head_size;
+      multiply_logistic(attended_.row(t), qkv_.row(t) + n + 2 * model_.num_kv_heads * model_.head_size, n);
+    });
+  }
+
+  // Computes the outputs of a recurrent layer.
+  bool recur(Cursor& cursor, size_t index) {
+    const Recurrence& r = layers_[index].recurrence;
+    if (r.kind == kShortConvolution && !each_token(cursor, kAll, [&](int64_t t) { Recurrent::gate_inputs(r, qkv_.row(t)); }))
+      return false;
+    if (!cursor(recurrent_.num_convolutions(r), [&](int64_t task) { recurrent_.convolve(index, r, qkv_, task); })) return false;
+    if (r.kind != kShortConvolution) {
+      if (!each_token(cursor, kAll, [&](int64_t t) { recurrent_.prepare(r, qkv_, t); })) return false;
+      if (!cursor(recurrent_.num_scans(), [&](int64_t task) { recurrent_.scan(index, r, attended_, task); })) return false;
+      if (!cursor(recurrent_.num_sequences(), [&](int64_t s) { recurrent_.store_keys(index, r, s); })) return false;
+    }
+    return each_token(cursor, kAll, [&](int64_t t) { recurrent_.finish(r, qkv_.row(t), t, attended_.row(t)); });
   }
 
   bool mlp(Cursor& cursor, size_t index) {
@@ -532,7 +519,7 @@ class Decoder {
   enum { kAll, kLast, kHead }; // all tokens of a step; tokens of the last layer after its attention; tokens with logits
   enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // updates of an adapter in a layer
   static constexpr int kHeadPhases = 4;
-  static constexpr int kPhases = 22;      // per layer, including sums over ranks, adapters and splitting of inputs
+  static constexpr int kPhases = 25;      // per layer, including sums over ranks, adapters and splitting of inputs
   static constexpr int64_t kRowTask = 4;  // tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
@@ -553,6 +540,9 @@ class Decoder {
   bool norms_ = false;             // some layers norm their outputs
   bool mixes_ = false;             // some layers have experts
   Mixing mixing_;
+  Recurrent recurrent_;
+  size_t attending_ = 0;           // the first layer with attention
+  int64_t qkv_width_ = 0, heads_width_ = 0;  // the largest of all layers
   std::vector<float> added_;       // values that a layer is about to add
   std::vector<float> last_;        // states and, in `kept_`, heads of tokens that need logits
   Buffer kept_;

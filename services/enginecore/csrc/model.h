@@ -47,7 +47,7 @@ struct Update {
   int64_t rank;
   int64_t interleaved;
   int64_t num_pieces;
-  Piece pieces[3];
+  Piece pieces[4];
 };
 
 // Rows `first` to `end - 1`, which use the same adapter. `updates` has the updates of qkv, output, gate_up and down of each layer,
@@ -186,9 +186,46 @@ struct Mixture {
   const Linear* down;     // [experts]
 };
 
+// Kinds of recurrent layers: the gated delta rule, Mamba-2's state space duality, and a short convolution between two gates.
+enum RecurrenceKind : int64_t { kNoRecurrence, kDeltaRule, kDuality, kShortConvolution };
+
+// Recurrent layer between the products `qkv` and `output` of a decoder layer. Rows of `qkv` have the `channels` inputs of the
+// convolution at index `channels_at`, and at other indices the gate, the steps and beta, of which the delta rule and the duality use
+// some. A short convolution multiplies its inputs by the `channels` values at `step_at` and its outputs by the gate. `weight` is
+// [kernel, channels]. `decay` [heads] is the negative factor of the steps' logarithm, `step_bias` [heads] is added to steps, and
+// `skip` [heads] multiplies values that are added to the outputs. `norm` [heads, value size] is the weight of a norm over
+// `norm_size` elements each, before the gate or, if `gates_first` is not 0, after it. Missing parameters are null.
+struct Recurrence {
+  int64_t kind;
+  const float* weight;
+  const float* bias;
+  int64_t silu;
+  int64_t channels;
+  int64_t kernel;
+  int64_t num_heads;
+  int64_t num_key_heads;
+  int64_t key_size;
+  int64_t value_size;
+  int64_t channels_at;
+  int64_t gate_at;
+  int64_t step_at;
+  int64_t beta_at;
+  const float* decay;
+  const float* step_bias;
+  const float* skip;
+  const float* norm;
+  int64_t norm_size;
+  int64_t gates_first;
+  float eps;
+  float min_step;
+  float max_step;
+};
+
 // Decoder layer. In `gate_up`, rows of gate and up alternate in groups of one vector's lanes. The out norms are applied before
 // attention's and the MLP's outputs are added to the hidden states. Missing norms are null. `rotary` is the index of the layer's
-// rotary embedding in the step. If a layer has neither `gate_up` nor experts, its MLP is computed outside the kernels.
+// rotary embedding in the step. If a layer has neither `gate_up` nor experts, its MLP is computed outside the kernels. If `gated` is not 0,
+// rows of `qkv` end with a gate for the heads' outputs, of which the logistic function is used. If the layer is recurrent, it has no
+// attention.
 struct Layer {
   const float* input_norm;
   const float* attention_out_norm;
@@ -203,6 +240,8 @@ struct Layer {
   Mixture mixture;
   Params params;
   int64_t rotary;
+  int64_t gated;
+  Recurrence recurrence;
 };
 
 // Memory through which `size` ranks exchange data (see exchange.h), in pieces of `piece` bytes. `base` is null for a single rank.
@@ -277,7 +316,8 @@ struct Rotary {
 // fusion. If `own_states` is not 0, the head computed the states itself, and they are [tokens, hidden]. `segments` are the tokens
 // with adapters, in order. `key_ends` [tokens] has the end of each query's keys, as a position in its request. An end is after the
 // query's own position, and ends never decrease. Null means causal attention. `deepstack` [num_deepstack, tokens, hidden] is added
-// to the outputs of the first layers.
+// to the outputs of the first layers. `recurrent` and `memories` [layers] are the states of recurrent layers, or null. Only the
+// pointers of a memory and its `length` are used here.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
@@ -312,6 +352,8 @@ struct Step {
   const int64_t* key_ends;
   int64_t num_deepstack;
   const float* deepstack;
+  const StateStep* recurrent;
+  const StateMemory* memories;
 };
 
 // Chain of more steps after a step. The `rows` of the first step are the last tokens of its first requests.

@@ -97,7 +97,7 @@ class Operators {
     pool_.prepare(1);
     states_ = step;
     convolution_ = convolution;
-    num_tasks_ = step.num_sequences * channel_blocks(convolution.memory);
+    num_tasks_ = step.num_sequences * channel_blocks(convolution.memory.channels);
     pool_.run(convolve_job_);
   }
 

@@ -57,14 +57,14 @@ inline void mark_broken(const StateStep& step, int64_t sequence) {
 
 // Convolutions.
 
-inline int64_t channel_blocks(const StateMemory& memory) { return (memory.channels + kChannels - 1) / kChannels; }
+inline int64_t channel_blocks(int64_t channels) { return (channels + kChannels - 1) / kChannels; }
 
 // Computes and stores one block of the channels of one sequence.
 class ConvolutionTask {
  public:
   ConvolutionTask(const StateStep& step, const Convolution& convolution, int64_t task)
-      : step_(step), c_(convolution), m_(convolution.memory), index_(task / channel_blocks(m_)), s_(step.sequences[index_]) {
-    from_ = task % channel_blocks(m_) * kChannels;
+      : step_(step), c_(convolution), m_(c_.memory), index_(task / channel_blocks(m_.channels)), s_(step.sequences[index_]) {
+    from_ = task % channel_blocks(m_.channels) * kChannels;
     count_ = std::min(kChannels, m_.channels - from_);
   }
 

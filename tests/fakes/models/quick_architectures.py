@@ -27,6 +27,7 @@ QUICK_ARCHITECTURES = tuple(
 
 RECURRENT_KINDS = (
     "granitemoehybrid",  # Mamba-2 beside attention, experts
+    "granitemoehybrid_dense",  # factors of inputs, residual additions and logits
     "lfm2",  # short convolutions
     "mamba2",  # no attention
     "qwen3_5",  # gated delta rule

@@ -137,9 +137,9 @@ _DELTA = {
     **_HEAD,
     **_UNTIED,
     "num_hidden_layers": 4,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 8,
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
@@ -158,7 +158,7 @@ _CALM = {"initializer_range": 0.1}
 """With larger weights, rounding in a recurrence grows until logits differ by 1e-2 between orders of summation."""
 _UNLIMITED = {"time_step_min": 1e-9}
 """transformers applies the minimum time step to prompts only, so its outputs would depend on where the prompt ends."""
-_CONV = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], **_UNTIED}
+_CONV = {"hidden_size": 64, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], **_UNTIED}
 _RECURRENT: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 96},
@@ -168,6 +168,20 @@ _RECURRENT: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["mamba", "attention", "mamba"],
         "shared_intermediate_size": 32,
+    },
+    "granitemoehybrid_dense": {
+        **_MAMBA,
+        "model_type": "granitemoehybrid",
+        "hidden_size": 64,
+        "mamba_d_head": 16,
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "shared_intermediate_size": 64,
+        "num_local_experts": 0,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.3,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 0.5,
     },
     "lfm2": {**_CONV, "block_multiple_of": 32},
     "lfm2_moe": {**_CONV, **_MOE, "num_dense_layers": 1},

@@ -133,7 +133,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
 
     def attended(attends: AttentionBackend, packed_bytes: int = 0) -> ForwardPass:
-        return ModulesForward(probed, attends, packed_bytes, adapted, state_kernels=native and native.states())
+        return ModulesForward(probed, attends, packed_bytes, adapted, state_kernels=native.states() if native else None)
 
     serve = partial(attended, backend)
 
@@ -144,7 +144,7 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     whole = not config.part and not probed.states
     candidates = fused_candidates(probed, config.kernels, config.attention_backend, config.lora) if whole else []
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
-    if native is not None and native.uses.decoder and attends and not probed.states:
+    if native is not None and native.uses.decoder and attends and (native.uses.states or not probed.states):
         candidates.append(decoder_candidate(native.library, probed, run_prompt, config.part))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
@@ -227,7 +227,7 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
 
     def backbone(attends: AttentionBackend, packed_bytes: int = 0, *, from_start: bool = False) -> Backbone:
         of = (model, specs, attends, config.device, packed_bytes, config.cache_dtype, adapted)
-        return Backbone(*of, from_start=from_start, state_kernels=native and native.states())
+        return Backbone(*of, from_start=from_start, state_kernels=native.states() if native else None)
 
     reference = backbone(create_backend("reference", config.device), from_start=True)
 

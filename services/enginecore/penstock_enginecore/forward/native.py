@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -32,7 +33,7 @@ from penstock_enginecore.forward.native_inputs import (
     expect_no_media,
     give_media,
 )
-from penstock_enginecore.forward.native_layers import KernelDecoder, unsuitable_part
+from penstock_enginecore.forward.native_layers import KernelDecoder, query_rows, unsuitable_part
 from penstock_enginecore.lora.adapter import (
     AdaptedModules,
     LoraAdapter,
@@ -43,17 +44,22 @@ from penstock_enginecore.lora.adapter import (
     expect_known,
     segments_of_rows,
 )
-from penstock_enginecore.models.decoder_plan import MLPPlan, ModelPlan, has_mixtures, plan_model
+from penstock_enginecore.models.decoder_plan import AttentionPlan, MLPPlan, ModelPlan, Norm, RecurrentPlan
 from penstock_enginecore.models.errors import UnsuitableError
+from penstock_enginecore.models.hybrid_reader import hybrid_has_mixtures, plan_hybrid
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.encoder import attend_by
+from penstock_enginecore.models.plan_reader import has_mixtures, plan_model
 from penstock_enginecore.native.attention import WholeAttention
 from penstock_enginecore.native.backend import NativeBackend, PackedLayers
 from penstock_enginecore.native.ffi_structs import Segment, Step
+from penstock_enginecore.native.ffi_structs import StateMemory as StateStruct
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.linear import MergedUpdate, PackedLinear, PackedUpdates
+from penstock_enginecore.native.states import StepArrays, memory_struct
 from penstock_enginecore.parallel.sharding import Part
 from penstock_enginecore.parallel.stages import Seams
+from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 # LoRA adapters of a model that the CPU kernels' decoder computes.
 
@@ -61,11 +67,12 @@ from penstock_enginecore.parallel.stages import Seams
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Linear layers, by name, that form one matrix product of the decoder. Empty if the decoder does not compute the
-    product.
+    product. ``gated`` is the attention whose queries, keys, values and gates they compute, or None without gates.
     """
 
     layers: dict[str, torch.nn.Linear]
     interleaved: bool = False
+    gated: AttentionPlan | None = None
 
     def take(self, updates: dict[str, LowRankUpdate]) -> MergedUpdate | None:
         """Remove the updates of these layers from ``updates`` and return them merged. Raises ValueError if the features
@@ -79,6 +86,12 @@ class _Place:
                 expect_features(name, update, layer.out_features, layer.in_features)
         if not any(own):
             return None
+        if self.gated is not None:  # the gate's rows are the last of the product
+            query, own = own[0], own[1:]
+            halves = (
+                [None, None] if query is None else [LowRankUpdate(query.a, b) for b in query_rows(self.gated, query.b)]
+            )
+            own, features = [halves[0], *own, halves[1]], [features[0] // 2, *features[1:], features[0] // 2]
         if self.interleaved and len(own) == 1 and own[0] is not None:
             return MergedUpdate.halves(own[0])
         return MergedUpdate.of(own, features, interleaved=self.interleaved)
@@ -132,12 +145,13 @@ def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
     """Yield the products in the decoder's order: for each layer qkv, output, gate and up, and down; then the head."""
     names = {id(each): name for name, each in module.named_modules()}
 
-    def place(*layers: Any, interleaved: bool = False) -> _Place:
-        return _Place({names[id(layer)]: layer for layer in layers}, interleaved)
+    def place(*layers: Any, interleaved: bool = False, gated: AttentionPlan | None = None) -> _Place:
+        return _Place({names[id(layer)]: layer for layer in layers}, interleaved, gated)
 
     for layer in plan.layers:
         *first, output = layer.attention.linears
-        yield place(*first)
+        attention = layer.attention
+        yield place(*first, gated=attention if isinstance(attention, AttentionPlan) and attention.gated else None)
         yield place(output)
         gated = layer.mlp if isinstance(layer.mlp, MLPPlan) else None
         yield place(*gated.gate_up, interleaved=True) if gated else _Place({})
@@ -177,7 +191,8 @@ def decoder_candidate(
         part: This rank's part of the model, if several ranks share the model.
         seams: Hidden states at the cuts between pipeline stages, or None without stages.
     """
-    spends = has_mixtures(probed.model.module)
+    module = probed.model.module
+    spends = hybrid_has_mixtures(module) if probed.states else has_mixtures(module)
     return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams), library.rounds_to, spends)
 
 
@@ -216,8 +231,11 @@ class NativeForward(KernelDecoder):
         part: Part | None = None,
         seams: Seams | None = None,
     ) -> None:
-        module, plan = probed.model.module, plan_model(probed.model.module, probed.calls)
+        module = probed.model.module
+        plan = (plan_hybrid if probed.states else plan_model)(module, probed.calls)
         reason = unsuitable_part(probed.model, plan, part)
+        if probed.states and seams is not None:
+            reason = "the model's recurrent layers are split between stages"
         if plan.embedding.dtype not in (torch.float32, torch.bfloat16):
             reason = f"the model's weights are {str(plan.embedding.dtype).removeprefix('torch.')}"
         if seams is not None and probed.model.dtype != torch.float32:
@@ -230,12 +248,26 @@ class NativeForward(KernelDecoder):
         embedding = EmbeddingLookup(module.get_input_embeddings())
         super().__init__(library, module, plan, probed.specs, embedding, probed.model.max_len, run, part)
         self._part, self._seams = part, seams
+        self.states = StateMemory(
+            {name: msgspec.structs.replace(spec, input_size=4) for name, spec in probed.states.items()},
+            torch.float32,
+            self.device,
+        )
+        self.bind_states({})
         # Ranks that share experts have exchanged the token count of this step, so each rank must compute the MLPs of
         # all its tokens.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._adapters = DecoderAdapters(library, module, plan)
         self._sum_nanoseconds = np.zeros(2 * len(plan.layers), dtype=np.int64)
         self._kept_layers = np.zeros(0, dtype=np.int64)
+
+    def bind_states(self, layers: StateLayers) -> None:
+        """Use these states of recurrent layers. They are in order of execution."""
+        of = iter([layers[name] for name in self.states.specs] if layers else [])
+        bound = [next(of, None) if isinstance(each.attention, RecurrentPlan) else None for each in self._plan.layers]
+        structs = (StateStruct() if each is None else memory_struct(each) for each in bound)
+        self._memories = (StateStruct * len(bound))(*structs)
+        self._bound_states = layers  # keeps the memory alive that the structs point into
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return rows of the embedding in float32."""
@@ -265,8 +297,12 @@ class NativeForward(KernelDecoder):
             step.num_kept, step.kept_layers, step.hidden = len(kept), kept.ctypes.data, hidden.data_ptr()
         self._compute(step, x, batch.segments, rows)
         del deepstack  # the kernels have read it by now
-        if hidden is not None and len(normed):
-            hidden[:, normed] = self._module.model.norm(x)[:, None]
+        if batch.states is not None:
+            self._arrays.tell_broken(batch.states)
+        if hidden is not None:
+            hidden *= self._layers.unit
+        if hidden is not None and len(normed) and self._plan.norm is not None:
+            hidden[:, normed] = _normed(self._plan.norm, x * self._layers.unit)[:, None]
         if self._seams is not None and not self._model.head.n:
             self._seams.leaving = x
         if self._part is not None:
@@ -283,7 +319,8 @@ class NativeForward(KernelDecoder):
         """
         alone = self._part is None and self._seams is None
         known = self._embedding.rows(np.zeros(0, dtype=np.int64)) is not None
-        return alone and known and not self._layers.outside and self._model.head.n > 0
+        inside = not self._layers.outside and not self.states.specs
+        return alone and known and inside and self._model.head.n > 0
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
         """Compute all steps in one call.
@@ -341,6 +378,11 @@ class NativeForward(KernelDecoder):
         step = self.step(batch, x, embedding, rotaries)
         step.num_rows, step.rows, step.logits = len(rows), rows.ctypes.data, logits.data_ptr()
         step.sum_nanoseconds = self._sum_nanoseconds.ctypes.data
+        if self.states.specs:
+            if batch.states is None:
+                raise RuntimeError("the step has no states for the model's recurrent layers")
+            self._arrays = StepArrays(batch.states)
+            step.recurrent, step.memories = ctypes.pointer(self._arrays.struct), self._memories
         return step
 
     def _compute(self, step: Step, x: torch.Tensor, segments: Sequence[LoraSegment], rows: IntArray) -> None:
@@ -371,11 +413,12 @@ class NativeForward(KernelDecoder):
         """
         if self._seams is not None and self._seams.entering is not None:
             return self._seams.entering.clone(), None
+        factor = self.input_factor
         if batch.embedded is not None:
-            return batch.embedded, None
+            return batch.embedded if factor == 1 else batch.embedded * factor, None
         rows = self._embedding.rows(batch.token_ids)
         if rows is None:
-            return self.embed(batch.token_ids), None
+            return self.embed(batch.token_ids) * factor, None
         return torch.empty(len(batch.token_ids), self._model.hidden), rows
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
@@ -386,9 +429,20 @@ class NativeForward(KernelDecoder):
         return vocabulary.finish(logits)
 
     def take_over(self) -> "NativeForward":
-        """Free the modules' weights; see ``DecoderLayers.free``."""
+        """Free the modules' weights; see ``DecoderLayers.free``. The model's head module then uses the packed weight,
+        because MTP layers call it.
+        """
         self._layers.free()
+        if self._plan.head is not None and self._layers.head is not None:
+            head = PackedLinear(self._library, self._plan.head, packed=self._layers.head)
+            self._module.set_output_embeddings(head)
         return self
+
+
+def _normed(norm: Norm, x: torch.Tensor) -> torch.Tensor:
+    """Return ``x`` ``[tokens, hidden size]`` after the norm."""
+    weight = norm.weight.detach().float() + norm.offset
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps))
 
 
 class _PackedModules(Generic[T]):

@@ -9,8 +9,8 @@ import torch
 
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.forward.base import ChainedDraws, ForwardBatch
-from penstock_enginecore.models.decoder_plan import embedding_scale
 from penstock_enginecore.models.dtypes import NarrowWeight
+from penstock_enginecore.models.plan_reader import embedding_scale
 from penstock_enginecore.native.attention import key_ends_of
 from penstock_enginecore.native.ffi_structs import Chain, Rotary, Step
 from penstock_enginecore.native.weights import KINDS

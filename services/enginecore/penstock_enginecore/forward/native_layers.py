@@ -14,13 +14,34 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.modules import module_bytes
 from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries
-from penstock_enginecore.models.decoder_plan import AttentionPlan, ExpertsPlan, LayerPlan, MLPPlan, ModelPlan, Norm
+from penstock_enginecore.models.decoder_plan import (
+    AttentionPlan,
+    ExpertsPlan,
+    LatentPlan,
+    LayerPlan,
+    MLPPlan,
+    ModelPlan,
+    Norm,
+    RecurrentPlan,
+)
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.native.attention import TILE, cache_struct, group_struct, kernel_layout, params_struct
 from penstock_enginecore.native.backend import PackedLayers
 from penstock_enginecore.native.experts import PackedExperts, PackedRouter
-from penstock_enginecore.native.ffi_structs import Cache, Exchange, Fusion, Group, Layer, Linear, Mixture, Model, Step
+from penstock_enginecore.native.ffi_structs import (
+    Cache,
+    Exchange,
+    Fusion,
+    Group,
+    Layer,
+    Linear,
+    Mixture,
+    Model,
+    Params,
+    Recurrence,
+    Step,
+)
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import PackedWeight, interleaved
 from penstock_enginecore.parallel.collectives import PIECE
@@ -28,6 +49,8 @@ from penstock_enginecore.parallel.sharding import Part
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """Numbers of gate activations in the kernels' interface."""
+_RECURRENCES = {"delta rule": 1, "duality": 2, "short convolution": 3}
+"""Numbers of kinds of recurrent layers in the kernels' interface."""
 _MAX_LAYERS = 800
 
 
@@ -37,17 +60,25 @@ def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCa
         return f"cache.block_size {odd[0]} is not a multiple of {TILE}"
     if len(plan.layers) > _MAX_LAYERS:
         return f"the model has more than {_MAX_LAYERS} layers"
-    attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
-    if len(attentions) < len(plan.layers):
+    if any(isinstance(each.attention, LatentPlan) for each in plan.layers):
         return "the model's layers use latent attention (MLA)"
+    attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
+    if reason := _unsuitable_recurrence(library, plan):
+        return reason
     if (head_size := attentions[0].head_size) % library.lanes:
         return f"a head size of {head_size} is not a multiple of {library.lanes}"
     if len({(each.num_heads, each.num_kv_heads, each.head_size) for each in attentions}) > 1:
         return "the model's layers have heads of different shapes"
     if len({norm.eps for norm in plan.norms}) > 1:
         return "the model's norms have different epsilons"
-    if {plan.input_scale, plan.logits_divisor, *(layer.residual_scale for layer in plan.layers)} != {1.0}:
-        return "the model scales inputs, residual additions or logits"
+    if len({layer.residual_scale for layer in plan.layers}) > 1:
+        return "the model's layers scale residual additions differently"
+    if plan.layers[0].residual_scale != 1 and any(
+        layer.attention.norms or any(layer.norms_after) for layer in plan.layers
+    ):
+        return "the model scales residual additions, and norms other values than hidden states"
+    if plan.logits_divisor != 1 and plan.head is not None and plan.norm is None:
+        return "the model scales logits and has no final norm"
     return next((reason for layer in plan.layers if (reason := _unsuitable_mlp(library, layer))), None)
 
 
@@ -63,7 +94,9 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
         return "the model's head is split between workers"
     if not all(isinstance(layer.mlp, MLPPlan) for layer in plan.layers):
         return "the model's experts are split between workers"
-    if _attention(plan.layers[0]).norms_all_heads:
+    if any(isinstance(layer.attention, RecurrentPlan) for layer in plan.layers):
+        return "the model's recurrent layers are split between workers"
+    if _first_attention(plan).norms_all_heads:
         return "the input of a norm is split between workers"
     return None
 
@@ -79,7 +112,7 @@ def empty(linear: Any) -> None:
 
 
 def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
-    mlp, module = layer.mlp, layer.module.get_submodule("mlp")
+    mlp, module = layer.mlp, layer.mlp_module
     if not isinstance(mlp, MLPPlan):
         odd: torch.dtype | None = next(
             (weight.dtype for weight in module.parameters() if weight.dtype != torch.float32), None
@@ -92,10 +125,29 @@ def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
     return "a gate has a bias" if any(linear.bias is not None for linear in mlp.gate_up) else None
 
 
-def _attention(layer: LayerPlan) -> AttentionPlan:
-    if not isinstance(layer.attention, AttentionPlan):
-        raise TypeError(f"{layer.name} uses latent attention (MLA)")
-    return layer.attention
+def _unsuitable_recurrence(library: NativeLibrary, plan: ModelPlan) -> str | None:
+    recurrent = [each.attention for each in plan.layers if isinstance(each.attention, RecurrentPlan)]
+    shapes = {(each.num_heads, each.num_key_heads, each.key_size, each.value_size) for each in recurrent}
+    if len(shapes) > 1:
+        return "the model's recurrent layers have heads of different shapes"
+    for each in recurrent:
+        # Adapters need projections that begin at whole vectors.
+        odd = [linear.out_features for linear in each.inputs if linear.out_features % library.lanes]
+        if len(each.inputs) > 1 and odd:
+            return f"a projection of a recurrent layer has {odd[0]} outputs, not a multiple of {library.lanes}"
+        if len({linear.bias is None for linear in each.inputs}) > 1:
+            return "some projections of a recurrent layer have a bias and others have none"
+    return None
+
+
+def _first_attention(plan: ModelPlan) -> AttentionPlan:
+    return next(each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan))
+
+
+def query_rows(attention: AttentionPlan, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split ``rows`` of a gated query projection into the rows of the queries and the rows of the gates."""
+    by_head = rows.view(attention.num_heads, 2, attention.head_size, *rows.shape[1:])
+    return by_head[:, 0].flatten(0, 1), by_head[:, 1].flatten(0, 1)
 
 
 def _gate_and_up(mlp: MLPPlan) -> Sequence[Any]:
@@ -111,6 +163,9 @@ class DecoderLayers:
     experts are packed immediately and their original weights are freed, because both copies would not fit into memory.
     ``outside`` has, by layer index, the MLP modules that the kernels do not compute. These modules have other parts
     than experts and router, or they share experts with other ranks.
+
+    The kernels' hidden states are those of the model divided by ``unit``, the scale of residual additions. So the
+    kernels need not scale additions. Norms of hidden states give the same result, with a smaller epsilon.
     """
 
     def __init__(self, library: NativeLibrary, plan: ModelPlan, part: Part | None) -> None:
@@ -119,7 +174,9 @@ class DecoderLayers:
         self._keep: list[object] = []
         self._packed: list[PackedWeight] = []
         self._mixture_bytes = 0
+        self.head = None if plan.head is None else self._pack(plan.head.weight, None)
         self.outside: dict[int, Any] = {}
+        self.unit = plan.layers[0].residual_scale
         layers = [self._layer(index, layer) for index, layer in enumerate(plan.layers)]
         self.struct = self._model(layers, part)
 
@@ -142,7 +199,7 @@ class DecoderLayers:
             empty(plan.head)
 
     def _model(self, layers: Sequence[Layer], part: Part | None) -> Model:
-        plan, first = self._plan, _attention(self._plan.layers[0])
+        plan, first = self._plan, _first_attention(self._plan)
         gated = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, MLPPlan)]
         return Model(
             len(layers),
@@ -154,23 +211,27 @@ class DecoderLayers:
             max((mlp.down.in_features for mlp in gated), default=0),
             _ACTIVATIONS[gated[0].activation] if gated else 0,
             first.norms_all_heads,
-            plan.norms[0].eps,
+            plan.norms[0].eps / self.unit**2,
             plan.logits_softcap or 0.0,
             self._kept((Layer * len(layers))(*layers)),
-            self.norm(plan.norm),
-            Linear() if plan.head is None else self.pack(plan.head.weight, None),
+            self.norm(plan.norm, 1 / plan.logits_divisor),
+            Linear() if self.head is None else self.head.struct,
             _exchange(part),
         )
 
     def _layer(self, index: int, layer: LayerPlan) -> Layer:
-        attention, mlp = _attention(layer), layer.mlp
-        projections: Any = attention.qkv
-        bias = None if projections[0].bias is None else torch.cat([linear.bias for linear in projections])
-        how, sinks = params_struct(attention.params)
-        self._keep.append(sinks)
+        attention, mlp = layer.attention, layer.mlp
+        if isinstance(attention, LatentPlan):
+            raise TypeError(f"{layer.name} uses latent attention (MLA)")
         gate_up, down, mixture = Linear(), Linear(), Mixture()
-        qkv = self.pack(torch.cat([linear.weight for linear in projections]), bias)
+        qkv = self._first_product(attention)
         output = self.pack(attention.output.weight, attention.output.bias)
+        how, rotary, gated, recurrence = Params(), 0, False, Recurrence()
+        if isinstance(attention, RecurrentPlan):
+            recurrence = self._recurrence(attention)
+        else:
+            (how, sinks), rotary, gated = params_struct(attention.params), attention.rotary, attention.gated
+            self._keep.append(sinks)
         if isinstance(mlp, MLPPlan):
             gate_up = self.pack(interleaved(self._library, *_gate_and_up(mlp)), None)
             down = self.pack(mlp.down.weight, mlp.down.bias)
@@ -186,11 +247,60 @@ class DecoderLayers:
             down,
             mixture,
             how,
-            attention.rotary,
+            rotary,
+            gated,
+            recurrence,
         )
 
+    def _first_product(self, attention: AttentionPlan | RecurrentPlan) -> Linear:
+        """Pack the projections before attention or recurrence as one product."""
+        projections: Any = attention.inputs if isinstance(attention, RecurrentPlan) else attention.qkv
+        weights = [linear.weight for linear in projections]
+        biases = [linear.bias for linear in projections]
+        if isinstance(attention, AttentionPlan) and attention.gated:
+            weights = _gates_last(attention, weights)
+            biases = biases if biases[0] is None else _gates_last(attention, biases)
+        return self.pack(torch.cat(weights), None if biases[0] is None else torch.cat(biases))
+
+    def _recurrence(self, plan: RecurrentPlan) -> Recurrence:
+        weight, bias = plan.convolution
+        channels, _, kernel = weight.shape
+        width = plan.num_heads * plan.value_size
+        norm = plan.norm
+        return Recurrence(
+            _RECURRENCES[plan.kind],
+            self._floats(weight[:, 0].T),
+            self._floats(bias),
+            plan.activates,
+            channels,
+            kernel,
+            plan.num_heads,
+            plan.num_key_heads,
+            plan.key_size,
+            plan.value_size,
+            plan.channels_at,
+            plan.gate_at,
+            plan.step_at,
+            plan.beta_at,
+            self._floats(None if plan.decay is None else -plan.decay.float().exp()),
+            self._floats(plan.step_bias),
+            self._floats(plan.skip),
+            self._floats(None if norm is None else norm.weight.repeat(width // len(norm.weight))),
+            0 if norm is None else norm.size,
+            norm is not None and norm.gates_first,
+            0.0 if norm is None else norm.eps,
+            *plan.step_limits,
+        )
+
+    def _floats(self, parameter: torch.Tensor | None) -> int | None:
+        """Return the address of a copy of ``parameter`` in float32, or null for None."""
+        if parameter is None:
+            return None
+        copied: torch.Tensor = self._kept(parameter.detach().float().contiguous().clone())
+        return copied.data_ptr()
+
     def _mixture(self, index: int, layer: LayerPlan) -> Mixture:
-        mlp: Any = layer.module.get_submodule("mlp")
+        mlp: Any = layer.mlp_module
         self._mixture_bytes += PackedLayers(mlp, self._library).num_bytes
         plain = isinstance(layer.mlp, ExpertsPlan) and layer.mlp.is_plain and isinstance(mlp.experts, PackedExperts)
         products, router = (mlp.experts.products, mlp.gate) if plain else (None, None)
@@ -202,22 +312,31 @@ class DecoderLayers:
 
     def pack(self, weight: Any, bias: Any) -> Linear:
         """Pack the weight and bias of a matrix product. Returns the struct that points to them."""
+        return self._pack(weight, bias).struct
+
+    def _pack(self, weight: Any, bias: Any) -> PackedWeight:
         packed = PackedWeight(self._library, weight, bias)
         self._packed.append(packed)
-        return packed.struct
+        return packed
 
-    def norm(self, norm: Norm | None) -> int | None:
-        """Return the address of a norm's weights, float32 ``[n]``, or null if there is no norm."""
+    def norm(self, norm: Norm | None, factor: float = 1.0) -> int | None:
+        """Return the address of a norm's weights times ``factor``, float32 ``[n]``, or null if there is no norm."""
         if norm is None:
             return None
         weight = norm.weight.detach().float()
-        made: torch.Tensor = self._kept(weight + norm.offset if norm.offset else weight.clone())
+        made: torch.Tensor = self._kept((weight + norm.offset if norm.offset else weight.clone()) * factor)
         return made.data_ptr()
 
     def _kept(self, memory: Any) -> Any:
         """Keep ``memory`` alive, because structs point into it, and return it."""
         self._keep.append(memory)
         return memory
+
+
+def _gates_last(attention: AttentionPlan, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the rows of the queries, keys, values and gates of a gated attention."""
+    queries, gates = query_rows(attention, rows[0])
+    return [queries, *rows[1:], gates]
 
 
 def _exchange(part: Part | None) -> Exchange:
@@ -275,15 +394,21 @@ class KernelDecoder:
         self._rotaries = Rotaries(makers, self._model.rotary_size, max_len)
 
     @property
+    def input_factor(self) -> float:
+        """Factor of the first layer's inputs."""
+        return self._plan.input_scale / self._layers.unit
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of the embeddings and norms that the modules still contain, and of the packed weights."""
         return module_bytes(self._module) + self._layers.num_bytes
 
     def bind(self, caches: LayerCaches) -> None:
         """Use ``caches``. Layers are in order of execution."""
-        of = [caches[name] for name in self.specs] if caches else []
-        self._caches = (Cache * len(of))(*(cache_struct(layer.cache) for layer in of))
-        self._layer_groups = np.array([layer.group for layer in of], dtype=np.int64)
+        of = iter([caches[name] for name in self.specs] if caches else [])
+        bound = [None if isinstance(each.attention, RecurrentPlan) else next(of, None) for each in self._plan.layers]
+        self._caches = (Cache * len(bound))(*(Cache() if each is None else cache_struct(each.cache) for each in bound))
+        self._layer_groups = np.array([0 if each is None else each.group for each in bound], dtype=np.int64)
         self._bound = caches  # keeps the memory alive that the structs point into
 
     def step(
@@ -305,14 +430,14 @@ class KernelDecoder:
             caches=self._caches,
             x=x.data_ptr(),
             token_ids=batch.token_ids.ctypes.data,
-            embedding_scale=1.0,
+            embedding_scale=self.input_factor,
             positions=rotaries.positions.ctypes.data,
             rotaries=rotaries.structs,
             last=self._model.num_layers,
         )
         if embedding is not None:
             step.embedding, step.embedding_kind = embedding.weight.data_ptr(), embedding.kind
-            step.embedding_scale = embedding.scale
+            step.embedding_scale = embedding.scale * self.input_factor
         return step
 
     def to(self, device: torch.device) -> None:

@@ -43,7 +43,7 @@ class Update(ctypes.Structure):
         ("rank", _Int),
         ("interleaved", _Int),
         ("num_pieces", _Int),
-        ("pieces", Piece * 3),
+        ("pieces", Piece * 4),
     ]
 
 
@@ -106,6 +106,82 @@ class Mixture(ctypes.Structure):
     ]
 
 
+class StateMemory(ctypes.Structure):
+    """Memory and sizes of a recurrent layer, as in ``states.memory.StateLayer``. Missing tensors are null."""
+
+    _fields_ = [
+        ("tails", _Pointer),
+        ("inputs", _Pointer),
+        ("closed", _Pointer),
+        ("keys", _Pointer),
+        ("updates", _Pointer),
+        ("decays", _Pointer),
+        ("length", _Int),
+        ("channels", _Int),
+        ("kernel", _Int),
+        ("num_heads", _Int),
+        ("num_key_heads", _Int),
+        ("key_size", _Int),
+        ("value_size", _Int),
+    ]
+
+
+class StateSequence(ctypes.Structure):
+    """Tokens of a request in a step, and its states."""
+
+    _fields_ = [
+        ("first", _Int),
+        ("start", _Int),
+        ("count", _Int),
+        ("ring", _Int),
+        ("closed", _Int),
+        ("first_write", _Int),
+        ("end_write", _Int),
+    ]
+
+
+class StateWrite(ctypes.Structure):
+    """End of a span, and the slot for the state at that end."""
+
+    _fields_ = [("end", _Int), ("slot", _Int)]
+
+
+class StateStep(ctypes.Structure):
+    """States of a step."""
+
+    _fields_ = [("num_sequences", _Int), ("sequences", _Pointer), ("writes", _Pointer), ("broken", _Pointer)]
+
+
+class Recurrence(ctypes.Structure):
+    """Recurrent layer of a decoder. All fields are 0 if the layer has attention. Missing parameters are null."""
+
+    _fields_ = [
+        ("kind", _Int),
+        ("weight", _Pointer),
+        ("bias", _Pointer),
+        ("silu", _Int),
+        ("channels", _Int),
+        ("kernel", _Int),
+        ("num_heads", _Int),
+        ("num_key_heads", _Int),
+        ("key_size", _Int),
+        ("value_size", _Int),
+        ("channels_at", _Int),
+        ("gate_at", _Int),
+        ("step_at", _Int),
+        ("beta_at", _Int),
+        ("decay", _Pointer),
+        ("step_bias", _Pointer),
+        ("skip", _Pointer),
+        ("norm", _Pointer),
+        ("norm_size", _Int),
+        ("gates_first", _Int),
+        ("eps", ctypes.c_float),
+        ("min_step", ctypes.c_float),
+        ("max_step", ctypes.c_float),
+    ]
+
+
 class Layer(ctypes.Structure):
     """Decoder layer. Missing norms are null. ``rotary`` is the index of the step's rotary embedding."""
 
@@ -123,6 +199,8 @@ class Layer(ctypes.Structure):
         ("mixture", Mixture),
         ("params", Params),
         ("rotary", _Int),
+        ("gated", _Int),
+        ("recurrence", Recurrence),
     ]
 
 
@@ -215,6 +293,8 @@ class Step(ctypes.Structure):
         ("key_ends", _Pointer),
         ("num_deepstack", _Int),
         ("deepstack", _Pointer),
+        ("recurrent", ctypes.POINTER(StateStep)),
+        ("memories", ctypes.POINTER(StateMemory)),
     ]
 
 
@@ -313,52 +393,6 @@ class Mask(ctypes.Structure):
         ("bits", _Pointer),
         ("words", _Int),
     ]
-
-
-class StateMemory(ctypes.Structure):
-    """Memory and sizes of a recurrent layer, as in ``states.memory.StateLayer``. Missing tensors are null."""
-
-    _fields_ = [
-        ("tails", _Pointer),
-        ("inputs", _Pointer),
-        ("closed", _Pointer),
-        ("keys", _Pointer),
-        ("updates", _Pointer),
-        ("decays", _Pointer),
-        ("length", _Int),
-        ("channels", _Int),
-        ("kernel", _Int),
-        ("num_heads", _Int),
-        ("num_key_heads", _Int),
-        ("key_size", _Int),
-        ("value_size", _Int),
-    ]
-
-
-class StateSequence(ctypes.Structure):
-    """Tokens of a request in a step, and its states."""
-
-    _fields_ = [
-        ("first", _Int),
-        ("start", _Int),
-        ("count", _Int),
-        ("ring", _Int),
-        ("closed", _Int),
-        ("first_write", _Int),
-        ("end_write", _Int),
-    ]
-
-
-class StateWrite(ctypes.Structure):
-    """End of a span, and the slot for the state at that end."""
-
-    _fields_ = [("end", _Int), ("slot", _Int)]
-
-
-class StateStep(ctypes.Structure):
-    """States of a step."""
-
-    _fields_ = [("num_sequences", _Int), ("sequences", _Pointer), ("writes", _Pointer), ("broken", _Pointer)]
 
 
 class Convolution(ctypes.Structure):

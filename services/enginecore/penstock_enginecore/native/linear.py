@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from penstock_enginecore.lora.adapter import LowRankUpdate
+from penstock_enginecore.models.quantization.layers import QuantizedLinear
 from penstock_enginecore.native.ffi_structs import Piece, Segment, Update
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import KINDS, PackedWeight, fits_bfloat16, huge_empty, multiply
@@ -95,7 +96,7 @@ class PackedUpdates:
                 kept.view(together.shape).copy_(together)
         pieces = [self._piece(each, kinds[1]) for each in update.pieces]
         codes = [KINDS[kind] for kind in kinds]
-        return Update(place.data_ptr(), stride, *codes, k, rank, update.interleaved, len(pieces), (Piece * 3)(*pieces))
+        return Update(place.data_ptr(), stride, *codes, k, rank, update.interleaved, len(pieces), (Piece * 4)(*pieces))
 
     def _piece(self, piece: tuple[torch.Tensor, int] | int, kind: torch.dtype) -> Piece:
         lanes, half = self._lanes, kind == torch.bfloat16
@@ -161,15 +162,22 @@ class PackedLinear(torch.nn.Linear):
     The module's ``weight`` is empty, so code that reads the weight does not work with this module.
     """
 
-    def __init__(self, library: NativeLibrary, linear: torch.nn.Linear, *, apart: bool = False) -> None:
-        """Pack the weight of ``linear``. ``apart``: see ``multiply``."""
+    def __init__(
+        self,
+        library: NativeLibrary,
+        linear: torch.nn.Linear | QuantizedLinear,
+        *,
+        apart: bool = False,
+        packed: PackedWeight | None = None,
+    ) -> None:
+        """Pack the weight of ``linear``, or use its ``packed`` weight. ``apart``: see ``multiply``."""
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
         self.register_parameter("bias", None)
         self._forward_pre_hooks, self._forward_hooks = linear._forward_pre_hooks, linear._forward_hooks
         self._library, self._apart = library, apart
-        self.packed = PackedWeight(library, linear.weight, linear.bias)
+        self.packed = PackedWeight(library, linear.weight, linear.bias) if packed is None else packed
 
     @property
     def num_bytes(self) -> int:

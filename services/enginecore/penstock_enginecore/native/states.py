@@ -94,7 +94,8 @@ class StepArrays:
     """States of a step as the kernels read them. ``struct`` points into this object's arrays."""
 
     def __init__(self, step: StateMetadata) -> None:
-        sequences, writes = [], []
+        sequences: list[tuple[int, ...]] = []
+        writes: list[tuple[int, int]] = []
         for each in step.sequences:
             state, begin = each.state, len(writes)
             writes += state.writes

@@ -27,10 +27,11 @@ from penstock_enginecore.forward.native_inputs import (
 )
 from penstock_enginecore.forward.native_layers import DecoderLayers, KernelDecoder, empty, linears
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
-from penstock_enginecore.models.decoder_plan import ModelPlan, Norm, plan_head
+from penstock_enginecore.models.decoder_plan import ModelPlan, Norm
 from penstock_enginecore.models.dtypes import settle
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.plan_reader import plan_head
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.native.ffi_structs import Fusion
 from penstock_enginecore.native.library import NativeLibrary

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from penstock_enginecore.models import rope
-from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan, plan_model
+from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan
 from penstock_enginecore.models.errors import UnsuitableError
+from penstock_enginecore.models.plan_reader import plan_model
 from tests.fakes.models.fused_models import load_probed, save_varied_model
 from tests.fakes.models.tiny_models import SLIDING_WINDOW
 

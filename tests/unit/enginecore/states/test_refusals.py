@@ -15,7 +15,6 @@ from penstock_enginecore.config import (
     DataParallelConfig,
     EngineCoreConfig,
     ExecutorConfig,
-    KernelsConfig,
     KvTransferConfig,
     ModelConfig,
     SpeculativeConfig,
@@ -59,7 +58,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=16)},
         "at most 15",
     ),
-    "kernels.batch_invariant is true": ({"kernels": KernelsConfig(batch_invariant=True)}, "false"),
 }
 
 

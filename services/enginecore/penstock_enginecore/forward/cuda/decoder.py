@@ -41,9 +41,10 @@ from penstock_enginecore.forward.modules import (
 )
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, segments_of_rows
 from penstock_enginecore.lora.device_slots import SlotLimits
-from penstock_enginecore.models.decoder_plan import UNROTATED, AttentionPlan, ModelPlan, plan_model
+from penstock_enginecore.models.decoder_plan import UNROTATED, AttentionPlan, ModelPlan
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.plan_reader import plan_model
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.sample.base import Sampler
 

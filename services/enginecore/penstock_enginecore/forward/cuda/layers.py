@@ -19,7 +19,14 @@ from penstock_enginecore.forward.cuda.buffers import Activations, StepInputs, Wi
 from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from penstock_enginecore.forward.cuda.linear import Held, Linear, Product, merged
 from penstock_enginecore.forward.cuda.mlp import MLP, GatedMLP, mlp_of
-from penstock_enginecore.models.decoder_plan import AttentionPlan, LatentPlan, LayerPlan, ModelPlan, present
+from penstock_enginecore.models.decoder_plan import (
+    AttentionPlan,
+    LatentPlan,
+    LayerPlan,
+    ModelPlan,
+    RecurrentPlan,
+    present,
+)
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
 
@@ -303,21 +310,26 @@ class _Layer:
     plan: LayerPlan
     attention: Attention
     mlp: MLP
+    rotary: int
 
     @classmethod
     def of(cls, plan: LayerPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt) -> "_Layer":
+        if isinstance(plan.attention, RecurrentPlan):
+            raise UnsuitableError(f"{plan.name} is recurrent")
         mlp = mlp_of(plan.mlp, plan.residual_scale, kernels, adapt)
-        return cls(plan, _attention_of(plan, dtype, kernels, adapt), mlp)
+        return cls(plan, _attention_of(plan.attention, dtype, kernels, adapt), mlp, plan.attention.rotary)
 
     @property
     def held(self) -> tuple[Held, ...]:
         return *self.attention.held, *self.mlp.held
 
 
-def _attention_of(plan: LayerPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt) -> Attention:
-    if isinstance(plan.attention, LatentPlan):
-        return LatentAttention.of(plan.attention, dtype, kernels, adapt)
-    return HeadsAttention.of(plan.attention, kernels, adapt)
+def _attention_of(
+    plan: AttentionPlan | LatentPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt
+) -> Attention:
+    if isinstance(plan, LatentPlan):
+        return LatentAttention.of(plan, dtype, kernels, adapt)
+    return HeadsAttention.of(plan, kernels, adapt)
 
 
 class Layers:
@@ -387,7 +399,7 @@ class Layers:
         for i, (layer, cache, next_norm) in enumerate(zip(self._layers, caches, self._next_norms, strict=True)):
             plan = layer.plan
             after = plan.norms_after
-            rotary = self._rotary[plan.attention.rotary]
+            rotary = self._rotary[layer.rotary]
             layer.attention.run(x, inputs, activations, cache, rotary, plan.residual_scale, spare)
             x, spare = self._add_norm(spare, x, residual, after[0], self._mlp_norms[i])
             layer.mlp.run(x, inputs, activations, kernels, spare)

@@ -25,7 +25,6 @@ def check_states(config: EngineCoreConfig, model: ModelInfo) -> None:
         f"kv_transfer.transport is {transfer.transport!r}": (transfer.enabled, "'off'"),
         f"kv_transfer.connector is {transfer.connector!r}": (bool(transfer.connector), "''"),
         f"speculative.num_speculative_tokens is {drafts}": (drafts > MAX_DRAFTS, f"at most {MAX_DRAFTS}"),
-        "kernels.batch_invariant is true": (config.kernels.batch_invariant, "false"),
     }
     for setting, (conflicts, remedy) in refused.items():
         if conflicts:

@@ -1,0 +1,366 @@
+"""Reader of a model's plan from transformers' loaded modules.
+
+The reader inspects the parts and parameters of modules. ``families.py`` has the properties that modules do not show.
+Attention parameters (scale, window, soft cap) come from the call that the layer made. The reader rejects unknown parts
+by name and never guesses. The comparison of a decoder with the model's own modules detects any remaining mistakes.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock_enginecore.models.attention_hook import AttentionCall
+from penstock_enginecore.models.decoder_plan import (
+    UNROTATED,
+    Activation,
+    AttentionPlan,
+    ClampedGate,
+    ExpertsPlan,
+    ExpertsWeight,
+    GroupedRouting,
+    LatentPlan,
+    LayerPlan,
+    Linear,
+    MLPPlan,
+    ModelPlan,
+    Norm,
+    OtherMixture,
+    present,
+)
+from penstock_enginecore.models.errors import UnsuitableError
+from penstock_enginecore.models.families import FAMILIES, SOFTMAX_ROUTERS, Family, is_known, sums_to_one
+from penstock_enginecore.models.quantization.layers import (
+    DOWN,
+    GATE_UP,
+    QuantizedExperts,
+    QuantizedLinear,
+)
+from penstock_enginecore.models.rope import query_scale
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+}
+"""Activations by class name of transformers' module."""
+_ACTIVATION_NAMES = ("act_fn", "activation_fn")
+_GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
+"""Linear layers of a gated MLP before its activation."""
+_IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "hidden_norm"})
+"""Parts of a layer that inference does not use (dropout), or that belong to an EAGLE head."""
+
+
+def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
+    """Return the plan of a loaded model that made these ``calls``. Raises UnsuitableError, with the name of the unknown
+    part.
+    """
+    kind, base = type(module).__name__, module.model if is_known(module) else None
+    if base is None:
+        raise UnsuitableError(f"{kind} is not one of the supported classes: {', '.join(sorted(FAMILIES))}")
+    reader = PlanReader(FAMILIES[kind], base)
+    reader.expect(module, "ForCausalLM", ("model", "lm_head"))
+    reader.expect(base, "Model", ("embed_tokens", "layers", "norm", "rotary_emb"))
+    return reader.model(module.config, module.lm_head, base.embed_tokens, calls)
+
+
+def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCall]) -> ModelPlan:
+    """Return the plan of the layers of an EAGLE head, whose tokens ``embedding`` embeds."""
+    return PlanReader(Family(), head).model(head.config, head.lm_head, embedding, calls)
+
+
+def has_mixtures(module: Any) -> bool:
+    """Return whether the model's class is known and some of the model's MLPs are mixtures of experts."""
+    return is_known(module) and not all(map(is_gated, (layer.mlp for layer in _own_layers(module.model))))
+
+
+def embedding_scale(embedding: Any) -> float | None:
+    """Return the factor of an embedding's rows, in the precision of the model, or None if the module does more than
+    scale.
+    """
+    if type(embedding) is torch.nn.Embedding:
+        return 1.0
+    if is_of_transformers(embedding, "TextScaledWordEmbedding"):
+        return float(embedding.embed_scale.to(embedding.weight.dtype))
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionNames:
+    """Names of parts of attention modules that differ between models, and whether the query projection has a gate."""
+
+    output: str = "o_proj"
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    gated: bool = False
+
+
+class PlanReader:
+    """Reads the plan of a model from the modules of ``base``, the model without its head."""
+
+    def __init__(self, family: Family, base: Any) -> None:
+        self._family = family
+        self._base = base
+        self._names = {part: f"model.{name}".rstrip(".") for name, part in base.named_modules()}
+
+    def model(self, config: Any, head: Any, embedding: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
+        """Return the plan of a model whose layers made these ``calls``."""
+        base, layers = self._base, _own_layers(self._base)
+        if [call.module for call in calls] != [layer.self_attn for layer in layers]:
+            raise UnsuitableError("the model's layers are not called in order")
+        self.expect(base.rotary_emb, "RotaryEmbedding", ())
+        kinds = [rotary_variant(base.rotary_emb, layer.self_attn) for layer in layers]
+        variants = sorted(set(kinds))
+        has_head = isinstance(head, torch.nn.Linear | QuantizedLinear)
+        return ModelPlan(
+            family=self._family,
+            embedding=embedding.weight,
+            embedding_scale=embedding_scale(embedding),
+            input_scale=float(getattr(base, "embedding_multiplier", 1.0)),
+            layers=tuple(
+                self._layer(layer, call, variants.index(kind))
+                for layer, call, kind in zip(layers, calls, kinds, strict=True)
+            ),
+            norm=self.norm(base.norm),
+            head=self.linear(head) if has_head else None,
+            logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
+            logits_softcap=getattr(config, "final_logit_softcapping", None),
+            rotary=base.rotary_emb,
+            rotary_variants=tuple(variants),
+            rotary_twice=not self._family.half_turns,
+        )
+
+    def _layer(self, layer: Any, call: AttentionCall, rotary: int) -> LayerPlan:
+        names = [f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
+        named = [name for name in names if hasattr(layer, name)]
+        idle = _IDLE_PARTS & layer._modules.keys()
+        self.expect(layer, "DecoderLayer", ("self_attn", "mlp", *named, *idle))
+        first, second, third, last = (self.norm(getattr(layer, name, None)) for name in names)
+        around = third is not None or last is not None  # otherwise the second norm is before the MLP
+        latent = hasattr(layer.self_attn, "kv_a_proj_with_mqa")
+        return LayerPlan(
+            name=self._names[layer],
+            module=layer,
+            mlp_module=layer.mlp,
+            attention=(self._latent if latent else self.attention)(layer.self_attn, call, rotary),
+            mlp=self.mlp_or_experts(layer.mlp),
+            norms_before=(first, third if around else second),
+            norms_after=(second if around else None, last),
+            residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
+        )
+
+    def attention(
+        self, attention: Any, call: AttentionCall, rotary: int, names: AttentionNames = AttentionNames()
+    ) -> AttentionPlan:
+        """Return the plan of an attention module that made ``call``."""
+        projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
+        norms = [name for name in names.norms if hasattr(attention, name)]
+        sinks = () if call.params.sinks is None else ("sinks",)
+        name = self._expect_attention(attention, (*projections, names.output, *norms), sinks)
+        if getattr(attention.config, "clip_qkv", None) is not None:
+            raise UnsuitableError("the model clips queries, keys and values")
+        (_, num_heads, head_size), num_kv_heads = call.query.shape, call.key.shape[1]
+        if call.value.shape[1:] != (num_kv_heads, head_size):
+            raise UnsuitableError(f"in {name}, values differ in size from keys")
+        qkv = tuple(self.linear(getattr(attention, projection)) for projection in projections)
+        if sum(each.out_features for each in qkv) != head_size * (num_heads * (1 + names.gated) + 2 * num_kv_heads):
+            raise UnsuitableError(f"the projections of {name} do not match its heads")
+        query_norm, key_norm = (self.norm(getattr(attention, norm, None)) for norm in names.norms)
+        return AttentionPlan(
+            qkv=qkv,
+            output=self.linear(getattr(attention, names.output)),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            norms=None if query_norm is None or key_norm is None else (query_norm, key_norm),
+            rotary=rotary,
+            params=call.params,
+            gated=names.gated,
+        )
+
+    def _latent(self, attention: Any, call: AttentionCall, rotary: int) -> LatentPlan:
+        low = attention.q_lora_rank is not None
+        queries = ("q_a_proj", "q_a_layernorm", "q_b_proj") if low else ("q_proj",)
+        parts = (*queries, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")
+        name, params = self._expect_attention(attention, parts, ()), call.params
+        if (params.sliding_window, params.attention_chunk, params.softcap, params.sinks) != (None,) * 4:
+            raise UnsuitableError(f"{name} uses latent attention with a window, a soft cap or sinks")
+        (_, num_heads, size), size_v = call.query.shape, call.value.shape[2]
+        return LatentPlan(
+            down=(
+                self.linear(attention.q_a_proj if low else attention.q_proj),
+                self.linear(attention.kv_a_proj_with_mqa),
+            ),
+            up=self.linear(attention.q_b_proj) if low else None,
+            expansion=self.linear(attention.kv_b_proj),
+            output=self.linear(attention.o_proj),
+            norms=(
+                self.norm(attention.q_a_layernorm) if low else None,
+                present(self.norm(attention.kv_a_layernorm), "norm of the latent"),
+            ),
+            num_heads=num_heads,
+            latent=int(attention.kv_lora_rank),
+            rotary_size=int(attention.qk_rope_head_dim),
+            plain_size=size - int(attention.qk_rope_head_dim),
+            value_size=size_v,
+            interleaved=self._family.deepseek_v2 or bool(attention.config.rope_interleave),
+            rotary=rotary,
+            params=params,
+        )
+
+    def _expect_attention(self, attention: Any, parts: Iterable[str], parameters: Collection[str]) -> str:
+        """Check an attention module and return its name."""
+        self.expect(attention, "Attention", parts, parameters)
+        if query_scale(attention) is not None:
+            raise UnsuitableError(f"{self._names[attention]} scales queries by position")
+        return self._names[attention]
+
+    def mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan | OtherMixture:
+        """Return the plan of an MLP. An MLP with other parts than a gated MLP is a mixture of experts."""
+        if is_gated(mlp):
+            return self._mlp(mlp)
+        try:
+            return self._clamped_experts(mlp) if hasattr(mlp, "router") else self._experts(mlp)
+        except UnsuitableError as e:
+            return OtherMixture(str(e))
+
+    def _mlp(self, mlp: Any) -> MLPPlan:
+        projections = next(each for each in _GATED if hasattr(mlp, each[0]))
+        act = next((name for name in _ACTIVATION_NAMES if hasattr(mlp, name)), _ACTIVATION_NAMES[0])
+        self.expect(mlp, "MLP", (*projections, "down_proj", act))
+        gate_up = tuple(self.linear(getattr(mlp, name)) for name in projections)
+        return MLPPlan(gate_up, self.linear(mlp.down_proj), self.activation(mlp, act))
+
+    def _experts(self, mlp: Any) -> ExpertsPlan:
+        """Return the plan of experts with softmax routing, or with DeepSeek's grouped routing and shared experts."""
+        grouped = hasattr(mlp, "shared_experts")
+        self.expect(mlp, "", ("gate", "experts", "shared_experts") if grouped else ("gate", "experts"))
+        gate, kind = mlp.gate, type(mlp.gate).__name__
+        if not grouped and kind not in SOFTMAX_ROUTERS:
+            raise UnsuitableError(f"{self._names[gate]} is a {kind}, which is not a known router")
+        self.expect(gate, "TopkRouter" if grouped else kind, (), ("weight",))
+        experts, gate_up, down = self._stacks(mlp.experts, ("act_fn",), ())
+        return ExpertsPlan(
+            router=gate.weight,
+            gate_up=gate_up,
+            down=down,
+            top_k=int(gate.top_k),
+            renormalize=not self._family.deepseek_v2 and sums_to_one(gate),
+            activation=self.activation(experts, "act_fn"),
+            grouped=self._routing(gate) if grouped else None,
+            shared=self._mlp(mlp.shared_experts) if grouped else None,
+        )
+
+    def _clamped_experts(self, mlp: Any) -> ExpertsPlan:
+        """Return the plan of gpt-oss's experts."""
+        self.expect(mlp, "GptOssMLP", ("router", "experts"))
+        router = mlp.router
+        self.expect(router, "GptOssTopKRouter", (), ("weight", "bias"))
+        biases = ("gate_up_proj_bias", "down_proj_bias")
+        experts, gate_up, down = self._stacks(mlp.experts, (), biases)
+        return ExpertsPlan(
+            router=router.weight,
+            gate_up=gate_up,
+            down=down,
+            top_k=int(router.top_k),
+            renormalize=True,  # a softmax over only the chosen experts gives the same weights
+            activation=ClampedGate(float(experts.alpha), float(experts.limit)),
+            biases=(router.bias, experts.gate_up_proj_bias, experts.down_proj_bias),
+        )
+
+    def _routing(self, gate: Any) -> GroupedRouting:
+        groups, kept, scale = gate.num_group, gate.topk_group, float(gate.routed_scaling_factor)
+        if not self._family.deepseek_v2:
+            return GroupedRouting(lambda: gate.e_score_correction_bias, int(groups), int(kept), scale)
+        if gate.topk_method not in ("greedy", "group_limited_greedy"):
+            raise UnsuitableError(f"{self._names[gate]} routes tokens by {gate.topk_method!r}")
+        if gate.topk_method == "greedy":
+            groups = kept = 1
+        return GroupedRouting(None, int(groups), int(kept), scale)
+
+    def _stacks(
+        self, experts: Any, parts: Iterable[str], biases: Iterable[str]
+    ) -> tuple[Any, ExpertsWeight, ExpertsWeight]:
+        """Return the model's own module of experts and its two weights."""
+        quantized = type(experts) is QuantizedExperts
+        own = experts.experts if quantized else experts
+        self.expect(own, "Experts", parts, (GATE_UP, DOWN, *biases))
+        return (own, experts.gate_up, experts.down) if quantized else (own, own.gate_up_proj, own.down_proj)
+
+    def activation(self, module: Any, name: str) -> Activation:
+        """Return the activation in the attribute ``name`` of ``module``."""
+        kind = type(getattr(module, name)).__name__
+        if kind not in _ACTIVATIONS:
+            raise UnsuitableError(f"the activation of {self._names[module]} is {kind}")
+        return _ACTIVATIONS[kind]
+
+    def norm(self, norm: Any) -> Norm | None:
+        """Return a norm with its offset, or None if there is none."""
+        if norm is None or type(norm) is torch.nn.Identity:
+            return None
+        self.expect(norm, "RMSNorm", (), ("weight",))
+        eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+        return Norm(norm.weight, float(eps), self._family.norm_offset)
+
+    def linear(self, linear: Any) -> Linear:
+        """Return the linear layer, quantized or not. Raises UnsuitableError for other modules."""
+        if type(linear) is QuantizedLinear:
+            return linear
+        if type(linear) is not torch.nn.Linear:
+            raise UnsuitableError(
+                f"{self._named(linear)} is a {type(linear).__module__}.{type(linear).__name__}, not a Linear of torch.nn"
+            )
+        return linear
+
+    def expect(
+        self, module: torch.nn.Module, kind: str, parts: Iterable[str], parameters: Collection[str] = ()
+    ) -> None:
+        """Raise UnsuitableError unless ``module`` is a known module of transformers.
+
+        Its class name must end in ``kind``, its parts must be ``parts``, and it may have no parameters other than
+        ``parameters``.
+        """
+        name, found = self._named(module), type(module)
+        if not is_of_transformers(module, kind):
+            raise UnsuitableError(f"{name} is a {found.__module__}.{found.__name__}, not a {kind} of transformers")
+        children = {child for child, _ in module.named_children()}
+        if odd := children.symmetric_difference(parts):
+            raise UnsuitableError(f"{name} has unknown or missing parts: {', '.join(sorted(odd))}")
+        own = {parameter for parameter, _ in module.named_parameters(recurse=False)}
+        if odd := own.difference(parameters):
+            raise UnsuitableError(f"{name} has unknown parameters: {', '.join(sorted(odd))}")
+
+    def _named(self, module: torch.nn.Module) -> str:
+        return self._names.get(module, "the model")
+
+
+def _own_layers(base: Any) -> list[Any]:
+    """Return the layers of a base model, except layers of other pipeline stages."""
+    return [layer for layer in base.layers if hasattr(layer, "self_attn")]
+
+
+def is_gated(mlp: torch.nn.Module) -> bool:
+    """Return whether ``mlp`` has only gate, up and down projections. Any other MLP is a mixture of experts."""
+    parts = mlp._modules.keys() - set(_ACTIVATION_NAMES)
+    return any(parts == {*each, "down_proj"} for each in _GATED)
+
+
+def rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:
+    """Return the arguments of ``rotary`` for a layer, other than positions."""
+    # If EXAONE 4 has layers with windows, only these have rotary positions.
+    windowed = hasattr(attention, "sliding_window_pattern") and attention.sliding_window is not None
+    if not getattr(attention, "use_rope", True) or (windowed and not attention.is_sliding):
+        return UNROTATED
+    if not hasattr(rotary, "layer_types"):
+        return ()
+    return (attention.layer_type if hasattr(attention, "layer_type") else attention.attention_type,)
+
+
+def is_of_transformers(module: torch.nn.Module, kind: str) -> bool:
+    """Return whether the module's class name ends in ``kind`` and the class is transformers', or one of this project's
+    text models.
+    """
+    found = type(module)
+    rooms = ("transformers.", "penstock_enginecore.models.multimodal.")
+    return found.__name__.endswith(kind) and found.__module__.startswith(rooms)
