@@ -30,14 +30,14 @@ CACHE = {"block_size": 16, "num_blocks": 128}
 # Width that gives heads of 16 numbers, for model types whose head size follows from the width.
 WIDTH = {"helium": 48}
 DECODERS = (
-    *("dots1", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "llama", "minimax_m2"),
-    *("ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("dots1", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "granite", "llama"),
+    *("minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
     *("seed_oss", "smollm3", "vaultgemma"),
 )
-DECODER_KINDS = ("exaone4", "gemma3", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
+DECODER_KINDS = ("exaone4", "gemma3", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
 """One model type of each kind of decoder.
 
-The kinds are: layers without positions, norms after the residual addition, norms over all heads, mixtures of experts
+The kinds are: layers without positions, factors of residual additions, norms after the residual addition, norms over all heads, mixtures of experts
 and a router, and mixtures with extra parts, which modules compute between kernel calls.
 """
 
@@ -187,8 +187,8 @@ def test_a_decoder_that_computes_something_else_is_found_out_before_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.set_num_threads(1)
-    expected = expected_tokens(save_tiny_model("granite", tmp_path, hidden_size=64, residual_multiplier=0.5))
-    monkeypatch.setattr("penstock_enginecore.forward.native_layers.unsuitable", lambda *_: None)
+    expected = expected_tokens(save_tiny_model("llama", tmp_path, hidden_size=64))
+    monkeypatch.setattr("penstock_enginecore.forward.native_layers.KernelDecoder.input_factor", 2.0)
     engine = build_engine(tmp_path, cache=CACHE)
     assert "; decoder not used: its results differ by" in caplog.text
     assert "linear" in computing(engine)

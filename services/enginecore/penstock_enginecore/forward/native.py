@@ -433,7 +433,7 @@ class NativeForward(KernelDecoder):
         because MTP layers call it.
         """
         self._layers.free()
-        if self._plan.head is not None and self._layers.head is not None:
+        if isinstance(self._plan.head, torch.nn.Linear) and self._layers.head is not None:
             head = PackedLinear(self._library, self._plan.head, packed=self._layers.head)
             self._module.set_output_embeddings(head)
         return self

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from penstock_enginecore.lora.adapter import LowRankUpdate
-from penstock_enginecore.models.quantization.layers import QuantizedLinear
 from penstock_enginecore.native.ffi_structs import Piece, Segment, Update
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import KINDS, PackedWeight, fits_bfloat16, huge_empty, multiply
@@ -165,7 +164,7 @@ class PackedLinear(torch.nn.Linear):
     def __init__(
         self,
         library: NativeLibrary,
-        linear: torch.nn.Linear | QuantizedLinear,
+        linear: torch.nn.Linear,
         *,
         apart: bool = False,
         packed: PackedWeight | None = None,
