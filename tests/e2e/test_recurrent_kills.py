@@ -5,8 +5,10 @@ bits, so sampled tokens are the same too.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.benchmarks.kills import KV_CACHE_MEMORY, rows_of_requests
 from tests.chaos.killing import undisturbed, with_kills
@@ -20,9 +22,17 @@ KILLS = 4
 pytestmark = pytest.mark.slow
 
 
+def save_decided_model(architecture: str, path: Path) -> None:
+    """Write a checkpoint whose head makes one token likely, so that few sampled answers end early."""
+    model: Any = save_speaking_model(architecture, path)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20.0)
+    model.save_pretrained(path)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_5", "granitemoehybrid_dense", "lfm2"])
 async def test_no_stream_fails_or_differs_over_four_kills(architecture: str, tmp_path: Path) -> None:
-    save_speaking_model(architecture, tmp_path)
+    save_decided_model(architecture, tmp_path)
     load = rows_of_requests(STREAMS, 3, 600)
     async with Cluster(tmp_path, engines=3, kv_cache_memory=KV_CACHE_MEMORY) as cluster:
         await undisturbed(cluster, rows_of_requests(STREAMS, 1, 40))  # compiled constraints, connections
