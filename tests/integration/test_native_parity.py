@@ -31,7 +31,20 @@ CACHE = {"block_size": 16, "num_blocks": 128}
 WIDTH = {"helium": 48}
 DECODERS = (
     *("dots1", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "granite", "llama"),
-    *("minimax_m2", "ministral", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *(
+        "minimax_m2",
+        "ministral",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "olmo3",
+        "olmoe",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+    ),
     *("seed_oss", "smollm3", "vaultgemma"),
 )
 DECODER_KINDS = ("exaone4", "gemma3", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")

@@ -27,7 +27,7 @@ class Decoder {
       if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
     };
     for (const Layer& layer : layers_) {
-      gated_width_ = std::max(gated_width_, rounds(layer.down) ? row_width(layer.down) : model.intermediate);
+      gated_width_ = std::max(gated_width_, rounds(layer.down) && !squares() ? row_width(layer.down) : model.intermediate);
       for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
       mixes_ = mixes_ || layer.mixture.num_experts > 0;
       qkv_width_ = std::max(qkv_width_, layer.qkv.n);
@@ -138,7 +138,7 @@ class Decoder {
         give_mlp(cursor, i);
         return;
       }
-      if (!mlp(cursor, i)) return;
+      if (!layers_[i].alone && !mlp(cursor, i)) return;
     }
     if (!cursor(num_deep_, [this](int64_t t) {
           add_deepstack(layers_.size() - 1, gathered_ ? step_.rows[t] : t, states_[kLast] + t * model_.hidden);
@@ -163,6 +163,7 @@ class Decoder {
   }
 
   bool fuses() const { return model_.fusion.fc.n > 0; }
+  bool squares() const { return model_.activation == kSquaredRelu; }
 
   // Computes the first layer's input in an EAGLE head.
   bool fuse(Cursor& cursor) {
@@ -420,14 +421,15 @@ class Decoder {
     const int part = part_of(index);
     const auto normed = [this]() -> const Buffer& { return normed_; };
     const auto gated = [this]() -> const Buffer& { return gated_; };
-    const Epilogue gate = model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
+    const Epilogue gate = squares() ? Epilogue::kStore : model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
     if (!norm(cursor, part, l.mlp_norm, l.gate_up)) return false;
-    const bool rounded = rounds(l.down);  // the format of the previous product's output
+    const bool rounded = rounds(l.down) && !squares();  // the format of the previous product's output
     if (!shrink(cursor, part, normed, kPlaces * index + kGateUp)) return false;
     if (!product(cursor, part, normed, l.gate_up,
-                 [&] { return Output{gated_.data(), gated_.stride(), nullptr, l.gate_up.n, gate, nullptr, rounded}; },
+                 [&] { return Output{gated_.data(), gated_.stride(), l.gate_up.bias, l.gate_up.n, gate, nullptr, rounded}; },
                  kPlaces * index + kGateUp))
       return false;
+    if (squares() && !each_token(cursor, part, [&](int64_t t) { square_positive(gated_.row(t), l.gate_up.n); })) return false;
     if (!rounded && !split(cursor, part, gated, l.down)) return false;
     if (!shrink(cursor, part, gated, kPlaces * index + kDown, rounded)) return false;
     if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, l.mlp_out_norm); }, kPlaces * index + kDown, !rounded))
@@ -519,7 +521,7 @@ class Decoder {
   enum { kAll, kLast, kHead }; // all tokens of a step; tokens of the last layer after its attention; tokens with logits
   enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // updates of an adapter in a layer
   static constexpr int kHeadPhases = 4;
-  static constexpr int kPhases = 25;      // per layer, including sums over ranks, adapters and splitting of inputs
+  static constexpr int kPhases = 26;      // per layer, including sums over ranks, adapters and splitting of inputs
   static constexpr int64_t kRowTask = 4;  // tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;

@@ -171,8 +171,9 @@ struct Scan {
   int64_t out_stride;
 };
 
-// Activations that are applied to the gate before the multiplication by up. kGelu is the tanh approximation.
-enum Activation : int64_t { kSiluGate, kGeluGate };
+// Activations. The first two are applied to the gate before the multiplication by up; kGeluGate is the tanh approximation.
+// kSquaredRelu is applied to the outputs of `gate_up`, which then has no gate.
+enum Activation : int64_t { kSiluGate, kGeluGate, kSquaredRelu };
 
 // Mixture of experts. In the experts' `gate_up`, gate and up rows alternate. A token uses the `top` experts with the largest logits
 // of `router`. The weights of these experts are the softmax over all experts, divided by the sum of the weights if `normalize` is
@@ -225,7 +226,7 @@ struct Recurrence {
 // attention's and the MLP's outputs are added to the hidden states. Missing norms are null. `rotary` is the index of the layer's
 // rotary embedding in the step. If a layer has neither `gate_up` nor experts, its MLP is computed outside the kernels. If `gated` is not 0,
 // rows of `qkv` end with a gate for the heads' outputs, of which the logistic function is used. If the layer is recurrent, it has no
-// attention.
+// attention. If `alone` is not 0, it has no MLP.
 struct Layer {
   const float* input_norm;
   const float* attention_out_norm;
@@ -241,6 +242,7 @@ struct Layer {
   Params params;
   int64_t rotary;
   int64_t gated;
+  int64_t alone;
   Recurrence recurrence;
 };
 

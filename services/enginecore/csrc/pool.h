@@ -79,7 +79,7 @@ class Count {
 
 class Pool {
  public:
-  static constexpr int kMaxPhases = 20480;  // maximum of a program; a decoder layer has at most 25
+  static constexpr int kMaxPhases = 21504;  // maximum of a program; a decoder layer has at most 26
   // Program and its data as one object, so that a late thread never mixes two programs.
   struct Job {
     void (*program)(void* argument, Cursor& cursor);

@@ -52,6 +52,11 @@ inline void cap(float* x, int64_t n, float cap) {
   std::memcpy(x + i, last, (n - i) * sizeof(float));
 }
 
+// Replaces negative numbers by 0 and squares the others.
+inline void square_positive(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) x[i] = x[i] > 0.0f ? x[i] * x[i] : 0.0f * x[i];  // NaN stays NaN
+}
+
 // Multiplies by the logistic function of a gate.
 inline void multiply_logistic(float* x, const float* gate, int64_t n) {
   int64_t i = 0;

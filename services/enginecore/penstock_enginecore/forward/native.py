@@ -154,7 +154,7 @@ def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
         yield place(*first, gated=attention if isinstance(attention, AttentionPlan) and attention.gated else None)
         yield place(output)
         gated = layer.mlp if isinstance(layer.mlp, MLPPlan) else None
-        yield place(*gated.gate_up, interleaved=True) if gated else _Place({})
+        yield place(*gated.gate_up, interleaved=gated.activation != "relu2") if gated else _Place({})
         yield place(gated.down) if gated else _Place({})
     yield place() if plan.head is None else place(plan.head)
 

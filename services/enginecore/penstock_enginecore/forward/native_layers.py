@@ -47,8 +47,8 @@ from penstock_enginecore.native.weights import PackedWeight, interleaved
 from penstock_enginecore.parallel.collectives import PIECE
 from penstock_enginecore.parallel.sharding import Part
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""Numbers of gate activations in the kernels' interface."""
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
+"""Numbers of activations in the kernels' interface."""
 _RECURRENCES = {"delta rule": 1, "duality": 2, "short convolution": 3}
 """Numbers of kinds of recurrent layers in the kernels' interface."""
 _MAX_LAYERS = 800
@@ -92,7 +92,7 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
         return "the model's layers have a bias"
     if part.vocabulary is None and plan.head is not None and plan.head.out_features != model.vocab_size:
         return "the model's head is split between workers"
-    if not all(isinstance(layer.mlp, MLPPlan) for layer in plan.layers):
+    if not all(layer.mlp is None or isinstance(layer.mlp, MLPPlan) for layer in plan.layers):
         return "the model's experts are split between workers"
     if any(isinstance(layer.attention, RecurrentPlan) for layer in plan.layers):
         return "the model's recurrent layers are split between workers"
@@ -113,6 +113,8 @@ def empty(linear: Any) -> None:
 
 def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
     mlp, module = layer.mlp, layer.mlp_module
+    if mlp is None or module is None:
+        return None
     if not isinstance(mlp, MLPPlan):
         odd: torch.dtype | None = next(
             (weight.dtype for weight in module.parameters() if weight.dtype != torch.float32), None
@@ -122,7 +124,8 @@ def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
         return f"the activation of {layer.name}.mlp is {mlp.activation}"
     if (width := mlp.down.in_features) % library.lanes:
         return f"intermediate_size {width} is not a multiple of {library.lanes}"
-    return "a gate has a bias" if any(linear.bias is not None for linear in mlp.gate_up) else None
+    biased = mlp.activation != "relu2" and any(linear.bias is not None for linear in mlp.gate_up)
+    return "a gate has a bias" if biased else None
 
 
 def _unsuitable_recurrence(library: NativeLibrary, plan: ModelPlan) -> str | None:
@@ -233,9 +236,9 @@ class DecoderLayers:
             (how, sinks), rotary, gated = params_struct(attention.params), attention.rotary, attention.gated
             self._keep.append(sinks)
         if isinstance(mlp, MLPPlan):
-            gate_up = self.pack(interleaved(self._library, *_gate_and_up(mlp)), None)
+            gate_up = self._gate_up(mlp)
             down = self.pack(mlp.down.weight, mlp.down.bias)
-        else:
+        elif mlp is not None:
             mixture = self._mixture(index, layer)
         (before_attention, before_mlp), (attention_out, mlp_out) = layer.norms_before, layer.norms_after
         return Layer(
@@ -249,8 +252,15 @@ class DecoderLayers:
             how,
             rotary,
             gated,
+            mlp is None,
             recurrence,
         )
+
+    def _gate_up(self, mlp: MLPPlan) -> Linear:
+        if mlp.activation == "relu2":
+            (up,) = mlp.gate_up
+            return self.pack(up.weight, up.bias)
+        return self.pack(interleaved(self._library, *_gate_and_up(mlp)), None)
 
     def _first_product(self, attention: AttentionPlan | RecurrentPlan) -> Linear:
         """Pack the projections before attention or recurrence as one product."""

@@ -13,8 +13,10 @@ from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.families import Family
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
-"""Activation of a gate. ``gelu`` is exact; ``gelu_tanh`` is the usual approximation."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+"""Activation of a gate. ``gelu`` is exact; ``gelu_tanh`` is the usual approximation. ``relu2`` is the squared ReLU of MLPs
+without a gate.
+"""
 UNROTATED = ("unrotated",)
 """Rotary variant of layers without positions."""
 
@@ -161,7 +163,9 @@ class RecurrentPlan:
 
 @dataclass(frozen=True, slots=True)
 class MLPPlan:
-    """Gated MLP. ``gate_up`` is one linear layer or two."""
+    """Gated MLP. ``gate_up`` is one linear layer or two. With the activation ``relu2``, there is no gate, and ``gate_up`` is
+    the up projection.
+    """
 
     gate_up: tuple[Linear, ...]
     down: Linear
@@ -245,13 +249,14 @@ class LayerPlan:
 
     ``norms_before`` are the norms before attention and MLP. ``norms_after`` are the norms before each add.
     ``residual_scale`` multiplies the values that are added. A recurrent layer may replace attention.
+    A layer without MLP ends after the first addition.
     """
 
     name: str
     module: torch.nn.Module
-    mlp_module: torch.nn.Module
+    mlp_module: torch.nn.Module | None
     attention: AttentionPlan | LatentPlan | RecurrentPlan
-    mlp: MLPPlan | ExpertsPlan | OtherMixture
+    mlp: MLPPlan | ExpertsPlan | OtherMixture | None
     norms_before: tuple[Norm | None, Norm | None]
     norms_after: tuple[Norm | None, Norm | None]
     residual_scale: float

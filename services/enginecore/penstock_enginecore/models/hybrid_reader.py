@@ -61,6 +61,8 @@ class Hybrid:
     mlp_names: MLPNames | None = None
 
 
+NEMOTRON = "NemotronHForCausalLM"
+"""Class whose blocks have one part each: a recurrent layer, attention or an MLP."""
 _QWEN = Hybrid("linear_attn", Family(norm_offset=1.0, sections=True), attention=AttentionNames(gated=True))
 HYBRIDS: Mapping[str, Hybrid] = {
     "GraniteMoeHybridForCausalLM": Hybrid(
@@ -77,7 +79,7 @@ HYBRIDS: Mapping[str, Hybrid] = {
     "Qwen3_5ForCausalLM": _QWEN,
     "Qwen3_5MoeForCausalLM": _QWEN,
 }
-"""Classes of models with recurrent layers that the CPU kernels' decoder supports."""
+"""Classes of models that have attention or a recurrent layer, and an MLP, in each layer."""
 
 
 def plan_hybrid(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
@@ -85,10 +87,13 @@ def plan_hybrid(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
     UnsuitableError, with the name of the unknown part.
     """
     kind = type(module).__name__
+    if kind == NEMOTRON:
+        blocks = _BlockReader(Family(), module.model)
+        blocks.expect(module, "ForCausalLM", ("model", "lm_head"))
+        return blocks.blocks(module.lm_head, calls)
     if kind not in HYBRIDS:
-        raise UnsuitableError(
-            f"{kind} is not one of the supported classes with recurrent layers: {', '.join(sorted(HYBRIDS))}"
-        )
+        known = ", ".join(sorted([*HYBRIDS, NEMOTRON]))
+        raise UnsuitableError(f"{kind} is not one of the supported classes with recurrent layers: {known}")
     layout = HYBRIDS[kind]
     reader = _HybridReader(layout, module.model)
     reader.expect(module, "ForCausalLM", ("model", "lm_head"))
@@ -97,6 +102,8 @@ def plan_hybrid(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
 
 def hybrid_has_mixtures(module: Any) -> bool:
     """Return whether the model's class is known and some of its MLPs are mixtures of experts."""
+    if type(module).__name__ == NEMOTRON:
+        return any(block.block_type == "moe" for block in module.model.layers)
     layout = HYBRIDS.get(type(module).__name__)
     if layout is None or layout.mlp_names is not None:
         return False
@@ -112,7 +119,46 @@ class _NoRotary(torch.nn.Module):
         return empty, empty
 
 
-class _HybridReader(PlanReader):
+class _RecurrentReader(PlanReader):
+    """Reads recurrent layers that several model classes share."""
+
+    def duality(self, mixer: Any, kind: str) -> RecurrentPlan:
+        """Return the plan of a layer with Mamba-2's recurrence, whose class name ends in ``kind``."""
+        self.expect(mixer, kind, ("in_proj", "conv1d", "act", "norm", "out_proj"), ("A_log", "dt_bias", "D"))
+        self.expect(mixer.norm, "RMSNormGated", (), ("weight",))
+        inner, channels = int(mixer.intermediate_size), int(mixer.conv_dim)
+        least, largest = mixer.time_step_limit
+        return RecurrentPlan(
+            kind="duality",
+            inputs=(self.linear(mixer.in_proj),),
+            output=self.linear(mixer.out_proj),
+            convolution=(mixer.conv1d.weight, mixer.conv1d.bias),
+            activates=self._activates(mixer),
+            num_heads=int(mixer.num_heads),
+            num_key_heads=int(mixer.n_groups),
+            key_size=int(mixer.ssm_state_size),
+            value_size=int(mixer.head_dim),
+            channels_at=inner,
+            gate_at=0,
+            step_at=inner + channels,
+            beta_at=0,
+            decay=mixer.A_log,
+            step_bias=mixer.dt_bias,
+            skip=mixer.D,
+            norm=GatedNorm(
+                mixer.norm.weight, float(mixer.norm.variance_epsilon), int(mixer.norm.group_size), gates_first=True
+            ),
+            step_limits=(float(least), float(largest)),
+        )
+
+    def _activates(self, mixer: Any) -> bool:
+        """Return True for a convolution with SiLU. Raises UnsuitableError for other activations."""
+        if mixer.activation != "silu":
+            raise UnsuitableError(f"the activation of {self._names[mixer]} is {mixer.activation}")
+        return True
+
+
+class _HybridReader(_RecurrentReader):
     """Reads the plan of a model from the modules of ``base``, the model without its head."""
 
     def __init__(self, layout: Hybrid, base: Any) -> None:
@@ -187,7 +233,7 @@ class _HybridReader(PlanReader):
     def _recurrent(self, mixer: Any) -> RecurrentPlan:
         if hasattr(mixer, "in_proj_qkv"):
             return self._delta_rule(mixer)
-        return self._duality(mixer) if hasattr(mixer, "A_log") else self._short_convolution(mixer)
+        return self.duality(mixer, "MambaLayer") if hasattr(mixer, "A_log") else self._short_convolution(mixer)
 
     def _delta_rule(self, mixer: Any) -> RecurrentPlan:
         inputs = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -215,34 +261,6 @@ class _HybridReader(PlanReader):
             step_limits=(0.0, float("inf")),
         )
 
-    def _duality(self, mixer: Any) -> RecurrentPlan:
-        self.expect(mixer, "MambaLayer", ("in_proj", "conv1d", "act", "norm", "out_proj"), ("A_log", "dt_bias", "D"))
-        self.expect(mixer.norm, "RMSNormGated", (), ("weight",))
-        inner, channels = int(mixer.intermediate_size), int(mixer.conv_dim)
-        least, largest = mixer.time_step_limit
-        return RecurrentPlan(
-            kind="duality",
-            inputs=(self.linear(mixer.in_proj),),
-            output=self.linear(mixer.out_proj),
-            convolution=(mixer.conv1d.weight, mixer.conv1d.bias),
-            activates=self._activates(mixer),
-            num_heads=int(mixer.num_heads),
-            num_key_heads=int(mixer.n_groups),
-            key_size=int(mixer.ssm_state_size),
-            value_size=int(mixer.head_dim),
-            channels_at=inner,
-            gate_at=0,
-            step_at=inner + channels,
-            beta_at=0,
-            decay=mixer.A_log,
-            step_bias=mixer.dt_bias,
-            skip=mixer.D,
-            norm=GatedNorm(
-                mixer.norm.weight, float(mixer.norm.variance_epsilon), int(mixer.norm.group_size), gates_first=True
-            ),
-            step_limits=(float(least), float(largest)),
-        )
-
     def _short_convolution(self, mixer: Any) -> RecurrentPlan:
         self.expect(mixer, "ShortConv", ("in_proj", "conv", "out_proj"))
         output = self.linear(mixer.out_proj)
@@ -268,8 +286,61 @@ class _HybridReader(PlanReader):
             step_limits=(0.0, float("inf")),
         )
 
-    def _activates(self, mixer: Any) -> bool:
-        """Return True for a convolution with SiLU. Raises UnsuitableError for other activations."""
-        if mixer.activation != "silu":
-            raise UnsuitableError(f"the activation of {self._names[mixer]} is {mixer.activation}")
-        return True
+
+class _BlockReader(_RecurrentReader):
+    """Reads the plan of a model whose blocks have one part each. A block with an MLP belongs to the layer of the block
+    before it.
+    """
+
+    def blocks(self, head: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
+        """Return the plan of the model whose attention layers made these ``calls``."""
+        base = self._base
+        self.expect(base, "Model", ("embeddings", "layers", "norm_f"))
+        attentions = [block.mixer for block in base.layers if block.block_type == "full_attention"]
+        if [call.module for call in calls] != attentions or not attentions:
+            raise UnsuitableError("the model's layers have no attention, or are not called in order")
+        by_module = {call.module: call for call in calls}
+        layers: list[LayerPlan] = []
+        blocks = list(base.layers)
+        while blocks:
+            first = blocks.pop(0)
+            if first.block_type not in ("linear_attention", "full_attention"):
+                raise UnsuitableError(f"{self._names[first]} has an MLP after another MLP")
+            second = blocks.pop(0) if blocks and blocks[0].block_type in ("mlp", "moe") else None
+            layers.append(self._joined(first, second, by_module))
+        return ModelPlan(
+            family=self._family,
+            embedding=base.embeddings.weight,
+            embedding_scale=embedding_scale(base.embeddings),
+            input_scale=1.0,
+            layers=tuple(layers),
+            norm=self.norm(base.norm_f),
+            head=self.linear(head) if isinstance(head, torch.nn.Linear | QuantizedLinear) else None,
+            logits_divisor=1.0,
+            logits_softcap=None,
+            rotary=_NoRotary(),
+            rotary_variants=(UNROTATED,),
+            rotary_twice=True,
+        )
+
+    def _joined(self, first: Any, second: Any, calls: Mapping[Any, AttentionCall]) -> LayerPlan:
+        for block in filter(None, (first, second)):
+            self.expect(block, "Block", ("norm", "mixer"))
+        mixer = first.mixer
+        recurrent = first.block_type == "linear_attention"
+        return LayerPlan(
+            name=self._names[first],
+            module=first,
+            mlp_module=None if second is None else second.mixer,
+            attention=self.duality(mixer, "Mamba2Mixer") if recurrent else self.attention(mixer, calls[mixer], 0),
+            mlp=None if second is None else self._block_mlp(second.mixer),
+            norms_before=(self.norm(first.norm), None if second is None else self.norm(second.norm)),
+            norms_after=(None, None),
+            residual_scale=1.0,
+        )
+
+    def _block_mlp(self, mlp: Any) -> MLPPlan | OtherMixture:
+        if hasattr(mlp, "experts"):
+            return OtherMixture(f"{self._names[mlp]} has experts without gates")
+        self.expect(mlp, "MLP", ("up_proj", "down_proj", "act_fn"))
+        return MLPPlan((self.linear(mlp.up_proj),), self.linear(mlp.down_proj), self.activation(mlp, "act_fn"))

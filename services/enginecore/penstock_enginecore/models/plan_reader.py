@@ -44,6 +44,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
+    "ReLUSquaredActivation": "relu2",
 }
 """Activations by class name of transformers' module."""
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")

@@ -200,6 +200,7 @@ class Layer(ctypes.Structure):
         ("params", Params),
         ("rotary", _Int),
         ("gated", _Int),
+        ("alone", _Int),
         ("recurrence", Recurrence),
     ]
 

@@ -8,9 +8,9 @@ import torch
 
 from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.forward.modules import ProbedModel, probe_model
-from penstock_enginecore.models.decoder_plan import AttentionPlan, ModelPlan, OtherMixture, RecurrentPlan
+from penstock_enginecore.models.decoder_plan import AttentionPlan, MLPPlan, ModelPlan, OtherMixture, RecurrentPlan
 from penstock_enginecore.models.errors import UnsuitableError
-from penstock_enginecore.models.hybrid_reader import HYBRIDS, hybrid_has_mixtures, plan_hybrid
+from penstock_enginecore.models.hybrid_reader import HYBRIDS, NEMOTRON, hybrid_has_mixtures, plan_hybrid
 from penstock_enginecore.models.loader import load_model
 from tests.fakes.models.tiny_models import save_tiny_model
 
@@ -70,6 +70,22 @@ def test_lfm_has_short_convolutions(tmp_path: Path) -> None:
     assert found.layers[0].mlp_module is found.layers[0].module.get_submodule("feed_forward")
 
 
+def test_nemotrons_blocks_with_an_mlp_belong_to_the_layer_before(tmp_path: Path) -> None:
+    found = plan("nemotron_h", tmp_path)  # blocks M*M-
+    assert [layer.name for layer in found.layers] == [f"model.layers.{index}" for index in (0, 1, 2)]
+    assert [layer.mlp is None for layer in found.layers] == [True, True, False]
+    assert isinstance(found.layers[1].attention, AttentionPlan)
+    mlp = found.layers[2].mlp
+    assert isinstance(mlp, MLPPlan)
+    assert (mlp.activation, len(mlp.gate_up)) == ("relu2", 1)
+
+
+def test_an_mlp_after_another_is_refused(tmp_path: Path) -> None:
+    probed = load("nemotron_h", tmp_path, hybrid_override_pattern="M*--")
+    with pytest.raises(UnsuitableError, match=r"model\.layers\.3 has an MLP after another MLP"):
+        plan_hybrid(probed.model.module, probed.calls)
+
+
 def test_experts_beside_a_shared_expert_stay_modules(tmp_path: Path) -> None:
     probed = load("qwen3_5_moe", tmp_path)
     found = plan_hybrid(probed.model.module, probed.calls)
@@ -81,7 +97,10 @@ def test_experts_beside_a_shared_expert_stay_modules(tmp_path: Path) -> None:
     ("architecture", "message"),
     [
         ("granitemoehybrid", r"model\.layers\.0 has unknown or missing parts: block_sparse_moe"),
-        ("nemotron_h", rf"NemotronHForCausalLM is not one of the supported .*: {', '.join(sorted(HYBRIDS))}"),
+        (
+            "olmo_hybrid",
+            rf"OlmoHybridForCausalLM is not one of the supported .*: {', '.join(sorted([*HYBRIDS, NEMOTRON]))}",
+        ),
     ],
 )
 def test_unknown_layers_are_refused_by_name(architecture: str, message: str, tmp_path: Path) -> None:

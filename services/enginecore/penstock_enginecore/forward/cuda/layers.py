@@ -314,8 +314,8 @@ class _Layer:
 
     @classmethod
     def of(cls, plan: LayerPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt) -> "_Layer":
-        if isinstance(plan.attention, RecurrentPlan):
-            raise UnsuitableError(f"{plan.name} is recurrent")
+        if isinstance(plan.attention, RecurrentPlan) or plan.mlp is None:
+            raise UnsuitableError(f"{plan.name} is recurrent, or has no MLP")
         mlp = mlp_of(plan.mlp, plan.residual_scale, kernels, adapt)
         return cls(plan, _attention_of(plan.attention, dtype, kernels, adapt), mlp, plan.attention.rotary)
 
