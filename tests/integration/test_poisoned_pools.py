@@ -25,7 +25,11 @@ NEW_TOKENS = 24
 # Fused decoders with full and with windowed layers, mixed layer kinds, soft caps, sinks, chunked attention, and
 # multi-head latent attention.
 FAMILIES = ("llama", "mistral", "gemma2", "gpt_oss", "llama4_text", "deepseek_v3")
-RECURRENT = ("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "mamba2")
+RECURRENT = (
+    *("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "nemotron_h", "lfm2", "mamba2"),
+    *("bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba"),
+)
+WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2")
 LAYER_NORM = "starcoder2"
 """Model type with a window, whose norms turn very large vectors into NaN."""
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -102,7 +106,7 @@ def test_logits_are_the_same_to_the_last_bit_if_states_are_full_of_nan(
         if drafts:
             executor._worker.runner._drafting = Drafting(drafter)
         states = PoisonedStates(engine) if poisoned else None
-        blocks = PoisonedPool(engine) if poisoned and family != "mamba2" else None
+        blocks = PoisonedPool(engine) if poisoned and family not in WITHOUT_ATTENTION else None
         logits.clear()
         tokens = [greedy(engine, name) for name in ("fresh", "cached")]
         runs.append((tokens, list(logits)))

@@ -380,7 +380,7 @@ def test_texts_that_would_have_to_be_lowercased_are_refused(tmp_path: Path) -> N
     assert "do_lower_case is true" in refused(tmp_path)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3_5", "granitemoehybrid", "jamba", "kimi_linear", "mamba2"])
 @pytest.mark.parametrize("budget", [7, 64])
 def test_a_model_with_recurrent_layers_embeds_prompts_in_any_chunks(family: str, budget: int, tmp_path: Path) -> None:
     from tests.fakes.models.tiny_models import save_tiny_model

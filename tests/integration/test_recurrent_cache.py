@@ -19,11 +19,11 @@ from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 SPAN = 16
 SYSTEM_TOKENS = 2000
 INTERVAL = 256
-FAMILIES = ("qwen3_5", "granitemoehybrid", "lfm2", "mamba2")
+FAMILIES = ("qwen3_5", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2")
 BAD_TOKEN = 7
 """Token whose embedding is NaN in a broken model."""
 
-pytestmark = pytest.mark.quick("qwen3_5", "mamba2", "qwen3_5-32", "mamba2-16")
+pytestmark = pytest.mark.quick("qwen3_5", "mamba2", "qwen3_5-32", "mamba2-16", "kimi_linear-16", "mamba-32")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

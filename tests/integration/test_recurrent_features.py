@@ -19,6 +19,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
 from penstock_enginecore.lora.target import AdapterTarget
+from penstock_enginecore.models.state_hook import install
 from penstock_enginecore.native.weights import round_linears
 from penstock_local import LLM
 from penstock_local import SamplingParams as LocalParams
@@ -27,7 +28,7 @@ from tests.fakes.models.adapted_models import AdaptedModel
 from tests.fakes.models.adapters import edit_config, edit_tensors, save_adapter
 from tests.fakes.models.quantized_models import save_quantized_model
 from tests.fakes.models.tiny_models import save_speaking_model, save_tiny_model
-from tests.fakes.models.transformers_greedy import greedy_tokens
+from tests.fakes.models.transformers_greedy import distinct_greedy_tokens, greedy_tokens
 from tests.fakes.patience import PATIENCE
 from tests.integration.test_logprobs import check as check_logprobs
 from tests.integration.test_lora_parity import check as check_adapted
@@ -35,7 +36,14 @@ from tests.integration.test_lora_parity import engine_of as adapted_engine
 
 NEW_TOKENS = 24
 PROMPT_LENGTHS = (1, 7, 16, 17, 40)
-ARCHITECTURES = ("qwen3_5", "granitemoehybrid")
+ARCHITECTURES = ("qwen3_5", "granitemoehybrid", "jamba", "kimi_linear")
+EVEN_HEADS = {
+    "qwen3_5": {},
+    "granitemoehybrid": {},
+    "jamba": {"mamba_dt_rank": 8},
+    "kimi_linear": {"linear_num_heads": 8, "linear_head_dim": 16},
+}
+"""Changes with which the rows of each linear layer fill whole words of 4-bit numbers."""
 
 
 class Case(NamedTuple):
@@ -128,9 +136,9 @@ def test_logprobs_of_prompt_and_output_equal_transformers(case: Case, tokens_per
     run = generate(engine, [(f"r{i}", prompt, params) for i, prompt in enumerate(case.prompts)])
     for i, prompt in enumerate(case.prompts):
         whole = prompt + run.tokens[f"r{i}"]
-        check_logprobs(model, whole, len(prompt), run.logprobs[f"r{i}"], 3)
+        check_logprobs(model, whole, len(prompt), run.logprobs[f"r{i}"], 3, rounding=1e-5)
         if len(prompt) > 1:
-            check_logprobs(model, prompt, 1, run.prompt_logprobs[f"r{i}"], 2)
+            check_logprobs(model, prompt, 1, run.prompt_logprobs[f"r{i}"], 2, rounding=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +253,7 @@ def test_any_part_of_the_kernels_can_be_turned_off(case: Case, kernels: dict[str
 
 def test_weights_rounded_to_integers_give_the_tokens_of_the_rounded_weights(case: Case, tmp_path: Path) -> None:
     model: Any = save_tiny_model(case.architecture, tmp_path, vocab_size=case.model.config.vocab_size)
+    install(model)  # marks layers that are not rounded
     with torch.no_grad():
         round_linears(model, but=model.get_output_embeddings())
     engine = engine_of(tmp_path, model={"quantization": "int8"}, scheduler={"max_num_batched_tokens": 20})
@@ -273,9 +282,12 @@ def test_weights_rounded_to_integers_give_the_tokens_of_the_rounded_weights(case
 def test_quantized_checkpoints_give_the_tokens_of_what_their_weights_mean(
     case: Case, form: str, tmp_path: Path
 ) -> None:
-    changes = {"vocab_size": case.model.config.vocab_size}
+    changes = {"vocab_size": case.model.config.vocab_size, **EVEN_HEADS[case.architecture]}
     model = save_quantized_model(case.architecture, form, tmp_path, **changes)
-    assert greedy(engine_of(tmp_path), case.prompts) == expected_tokens(model, case.prompts)
+    answers = [distinct_greedy_tokens(model, prompt, NEW_TOKENS, margin=5e-5) for prompt in case.prompts]
+    kept = [i for i, tokens in enumerate(answers) if tokens is not None]  # the others depend on rounding
+    assert len(kept) >= len(case.prompts) - 1
+    assert greedy(engine_of(tmp_path), [case.prompts[i] for i in kept]) == [answers[i] for i in kept]
 
 
 def test_random_weights_give_the_tokens_of_a_checkpoint_with_these_weights(case: Case, tmp_path: Path) -> None:
@@ -326,6 +338,11 @@ def test_prompt_embeddings_give_transformers_tokens(case: Case) -> None:
 UPDATED = {
     "qwen3_5": {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"},
     "granitemoehybrid": {"in_proj", "out_proj"},
+    "jamba": {"in_proj", "x_proj", "out_proj"},
+    "kimi_linear": {
+        *("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj", "o_proj"),
+        *("kv_a_proj_with_mqa", "kv_b_proj"),
+    },
 }
 """Linear layers of recurrent layers that the adapters must update."""
 
@@ -333,7 +350,10 @@ UPDATED = {
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def adapted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AdaptedModel:
     torch.set_num_threads(1)
-    return AdaptedModel(request.param, tmp_path_factory.mktemp(request.param), initializer_range=0.1)
+    folder = tmp_path_factory.mktemp(request.param)
+    # "all-linear" would select experts of kimi_linear, and dt_proj of jamba, which are refused.
+    modules = sorted(UPDATED[request.param]) if request.param in ("jamba", "kimi_linear") else None
+    return AdaptedModel(request.param, folder, modules, initializer_range=0.1)
 
 
 @pytest.mark.parametrize(
@@ -360,7 +380,14 @@ def test_adapters_of_recurrent_layers_give_pefts_tokens_and_logprobs(
     assert run.stats.prefix_cache_hits > 0
 
 
-MIXERS = {"qwen3_5": "model.layers.0.linear_attn", "granitemoehybrid": "model.layers.0.mamba"}
+MIXERS = {
+    "qwen3_5": "model.layers.0.linear_attn",
+    "granitemoehybrid": "model.layers.0.mamba",
+    "jamba": "model.layers.0.mamba",
+    "kimi_linear": "model.layers.0.self_attn",
+}
+LAST = {"kimi_linear": "o_proj"}
+"""Last linear layer of a recurrent layer, if it is not ``out_proj``."""
 
 
 def refusal(base: Any, folder: Path) -> LoraError:
@@ -372,11 +399,23 @@ def refusal(base: Any, folder: Path) -> LoraError:
 @pytest.mark.parametrize("targets", ["conv1d", "all"])
 def test_adapters_of_the_convolution_are_refused_by_name(case: Case, targets: str, tmp_path: Path) -> None:
     modules = ["conv1d"] if targets == "conv1d" else ["conv1d", *UPDATED[case.architecture]]
-    save_adapter(case.model, tmp_path, r=2, target_modules=["out_proj"])
+    save_adapter(case.model, tmp_path, r=2, target_modules=[LAST.get(case.architecture, "out_proj")])
     edit_config(tmp_path, target_modules=modules)
     error = refusal(case.model, tmp_path)
     assert error.reason == LoraReason.MODULE
     assert re.search(rf"target_modules selects {MIXERS[case.architecture]}\.conv1d, which is a Conv1d", str(error))
+
+
+@pytest.mark.parametrize("targets", [["dt_proj"], "all-linear"], ids=str)
+def test_adapters_of_a_layer_that_is_never_called_are_refused_by_name(targets: Any, tmp_path: Path) -> None:
+    """Mixers of Mamba-1 read the weight of ``dt_proj``, so an update of the layer's output would be lost."""
+    model = save_tiny_model("jamba", tmp_path / "model")
+    save_adapter(model, tmp_path / "adapter", r=2, target_modules=targets)
+    executor: Any = engine_of(tmp_path / "model", kernels={"isa": "off"}).executor
+    error = refusal(executor._worker.runner._model.module, tmp_path / "adapter")
+    assert error.reason == LoraReason.MODULE
+    message = r"model\.layers\.0\.mamba\.dt_proj, which is a layer whose weight is used without calling the layer"
+    assert re.search(message, str(error))
 
 
 @pytest.mark.parametrize("parameter", ["A_log", "D", "dt_bias"])
@@ -385,7 +424,7 @@ def test_adapters_of_other_parameters_of_recurrent_layers_are_refused_by_name(
     case: Case, parameter: str, way: str, tmp_path: Path
 ) -> None:
     layer = f"{MIXERS[case.architecture]}.{parameter}"
-    save_adapter(case.model, tmp_path, r=2, target_modules=["out_proj"])
+    save_adapter(case.model, tmp_path, r=2, target_modules=[LAST.get(case.architecture, "out_proj")])
     if way == "target_parameters":
         edit_config(tmp_path, target_parameters=[layer])
     else:

@@ -83,7 +83,9 @@ def test_a_ragged_batch_and_prefix_hits_give_the_same_tokens(case: Case) -> None
     assert run.stats.prefix_cache_hits > 0
 
 
-@pytest.mark.quick("qwen3_5-1", "qwen3_5-17", "granitemoehybrid-16", "mamba2-64", "lfm2-7")
+@pytest.mark.quick(
+    *("qwen3_5-1", "qwen3_5-17", "granitemoehybrid-16", "mamba2-64", "lfm2-7", "jamba-7", "kimi_linear-17")
+)
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 64])
 def test_chunks_of_any_size_give_the_same_tokens(case: Case, tokens: int) -> None:
     engine = engine_of(case.path, scheduler={"max_num_batched_tokens": tokens})
@@ -197,6 +199,7 @@ DRAFTS = (
     *("qwen3_5-plain, wrong, 15", "qwen3_5-plain, flickering, 15", "qwen3_5-asynchronous, right up to 3, 15"),
     *("granitemoehybrid-preempted, by chance, 15", "granitemoehybrid-chunks, right, 15"),
     *("mamba2-several steps, by chance, 15", "lfm2-asynchronous, flickering, 5"),
+    *("jamba-plain, flickering, 15", "kimi_linear-chunks, by chance, 5"),
 )
 @pytest.mark.parametrize("drafts", DRAFTS)
 def test_drafts_that_are_right_or_wrong_give_the_same_tokens(case: Case, drafts: str) -> None:
@@ -216,7 +219,7 @@ def test_drafts_that_are_right_or_wrong_give_the_same_tokens(case: Case, drafts:
         assert run.stats.num_preemptions > 0
 
 
-@pytest.mark.quick("granitemoehybrid-15", "lfm2-5", "mamba2-5", "qwen3_5-1", "qwen3_5-15")
+@pytest.mark.quick("granitemoehybrid-15", "jamba-5", "kimi_linear-5", "lfm2-5", "mamba2-5", "qwen3_5-1", "qwen3_5-15")
 @pytest.mark.parametrize("num_drafts", [1, 5, 15])
 def test_ngrams_of_repetitive_prompts_give_the_same_tokens(case: Case, num_drafts: int) -> None:
     engine = engine_of(case.path, speculative=speculative(num_drafts, prompt_lookup_min=1))

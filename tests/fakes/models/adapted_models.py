@@ -53,8 +53,15 @@ class Question:
 class AdaptedModel:
     """A tiny checkpoint in ``folder``, with one adapter of each kind in ``ADAPTERS``."""
 
-    def __init__(self, architecture: str, folder: Path, **changes: Any) -> None:
-        """Create the model. ``changes``: changed fields of the model's config."""
+    def __init__(self, architecture: str, folder: Path, modules: list[str] | None = None, **changes: Any) -> None:
+        """Create the model.
+
+        Args:
+            architecture: One of the tiny models.
+            folder: Folder for the files.
+            modules: Names of the layers that adapters update besides the head. None means all linear layers.
+            changes: Changed fields of the model's config.
+        """
         self.architecture = architecture
         self.path = folder / "model"
         self.base = save_tiny_model(architecture, self.path, **changes)
@@ -62,8 +69,10 @@ class AdaptedModel:
         self.adapters: dict[str, LoraAdapter] = {}
         for seed, (name, given) in enumerate(ADAPTERS.items()):
             settings, path = dict(given), folder / f"adapter-{seed}"
+            if modules is not None:
+                settings["target_modules"] = modules
             if settings.pop("head", False):
-                settings["target_modules"] = self._linear_layers()
+                settings["target_modules"] = [*modules, "lm_head"] if modules is not None else self._linear_layers()
             save_adapter(self.base, path, seed=seed, **settings)
             self.models[name] = load_adapter(self.base, path)
             self.adapters[name] = LoraAdapter(name, str(path))

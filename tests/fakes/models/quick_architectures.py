@@ -28,6 +28,8 @@ QUICK_ARCHITECTURES = tuple(
 RECURRENT_KINDS = (
     "granitemoehybrid",  # Mamba-2 beside attention, experts
     "granitemoehybrid_dense",  # factors of inputs, residual additions and logits
+    "jamba",  # Mamba-1 beside attention, experts
+    "kimi_linear",  # delta rule with a decay per row of the state, latent keys and values
     "lfm2",  # short convolutions
     "mamba2",  # no attention
     "qwen3_5",  # gated delta rule

@@ -158,6 +158,21 @@ _CALM = {"initializer_range": 0.1}
 """With larger weights, rounding in a recurrence grows until logits differ by 1e-2 between orders of summation."""
 _UNLIMITED = {"time_step_min": 1e-9}
 """transformers applies the minimum time step to prompts only, so its outputs would depend on where the prompt ends."""
+_KDA = {
+    **_UNTIED,
+    **_MLA,
+    "q_lora_rank": None,
+    "num_hidden_layers": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+}
+_SELECTIVE = {**_UNTIED, "num_hidden_layers": 3, "state_size": 8, "expand": 2, "conv_kernel": 4, "time_step_rank": 6}
 _CONV = {"hidden_size": 64, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], **_UNTIED}
 _RECURRENT: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "num_hidden_layers": 3, "attn_layer_indices": [1]},
@@ -183,9 +198,29 @@ _RECURRENT: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 0.5,
     },
+    "bailing_hybrid": {
+        **_KDA,
+        **_HEAD,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        "short_conv_kernel_size": 4,
+    },
+    "falcon_mamba": _SELECTIVE,
+    "jamba": {
+        **_MOE,
+        **_UNTIED,
+        "num_hidden_layers": 4,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 6,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 2,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "kimi_linear": {**_KDA, "linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 4},
     "lfm2": {**_CONV, "block_multiple_of": 32},
     "lfm2_moe": {**_CONV, **_MOE, "num_dense_layers": 1},
     "lfm3": _CONV,
+    "mamba": {**_SELECTIVE, "initializer_range": 0.3},  # otherwise, states hardly change the logits
     "mamba2": {
         **_UNTIED,
         "num_heads": 8,
@@ -225,6 +260,9 @@ _RECURRENT: dict[str, dict[str, Any]] = {
         "adapter_rank": 8,
     },
 }
+_LONG_MEMORY = ("bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba")
+_TIME_STEPS = ("dt_bias", "dt_proj.bias")
+"""Biases of time steps. With larger biases, states of ``_LONG_MEMORY`` would decay to nothing within a span."""
 RECURRENT_ARCHITECTURES = tuple(_RECURRENT)
 """Model types whose layers have recurrent states, whose tokens the recurrent parity tests compare."""
 ARCHITECTURES = tuple(_FAMILIES)
@@ -248,6 +286,8 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
             # transformers initializes everything except linear layers with constants: sinks, biases, norms.
             if name.endswith("sinks"):
                 parameter.normal_(0.0, 0.5)
+            elif name.endswith(_TIME_STEPS) and architecture in _LONG_MEMORY:
+                parameter.normal_(-3.0, 1.0)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.1)
             elif (

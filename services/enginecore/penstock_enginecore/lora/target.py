@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from penstock_enginecore.lora.errors import LoraReason
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
+from penstock_enginecore.models.state_hook import ReadLinear
 
 _OF_EXPERTS = "experts or what belongs to them"
 _COMPARED_ROWS = 64
@@ -112,6 +113,8 @@ def _is_linear(module: Any) -> bool:
 
 
 def _unserved(module: torch.nn.Module) -> Unserved | None:
+    if isinstance(module, ReadLinear):
+        return Unserved(LoraReason.MODULE, "a layer whose weight is used without calling the layer", linear=True)
     if isinstance(module, Conv1D):
         return Unserved(LoraReason.CONV1D, "transformers' Conv1D", linear=True)
     if isinstance(module, torch.nn.Embedding):

@@ -223,7 +223,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
         hf_config = AutoConfig.from_pretrained(**_source(config))
     except StrictDataclassError as e:
         raise ModelLoadError(f"model.path {config.path!r}: config.json is invalid: {_one_line(e)}") from e
-    except (OSError, ValueError, KeyError, RecursionError) as e:
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as e:
         raise ModelLoadError(f"model.path {config.path!r}: the configuration cannot be read: {first_line(e)}") from e
     return cast("PretrainedConfig", hf_config)
 

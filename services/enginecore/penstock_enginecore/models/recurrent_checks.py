@@ -19,9 +19,9 @@ class _Fields(NamedTuple):
     """Names of the fields of ``config.json`` that describe recurrent layers.
 
     Attributes:
-        heads: Number of state heads. "" for short convolutions, which have none.
-        key_heads: Number of heads or groups of keys, of which ``heads`` must be a multiple.
-        sizes: Sizes of a head.
+        heads: Number of state heads. "" for short convolutions and selective scans, which have none.
+        key_heads: Number of heads or groups of keys, of which ``heads`` must be a multiple. "" if it equals ``heads``.
+        sizes: Sizes of a head, and of other parts of the layer.
         kernel: Taps of the convolution.
     """
 
@@ -42,9 +42,19 @@ _FIELDS = (
     _Fields("mamba_num_heads", "n_groups", ("mamba_head_dim", "ssm_state_size"), "conv_kernel"),
     _Fields("n_mamba_heads", "mamba_ngroups", ("mamba_headdim", "mamba_d_state"), "mamba_d_conv"),
     _Fields("num_heads", "n_groups", ("head_dim", "state_size"), "conv_kernel"),
+    _Fields("num_attention_heads", "", ("linear_head_dim",), "short_conv_kernel_size"),
+    _Fields("linear_num_heads", "", ("linear_head_dim",), "linear_conv_kernel_dim"),
+    _Fields("", "", ("expand", "intermediate_size", "state_size", "time_step_rank"), "conv_kernel"),
+    _Fields("", "", ("mamba_d_state", "mamba_expand", "mamba_dt_rank"), "mamba_d_conv"),
     _Fields("", "", (), "conv_L_cache"),
 )
 """Fields of the model families. A configuration is checked by the first entry whose fields it has."""
+_NESTED = {
+    "linear_num_heads": "num_heads",
+    "linear_head_dim": "head_dim",
+    "linear_conv_kernel_dim": "short_conv_kernel_size",
+}
+"""Names in ``linear_attn_config`` of config.json, where some checkpoints have these fields."""
 
 _LARGEST_A_LOG = math.log(torch.finfo(torch.float32).max)
 """Largest ``A_log`` whose exponential is finite in float32."""
@@ -58,18 +68,18 @@ def check_sizes(config: PretrainedConfig) -> None:
     of: dict[str, Any] = {name: getattr(config, name) for name in (*_counts(fields), fields.kernel)}
     for name, value in of.items():
         if not isinstance(value, int):
-            raise ModelLoadError(f"config.json: {name} is {value!r}; it must be an integer")
+            raise ModelLoadError(f"config.json: {_in_file(config, name)} is {value!r}; it must be an integer")
         if value < 1 and name != fields.kernel:
-            raise ModelLoadError(f"config.json: {name} is {value}; it must be at least 1")
-    if fields.heads and of[fields.heads] % of[fields.key_heads]:
+            raise ModelLoadError(f"config.json: {_in_file(config, name)} is {value}; it must be at least 1")
+    if fields.key_heads and of[fields.heads] % of[fields.key_heads]:
         raise ModelLoadError(
             f"config.json: {fields.heads} is {of[fields.heads]}; it must be a multiple of {fields.key_heads}, "
             f"{of[fields.key_heads]}"
         )
     if not MIN_KERNEL <= of[fields.kernel] <= MAX_KERNEL:
         raise ModelLoadError(
-            f"config.json: {fields.kernel} is {of[fields.kernel]}; convolutions of {MIN_KERNEL} to {MAX_KERNEL} taps are "
-            "supported"
+            f"config.json: {_in_file(config, fields.kernel)} is {of[fields.kernel]}; convolutions of {MIN_KERNEL} to "
+            f"{MAX_KERNEL} taps are supported"
         )
 
 
@@ -78,6 +88,12 @@ def fields_of(config: PretrainedConfig) -> _Fields | None:
     return next(
         (fields for fields in _FIELDS if all(hasattr(config, name) for name in (*_counts(fields), fields.kernel))), None
     )
+
+
+def _in_file(config: PretrainedConfig, name: str) -> str:
+    """Return the name of a field as config.json has it."""
+    nested = getattr(config, "linear_attn_config", None) or {}
+    return f"linear_attn_config.{_NESTED[name]}" if _NESTED.get(name) in nested else name
 
 
 def _counts(fields: _Fields) -> tuple[str, ...]:

@@ -21,9 +21,10 @@ from penstock_enginecore.states.core.spec import StateSpec
 _CONVOLUTION = "causal_conv1d_fn"
 _DELTA = frozenset({"query", "key", "value", "g", "beta", "initial_state", "output_final_state"})
 _DUALITY = frozenset({"hidden_states", "dt", "A", "B", "C", "chunk_size", "initial_states", "return_final_states"})
+_SELECTIVE = frozenset({"hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "return_last_state"})
 """Parameters by which a scan is recognized."""
-_UNSUPPORTED = ("mamba_selective_scan", "chunk_kimi_delta_attention")
-"""Beginnings of names of scans that are not supported: Mamba-1, and the delta rule with a decay per channel."""
+_READ_DIRECTLY = "dt_proj"
+"""Linear layer of selective scans. Their mixers multiply by its weight without calling the layer."""
 MIN_KERNEL, MAX_KERNEL = 2, 8
 """Minimum and maximum taps of a convolution."""
 
@@ -45,9 +46,6 @@ def _names_in(module: torch.nn.Module) -> tuple[str, ...]:
 def unsupported_recurrence(model_class: type) -> str | None:
     """Return the reason if a model class has recurrent layers of a kind that is not supported, or None."""
     functions = vars(sys.modules[model_class.__module__])
-    for name in functions:
-        if name.startswith(_UNSUPPORTED):
-            return f"its recurrent layers call {name}, which is not supported yet"
     return None if _CONVOLUTION in functions else "its recurrent layers do not call transformers' causal convolution"
 
 
@@ -60,6 +58,35 @@ def install(model: torch.nn.Module) -> None:
         if not hasattr(mixer, "_penstock_states"):
             mixer.register_forward_pre_hook(_enter)
             mixer._penstock_states = True  # type: ignore[assignment]
+    for linear in weights_read_directly(model).values():
+        linear.__class__ = ReadLinear
+
+
+class ReadLinear(torch.nn.Linear):
+    """Linear layer whose weight is read by its mixer, which does not call the layer.
+
+    Code that replaces or hooks linear layers must not change this one. It recognizes linear layers by their exact class
+    or their exact ``forward``, so this subclass excludes itself.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., out_features]`` for ``[..., in_features]``."""
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def weights_read_directly(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Return the linear layers by name whose weights recurrent layers read without calling the layers."""
+    found = {}
+    for name, mixer in find_mixers(model).items():
+        functions = vars(sys.modules[type(mixer).__module__])
+        linear = mixer._modules.get(_READ_DIRECTLY)
+        if isinstance(linear, torch.nn.Linear) and any(_is_selective(functions.get(each)) for each in _names_in(mixer)):
+            found[f"{name}.{_READ_DIRECTLY}"] = linear
+    return found
+
+
+def _is_selective(function: Any) -> bool:
+    return callable(function) and _parameters(getattr(function, "_penstock_original", function)) >= _SELECTIVE
 
 
 def _enter(mixer: torch.nn.Module, args: Any) -> None:  # noqa: ARG001 - torch's signature
@@ -79,6 +106,8 @@ def _replace(modeling: Any, function: str) -> None:
             setattr(modeling, function, _marked(_delta(original), original))
     elif parameters >= _DUALITY:
         setattr(modeling, function, _marked(_duality(original), original))
+    elif parameters >= _SELECTIVE:
+        setattr(modeling, function, _marked(_selective(original), original))
 
 
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
@@ -177,6 +206,41 @@ def _duality(original: Callable[..., Any]) -> Callable[..., Any]:
     return mamba2_chunk_scan
 
 
+def _selective(original: Callable[..., Any]) -> Callable[..., Any]:
+    def mamba_selective_scan(
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,  # noqa: N803 - transformers' names
+        B: torch.Tensor,  # noqa: N803
+        C: torch.Tensor,  # noqa: N803
+        D: torch.Tensor | None = None,  # noqa: N803
+        z: torch.Tensor | None = None,
+        delta_bias: torch.Tensor | None = None,
+        delta_softplus: bool = False,
+        **options: Any,
+    ) -> Any:
+        if (calling := _calling()) is None:
+            options |= {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+            return original(hidden_states, dt, A, B, C, **options)
+        context, mixer = calling
+        steps, inputs = dt[0].T.float(), hidden_states[0].T.float()
+        if delta_bias is not None:
+            steps = steps + delta_bias.float()
+        if delta_softplus:
+            steps = torch.nn.functional.softplus(steps)
+        # Each channel is a head with a state of one column. All channels share the keys and queries.
+        queries, keys = (each[0].T[:, None].float() for each in (C, B))
+        call = ScanCall(mixer, queries, keys, (inputs * steps)[..., None], -steps, None, -A.float())
+        output = context.scan(call)[..., 0]
+        if D is not None:
+            output = output + D.float() * inputs
+        if z is not None:
+            output = output * torch.nn.functional.silu(z[0].T.float())
+        return output.T[None]
+
+    return mamba_selective_scan
+
+
 # Probing: what each layer calls.
 
 
@@ -238,13 +302,14 @@ def _spec(name: str, convolution: ConvCall, scan: ScanCall | None) -> StateSpec:
         raise ModelLoadError(
             f"layer '{name}' has a convolution of {kernel} taps; supported are {MIN_KERNEL} to {MAX_KERNEL}"
         )
-    of_scan = {}
+    of_scan: dict[str, Any] = {}
     if scan is not None:
         of_scan = {
             "num_heads": scan.value.shape[1],
             "num_key_heads": scan.key.shape[1],
             "key_size": scan.key.shape[2],
             "value_size": scan.value.shape[2],
+            "decay": scan.kind,
         }
         if not scan.key.shape[1] or scan.value.shape[1] % scan.key.shape[1]:
             raise ModelLoadError(

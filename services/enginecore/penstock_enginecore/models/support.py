@@ -58,7 +58,7 @@ def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]
     if reason := unsupported(config, model_class):
         raise ModelLoadError(
             f"{model_class.__name__} is not supported: {reason}. Serve a decoder-only checkpoint whose layers use "
-            "full, sliding-window or chunked attention, the gated delta rule, Mamba-2 or short convolutions, e.g. Llama, "
+            "full, sliding-window or chunked attention, the gated delta rule, Mamba or short convolutions, e.g. Llama, "
             "Qwen2 to 3.5, Mistral, Mixtral, Gemma, Granite or LFM2; docs/reference/models.md lists the tested models."
         )
     if is_recurrent(config):

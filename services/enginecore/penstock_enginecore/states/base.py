@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import IntArray
-from penstock_enginecore.states.core.spec import SPAN, ZERO_SLOT, StateStep, span_start
+from penstock_enginecore.states.core.spec import SPAN, ZERO_SLOT, Decay, StateStep, span_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,28 @@ class ScanCall:
     """Linear recurrence of a layer, in float32.
 
     The state S ``[heads, key size, value size]`` changes with every token: ``S = exp(decay) * S + key * update``. The
-    output is ``query * S``. With ``beta``, ``update`` is ``beta * (value - key * exp(decay) * S)``, which is the gated
-    delta rule (arXiv:2412.06464). Without ``beta``, ``update`` is ``value``, which is Mamba-2's state space duality
-    (arXiv:2405.21060).
+    output is ``query * S``. With ``beta``, ``update`` is ``beta * (value - key * exp(decay) * S)``. Otherwise, ``update``
+    is ``value``.
+
+    ============  ========================  =========  ========================================================
+    ``beta``      ``decay``                 ``rates``  recurrence
+    ============  ========================  =========  ========================================================
+    given         for each head             None       gated delta rule (arXiv:2412.06464)
+    given         for each row of S         None       Kimi delta attention, KDA (arXiv:2510.26692)
+    None          for each head             None       state space duality of Mamba-2 (arXiv:2405.21060)
+    None          for each head             given      selective scan of Mamba-1 (arXiv:2312.00752), whose channels
+                                                       are the heads
+    ============  ========================  =========  ========================================================
 
     Attributes:
         mixer: The module that calls.
         query: ``[tokens, key heads, key size]``.
         key: ``[tokens, key heads, key size]``. A key head serves ``heads / key heads`` consecutive heads.
         value: ``[tokens, heads, value size]``.
-        decay: ``[tokens, heads]``, at most 0.
+        decay: ``[tokens, heads]``, or ``[tokens, heads, key size]`` for each row of the state. At most 0.
         beta: ``[tokens, heads]``, or None.
+        rates: ``[heads, key size]``, at least 0, or None. If given, row ``n`` of the state of a head decays by ``decay *
+            rates[n]``, there is one key head, and ``value size`` is 1.
     """
 
     mixer: torch.nn.Module
@@ -56,6 +67,14 @@ class ScanCall:
     value: torch.Tensor
     decay: torch.Tensor
     beta: torch.Tensor | None
+    rates: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> Decay:
+        """Decays of the recurrence."""
+        if self.rates is not None:
+            return "rate"
+        return "row" if self.decay.dim() == 3 else "head"
 
 
 class StateContext(Protocol):

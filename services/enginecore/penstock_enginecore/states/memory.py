@@ -18,7 +18,9 @@ class StateLayer:
         closed: Closed states, float32 ``[slots, heads, key size, value size]``, or None for a short convolution.
         keys: Keys of open rows, float32 ``[rings, ring length, key heads, key size]``, or None.
         updates: Updates of open rows, float32 ``[rings, ring length, heads, value size]``, or None.
-        decays: Sums of decays since the span began, float32 ``[rings, ring length, heads]``, or None.
+        decays: Sums of decays since the span began, float32 ``[rings, ring length, heads]``, or ``[rings, ring length,
+            heads, key size]`` if each row of the state decays by itself. With rates, the decay of each token instead of
+            sums. None for a short convolution.
     """
 
     spec: StateSpec
@@ -90,7 +92,7 @@ class StateMemory:
             closed=closed,
             keys=empty(rings, length, spec.num_key_heads, spec.key_size),
             updates=empty(rings, length, spec.num_heads, spec.value_size),
-            decays=empty(rings, length, spec.num_heads),
+            decays=empty(rings, length, spec.num_heads, *((spec.key_size,) if spec.decay == "row" else ())),
         )
 
 

@@ -37,7 +37,7 @@ class ReferenceStates:
             beta = None if call.beta is None else call.beta[part]
             query, key, value, decay = (each[part] for each in (call.query, call.key, call.value, call.decay))
             state = value.new_zeros(value.shape[1], key.shape[2], value.shape[2])
-            outputs.append(recurrent(ScanCall(call.mixer, query, key, value, decay, beta), state)[0])
+            outputs.append(recurrent(ScanCall(call.mixer, query, key, value, decay, beta, call.rates), state)[0])
         return torch.cat(outputs)
 
 
@@ -51,7 +51,10 @@ def recurrent(call: ScanCall, state: torch.Tensor) -> tuple[torch.Tensor, torch.
     keys, queries = (each.repeat_interleave(repeats, dim=1)[..., None] for each in (call.key, call.query))
     outputs = []
     for token in range(len(call.value)):
-        state = call.decay[token].exp()[:, None, None] * state
+        decay = call.decay[token]
+        if decay.dim() == 1:
+            decay = decay[:, None] if call.rates is None else decay[:, None] * call.rates
+        state = decay.exp()[..., None] * state
         update = call.value[token]
         if call.beta is not None:
             update = call.beta[token][:, None] * (update - (keys[token] * state).sum(1))

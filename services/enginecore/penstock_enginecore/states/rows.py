@@ -8,11 +8,13 @@ from transformers.activations import ACT2FN
 
 from penstock_enginecore.states.base import ConvCall, ScanCall, SequenceStep, StateMetadata
 from penstock_enginecore.states.core.spec import SPAN
+from penstock_enginecore.states.decays import between, states_after
 from penstock_enginecore.states.memory import StateLayer
 
-_CHUNK = 64
-"""Maximum number of tokens whose pairs are computed at once."""
-_NEVER = float("-inf")
+_CHUNK = {"head": 64, "row": SPAN, "rate": SPAN}
+"""Maximum number of tokens that are computed at once, by the decays of the recurrence. Decays of pairs of tokens for each
+row of a state need much memory, and so do the states after each token.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,15 @@ class RowStates:
         """Compute the recurrence request by request, and store the open rows and the written states."""
         layer = self._layers[call.mixer]
         output = torch.empty_like(call.value)
-        updates, sums = torch.empty_like(call.value), torch.empty_like(call.decay)
+        if call.rates is None:
+            updates, sums = torch.empty_like(call.value), torch.empty_like(call.decay)
+        else:  # rows have the token's own decay
+            updates, sums = call.value, call.decay
         for index, sequence in enumerate(self.step.sequences):
-            self._scan_one(layer, call, sequence, index, output, updates, sums)
+            if call.rates is None:
+                self._scan_one(layer, call, sequence, index, output, updates, sums)
+            else:
+                self._replay(layer, call, call.rates, sequence, index, output)
         if layer.keys is not None and layer.updates is not None and layer.decays is not None:
             for ring, new in ((layer.keys, call.key), (layer.updates, updates), (layer.decays, sums)):
                 ring.flatten(0, 1)[self._kept_rows] = new[self._kept_tokens]
@@ -134,17 +142,17 @@ class RowStates:
         state = sequence.state
         rows = _open_rows(layer, sequence, self._length)
         closed = layer.closed[state.closed]
-        start, writes = sequence.start, dict(state.writes)
+        start, writes, size = sequence.start, dict(state.writes), _CHUNK[call.kind]
         for end in sorted({*writes, sequence.end}):
             while start < end:
-                part_end = min(end, start + _CHUNK)
+                part_end = min(end, start + size)
                 part = slice(sequence.first + start - sequence.start, sequence.first + part_end - sequence.start)
                 new = _Rows(call.key[part], call.value[part], call.decay[part].cumsum(0))
                 rows, output[part] = _advance(closed, rows, new, call, part)
                 count = part_end - start
                 updates[part], sums[part] = rows.updates[-count:], rows.sums[-count:]
                 start = part_end
-                if start in writes or count == _CHUNK:
+                if start in writes or count == size:
                     closed = _closed(closed, rows)
                     rows = rows.none()
                 if start in writes:
@@ -152,11 +160,47 @@ class RowStates:
                     if not bool(closed.isfinite().all()):
                         self.step.broken.add(index)
 
+    def _replay(
+        self,
+        layer: StateLayer,
+        call: ScanCall,
+        rates: torch.Tensor,
+        sequence: SequenceStep,
+        index: int,
+        output: torch.Tensor,
+    ) -> None:
+        """Compute one request's tokens into ``output`` ``[tokens, heads, value size]`` of the flat batch, from its open
+        rows on, token by token.
+
+        A sum over rows with rates would need an exponential for each number of the state and each row. Replaying the
+        rows needs as many, and gives each state by the same operations, wherever a step begins.
+        """
+        if layer.closed is None:
+            raise RuntimeError("a short convolution called a scan")
+        state = layer.closed[sequence.state.closed, :, :, 0]
+        rows = _open_rows(layer, sequence, self._length)
+        if len(rows.keys):
+            state = states_after(state, rates, rows.keys, rows.updates, rows.sums)[-1]
+        start, writes = sequence.start, dict(sequence.state.writes)
+        for end in sorted({*writes, sequence.end}):
+            while start < end:
+                part_end = min(end, start + _CHUNK[call.kind])
+                part = slice(sequence.first + start - sequence.start, sequence.first + part_end - sequence.start)
+                states = states_after(state, rates, call.key[part], call.value[part], call.decay[part])
+                # One product for each token: a product for all tokens may sum in another order.
+                reads = [after @ query for after, query in zip(states, call.query[part, 0], strict=True)]
+                output[part, :, 0] = torch.stack(reads)
+                state, start = states[-1], part_end
+            if start in writes:
+                layer.closed[writes[start], :, :, 0] = state
+                if not bool(state.isfinite().all()):
+                    self.step.broken.add(index)
+
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Open rows of a request: keys ``[rows, key heads, key size]``, updates ``[rows, heads, value size]`` and sums of
-    decays since the closed state ``[rows, heads]``.
+    decays since the closed state ``[rows, heads]`` or ``[rows, heads, key size]``. With rates, the decays of the tokens.
     """
 
     keys: torch.Tensor
@@ -190,33 +234,29 @@ def _advance(closed: torch.Tensor, rows: _Rows, new: _Rows, call: ScanCall, part
     keys = torch.cat([rows.keys, new.keys])
     by_head = _by_head(keys, repeats)
     own_keys, queries = by_head[:, num_old:], _by_head(call.query[part], repeats)
-    # Only differences to earlier rows enter, so no exponent is greater than 0.
-    lag = sums.T[:, :, None] - all_sums.T[:, None, :]
-    later = torch.ones(num_new, num_old + num_new, dtype=torch.bool, device=lag.device).triu(num_old + 1)
-    weights = lag.masked_fill(later, _NEVER).exp()
-    since = sums.T.exp()[:, :, None]
+    decays = between(sums, all_sums, by_head)
     updates = new.updates.transpose(0, 1)
     if call.beta is not None:
         beta = call.beta[part].T[:, :, None]
-        overlap = own_keys @ by_head.transpose(1, 2) * weights
-        known = since * (own_keys @ closed) + overlap[:, :, :num_old] @ rows.updates.transpose(0, 1)
+        overlap = decays.pairs(own_keys)
+        known = decays.read(own_keys, closed) + overlap[:, :, :num_old] @ rows.updates.transpose(0, 1)
         updates = beta * (updates - known)
         if num_new > 1:
             triangle = beta * overlap[:, :, num_old:]
             updates = torch.linalg.solve_triangular(triangle, updates, upper=False, unitriangular=True)
     all_updates = torch.cat([rows.updates, updates.transpose(0, 1)])
-    pairs = queries @ by_head.transpose(1, 2) * weights
-    output = since * (queries @ closed) + pairs @ all_updates.transpose(0, 1)
+    output = decays.read(queries, closed) + decays.pairs(queries) @ all_updates.transpose(0, 1)
     return _Rows(keys, all_updates, all_sums), output.transpose(0, 1)
 
 
 def _closed(closed: torch.Tensor, rows: _Rows) -> torch.Tensor:
     """Return the state after ``rows``, as a new tensor ``[heads, key size, value size]``."""
     repeats = closed.shape[0] // rows.keys.shape[1]
-    total = rows.sums[-1]
-    left = (total - rows.sums).exp().T[:, :, None]
+    sums = rows.sums if rows.sums.dim() == 3 else rows.sums[..., None]
+    total = sums[-1]
+    left = (total - sums).exp().transpose(0, 1)
     added = (_by_head(rows.keys, repeats) * left).transpose(1, 2) @ rows.updates.transpose(0, 1)
-    return total.exp()[:, None, None] * closed + added
+    return total.exp()[..., None] * closed + added
 
 
 def _by_head(keys: torch.Tensor, repeats: int) -> torch.Tensor:

@@ -20,13 +20,18 @@ from tests.fakes.models.tiny_models import RECURRENT_ARCHITECTURES, save_tiny_mo
 
 CPU = torch.device("cpu")
 FIELDS = {
+    "bailing_hybrid": ("num_attention_heads", "", "short_conv_kernel_size"),
     "bamba": ("mamba_n_heads", "mamba_n_groups", "mamba_d_conv"),
     "falcon_h1": ("mamba_n_heads", "mamba_n_groups", "mamba_d_conv"),
+    "falcon_mamba": ("", "", "conv_kernel"),
     "granitemoehybrid": ("mamba_n_heads", "mamba_n_groups", "mamba_d_conv"),
     "granitemoehybrid_dense": ("mamba_n_heads", "mamba_n_groups", "mamba_d_conv"),
+    "jamba": ("", "", "mamba_d_conv"),
+    "kimi_linear": ("linear_num_heads", "", "linear_conv_kernel_dim"),
     "lfm2": ("", "", "conv_L_cache"),
     "lfm2_moe": ("", "", "conv_L_cache"),
     "lfm3": ("", "", "conv_L_cache"),
+    "mamba": ("", "", "conv_kernel"),
     "mamba2": ("num_heads", "n_groups", "conv_kernel"),
     "nemotron_h": ("mamba_num_heads", "n_groups", "conv_kernel"),
     "olmo_hybrid": ("linear_num_value_heads", "linear_num_key_heads", "linear_conv_kernel_dim"),
@@ -37,6 +42,7 @@ FIELDS = {
 }
 """Fields of heads, key heads and taps by model type."""
 MIXERS = {
+    "jamba": "model.layers.0.mamba",
     "qwen3_5": "model.layers.0.linear_attn",
     "granitemoehybrid": "model.layers.0.mamba",
     "mamba2": "backbone.layers.0.mixer",
@@ -81,7 +87,7 @@ def test_impossible_sizes_are_refused_with_the_field_and_its_value(architecture:
     for name in filter(None, (heads, key_heads)):
         cases += [(name, count, rf"{name} is {count}; it must be at least 1") for count in (0, -1)]
         cases.append((name, 2.5, rf"{name} is 2.5; it must be an integer"))
-    if heads:
+    if key_heads:
         cases.append((key_heads, 3, rf"{heads} is \d+; it must be a multiple of {key_heads}, 3"))
     for name, value, message in cases:
         config = tiny_config(architecture)
@@ -106,6 +112,27 @@ def test_impossible_sizes_are_refused_with_the_field_and_its_value(architecture:
         ("granitemoehybrid", {"mamba_d_conv": 0}, r"mamba_d_conv is 0; convolutions of 2 to 8 taps"),
         ("mamba2", {"n_groups": 0}, r"n_groups is 0; it must be at least 1"),
         ("lfm2", {"conv_L_cache": 1}, r"conv_L_cache is 1; convolutions of 2 to 8 taps"),
+        ("kimi_linear", {"linear_head_dim": -1}, r"config\.json: linear_head_dim is -1; it must be at least 1"),
+        ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, r"linear_attn_config\.num_heads is 0; it must be at"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"short_conv_kernel_size": 9}},
+            r"linear_attn_config\.short_conv_kernel_size is 9; convolutions of 2 to 8 taps",
+        ),
+        ("kimi_linear", {"linear_attn_config": None}, r"the configuration cannot be read: 'NoneType' object has no"),
+        (
+            "kimi_linear",
+            {"layer_types": None, "linear_attn_config": {"full_attn_layers": [9], "kda_layers": [1]}},
+            r"the configuration cannot be read: list assignment index out of range",
+        ),
+        ("bailing_hybrid", {"short_conv_kernel_size": 0}, r"short_conv_kernel_size is 0; convolutions of 2 to 8 taps"),
+        ("mamba", {"state_size": 0}, r"config\.json: state_size is 0; it must be at least 1"),
+        ("mamba", {"conv_kernel": 9}, r"conv_kernel is 9; convolutions of 2 to 8 taps"),
+        ("falcon_mamba", {"time_step_rank": 0}, r"time_step_rank is 0; it must be at least 1"),
+        ("falcon_mamba", {"intermediate_size": 0}, r"intermediate_size is 0; it must be at least 1"),
+        ("jamba", {"mamba_d_state": 0}, r"mamba_d_state is 0; it must be at least 1"),
+        ("jamba", {"mamba_expand": 0}, r"mamba_expand is 0; it must be at least 1"),
+        ("jamba", {"mamba_dt_rank": "half"}, r"mamba_dt_rank is 'half'; it must be an integer"),
     ],
 )
 def test_checkpoints_with_impossible_sizes_are_refused(
@@ -175,6 +202,7 @@ def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_refused_by_
         *(("qwen3_5", own) for own in ("A_log", "dt_bias", "conv1d.weight", "norm.weight")),
         *(("mamba2", own) for own in ("A_log", "dt_bias", "D", "conv1d.bias")),
         ("granitemoehybrid", "A_log"),
+        *(("jamba", own) for own in ("A_log", "D", "conv1d.bias", "b_layernorm.weight")),
         ("lfm2", "conv.weight"),
     ],
 )
@@ -187,6 +215,26 @@ def test_numbers_that_are_not_finite_are_refused_with_tensor_and_place(
     message = (
         rf"tensor {re.escape(name)} has the number {number} at \[.*\]; it must be finite.*the checkpoint is damaged"
     )
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stored", "own"),
+    [
+        ("A_log", "forget_gate.A_log"),
+        ("dt_bias", "forget_gate.dt_bias"),
+        ("k_conv1d.weight", "conv1d.weight"),
+        ("o_norm.weight", "o_norm.weight"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_by_the_name_in_the_model(
+    stored: str, own: str, tmp_path: Path
+) -> None:
+    save_tiny_model("kimi_linear", tmp_path)
+    mixer = "model.layers.0.self_attn"
+    edit_tensors(tmp_path, lambda tensors: tensors[f"{mixer}.{stored}"].view(-1)[1:2].fill_(math.nan))
+    message = rf"tensor {re.escape(f'{mixer}.{own}')} has the number nan at \[.*\]; it must be finite"
     with pytest.raises(ModelLoadError, match=message):
         load(tmp_path)
 

@@ -25,10 +25,6 @@ def load_class(name: str) -> Any:
 @pytest.mark.parametrize(
     ("config_class", "model_class", "reason"),
     [
-        ("MambaConfig", "MambaForCausalLM", "call mamba_selective_scan, which is not supported yet"),
-        ("FalconMambaConfig", "FalconMambaForCausalLM", "call mamba_selective_scan, which is not supported yet"),
-        ("KimiLinearConfig", "KimiLinearForCausalLM", "call chunk_kimi_delta_attention, which is not supported yet"),
-        ("JambaConfig", "JambaForCausalLM", "call mamba_selective_scan, which is not supported yet"),
         ("RwkvConfig", "RwkvForCausalLM", "a state of a kind that is not supported"),
         ("BloomConfig", "BloomForCausalLM", "attention interface"),
         ("GPTJConfig", "GPTJForCausalLM", "attention interface"),
@@ -60,9 +56,11 @@ def test_a_single_layer_of_another_kind_is_enough_to_refuse() -> None:
         check_supported(config, load_class("LlamaForCausalLM"))
 
 
-def test_a_model_with_recurrent_layers_of_a_known_kind_is_supported() -> None:
-    config = load_class("Lfm2Config")(num_hidden_layers=3, layer_types=["full_attention", "conv", "full_attention"])
-    check_supported(config, load_class("Lfm2ForCausalLM"))
+@pytest.mark.parametrize(
+    "family", ["BailingHybrid", "FalconMamba", "Jamba", "KimiLinear", "Lfm2", "Mamba", "Qwen3Next"]
+)
+def test_a_model_with_recurrent_layers_of_a_known_kind_is_supported(family: str) -> None:
+    check_supported(load_class(f"{family}Config")(), load_class(f"{family}ForCausalLM"))
 
 
 def test_states_that_are_not_float32_are_refused_with_the_setting() -> None:

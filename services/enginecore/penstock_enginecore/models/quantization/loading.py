@@ -31,6 +31,7 @@ from penstock_enginecore.models.quantization.weights import (
     dense_weights,
     open_tensors,
 )
+from penstock_enginecore.models.state_hook import weights_read_directly
 
 # Selection of modules that keep quantized weights, and their replacement.
 
@@ -121,10 +122,14 @@ def kept_modules(skeleton: Any, weights: DenseWeights) -> list[Kept]:
     These are linear layers except the head, and experts if all of their matrices are quantized.
     """
     quantized = {name: tensor for name, tensor in weights.tensors.items() if isinstance(tensor, DequantizedTensor)}
-    head = skeleton.get_output_embeddings()
+    dense = [skeleton.get_output_embeddings(), *weights_read_directly(skeleton).values()]
     found: list[Kept] = []
     for name, module in skeleton.named_modules():
-        if type(module) is torch.nn.Linear and module is not head and f"{name}{_WEIGHT}" in quantized:
+        if (
+            type(module) is torch.nn.Linear
+            and all(module is not each for each in dense)
+            and f"{name}{_WEIGHT}" in quantized
+        ):
             found.append(KeptLinear(name, quantized[f"{name}{_WEIGHT}"]))
         elif {GATE_UP, DOWN} <= module._parameters.keys():
             found += _experts(name, len(module.get_parameter(DOWN)), quantized)

@@ -6,6 +6,8 @@ since then. A closed state is written once and then only read. Rejected drafts a
 and a request that hits a cached prefix reads a closed state of another request in place.
 """
 
+from typing import Literal
+
 import msgspec
 
 SPAN = 16
@@ -16,6 +18,11 @@ ZERO_SLOT = 0
 """Slot with the state of an empty sequence. It is zero and is never written."""
 SLOTS_PER_REQUEST = 2
 """Slots that a running request owns: one with its last closed state, one for its next."""
+
+Decay = Literal["head", "row", "rate"]
+"""Decays of a recurrence. ``head``: one for the state of a head. ``row``: one for each row of the state of a head.
+``rate``: one for each row, which is a token's decay for the head times a constant rate of the row.
+"""
 
 
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +36,7 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_key_heads: Heads of keys and queries. Each serves ``num_heads / num_key_heads`` consecutive heads.
         key_size: Rows of the state of a head.
         value_size: Columns of the state of a head.
+        decay: Decays of the recurrent state.
     """
 
     channels: int
@@ -38,6 +46,12 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_key_heads: int = 0
     key_size: int = 0
     value_size: int = 0
+    decay: Decay = "head"
+
+    @property
+    def decay_size(self) -> int:
+        """Decays of a head in an open row. Rates are not in rows, because they are weights."""
+        return self.key_size if self.decay == "row" else 1
 
     @property
     def slot_bytes(self) -> int:
@@ -47,8 +61,8 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the open row of one token: an input of the convolution, a key, an update and a decay."""
-        numbers = self.num_key_heads * self.key_size + self.num_heads * (self.value_size + bool(self.value_size))
+        """Bytes of the open row of one token: an input of the convolution, a key, an update and decays."""
+        numbers = self.num_key_heads * self.key_size + self.num_heads * (self.value_size + self.decay_size)
         return self.channels * self.input_size + numbers * 4
 
 
