@@ -33,7 +33,7 @@ def save_decided_model(architecture: str, path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["qwen3_5", "granitemoehybrid_dense", "lfm2"])
 async def test_no_stream_fails_or_differs_over_four_kills(architecture: str, tmp_path: Path) -> None:
     save_decided_model(architecture, tmp_path)
-    load = rows_of_requests(STREAMS, 3, 600)
+    load = rows_of_requests(STREAMS, 8, 600)
     async with Cluster(tmp_path, engines=3, kv_cache_memory=KV_CACHE_MEMORY) as cluster:
         await undisturbed(cluster, rows_of_requests(STREAMS, 1, 40))  # compiled constraints, connections
         calm = await undisturbed(cluster, load)

@@ -50,8 +50,8 @@ DECODERS = (
 DECODER_KINDS = ("exaone4", "gemma3", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
 """One model type of each kind of decoder.
 
-The kinds are: layers without positions, factors of residual additions, norms after the residual addition, norms over all heads, mixtures of experts
-and a router, and mixtures with extra parts, which modules compute between kernel calls.
+The kinds are: layers without positions, factors of residual additions, norms after the residual addition, norms over all
+heads, mixtures of experts and a router, and mixtures with extra parts, which modules compute between kernel calls.
 """
 
 

@@ -96,8 +96,9 @@ struct Params {
 
 // Memory of a recurrent layer: closed states in slots, and open rows in a ring of `length` positions for each request. Layouts:
 // `tails` [slots, kernel - 1, channels], `inputs` [rings, length, channels], `closed` [slots, heads, key size, value size], `keys`
-// [rings, length, key heads, key size], `updates` [rings, length, heads, value size], `decays` [rings, length, heads]. A short
-// convolution has no heads, and only tails and inputs.
+// [rings, length, key heads, key size], `updates` [rings, length, heads, value size], `decays` [rings, length, heads, decay size],
+// where the decay size is 1, or the key size if each row of a state has a decay. A short convolution has no heads, and only tails and
+// inputs.
 struct StateMemory {
   float* tails;
   float* inputs;
@@ -112,6 +113,7 @@ struct StateMemory {
   int64_t num_key_heads;
   int64_t key_size;
   int64_t value_size;
+  int64_t decay_size;
 };
 
 // Tokens of a request in a step: `count` rows of the flat batch from `first` on, at positions from `start` on. `closed` is the slot
@@ -154,7 +156,8 @@ struct Convolution {
 };
 
 // Linear recurrence of a layer (see states.h). Rows of `query` and `key` are [key heads, key size], rows of `value` and `out` are
-// [heads, value size], and rows of `decay` and `beta` are [heads]. `beta` is null for a recurrence without correction.
+// [heads, value size], rows of `decay` are [heads, decay size], and rows of `beta` are [heads]. `beta` is null for a recurrence
+// without correction. `rates` [heads, key size] is null except for selective scans (see selective.h).
 struct Scan {
   StateMemory memory;
   const float* query;
@@ -167,6 +170,7 @@ struct Scan {
   int64_t decay_stride;
   const float* beta;
   int64_t beta_stride;
+  const float* rates;
   float* out;
   int64_t out_stride;
 };

@@ -12,6 +12,7 @@
 #include "pool.h"
 #include "routing.h"
 #include "sampling.h"
+#include "selective.h"
 #include "states.h"
 
 namespace penstock {
@@ -105,8 +106,9 @@ class Operators {
     pool_.prepare(2);
     states_ = step;
     scan_ = scan;
-    plan_scan(states_, scan_.memory, pool_.threads(), scan_tasks_);
-    num_tasks_ = static_cast<int64_t>(scan_tasks_.size());
+    if (scan.rates == nullptr) plan_scan(states_, scan_.memory, pool_.threads(), scan_tasks_);
+    num_tasks_ = scan.rates == nullptr ? static_cast<int64_t>(scan_tasks_.size())
+                                       : step.num_sequences * selective_blocks(scan.memory.num_heads);
     num_copies_ = step.num_sequences;
     pool_.run(scan_job_);
   }
@@ -210,7 +212,11 @@ class Operators {
   }
 
   void scan(Cursor& cursor) {
-    if (!cursor(num_tasks_, [this](int64_t task) { run_scan(states_, scan_, scan_tasks_[task]); })) return;
+    if (!cursor(num_tasks_, [this](int64_t task) {
+          if (scan_.rates != nullptr) scan_selectively(states_, scan_, task);
+          else run_scan(states_, scan_, scan_tasks_[task]);
+        }))
+      return;
     cursor(num_copies_, [this](int64_t sequence) { store_keys(states_, scan_, sequence); });
   }
 

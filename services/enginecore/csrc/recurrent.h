@@ -122,7 +122,7 @@ class Recurrent {
   static StateMemory memory_of(const Recurrence& r, StateMemory memory) {
     memory.channels = r.channels, memory.kernel = r.kernel;
     memory.num_heads = r.num_heads, memory.num_key_heads = r.num_key_heads;
-    memory.key_size = r.key_size, memory.value_size = r.value_size;
+    memory.key_size = r.key_size, memory.value_size = r.value_size, memory.decay_size = 1;
     return memory;
   }
   StateMemory memory(size_t layer, const Recurrence& r) const { return memory_of(r, memories_[layer]); }
@@ -138,6 +138,7 @@ class Recurrent {
             delta ? mixed + 2 * keys : values_.data(), delta ? mixed_.stride() : values_.stride(),
             numbers_.data(), numbers_.stride(),
             delta ? numbers_.data() + heads_ : nullptr, numbers_.stride(),
+            nullptr,
             out.data(), out.stride()};
   }
 

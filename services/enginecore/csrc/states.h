@@ -4,7 +4,8 @@
 // for each later token j its key k, its update u and the sum G of decays since the span began. The output for a token t with query q
 // is e^G_t q S + sum over j of e^(G_t - G_j) (q k_j) u_j. With beta, the update is beta (v - e^G_t k S - sum over earlier j of
 // e^(G_t - G_j) (k_t k_j) u_j), which is the gated delta rule (arXiv:2412.06464). Without beta, the update is v, which is Mamba-2's
-// recurrence (arXiv:2405.21060). No exponent is greater than 0.
+// recurrence (arXiv:2405.21060). If each row of S has a decay, G is a vector and multiplies each element of q k_j, which is Kimi delta
+// attention (arXiv:2510.26692). No exponent is greater than 0.
 //
 // All sums have the same order for any division of a sequence into steps, so that a token's results have the same bits in a prompt
 // as in a decode step.
@@ -178,13 +179,13 @@ inline void multiply_rows(const float* const* rows, int64_t count, const float* 
   }
 }
 
-// Computes S = decay S + sum over rows j of factors[j] updates[j] for a tile of keys. `from` and `to` may be the same.
+// Computes S = decays S + sum over rows j of factors[j] updates[j] for a tile of keys. `from` and `to` may be the same.
 template <int kRows, int kVectors>
-inline vf close_tile(float decay, const float* from, int64_t from_stride, const float* factors, int64_t factor_stride,
+inline vf close_tile(const float* decays, const float* from, int64_t from_stride, const float* factors, int64_t factor_stride,
                      const float* updates, int64_t update_stride, float* to, int64_t to_stride) {
   vf sums[kRows][kVectors], zeros{};
   for (int key = 0; key < kRows; ++key)
-    for (int v = 0; v < kVectors; ++v) sums[key][v] = splat(decay) * load(from + key * from_stride + v * kLanes);
+    for (int v = 0; v < kVectors; ++v) sums[key][v] = splat(decays[key]) * load(from + key * from_stride + v * kLanes);
   for (int64_t row = 0; row < kSpan; ++row)
     for (int v = 0; v < kVectors; ++v) {
       const vf update = load(updates + row * update_stride + v * kLanes);
@@ -200,7 +201,7 @@ inline vf close_tile(float decay, const float* from, int64_t from_stride, const 
 
 // Memory of a thread for one task.
 struct ScanMemory {
-  std::vector<float> updates, products, factors, states;
+  std::vector<float> updates, products, factors, states, sums, decayed, decays;
 };
 
 class ScanRunner {
@@ -212,6 +213,9 @@ class ScanRunner {
     own_.updates.assign(kSpan * width_, 0.0f);
     own_.products.resize(2 * kSpan * width_);
     own_.factors.resize(kSpan * key_width_);
+    own_.decays.resize(key_width_);
+    by_row_ = m_.decay_size > 1;
+    if (by_row_) own_.sums.resize(kSpan * key_width_), own_.decayed.resize(2 * kSpan * key_width_);
     own_.states.resize((task.end - task.head) * m_.key_size * width_);
   }
 
@@ -223,7 +227,7 @@ class ScanRunner {
     for (int64_t base = span_start(s_.start); base < end; base += kSpan) {
       base_ = base, first_ = std::max(base, s_.start), last_ = std::min(base + kSpan, end);
       find_rows();
-      multiply_keys();
+      if (!by_row_) multiply_keys();
       const bool whole = last_ == base + kSpan;
       const bool stored = whole && write < s_.end_write && step_.writes[write].end == last_;
       for (int64_t head = task_.head; head < task_.end; ++head) {
@@ -289,16 +293,22 @@ class ScanRunner {
     const int64_t old = first_ - base_, count = last_ - base_;
     float* updates = own_.updates.data();
     for (int64_t j = 0; j < old; ++j) {
-      sums_[j] = m_.decays[row_of(base_ + j) * m_.num_heads + head];
+      if (!by_row_) sums_[j] = m_.decays[row_of(base_ + j) * m_.num_heads + head];
       copy_padded(update_row(base_ + j, head), updates + j * width_);
     }
+    if (by_row_) decay_rows(head, old, count);
     multiply_by(state, old, count);
     for (int64_t t = old; t < count; ++t) {
       const int64_t token = token_of(base_ + t);
-      sums_[t] = (t == 0 ? 0.0f : sums_[t - 1]) + c_.decay[token * c_.decay_stride + head];
-      float weights[kSpan];
-      for (int64_t j = 0; j < kSpan; j += kLanes) store(weights + j, exponential(splat(sums_[t]) - load(sums_ + j)));
-      const float since = exponential(splat(sums_[t]))[0];
+      float weights[kSpan], since = 1.0f;
+      if (by_row_) {
+        std::fill_n(weights, kSpan, 1.0f);  // the products contain the decays
+      } else {
+        sums_[t] = (t == 0 ? 0.0f : sums_[t - 1]) + c_.decay[token * c_.decay_stride + head];
+        for (int64_t j = 0; j < kSpan; j += kLanes) store(weights + j, exponential(splat(sums_[t]) - load(sums_ + j)));
+        since = exponential(splat(sums_[t]))[0];
+        m_.decays[row_of(base_ + t) * m_.num_heads + head] = sums_[t];
+      }
       const float* by_state = own_.products.data() + (t - old) * width_;
       float* update = updates + t * width_;
       copy_padded(c_.value + token * c_.value_stride + head * m_.value_size, update);
@@ -307,8 +317,41 @@ class ScanRunner {
         by_state += (count - old) * width_;
       }
       put_output(token, head, since, by_state, weights, t);
-      m_.decays[row_of(base_ + t) * m_.num_heads + head] = sums_[t];
       std::memcpy(update_row(base_ + t, head), update, m_.value_size * sizeof(float));
+    }
+  }
+
+  float* decay_row(int64_t position, int64_t head) const {
+    return m_.decays + (row_of(position) * m_.num_heads + head) * m_.decay_size;
+  }
+
+  // Computes the sums of decays for each row of a state, the decayed keys and queries of the new tokens, and their decayed products
+  // with the keys of all rows up to their own.
+  void decay_rows(int64_t head, int64_t old, int64_t count) {
+    const int64_t n = m_.key_size;
+    float* sums = own_.sums.data();
+    for (int64_t j = 0; j < old; ++j) std::memcpy(sums + j * key_width_, decay_row(base_ + j, head), n * sizeof(float));
+    for (int64_t t = old; t < count; ++t) {
+      const float* decay = c_.decay + token_of(base_ + t) * c_.decay_stride + head * n;
+      float *own = sums + t * key_width_, *keys = own_.decayed.data() + t * key_width_, *queries = keys + kSpan * key_width_;
+      for (int64_t i = 0; i < n; i += kLanes) {
+        const vf before = t == 0 ? vf{} : load_some(own - key_width_ + i, n - i);
+        const vf sum = before + load_some(decay + i, n - i), since = exponential(sum);
+        store_some(own + i, sum, n - i);
+        store_some(keys + i, load_some(keys_[t] + i, n - i) * since, n - i);
+        store_some(queries + i, load_some(queries_[t] + i, n - i) * since, n - i);
+      }
+      std::memcpy(decay_row(base_ + t, head), own, n * sizeof(float));
+      for (int64_t j = 0; j <= t; ++j) {
+        vf by_key{}, by_query{};
+        for (int64_t i = 0; i < n; i += kLanes) {
+          const vf lag = load_some(own + i, n - i) - load_some(sums + j * key_width_ + i, n - i);
+          const vf key = exponential(lag) * load_some(keys_[j] + i, n - i);
+          by_key += load_some(keys_[t] + i, n - i) * key;
+          by_query += load_some(queries_[t] + i, n - i) * key;
+        }
+        by_key_[t][j] = tree_sum(by_key), by_query_[t][j] = tree_sum(by_query);
+      }
     }
   }
 
@@ -316,9 +359,10 @@ class ScanRunner {
   void multiply_by(const float* state, int64_t old, int64_t count) {
     const float* rows[2 * kSpan];
     int64_t num_rows = 0;
+    const float* decayed = own_.decayed.data();
     if (c_.beta != nullptr)
-      for (int64_t t = old; t < count; ++t) rows[num_rows++] = keys_[t];
-    for (int64_t t = old; t < count; ++t) rows[num_rows++] = queries_[t];
+      for (int64_t t = old; t < count; ++t) rows[num_rows++] = by_row_ ? decayed + t * key_width_ : keys_[t];
+    for (int64_t t = old; t < count; ++t) rows[num_rows++] = by_row_ ? decayed + (kSpan + t) * key_width_ : queries_[t];
     float* out = own_.products.data();
     int64_t column = 0;
     for (; column + kPanel <= width_; column += kPanel)
@@ -346,15 +390,12 @@ class ScanRunner {
   // Closes the span and returns the state after it. The state is stored at `to`, or in the task's memory for null.
   const float* close(int64_t head, const float* state, float* to, bool stored) {
     float* at = stored && direct_ ? to : own_state(head);
-    float weights[kSpan];
-    for (int64_t j = 0; j < kSpan; j += kLanes) store(weights + j, exponential(splat(sums_[kSpan - 1]) - load(sums_ + j)));
-    for (int64_t j = 0; j < kSpan; ++j)
-      for (int64_t key = 0; key < m_.key_size; ++key) own_.factors[j * key_width_ + key] = weights[j] * keys_[j][key];
-    const float decay = exponential(splat(sums_[kSpan - 1]))[0];
+    if (by_row_) decay_rows_to_end();
+    else decay_to_end();
     vf zeros{};
     int64_t column = 0;
-    for (; column + kPanel <= width_; column += kPanel) zeros += close_columns<2>(decay, state, at, column);
-    if (column < width_) zeros += close_columns<1>(decay, state, at, column);
+    for (; column + kPanel <= width_; column += kPanel) zeros += close_columns<2>(state, at, column);
+    if (column < width_) zeros += close_columns<1>(state, at, column);
     if (stored && !direct_)
       for (int64_t key = 0; key < m_.key_size; ++key)
         std::memcpy(to + key * m_.value_size, at + key * width_, m_.value_size * sizeof(float));
@@ -362,17 +403,39 @@ class ScanRunner {
     return at;
   }
 
+  // Computes the decays of the state and of the span's keys until its end.
+  void decay_to_end() {
+    float weights[kSpan];
+    for (int64_t j = 0; j < kSpan; j += kLanes) store(weights + j, exponential(splat(sums_[kSpan - 1]) - load(sums_ + j)));
+    for (int64_t j = 0; j < kSpan; ++j)
+      for (int64_t key = 0; key < m_.key_size; ++key) own_.factors[j * key_width_ + key] = weights[j] * keys_[j][key];
+    std::fill_n(own_.decays.begin(), m_.key_size, exponential(splat(sums_[kSpan - 1]))[0]);
+  }
+  void decay_rows_to_end() {
+    const int64_t n = m_.key_size;
+    const float* last = own_.sums.data() + (kSpan - 1) * key_width_;
+    for (int64_t i = 0; i < n; i += kLanes) {
+      const vf total = load_some(last + i, n - i);
+      store_some(own_.decays.data() + i, exponential(total), n - i);
+      for (int64_t j = 0; j < kSpan; ++j) {
+        const vf left = exponential(total - load_some(own_.sums.data() + j * key_width_ + i, n - i));
+        store_some(own_.factors.data() + j * key_width_ + i, left * load_some(keys_[j] + i, n - i), n - i);
+      }
+    }
+  }
+
   template <int kVectors>
-  vf close_columns(float decay, const float* from, float* to, int64_t column) const {
+  vf close_columns(const float* from, float* to, int64_t column) const {
     constexpr int kKeys = 4;
     vf zeros{};
+    const float* decays = own_.decays.data();
     const float* updates = own_.updates.data() + column;
     int64_t key = 0;
     for (; key + kKeys <= m_.key_size; key += kKeys)
-      zeros += close_tile<kKeys, kVectors>(decay, from + key * width_ + column, width_, own_.factors.data() + key, key_width_, updates,
+      zeros += close_tile<kKeys, kVectors>(decays + key, from + key * width_ + column, width_, own_.factors.data() + key, key_width_, updates,
                                            width_, to + key * width_ + column, width_);
     for (; key < m_.key_size; ++key)
-      zeros += close_tile<1, kVectors>(decay, from + key * width_ + column, width_, own_.factors.data() + key, key_width_, updates,
+      zeros += close_tile<1, kVectors>(decays + key, from + key * width_ + column, width_, own_.factors.data() + key, key_width_, updates,
                                        width_, to + key * width_ + column, width_);
     return zeros;
   }
@@ -384,6 +447,7 @@ class ScanRunner {
   const StateSequence& s_;
   ScanMemory& own_;
   int64_t width_, key_width_;
+  bool by_row_;  // each row of a state has a decay
   bool direct_;  // states need no padding, so they are used where they are stored
   int64_t base_ = 0, first_ = 0, last_ = 0;  // the span, and its tokens in the step
   const float *keys_[kSpan] = {}, *queries_[kSpan] = {};

@@ -123,6 +123,7 @@ class StateMemory(ctypes.Structure):
         ("num_key_heads", _Int),
         ("key_size", _Int),
         ("value_size", _Int),
+        ("decay_size", _Int),
     ]
 
 
@@ -426,6 +427,7 @@ class Scan(ctypes.Structure):
         ("decay_stride", _Int),
         ("beta", _Pointer),
         ("beta_stride", _Int),
+        ("rates", _Pointer),
         ("out", _Pointer),
         ("out_stride", _Int),
     ]

@@ -75,6 +75,7 @@ class NativeStates:
         """Compute the recurrence of all requests, and store the open rows and the written states."""
         query, key, value, decay = (_rows(each) for each in (call.query, call.key, call.value, call.decay))
         beta = None if call.beta is None else _rows(call.beta)
+        rates = None if call.rates is None else _rows(call.rates)
         output = torch.empty_like(value)
         scan = Scan(
             memory_struct(self._layers[call.mixer]),
@@ -83,6 +84,7 @@ class NativeStates:
             *(value.data_ptr(), value.stride(0)),
             *(decay.data_ptr(), decay.stride(0)),
             *((None, 0) if beta is None else (beta.data_ptr(), beta.stride(0))),
+            None if rates is None else rates.data_ptr(),
             *(output.data_ptr(), output.stride(0)),
         )
         self._library.call("scan", ctypes.byref(self._arrays.struct), ctypes.byref(scan))
@@ -126,6 +128,7 @@ def memory_struct(layer: StateLayer) -> StateMemory:
         spec.num_key_heads,
         spec.key_size,
         spec.value_size,
+        spec.decay_size,
     )
 
 
