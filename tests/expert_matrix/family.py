@@ -14,7 +14,13 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.models.errors import ModelLoadError
 from tests.fakes.engines.expert_ranks import ExpertRanks, watch
 from tests.fakes.engines.in_process import build_engine, generate
-from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model, tiny_config
+from tests.fakes.models.tiny_models import (
+    ARCHITECTURES,
+    RECURRENT_ARCHITECTURES,
+    VOCAB_SIZE,
+    save_tiny_model,
+    tiny_config,
+)
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 WAYS = ((1, "allgather"), (2, "allgather"), (3, "allgather"), (4, "allgather"), (4, "alltoall"), (4, "reduce_scatter"))
@@ -75,10 +81,12 @@ def changes(family: str) -> dict[str, int]:
     sizes = (
         {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16} if hasattr(config, "kv_lora_rank") else {}
     )
-    return {name: NUM_EXPERTS, top: EXPERTS_OF_A_TOKEN, **sizes, "hidden_size": 64, "num_hidden_layers": 2}
+    if family not in RECURRENT_ARCHITECTURES:  # other sizes of these depend on the hidden size and the layers
+        sizes |= {"hidden_size": 64, "num_hidden_layers": 2}
+    return {name: NUM_EXPERTS, top: EXPERTS_OF_A_TOKEN, **sizes}
 
 
-MIXTURES = tuple(family for family in ARCHITECTURES if changes(family))
+MIXTURES = tuple(family for family in (*ARCHITECTURES, *RECURRENT_ARCHITECTURES) if changes(family))
 
 
 def cells(family: str, ways: tuple[tuple[int, str], ...] = WAYS) -> list[Cell]:

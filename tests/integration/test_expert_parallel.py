@@ -16,6 +16,8 @@ pytestmark = pytest.mark.slow
         ("qwen3_moe", ((2, "allgather"), (3, "alltoall"), (2, "reduce_scatter"))),
         ("deepseek_v3", ((3, "allgather"),)),
         ("gpt_oss", ((2, "alltoall"),)),
+        ("qwen3_5_moe", ((2, "allgather"), (2, "reduce_scatter"))),
+        ("lfm2_moe", ((2, "allgather"),)),
     ],
 )
 def test_tokens_are_transformers_and_logits_those_of_one_engine(family: str, ways: tuple[tuple[int, str], ...]) -> None:

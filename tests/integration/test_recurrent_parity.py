@@ -108,9 +108,11 @@ def test_prefixes_of_any_length_give_the_same_tokens_with_and_without_kept_state
     assert run.stats.prefix_cache_hits == sum((length - 1) // 16 * 16 for length in range(1, len(longest) + 1))
 
 
-def small_memory(path: Path, num_requests: int, num_kept: int, num_drafts: int = 0) -> dict[str, Any]:
+def small_memory(path: Path, num_requests: int, num_kept: int, num_drafts: int = 0, **sections: Any) -> dict[str, Any]:
     """Return cache settings with slots for ``num_requests`` running requests and ``num_kept`` kept states."""
-    needs = engine_of(path).model.states
+    engine = engine_of(path, **sections)
+    needs = engine.model.states
+    engine.shutdown()
     assert needs is not None
     of_request = SLOTS_PER_REQUEST * needs.slot_bytes + rows_per_request(num_drafts) * needs.row_bytes
     memory = max(4 * num_requests * of_request, num_requests * of_request + (1 + num_kept) * needs.slot_bytes)

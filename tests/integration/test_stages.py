@@ -198,9 +198,9 @@ def test_each_stage_has_its_own_layers_and_their_cache_alone(
     freed: list[Any] = []
     cut = stage_module.cut_model
 
-    def watched(module: Any, layers: str, own: range) -> Any:
+    def watched(module: Any, trace: Any, own: range) -> Any:
         freed.extend(weakref.ref(layer) for i, layer in enumerate(module.model.layers) if i not in own)
-        return cut(module, layers, own)
+        return cut(module, trace, own)
 
     monkeypatch.setattr(stage_module, "cut_model", watched)
     engine = in_stages(

@@ -91,7 +91,8 @@ class Checkpoint:
             dense = self._folder / "dense"
             model = save_quantized_model("qwen3_5", FORM, self.path, dense=dense, **_MTP_SIZES)
         else:
-            model = save_tiny_model("qwen3_5", self.path, **_MTP_SIZES)
+            family = "qwen3_5_moe" if features & GROUPS else "qwen3_5"
+            model = save_tiny_model(family, self.path, **_MTP_SIZES)
         tensors: dict[str, torch.Tensor | None] = {}
         for name, tensor in random_layer(model.config.get_text_config()).items():
             packs = Feature.QUANTIZED in features and is_quantized(name, tensor, FORM)

@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from tests.fakes.models.tiny_models import ARCHITECTURES
+from tests.fakes.models.tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES
 from tests.parallel_matrix.family import SIZES, Cell, cells
 
+_FAMILIES = (*ARCHITECTURES, *RECURRENT_ARCHITECTURES)
 LIMIT = 600.0
 """Time limit for a model type in seconds."""
 
@@ -43,13 +44,13 @@ def row(family: str, found: list[Cell]) -> str:
 def main() -> int:
     """Print the table and return the number of model types with wrong tokens."""
     parser = argparse.ArgumentParser(prog="python -m tests.parallel_matrix")
-    parser.add_argument("--one", metavar="FAMILY", choices=ARCHITECTURES, help="this one, as JSON")
+    parser.add_argument("--one", metavar="FAMILY", choices=_FAMILIES, help="this one, as JSON")
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="these; all without any")
     options = parser.parse_args()
     if options.one:
         print(msgspec.json.encode(cells(options.one)).decode(), flush=True)
         os._exit(0)  # native libraries may have threads that do not end
-    families = options.families or list(ARCHITECTURES)
+    families = options.families or list(_FAMILIES)
     names = [" x ".join(f"{word} {n}" for word, n in zip(("TP", "PP"), size, strict=True) if n > 1) for size in SIZES]
     print(f"| model type | {' | '.join(names)} | reason for the refusal |\n" + "|---" * (len(SIZES) + 2) + "|")
     wrong = 0

@@ -14,7 +14,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.worker_threads import use_threads
-from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_config
+from tests.fakes.models.tiny_models import RECURRENT_ARCHITECTURES, VOCAB_SIZE, save_tiny_model, tiny_config
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 8
@@ -27,6 +27,9 @@ SECTIONS: dict[str, Any] = {
     "scheduler": {"max_num_batched_tokens": 7},
     "cache": {"num_blocks": 128},
 }
+
+RECURRENT_SECTIONS: dict[str, Any] = {**SECTIONS, "cache": {"num_blocks": 128, "block_size": 16}}
+"""Settings for recurrent layers, which need blocks of 16 tokens."""
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -45,10 +48,17 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def layered(family: str) -> dict[str, Any]:
-    """Return changes of the model type's tiny configuration for ``NUM_LAYERS`` layers."""
+    """Return changes of the model type's tiny configuration for at least ``NUM_LAYERS`` layers.
+
+    Model types with several kinds of layers beside attention keep their layers, at least three.
+    """
     config = tiny_config(family)
     before = config.num_hidden_layers
+    if family in RECURRENT_ARCHITECTURES and before > 2:
+        return {}
     changes: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS}
+    if family in RECURRENT_ARCHITECTURES:
+        return changes
     for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         kinds = getattr(config, name, None)
         if isinstance(kinds, list) and len(kinds) == before:
@@ -63,18 +73,22 @@ def cells(family: str) -> list[Cell]:
         path = Path(directory)
         model = save_tiny_model(family, path, **layered(family))
         greedy = [greedy_tokens(model, prompt, NEW_TOKENS) for prompt in _prompts()]
-        one = build_engine(path, **SECTIONS)
+        sections = RECURRENT_SECTIONS if family in RECURRENT_ARCHITECTURES else SECTIONS
+        one = build_engine(path, **sections)
         seeded = _run(one, _SEEDED)
         one.shutdown()
-        return [_cell(path, tensor, pipeline, greedy, seeded) for tensor, pipeline in SIZES]
+        return [_cell(path, size, sections, greedy, seeded) for size in SIZES]
 
 
-def _cell(path: Path, tensor: int, pipeline: int, greedy: list[list[int]], seeded: list[list[int]]) -> Cell:
+def _cell(
+    path: Path, size: tuple[int, int], sections: dict[str, Any], greedy: list[list[int]], seeded: list[list[int]]
+) -> Cell:
+    tensor, pipeline = size
     executor = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
     with pytest.MonkeyPatch.context() as patch:
         use_threads(patch)
         try:
-            engine = build_engine(path, executor=executor, **SECTIONS)
+            engine = build_engine(path, executor=executor, **sections)
         except PenstockError as e:
             return Cell(tensor, pipeline, served=False, why=str(e))
         found = [_run(engine, each) for each in (_GREEDY, _GREEDY, _SEEDED)]

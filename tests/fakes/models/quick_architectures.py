@@ -1,8 +1,10 @@
 """The architectures that parity tests run, as parameters of pytest."""
 
+from typing import Any
+
 import pytest
 
-from tests.fakes.models.tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES
+from tests.fakes.models.tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES, UNSPLIT_ARCHITECTURES
 
 KINDS = (
     "deepseek_v3",  # latent keys and values
@@ -35,7 +37,15 @@ RECURRENT_KINDS = (
     "qwen3_5",  # gated delta rule
 )
 """One architecture of each kind of recurrent layer."""
-QUICK_RECURRENT = tuple(
-    name if name in RECURRENT_KINDS else pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT_ARCHITECTURES
-)
+SPLIT_RECURRENT_KINDS = tuple(name for name in RECURRENT_KINDS if name not in UNSPLIT_ARCHITECTURES)
+"""Those that tensor-parallel ranks can share."""
+
+
+def _quick(names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(name if name in RECURRENT_KINDS else pytest.param(name, marks=pytest.mark.slow) for name in names)
+
+
+QUICK_RECURRENT = _quick(RECURRENT_ARCHITECTURES)
 """All architectures with recurrent layers. One of each kind runs in ``make test``, the others in ``make test-slow``."""
+QUICK_SPLIT_RECURRENT = _quick(tuple(name for name in RECURRENT_ARCHITECTURES if name not in UNSPLIT_ARCHITECTURES))
+"""Those that tensor-parallel ranks can share."""

@@ -189,13 +189,13 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     left = cut(whole, stage).placed(config.device)
 
     def attended(attends: AttentionBackend, packed_bytes: int = 0) -> ForwardPass:
-        return ModulesForward(left.probed, attends, packed_bytes)
+        return ModulesForward(left.probed, attends, packed_bytes, state_kernels=native.states() if native else None)
 
     serve = partial(attended, backend)
 
     attending = Attending(config.device, left.probed.specs, model.dtype, attended, left.run)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
-    if native is not None and native.uses.decoder and attends:
+    if native is not None and native.uses.decoder and attends and not whole.states:
         candidates.append(decoder_candidate(native.library, left.probed, left.run, config.part, left.seams))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, lambda: left.run(serve()), serve))

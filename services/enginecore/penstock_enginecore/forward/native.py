@@ -234,8 +234,6 @@ class NativeForward(KernelDecoder):
         module = probed.model.module
         plan = (plan_hybrid if probed.states else plan_model)(module, probed.calls)
         reason = unsuitable_part(probed.model, plan, part)
-        if probed.states and seams is not None:
-            reason = "the model's recurrent layers are split between stages"
         if plan.embedding.dtype not in (torch.float32, torch.bfloat16):
             reason = f"the model's weights are {str(plan.embedding.dtype).removeprefix('torch.')}"
         if seams is not None and probed.model.dtype != torch.float32:

@@ -10,7 +10,7 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
-from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
+from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass, StatefulForward
 from penstock_enginecore.forward.dummy_inputs import Probe, probe_logits
 from penstock_enginecore.forward.equivalence_check import TOLERANCES, distance
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
@@ -20,6 +20,7 @@ from penstock_enginecore.models.placement import place
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_plan import deal_layers
 from penstock_enginecore.parallel.stages import Seams, cut_model, part_bytes, trace_layers
+from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,10 @@ class CutModel:
         seams: Hidden states at the cuts between this stage and the neighbouring stages.
         own: Indices of the layers that are kept.
         num_layers: Number of layers of the complete model.
-        entering: Hidden states of the probe before the first kept layer, or None in the first stage.
+        entering: Message of the previous stage for the probe, or None in the first stage.
         expected: The stage's result for the probe: hidden states, or logits in the last stage.
-        width: Size of the hidden states.
-        dtype: The dtype of the hidden states.
+        width: Size of a message for each token.
+        dtype: The dtype of messages.
     """
 
     probed: ProbedModel
@@ -64,12 +65,13 @@ class CutModel:
 
     def run(self, forward: ForwardPass) -> torch.Tensor:
         """Return the result of ``forward`` for the probe, without the other stages."""
-        self.seams.entering = self.entering
+        self.seams.clear()
+        self.seams.take(self.entering)
         try:
             logits = probe_logits(forward, Probe.prompt(self.probed.model.vocab_size, self.probed.demands))
+            return logits if self.seams.leaving is None else self.seams.leaving
         finally:
-            self.seams.entering = None
-        return logits if self.seams.leaving is None else self.seams.leaving
+            self.seams.clear()
 
     def placed(self, device: torch.device) -> "CutModel":
         """Return the model on ``device``, with the host's results as expected results.
@@ -96,9 +98,9 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
             "into stages: its media embeddings are added between layers; set it to 1, or set multimodal.enabled to "
             "false"
         )
-    reference = ModulesForward(probed, create_backend("reference", probed.device))
+    reference = ModulesForward(probed, create_backend("reference", probed.device), from_start=True)
     prompt = Probe.prompt(probed.model.vocab_size, demands)
-    trace = trace_layers(module, probed.specs, lambda: probe_logits(reference, prompt))
+    trace = trace_layers(module, [*probed.specs, *probed.states], lambda: probe_logits(reference, prompt))
     parts = part_bytes(module, trace.name)
     name = type(module).__name__
     own = deal_layers(
@@ -109,21 +111,26 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
         stage_layers=stage.stage_layers,
     )[links.stage]
     prefixes = tuple(f"{trace.name}.{i}." for i in own)
-    seams = cut_model(module, trace.name, own)
+    seams = cut_model(module, trace, own)
     specs = {each: spec for each, spec in probed.specs.items() if each.startswith(prefixes)}
+    states = {each: spec for each, spec in probed.states.items() if each.startswith(prefixes)}
     kept = set(module.modules())
     calls = [call for call in probed.calls if call.module in kept]
+    entering = trace.entering[own.start]
+    if trace.embeddings:
+        entering = torch.cat([entering, trace.entering[0]], dim=-1)
     left = CutModel(
-        probed=replace(probed, calls=calls, specs=specs),
+        probed=replace(probed, calls=calls, specs=specs, states=states),
         seams=seams,
         own=own,
         num_layers=len(parts.layers),
-        entering=None if links.is_first else trace.entering[own.start],
+        entering=None if links.is_first else entering,
         expected=trace.logits if links.is_last else trace.leaving[own.stop - 1],
-        width=trace.leaving[0].shape[-1],
+        width=entering.shape[-1],
         dtype=trace.leaving[0].dtype,
     )
-    differs = distance(left.run(ModulesForward(left.probed, create_backend("reference", probed.device))), left.expected)
+    alone = ModulesForward(left.probed, create_backend("reference", probed.device), from_start=True)
+    differs = distance(left.run(alone), left.expected)
     if not differs <= TOLERANCES[left.expected.dtype]:
         raise ModelLoadError(
             f"executor.pipeline_parallel_size is {links.num_stages}, but {name} computes different results in "
@@ -144,6 +151,9 @@ class StageForward:
         self.separate_head = inner.separate_head
         self.specs: dict[str, KVCacheSpec] = inner.specs
         self.memory = inner.memory
+        self.states = (
+            inner.states if isinstance(inner, StatefulForward) else StateMemory({}, torch.float32, inner.device)
+        )
         self.adapted = inner if isinstance(inner, AdaptedForward) else None
         self._inner = inner
         self._seams = seams
@@ -157,6 +167,11 @@ class StageForward:
     def bind(self, caches: LayerCaches) -> None:
         """Use the KV caches of the stage's own layers."""
         self._inner.bind(caches)
+
+    def bind_states(self, layers: StateLayers) -> None:
+        """Use these states of the stage's own recurrent layers."""
+        if isinstance(self._inner, StatefulForward):
+            self._inner.bind_states(layers)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return embeddings. In every stage after the first, they are zeros. See ``ForwardPass``."""
@@ -174,13 +189,13 @@ class StageForward:
         """
         links, seams = self._links, self._seams
         if not links.is_first:
-            seams.entering = links.receive(len(batch.token_ids)).to(self.device)
+            seams.take(links.receive(len(batch.token_ids)).to(self.device))
         try:
             output = self._inner.run(batch, rows, keep_states=keep_states)
             if seams.leaving is not None:
-                links.send(seams.leaving)
+                links.send(seams.message(seams.leaving))
         finally:
-            seams.entering = seams.leaving = None
+            seams.clear()
             links.release()
         return output
 

@@ -106,13 +106,13 @@ class OwnFeatures:
     """The part of a linear layer that one rank computes.
 
     Attributes:
-        outputs: Output features of this rank, or None for all output features. Features beyond the layer's size are
-            zeros.
+        outputs: Output features of this rank, in this order, or None for all output features. Features beyond the
+            layer's size are zeros.
         inputs: Input features of this rank, or None for all input features. If it is set, the outputs of all ranks are
             summed.
     """
 
-    outputs: range | None = None
+    outputs: tuple[range, ...] | None = None
     inputs: range | None = None
 
     def of(self, update: LowRankUpdate) -> LowRankUpdate:
@@ -121,8 +121,8 @@ class OwnFeatures:
         if self.inputs is not None:
             a = a[:, self.inputs.start : self.inputs.stop]
         if self.outputs is not None:
-            b = b[self.outputs.start : self.outputs.stop]
-            b = F.pad(b, (0, 0, 0, len(self.outputs) - len(b)))
+            b = torch.cat([b[own.start : own.stop] for own in self.outputs])
+            b = F.pad(b, (0, 0, 0, sum(map(len, self.outputs)) - len(b)))
         return LowRankUpdate(_copy(a), _copy(b))
 
 

@@ -34,7 +34,7 @@ from penstock_enginecore.models.quantization.loading import QuantizedCheckpoint,
 from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
 from penstock_enginecore.models.recurrent_checks import check_numbers
 from penstock_enginecore.models.rope import freeze_rotary, install_query_scales, longest_sequence
-from penstock_enginecore.models.support import check_positions, check_supported, is_recurrent, quantization_of
+from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
 
 # Part of a checkpoint that one of several ranks reads.
 
@@ -148,11 +148,6 @@ def load_model(
     text_config = hf_config if composite is None else composite.text_config
     model_class = _model_class(hf_config, config) if composite is None else composite.text_class
     check_supported(text_config, model_class)
-    if is_recurrent(text_config) and (split is not None or on_host or make_share is not None):
-        raise ModelLoadError(
-            f"{model_class.__name__} has recurrent layers, which several workers cannot share yet; set "
-            "executor.tensor_parallel_size and executor.pipeline_parallel_size to 1 and expert_parallel.enabled to false"
-        )
     scheme = quantization_of(hf_config)
     if composite is not None and make_share is not None:
         raise ModelLoadError(

@@ -103,6 +103,13 @@ def is_recurrent(config: PretrainedConfig) -> bool:
     return not _RECURRENT_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
+def num_attention_layers(config: PretrainedConfig) -> int:
+    """Return the number of layers with attention, from the configuration."""
+    if not is_recurrent(config):
+        return int(config.num_hidden_layers)
+    return sum(kind in _ATTENTION_TYPES or kind == _BOTH for kind in config.layer_types)
+
+
 def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_size: int) -> dict[str, KVCacheSpec]:
     """Return the KV cache spec of every attention module, by module name in execution order.
 
@@ -110,9 +117,8 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
     model would be served incorrectly.
     """
     config, class_name = model.config, type(model).__name__
-    expected = config.num_hidden_layers
+    expected = num_attention_layers(config)
     if is_recurrent(config):
-        expected = sum(kind in _ATTENTION_TYPES or kind == _BOTH for kind in config.layer_types)
         _check_mixers(model)
     if len(calls) < expected:
         raise refused_model(

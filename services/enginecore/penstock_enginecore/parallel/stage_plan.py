@@ -1,12 +1,13 @@
 """Assignment of layers and KV cache groups to pipeline stages."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.states.core.spec import StateNeeds
 
 
 def deal_layers(
@@ -97,6 +98,20 @@ def largest_stage(stages: Sequence[Mapping[str, KVCacheSpec]]) -> dict[str, KVCa
                     "not supported with pipeline stages; use 1"
                 )
     return {name: spec for layers in most.values() for name, spec in layers.items()}
+
+
+def largest_states(stages: Iterable[StateNeeds | None]) -> StateNeeds | None:
+    """Return the needs of a hypothetical stage that needs as much as the largest stage, or None if no stage has
+    recurrent layers. Slots have the same number in every stage.
+    """
+    needs = [each for each in stages if each is not None]
+    if not needs:
+        return None
+    return StateNeeds(
+        num_layers=max(each.num_layers for each in needs),
+        slot_bytes=max(each.slot_bytes for each in needs),
+        row_bytes=max(each.row_bytes for each in needs),
+    )
 
 
 def own_groups(config: KVCacheConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:

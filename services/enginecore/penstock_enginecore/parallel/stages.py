@@ -29,37 +29,49 @@ class LayerTrace:
         logits: ``[tokens, vocab]``.
         entering: Input of each layer, ``[tokens, width]``.
         leaving: Output of each layer, ``[tokens, width]``.
+        embeddings: Name of the argument in which every layer gets the input of the first layer, or "" if there is none.
+        sizes: For each layer, the size of the tuple that it returns, or 0 if it returns a tensor. Hidden states are
+            first in a tuple, and the rest is None.
     """
 
     name: str
     logits: torch.Tensor
     entering: list[torch.Tensor]
     leaving: list[torch.Tensor]
+    sizes: list[int]
+    embeddings: str
 
 
-def trace_layers(module: PreTrainedModel, attention: Iterable[str], run: Callable[[], torch.Tensor]) -> LayerTrace:
-    """Trace the layers while ``run`` computes logits ``[tokens, vocab]``. ``attention`` has the names of the attention
-    modules.
+def trace_layers(module: PreTrainedModel, mixing: Iterable[str], run: Callable[[], torch.Tensor]) -> LayerTrace:
+    """Trace the layers while ``run`` computes logits ``[tokens, vocab]``. ``mixing`` has the names of the modules with
+    attention or a recurrence.
 
-    Raises ModelLoadError, with the name of the model, if a layer needs other inputs than hidden states and values that
-    depend only on positions.
+    Raises ModelLoadError, with the name of the model, if a layer needs other inputs than hidden states, the input of the
+    first layer, and values that depend only on positions.
     """
-    name, layers = _layers_of(module, attention)
+    name, layers = _layers_of(module, mixing)
+    embeddings: list[str] = []
+    sizes: list[int] = []
     entering: list[torch.Tensor] = []
     leaving: list[torch.Tensor] = []
 
     def before(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's signature
         states, *others = [*args, *([kwargs["hidden_states"]] if "hidden_states" in kwargs else [])]
-        named = {**kwargs, **{f"argument {i + 2}": value for i, value in enumerate(others)}}
-        taken = sorted(key for key, value in named.items() if key not in _PASSED_ON and _has_tensor(value))
-        if taken:
-            raise _refusal(module, f"its layers need {', '.join(taken)} in addition to hidden states and positions")
+        named = {**kwargs, **{_positional(i + 1): value for i, value in enumerate(others)}}
+        taken = {key: value for key, value in named.items() if key not in _PASSED_ON and _has_tensor(value)}
         entering.append(states[0].clone())
+        for value in taken.values():
+            if len(taken) > 1 or not isinstance(value, torch.Tensor) or not torch.equal(value[0], entering[0]):
+                needed = ", ".join(sorted(taken))
+                raise _refusal(module, f"its layers need {needed} in addition to hidden states and positions")
+        embeddings.append(next(iter(taken), ""))
 
     def behind(layer: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
-        if not isinstance(output, torch.Tensor):
+        states, *others = output if isinstance(output, tuple) else (output,)
+        if not isinstance(states, torch.Tensor) or any(other is not None for other in others):
             raise _refusal(module, "its layers return more than hidden states")
-        leaving.append(output[0].clone())
+        sizes.append(len(output) if isinstance(output, tuple) else 0)
+        leaving.append(states[0].clone())
 
     hooks = [
         hook
@@ -76,16 +88,23 @@ def trace_layers(module: PreTrainedModel, attention: Iterable[str], run: Callabl
             hook.remove()
     if len(entering) != len(layers) or not all(map(torch.equal, leaving, entering[1:])):
         raise _refusal(module, "it computes something between its layers")
-    return LayerTrace(name, logits, entering, leaving)
+    if len(set(embeddings)) > 1:
+        raise _refusal(module, f"only some of its layers need {', '.join(sorted({*embeddings} - {''}))}")
+    return LayerTrace(name, logits, entering, leaving, sizes, embeddings[0])
 
 
-def _layers_of(module: PreTrainedModel, attention: Iterable[str]) -> tuple[str, torch.nn.ModuleList]:
-    """Return the single list of layers that contains all attention modules."""
-    attention = list(attention)
+def _positional(index: int) -> str:
+    """Return the name of a positional argument of a layer. Argument 1, at index 0, has the hidden states."""
+    return f"argument {index + 1}"
+
+
+def _layers_of(module: PreTrainedModel, mixing: Iterable[str]) -> tuple[str, torch.nn.ModuleList]:
+    """Return the single list of layers that contains all modules with attention or a recurrence."""
+    mixing = list(mixing)
     for name, child in module.named_modules():
         if not isinstance(child, torch.nn.ModuleList) or len(child) != module.config.num_hidden_layers:
             continue
-        if all(each.startswith(f"{name}.") for each in attention):
+        if all(each.startswith(f"{name}.") for each in mixing):
             return name, child
     raise _refusal(module, "its layers are not in a single list")
 
@@ -106,11 +125,52 @@ class Seams:
     Attributes:
         entering: Hidden states ``[tokens, width]`` for the next pass, set before the pass. None in the first stage.
         leaving: Output of the stage's last layer in the last pass. None in the last stage.
+        embeddings: Input of the first layer of the model ``[tokens, width]``, if every layer needs it.
+
+    Args:
+        argument: Name of the argument in which every layer gets ``embeddings``, or "".
     """
 
-    def __init__(self) -> None:
+    def __init__(self, argument: str = "") -> None:
+        self._argument = argument
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the tensors of the last pass."""
         self.entering: torch.Tensor | None = None
         self.leaving: torch.Tensor | None = None
+        self.embeddings: torch.Tensor | None = None
+
+    def take(self, message: torch.Tensor | None) -> None:
+        """Use the message of the previous stage in the next pass. None in the first stage."""
+        self.entering = message
+        if message is not None and self._argument:
+            self.entering, self.embeddings = message.chunk(2, dim=-1)
+
+    def message(self, leaving: torch.Tensor) -> torch.Tensor:
+        """Return the message to the next stage: hidden states, and embeddings if every layer needs them."""
+        return leaving if self.embeddings is None else torch.cat([leaving, self.embeddings], dim=-1)
+
+    def keep_embeddings(self, layer: torch.nn.Module) -> None:
+        """Store the input of ``layer``, which is the first layer of the model, in ``embeddings``."""
+
+        def keep(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's signature
+            if self._argument:
+                self.embeddings = (args[0] if args else kwargs["hidden_states"])[0]
+
+        layer.register_forward_pre_hook(keep, with_kwargs=True)
+
+    def give_embeddings(self, layer: torch.nn.Module) -> None:
+        """Replace the argument of ``layer`` that has the embeddings by ``embeddings``."""
+
+        def give(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001 - torch's signature
+            if self.embeddings is None:
+                return None
+            given = self.embeddings[None]
+            replaced = tuple(given if _positional(i) == self._argument else value for i, value in enumerate(args))
+            return replaced, {key: given if key == self._argument else value for key, value in kwargs.items()}
+
+        layer.register_forward_pre_hook(give, with_kwargs=True)
 
     def lead_in(self, layer: torch.nn.Module) -> None:
         """Replace the input of ``layer`` by ``entering``."""
@@ -128,26 +188,28 @@ class Seams:
     def lead_out(self, layer: torch.nn.Module) -> None:
         """Store the output of ``layer`` in ``leaving``."""
 
-        def keep(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001 - torch's signature
-            self.leaving = output[0]
+        def keep(layer: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+            self.leaving = (output[0] if isinstance(output, tuple) else output)[0]
 
         layer.register_forward_hook(keep)
 
 
 class _ForeignLayer(torch.nn.Module):
     """Replacement for a layer of another stage. The module returns hidden states unchanged, and has the attributes that
-    models read from their layers.
+    models read from their layers. ``size`` is the size of the tuple that the layer returns, or 0.
     """
 
-    def __init__(self, layer: torch.nn.Module) -> None:
+    def __init__(self, layer: torch.nn.Module, size: int) -> None:
         super().__init__()
+        self._others = (None,) * (size - 1)
+        self._in_tuple = size > 0
         for key, value in vars(layer).items():
             if not key.startswith("_") and isinstance(value, (str, int, float)):
                 setattr(self, key, value)
 
-    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:  # noqa: ARG002 - any layer's
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:  # noqa: ARG002 - any layer's
         """Return ``hidden_states``."""
-        return hidden_states
+        return (hidden_states, *self._others) if self._in_tuple else hidden_states
 
 
 class _ForeignEmbedding(torch.nn.Module):
@@ -195,17 +257,21 @@ def part_bytes(module: PreTrainedModel, layers: str) -> PartBytes:
     )
 
 
-def cut_model(module: PreTrainedModel, layers: str, own: range) -> Seams:
+def cut_model(module: PreTrainedModel, trace: LayerTrace, own: range) -> Seams:
     """Keep only the layers ``own`` of ``module``, in place. Only the first stage keeps the embedding, and only the last
-    stage keeps the head. ``layers`` is the name of the list of layers.
+    stage keeps the head.
     """
-    listed = _children(module, layers)
+    listed = _children(module, trace.name)
     is_first, is_last = own.start == 0, own.stop == len(listed)
-    seams = Seams()
+    seams = Seams(trace.embeddings)
     for i, layer in enumerate(listed):
         if i not in own:
-            listed[i] = _ForeignLayer(layer)
-    if not is_first:
+            listed[i] = _ForeignLayer(layer, trace.sizes[i])
+    if is_first:
+        seams.keep_embeddings(listed[0])
+    else:
+        for i in own:
+            seams.give_embeddings(listed[i])
         seams.lead_in(listed[own.start])
         _replace(module, module.get_input_embeddings(), _ForeignEmbedding)
     if not is_last:

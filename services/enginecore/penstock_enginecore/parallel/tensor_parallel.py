@@ -1,11 +1,11 @@
 """Tensor parallelism: reduces a loaded model to the part of one rank, and adds the collectives that combine the parts."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -13,7 +13,12 @@ from penstock_enginecore.lora.adapter import OwnFeatures
 from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.families import FAMILIES, Family
+from penstock_enginecore.models.state_hook import find_mixers
+from penstock_enginecore.models.support import num_attention_layers
 from penstock_enginecore.parallel.collectives import Collectives
+from penstock_enginecore.parallel.cuts import Heads, even, keep_outputs, parameter, split_inputs
+from penstock_enginecore.parallel.hybrid_plans import HYBRID_PLANS
+from penstock_enginecore.parallel.mixers import check_mixers, split_mixer
 from penstock_enginecore.parallel.sharding import SplitVocabulary
 
 # Split of each module over ranks, from transformers' own plans. A plan maps module names to words such as ``colwise``.
@@ -31,6 +36,7 @@ Split = Literal[
     "moe_tp_experts",
     "all_reduce",
     "first_rank",
+    "mixer",
 ]
 """Ways to split a layer or weight.
 
@@ -42,6 +48,8 @@ Layers:
 - rowwise_split_input: like rowwise, if every rank gets all inputs.
 - embedding_rowwise: a rank has the embeddings of some tokens, and every rank gets the complete output.
 - moe_tp_experts, all_reduce: the ranks' outputs are summed.
+- packed_colwise: like colwise, for two concatenated layers.
+- mixer: a recurrent layer, which is split by heads. See ``mixers``.
 
 Weights that belong to no layer, such as those of experts ``[experts, outputs, inputs]``:
 
@@ -51,45 +59,22 @@ Weights that belong to no layer, such as those of experts ``[experts, outputs, i
 - first_rank: zeros on all ranks except the first.
 """
 _SPLITS: dict[str, Split] = {each: each for each in get_args(Split)}
-SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts")
+SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts", "mixer")
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
 """Words for modules that are not split. These words differ only in the handling of gradients."""
 
 
-class Heads(msgspec.Struct, frozen=True):
-    """Numbers of a model's attention heads: query heads, and key-value heads."""
-
-    query: int
-    kv: int
-
-    def check(self, size: int) -> None:
-        """Raise ModelLoadError, with the possible sizes, if the heads cannot be distributed to ``size`` ranks."""
-        if self._fits(size):
-            return
-        fitting = [str(other) for other in range(1, self.query + 1) if self._fits(other)]
-        raise ModelLoadError(
-            f"executor.tensor_parallel_size is {size}; the model's {self.query} attention heads and {self.kv} key-value heads "
-            f"can be distributed to {', '.join(fitting)} workers"
-        )
-
-    def _fits(self, size: int) -> bool:
-        return self.query % size == 0 and (self.kv % size == 0 or size % self.kv == 0)
-
-    def kv_heads(self, rank: int, size: int) -> range:
-        """Return the key-value heads of a rank. If there are fewer heads than ranks, several ranks have the same head."""
-        if self.kv >= size:
-            return range(rank * self.kv // size, (rank + 1) * self.kv // size)
-        first = rank * self.kv // size
-        return range(first, first + 1)
-
-
-def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) -> dict[str, Split]:
+def splits_of(
+    model: str, plan: Mapping[str, str] | None, names: Iterable[str], mixers: Collection[str] = ()
+) -> dict[str, Split]:
     """Return the split of each named module and parameter, by ``plan`` or by the model type.
+
+    ``mixers`` has the names of recurrent layers. Plans do not apply to their parts.
 
     Raises ModelLoadError, with the name of the model, if there is no plan, if the plan splits no module, or if the plan
     contains an unsupported kind of split.
     """
-    plan = FAMILIES.get(model, Family()).splits or plan
+    plan = HYBRID_PLANS.get(model) or FAMILIES.get(model, Family()).splits or plan
     if not plan:
         raise ModelLoadError(
             f"executor.tensor_parallel_size: {model} has no tensor-parallel plan in transformers; use 1"
@@ -105,11 +90,14 @@ def splits_of(model: str, plan: Mapping[str, str] | None, names: Iterable[str]) 
         for name, word in plan.items()
         if word in _SPLITS
     ]
+    inside = tuple(f"{mixer}." for mixer in mixers)
     found = {
         name: split
         for name in names
-        if (split := next((split for pattern, split in patterns if pattern.fullmatch(name)), None))
+        if not name.startswith(inside)
+        and (split := next((split for pattern, split in patterns if pattern.fullmatch(name)), None))
     }
+    found |= dict.fromkeys(mixers, "mixer")
     if not any(word in found.values() for word in SUMMED):
         raise ModelLoadError(f"executor.tensor_parallel_size: the plan of {model} matches no layer of the model; use 1")
     return found
@@ -200,14 +188,17 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel
     """
     size = collectives.size
     config: Any = module.config
-    heads = Heads(
-        config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    )
-    heads.check(size)
+    heads = Heads(size, size)
+    if num_attention_layers(config):
+        num_heads = config.num_attention_heads
+        heads = Heads(num_heads, getattr(config, "num_key_value_heads", None) or num_heads)
+        heads.check(size)
+    mixers = find_mixers(module)
+    check_mixers(module, size)
     name_of_model = type(module).__name__
     plan: Any = getattr(module, "_tp_plan", None)
     names = [*dict(module.named_modules()), *dict(module.named_parameters())]
-    splits = splits_of(name_of_model, plan, names)
+    splits = splits_of(name_of_model, plan, names, mixers)
     expected = probe_logits(module)
     splitter = _Splitter(module, collectives, heads)
     splitter.split(splits)
@@ -245,6 +236,10 @@ class _Splitter:
         self._collectives = collectives
         self._heads = heads
         self._own_rows: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
+        # ``whole`` stays alive, because ids are only unique among live objects.
+        self._own_parts: dict[tuple[int, Split], tuple[torch.Tensor, torch.Tensor]] = {}
+        uses = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
+        self._shared = frozenset(key for key, count in uses.items() if count > 1)
         self.vocabulary: SplitVocabulary | None = None
         self.features: dict[str, OwnFeatures] = {}
 
@@ -255,6 +250,8 @@ class _Splitter:
         for name, split in splits.items():
             if name not in modules:
                 self._split_weight(name, split)
+            elif split == "mixer":
+                self.features |= split_mixer(name, modules[name], self._collectives)
             elif split in ("moe_tp_experts", "all_reduce"):
                 self._add_up(modules[name])
             elif split == "embedding_rowwise" and isinstance(modules[name], torch.nn.Embedding):
@@ -270,16 +267,23 @@ class _Splitter:
                 module.num_key_value_groups = self._heads.query // self._collectives.size // own
 
     def _split_linear(self, name: str, layer: torch.nn.Linear, split: Split) -> None:
+        whole = layer.weight
+        self._cut_linear(name, layer, split)
+        if id(whole) in self._shared and split != "colwise_gather_output":
+            part = self._own_parts.setdefault((id(whole), split), (whole, layer.weight))[1]
+            layer.weight = cast("torch.nn.Parameter", part)
+
+    def _cut_linear(self, name: str, layer: torch.nn.Linear, split: Split) -> None:
         match split:
             case "rowwise" | "rowwise_split_input":
-                own = _split_inputs(name, layer, self._collectives, whole=split == "rowwise_split_input")
+                own = split_inputs(name, layer, self._collectives, whole=split == "rowwise_split_input")
                 self.features[name] = OwnFeatures(inputs=own)
             case "colwise_gather_output":
-                self.features[name] = OwnFeatures(outputs=self._split_and_gather(layer))
-            case "colwise":
-                own = self._outputs(name, layer)
-                self.features[name] = OwnFeatures(outputs=own)
-                _keep_outputs(layer, own)
+                self.features[name] = OwnFeatures(outputs=(self._split_and_gather(layer),))
+            case "colwise" | "packed_colwise":
+                own_outputs = self._packed(name, layer) if split == "packed_colwise" else (self._outputs(name, layer),)
+                self.features[name] = OwnFeatures(outputs=own_outputs)
+                keep_outputs(layer, own_outputs)
             case _:
                 raise self._refusal(
                     name, f"is a linear layer with the split {split} in the plan, which is not supported"
@@ -300,13 +304,13 @@ class _Splitter:
             case "colwise" | "rowwise":
                 dim, pieces = (-2 if split == "colwise" else -1), 1
             case "first_rank":
-                setattr(owner, own_name, _parameter(whole if rank == 0 else torch.zeros_like(whole)))
+                setattr(owner, own_name, parameter(whole if rank == 0 else torch.zeros_like(whole)))
                 return
             case _:
                 raise self._refusal(name, f"is a weight with the split {split} in the plan, which is not supported")
-        each = _even(name, "numbers", whole.shape[dim] // pieces, self._collectives.size)
+        each = even(name, "numbers", whole.shape[dim] // pieces, self._collectives.size)
         parts = [piece.narrow(dim, rank * each, each) for piece in whole.chunk(pieces, dim)]
-        setattr(owner, own_name, _parameter(torch.cat(parts, dim)))
+        setattr(owner, own_name, parameter(torch.cat(parts, dim)))
 
     def _add_up(self, module: torch.nn.Module) -> None:
         collectives = self._collectives
@@ -324,8 +328,15 @@ class _Splitter:
         if name.rpartition(".")[2] in _KEYS_AND_VALUES:
             own, width = self._heads.kv_heads(rank, size), layer.out_features // self._heads.kv
             return range(own.start * width, own.stop * width)
-        each = _even(name, "outputs", layer.out_features, size)
+        each = even(name, "outputs", layer.out_features, size)
         return range(rank * each, (rank + 1) * each)
+
+    def _packed(self, name: str, layer: torch.nn.Linear) -> tuple[range, range]:
+        """Return this rank's outputs of a layer that consists of two concatenated layers."""
+        half, size = layer.out_features // 2, self._collectives.size
+        each = even(name, "outputs per half", half, size)
+        first = self._collectives.rank * each
+        return range(first, first + each), range(half + first, half + first + each)
 
     def _own_words(self, whole: torch.Tensor) -> torch.nn.Parameter:
         """Return this rank's rows. All ranks have the same number of rows. The rows of the last ranks are padded with
@@ -337,7 +348,7 @@ class _Splitter:
             rows = whole[first : first + count]
             if missing := count - len(rows):
                 rows = torch.cat([rows, torch.zeros(missing, *rows.shape[1:], dtype=rows.dtype, device=rows.device)])
-            self._own_rows[id(whole)] = whole, _parameter(rows)
+            self._own_rows[id(whole)] = whole, parameter(rows)
         return self._own_rows[id(whole)][1]
 
     def _split_and_gather(self, layer: torch.nn.Linear) -> range:
@@ -359,50 +370,6 @@ class _Splitter:
         return range(vocabulary.first, vocabulary.first + vocabulary.width)
 
 
-def _keep_outputs(layer: torch.nn.Linear, own: range) -> None:
-    layer.weight = _parameter(layer.weight[own.start : own.stop])
-    if layer.bias is not None:
-        layer.bias = _parameter(layer.bias[own.start : own.stop])
-    layer.out_features = len(own)
-
-
-def _split_inputs(name: str, layer: Any, collectives: Collectives, *, whole: bool) -> range:
-    """Split the inputs of a layer, and return the inputs of this rank. ``whole`` means that every rank receives all
-    inputs.
-    """
-    each = _even(name, "inputs", layer.in_features, collectives.size)
-    first = collectives.rank * each
-    layer.weight = _parameter(layer.weight[:, first : first + each])
-    layer.in_features = each
-    layer.register_parameter("whole_bias", layer.bias)  # Registered, so that it moves with the layer.
-    layer.bias = None
-
-    def take_own(module: torch.nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001 - torch's signature
-        return args[0][..., first : first + each]
-
-    def add_up(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - torch's signature
-        total = collectives.all_reduce(output.contiguous())
-        return total if layer.whole_bias is None else total + layer.whole_bias
-
-    if whole:
-        layer.register_forward_pre_hook(take_own)
-    layer.register_forward_hook(add_up)
-    return range(first, first + each)
-
-
 def _attends(name: str) -> bool:
     """Return whether a layer of this name produces attention heads."""
     return name.rpartition(".")[2] in _OF_HEADS
-
-
-def _even(name: str, what: str, count: int, size: int) -> int:
-    if count % size:
-        raise ModelLoadError(
-            f"executor.tensor_parallel_size is {size}; the {count} {what} of {name} are not a multiple of this size"
-        )
-    return count // size
-
-
-def _parameter(part: torch.Tensor) -> torch.nn.Parameter:
-    """Return a copy of the part as a parameter, so that the memory of the complete tensor can be freed."""
-    return torch.nn.Parameter(part.clone(), requires_grad=False)

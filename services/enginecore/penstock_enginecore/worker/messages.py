@@ -201,11 +201,14 @@ class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
         number: Number of the call.
         digest: Hash of the step's tokens. Empty from a stage that does not sample.
         output: Results of the step, or None.
+        num_nans: By request id, numbers of this worker's logits or states that are not finite. A worker knows only the
+            states of its own layers and heads.
     """
 
     number: int
     digest: bytes
     output: ModelRunnerOutput | None = None
+    num_nans: dict[str, int] = {}
 
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):

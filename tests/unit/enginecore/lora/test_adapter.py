@@ -110,10 +110,10 @@ def update(rank: int, inputs: int, outputs: int) -> LowRankUpdate:
 
 def test_b_has_rows_of_outputs_and_a_has_columns_of_inputs_with_zero_padding() -> None:
     whole = update(2, 6, 5)
-    own = OwnFeatures(outputs=range(3, 6)).of(whole)
+    own = OwnFeatures(outputs=(range(3, 6),)).of(whole)
     assert torch.equal(own.a, whole.a)
     assert torch.equal(own.b, torch.cat([whole.b[3:], torch.zeros(1, 2)]))
-    own = OwnFeatures(outputs=range(6, 9)).of(whole)
+    own = OwnFeatures(outputs=(range(6, 9),)).of(whole)
     assert torch.equal(own.b, torch.zeros(3, 2)), "a rank may have no word at all"
     own = OwnFeatures(inputs=range(3, 6)).of(whole)
     assert torch.equal(own.a, whole.a[:, 3:])

@@ -7,7 +7,8 @@ from penstock_enginecore.config import CacheConfig
 from penstock_enginecore.core.kv_cache.sizing import size_kv_cache
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec, block_bytes
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.parallel.stage_plan import deal_layers, largest_stage, own_groups
+from penstock_enginecore.parallel.stage_plan import deal_layers, largest_stage, largest_states, own_groups
+from penstock_enginecore.states.core.spec import StateNeeds
 
 
 def numbers(layers: list[int], num_stages: int, *, behind: int = 0) -> list[int]:
@@ -119,3 +120,10 @@ def test_layers_of_one_kind_that_differ_in_size_are_refused() -> None:
     second["layers.1.1"] = msgspec.structs.replace(FULL, num_kv_heads=1)
     with pytest.raises(ModelLoadError, match=r"keys and values of 'layers.1.1' and 'layers.0.0' differ in size"):
         largest_stage([first, second])
+
+
+def test_the_state_pool_is_sized_for_the_largest_stage() -> None:
+    one = StateNeeds(num_layers=3, slot_bytes=300, row_bytes=10)
+    other = StateNeeds(num_layers=1, slot_bytes=400, row_bytes=5)
+    assert largest_states([one, None, other]) == StateNeeds(num_layers=3, slot_bytes=400, row_bytes=10)
+    assert largest_states([None, None]) is None

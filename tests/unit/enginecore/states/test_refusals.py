@@ -11,17 +11,13 @@ import torch
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import (
     CacheConfig,
-    CoordinatorClientConfig,
-    DataParallelConfig,
     EngineCoreConfig,
-    ExecutorConfig,
     KvTransferConfig,
     ModelConfig,
     SpeculativeConfig,
 )
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.states.core.refusals import check_states
 from penstock_enginecore.states.core.spec import StateNeeds
 from tests.fakes.engines.in_process import build_engine
@@ -31,10 +27,6 @@ CPU = torch.device("cpu")
 NEEDS = StateNeeds(num_layers=1, slot_bytes=1, row_bytes=1)
 RECURRENT = ModelInfo(max_len=100, vocab_size=10, eos_token_ids=frozenset(), states=NEEDS)
 ATTENTION = msgspec.structs.replace(RECURRENT, states=None)
-GROUP: dict[str, Any] = {
-    "data_parallel": DataParallelConfig(size=2),
-    "coordinator": CoordinatorClientConfig(address="c:1"),
-}
 
 
 def config_of(**sections: Any) -> EngineCoreConfig:
@@ -42,15 +34,6 @@ def config_of(**sections: Any) -> EngineCoreConfig:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "executor.tensor_parallel_size is 2": (
-        {"executor": ExecutorConfig(kind="multiproc", tensor_parallel_size=2)},
-        "1",
-    ),
-    "executor.pipeline_parallel_size is 3": (
-        {"executor": ExecutorConfig(kind="multiproc", pipeline_parallel_size=3)},
-        "1",
-    ),
-    "data_parallel.size is 2": (GROUP, "1"),
     "cache.host_memory is 1024": ({"cache": CacheConfig(host_memory=1024)}, "0"),
     "kv_transfer.transport is 'grpc'": ({"kv_transfer": KvTransferConfig(transport="grpc")}, "'off'"),
     "kv_transfer.connector is 'p'": ({"kv_transfer": KvTransferConfig(connector="p")}, "''"),
@@ -82,25 +65,6 @@ def test_every_refusal_is_tested() -> None:
     named = set(re.findall(r'"((?:[a-z_]+\.)[a-z_]+) is ', source))
     tested = {setting.split(" ")[0] for setting in REFUSED}
     assert named == tested
-
-
-@pytest.mark.parametrize(
-    "workers",
-    [{"split": lambda module: None}, {"on_host": True}, {"make_share": lambda *_: None}],
-    ids=lambda w: next(iter(w)),
-)
-def test_the_loader_refuses_several_workers_with_the_settings_that_work(
-    tmp_path: Path, workers: dict[str, Any]
-) -> None:
-    save_tiny_model("mamba2", tmp_path)
-    config = ModelConfig(path=str(tmp_path))
-    with pytest.raises(ModelLoadError, match=r"recurrent layers, which several workers cannot share yet") as e:
-        load_model(config, CPU, lambda line: None, **workers)
-    for remedy in (
-        "executor.tensor_parallel_size and executor.pipeline_parallel_size to 1",
-        "expert_parallel.enabled to false",
-    ):
-        assert remedy in str(e.value)
 
 
 def test_a_draft_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:

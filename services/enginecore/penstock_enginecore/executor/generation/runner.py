@@ -338,7 +338,7 @@ class GenerationRunner:
             return ModelRunnerOutput(encoder_failures=failures)
         if self._chosen_elsewhere is not None:
             self._expect(self._batch, pending, self._chosen_elsewhere())
-            return ModelRunnerOutput()
+            return with_broken(ModelRunnerOutput(), pending.broken)
         if self._launcher is not None:
             constrained = grammar is not None and bool(grammar.request_ids)
             if pending.draws is not None and not constrained:
@@ -489,7 +489,7 @@ class StageRunner:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers. Stages have none."""
+        """Bytes of the states of the stage's own recurrent layers."""
         return self._runner.state_bytes
 
     @property

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,7 +23,7 @@ from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockFacts
 from penstock_enginecore.kv_transfer.kv_copy import Copier, CopiesAwaited
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.lora.store import LoadsAwaited, SizeAdapter, peft_size, telling_of
-from penstock_enginecore.parallel.stage_plan import largest_stage
+from penstock_enginecore.parallel.stage_plan import largest_stage, largest_states
 from penstock_enginecore.worker.device_thread import DeviceThread
 from penstock_enginecore.worker.failures import Failure, WorkersGone
 from penstock_enginecore.worker.messages import (
@@ -45,6 +45,7 @@ from penstock_enginecore.worker.messages import (
 )
 from penstock_enginecore.worker.messages import Progress as ProgressLine
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _WAITING: tuple[Method, ...] = ("collective_rpc", "shutdown")
@@ -116,7 +117,13 @@ class MultiprocExecutor:
         self._progress = progress
         self._workers.wait(progress)
         models: list[ModelInfo] = self._invoke("load_model", ModelInfo)
-        return agreed("the model", models)
+        states = largest_states(agreed("the model", of_stage, first).states for first, of_stage in self._stages(models))
+        return agreed("the model", [msgspec.structs.replace(model, states=states) for model in models])
+
+    def _stages(self, answers: list[T]) -> list[tuple[int, list[T]]]:
+        """Return the answers of each pipeline stage, with the rank of the first."""
+        size = self._num_of_stage
+        return [(first, answers[first : first + size]) for first in range(0, self._num_workers, size)]
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Return the KV cache spec of each attention layer, by layer name in execution order.
@@ -124,10 +131,7 @@ class MultiprocExecutor:
         For a model in pipeline stages, return the specs of a stage with the most layers of each kind.
         """
         specs: list[dict[str, KVCacheSpec]] = self._invoke("kv_cache_specs", dict[str, KVCacheSpec])
-        size = self._num_of_stage
-        stages = [
-            agreed("the KV cache", specs[first : first + size], first) for first in range(0, self._num_workers, size)
-        ]
+        stages = [agreed("the KV cache", of_stage, first) for first, of_stage in self._stages(specs)]
         return largest_stage(stages) if len(stages) > 1 else stages[0]
 
     def available_kv_cache_memory(self) -> int:
@@ -339,6 +343,8 @@ class MultiprocExecutor:
         other = next((rank for rank, each in of_stage if each.digest != sampled[first].digest), None)
         output = sampled[first].output
         if other is None and output is not None:
+            for each in sampled:
+                output.num_nans_in_logits.update(each.num_nans)
             step.set_result(output)
             return
         differ = WorkersGone(f"workers {first} and {other} sampled different tokens")

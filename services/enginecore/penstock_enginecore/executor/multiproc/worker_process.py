@@ -150,7 +150,8 @@ class WorkerLoop:
             else:
                 self._error = None
                 digest = digest_of(output) if self._config.samples else b""
-                return Sampled(number, digest, output if self._config.tells_tokens else None)
+                told = output if self._config.tells_tokens else None
+                return Sampled(number, digest, told, output.num_nans_in_logits)
         return Raised(number, Failure.of(error))
 
     # Other calls.

@@ -12,15 +12,9 @@ def check_states(config: EngineCoreConfig, model: ModelInfo) -> None:
     """
     if model.states is None:
         return
-    executor, cache, transfer = config.executor, config.cache, config.kv_transfer
+    cache, transfer = config.cache, config.kv_transfer
     drafts = config.speculative.num_speculative_tokens if config.speculative.enabled else 0
     refused = {
-        f"executor.tensor_parallel_size is {executor.tensor_parallel_size}": (executor.tensor_parallel_size > 1, "1"),
-        f"executor.pipeline_parallel_size is {executor.pipeline_parallel_size}": (
-            executor.pipeline_parallel_size > 1,
-            "1",
-        ),
-        f"data_parallel.size is {config.data_parallel.size}": (config.data_parallel.grouped, "1"),
         f"cache.host_memory is {cache.host_memory}": (bool(cache.host_memory), "0"),
         f"kv_transfer.transport is {transfer.transport!r}": (transfer.enabled, "'off'"),
         f"kv_transfer.connector is {transfer.connector!r}": (bool(transfer.connector), "''"),

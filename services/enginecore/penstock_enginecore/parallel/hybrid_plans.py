@@ -1,0 +1,71 @@
+"""Tensor parallelism plans of models with recurrent layers, in transformers' format. Add new classes here.
+
+transformers has no plan or an incomplete plan for these classes. The recurrent layers themselves are not part of a plan;
+``mixers`` splits them by heads.
+"""
+
+from collections.abc import Mapping
+
+_WORDS = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+
+
+def _attention(name: str, output: str = "o_proj") -> dict[str, str]:
+    return {**{f"{name}.{each}_proj": "colwise" for each in "qkv"}, f"{name}.{output}": "rowwise"}
+
+
+def _gated(name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> dict[str, str]:
+    return {f"{name}.{gate}": "colwise", f"{name}.{up}": "colwise", f"{name}.{down}": "rowwise"}
+
+
+def _experts(name: str) -> dict[str, str]:
+    return {f"{name}.gate_up_proj": "packed_colwise", f"{name}.down_proj": "rowwise", name: "moe_tp_experts"}
+
+
+_BAMBA = {**_WORDS, **_attention("model.layers.*.self_attn"), **_gated("model.layers.*.feed_forward")}
+_LFM2 = {
+    **_WORDS,
+    **_attention("model.layers.*.self_attn", "out_proj"),
+    **_gated("model.layers.*.feed_forward", "w1", "w3", "w2"),
+}
+_ADAPTERS = "model.layers.*.shared_transformer.self_attn.linear_{}_adapter_list.*.1"
+HYBRID_PLANS: Mapping[str, Mapping[str, str]] = {
+    "BambaForCausalLM": _BAMBA,
+    "FalconH1ForCausalLM": _BAMBA,
+    "GraniteMoeHybridForCausalLM": {
+        **_WORDS,
+        **_attention("model.layers.*.self_attn"),
+        **_experts("model.layers.*.block_sparse_moe.experts"),
+        "model.layers.*.shared_mlp.input_linear": "packed_colwise",
+        "model.layers.*.shared_mlp.output_linear": "rowwise",
+    },
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": {**_LFM2, **_experts("model.layers.*.feed_forward.experts")},
+    "Lfm3ForCausalLM": {
+        **_WORDS,
+        **_attention("model.layers.*.self_attn"),
+        "model.layers.*.self_attn.g_proj": "colwise",
+        **_gated("model.layers.*.feed_forward", "w1", "w3", "w2"),
+    },
+    "Mamba2ForCausalLM": {"backbone.embeddings": "embedding_rowwise", "lm_head": "colwise_gather_output"},
+    "NemotronHForCausalLM": {
+        "model.embeddings": "embedding_rowwise",
+        "lm_head": "colwise_gather_output",
+        **_attention("model.layers.*.mixer"),
+        "model.layers.*.mixer.up_proj": "colwise",
+        "model.layers.*.mixer.down_proj": "rowwise",
+        "model.layers.*.mixer.shared_experts.up_proj": "colwise",
+        "model.layers.*.mixer.shared_experts.down_proj": "rowwise",
+        "model.layers.*.mixer.experts.up_proj": "colwise",
+        "model.layers.*.mixer.experts.down_proj": "rowwise",
+        "model.layers.*.mixer.experts": "moe_tp_experts",
+    },
+    "Zamba2ForCausalLM": {
+        **_WORDS,
+        **_attention("model.layers.*.shared_transformer.self_attn"),
+        **{_ADAPTERS.format(each): "colwise" for each in "qkv"},
+        "model.layers.*.shared_transformer.feed_forward.gate_up_proj": "packed_colwise",
+        "model.layers.*.shared_transformer.feed_forward.gate_up_proj_adapter_list.*.1": "packed_colwise",
+        "model.layers.*.shared_transformer.feed_forward.down_proj": "rowwise",
+    },
+}
+"""Plans by class name of the causal language model. Each plan is used instead of transformers' plan."""

@@ -1,0 +1,288 @@
+"""Split of recurrent layers among ranks, by heads. A rank computes and stores the states of its heads only.
+
+The input projection and the convolution have several segments, such as queries, keys and values. A rank keeps a part of
+each segment. If there are fewer key heads (Mamba-2: groups of B and C) than ranks, several ranks compute the same key
+head. The output projection sums over the ranks.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from penstock_enginecore.lora.adapter import OwnFeatures
+from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.recurrent_checks import fields_of
+from penstock_enginecore.models.state_hook import find_mixers
+from penstock_enginecore.parallel.collectives import Collectives
+from penstock_enginecore.parallel.cuts import Heads, even, keep_outputs, parameter, rows, split_inputs
+
+Ranges = tuple[range, ...]
+_OUTPUTS = ("out_proj", "o_proj")
+"""Names of output projections."""
+_OF_HEADS = frozenset({"A_log", "D", "dt_bias"})
+"""Names of parameters with one number per head."""
+_DELTA = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
+_DUALITY = ("num_heads", "n_groups", "head_dim", "ssm_state_size", "intermediate_size")
+"""Attributes by which a kind of mixer is recognized."""
+
+
+def check_mixers(module: PreTrainedModel, size: int) -> None:
+    """Raise ModelLoadError, with the fields of ``config.json``, if heads of recurrent layers cannot be distributed to
+    ``size`` ranks.
+    """
+    fields = fields_of(module.config)
+    for name, mixer in find_mixers(module).items():
+        if (heads := _heads(mixer)) is None or heads.fits(size):
+            continue
+        given = f"{name} has {heads.query} heads and {heads.kv} key heads"
+        if fields is not None and fields.heads:
+            given = f"config.json: {fields.heads} is {heads.query} and {fields.key_heads} is {heads.kv}"
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size is {size}; {given}, which can be distributed to {heads.fitting} workers; use one "
+            "of these sizes"
+        )
+
+
+def split_mixer(name: str, mixer: Any, collectives: Collectives) -> dict[str, OwnFeatures]:
+    """Keep the heads of this rank in a recurrent layer, in place. Returns the features of its linear layers, by name.
+
+    Raises ModelLoadError, with the name of the layer, if the layer has a part that is not known.
+    """
+    share = _share(name, mixer, collectives)
+    features: dict[str, OwnFeatures] = {}
+    for child_name, child in list(mixer.named_children()):
+        full_name = f"{name}.{child_name}"
+        if type(child) is torch.nn.Linear and child_name in share.inputs:
+            keep_outputs(child, share.inputs[child_name])
+            features[full_name] = OwnFeatures(outputs=share.inputs[child_name])
+        elif type(child) is torch.nn.Linear and child_name in _OUTPUTS:
+            own = split_inputs(full_name, child, collectives, whole=False)
+            features[full_name] = OwnFeatures(inputs=own)
+        elif isinstance(child, torch.nn.Conv1d):
+            _keep_channels(child, share.channels)
+        elif child_name in ("norm", "o_norm"):
+            setattr(mixer, child_name, _own_norm(full_name, child, share, collectives))
+        elif [*child.parameters(), *child.buffers()]:
+            raise _refusal(full_name, f"is {type(child).__name__}")
+    _keep_numbers(name, mixer, share)
+    for attribute, value in share.sizes.items():
+        if hasattr(mixer, attribute):
+            setattr(mixer, attribute, value)
+    return features
+
+
+def _keep_numbers(name: str, mixer: Any, share: "_Share") -> None:
+    """Keep the parameters and buffers of the mixer itself that belong to its heads."""
+    for own_name, whole in list(mixer.named_parameters(recurse=False)):
+        if own_name not in _OF_HEADS or whole.dim() != 1:
+            raise _refusal(f"{name}.{own_name}", f"has the shape {list(whole.shape)}")
+        setattr(mixer, own_name, parameter(rows(whole, (share.heads,))))
+    for own_name, buffer in list(mixer.named_buffers(recurse=False)):
+        if own_name != "mup_vector":  # Falcon-H1: factors of the outputs of the input projection
+            raise _refusal(f"{name}.{own_name}", f"has the shape {list(buffer.shape)}")
+        setattr(mixer, own_name, rows(buffer, share.inputs["in_proj"], -1).clone())
+
+
+def _refusal(name: str, what: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"executor.tensor_parallel_size: {name} {what}, for which splitting by heads is not supported; use 1"
+    )
+
+
+# What a rank keeps of each kind of mixer.
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """Features of a mixer that one rank computes.
+
+    Attributes:
+        heads: State heads.
+        inputs: Outputs of each input projection, by name.
+        channels: Channels of the convolution.
+        inner: Features after the recurrence: inputs of the output projection.
+        sizes: Values of the mixer's attributes.
+    """
+
+    heads: range
+    inputs: Mapping[str, Ranges]
+    channels: Ranges
+    inner: range
+    sizes: Mapping[str, int]
+
+
+def _heads(mixer: Any) -> Heads | None:
+    """Return the state heads and key heads of a mixer, or None for a short convolution."""
+    if _has(mixer, _DELTA):
+        return Heads(mixer.num_v_heads, mixer.num_k_heads)
+    return Heads(mixer.num_heads, mixer.n_groups) if _has(mixer, _DUALITY) else None
+
+
+def _has(mixer: Any, attributes: tuple[str, ...]) -> bool:
+    return all(isinstance(getattr(mixer, attribute, None), int) for attribute in attributes)
+
+
+def _share(name: str, mixer: Any, collectives: Collectives) -> _Share:
+    heads = _heads(mixer)
+    if heads is None:
+        return _share_of_convolution(name, mixer, collectives)
+    own = heads.own(collectives.rank, collectives.size)
+    keys = heads.kv_heads(collectives.rank, collectives.size)
+    share = _share_of_delta(mixer, own, keys) if _has(mixer, _DELTA) else _share_of_duality(mixer, own, keys)
+    if sum(map(len, share.channels)) != share.sizes["conv_dim"] or mixer.conv1d.in_channels != mixer.conv_dim:
+        raise _refusal(name, f"has a convolution of {mixer.conv1d.in_channels} channels")
+    return share
+
+
+def _run(start: int, own: range, width: int) -> range:
+    """Return the features of heads ``own`` in a segment that begins at ``start``."""
+    return range(start + own.start * width, start + own.stop * width)
+
+
+def _share_of_delta(mixer: Any, heads: range, keys: range) -> _Share:
+    """Return the share of a gated delta rule with ``heads`` value heads and ``keys`` key heads."""
+    key_size, value_size = mixer.head_k_dim, mixer.head_v_dim
+    num_keys, num_heads = mixer.num_k_heads, mixer.num_v_heads
+    queries, values = _run(0, keys, key_size), _run(0, heads, value_size)
+    channels = (queries, _run(num_keys * key_size, keys, key_size), _run(2 * num_keys * key_size, heads, value_size))
+    per_key = num_heads // num_keys
+    of_keys = [
+        (key, range(max(heads.start - key * per_key, 0), min(heads.stop - key * per_key, per_key))) for key in keys
+    ]
+    interleaved: list[range] = []  # query, key, values and gates of a key head, and then of the next
+    for key, own in of_keys:
+        start = key * 2 * (key_size + per_key * value_size)
+        behind = start + 2 * key_size
+        interleaved.append(range(start, behind))
+        interleaved += [_run(behind + part * per_key * value_size, own, value_size) for part in range(2)]
+    of_gates = tuple(_run((2 * key + part) * per_key, own, 1) for key, own in of_keys for part in range(2))
+    inputs: dict[str, Ranges] = {
+        "in_proj_qkv": channels,
+        "in_proj_qkvz": tuple(interleaved),
+        "in_proj_ba": of_gates,
+        **dict.fromkeys(("q_proj", "k_proj"), (queries,)),
+        **dict.fromkeys(("v_proj", "g_proj", "in_proj_z"), (values,)),
+        **dict.fromkeys(("a_proj", "b_proj", "in_proj_a", "in_proj_b"), (heads,)),
+    }
+    key_dim, value_dim = len(queries), len(values)
+    sizes = {
+        "num_v_heads": len(heads),
+        "num_k_heads": len(keys),
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+        "conv_dim": 2 * key_dim + value_dim,
+    }
+    return _Share(heads, inputs, channels, values, sizes)
+
+
+def _share_of_duality(mixer: Any, heads: range, groups: range) -> _Share:
+    """Return the share of a Mamba-2 layer with ``heads`` and with ``groups`` of B and C."""
+    width, state = mixer.head_dim, mixer.ssm_state_size
+    whole, of_groups = mixer.num_heads * width, mixer.n_groups * state
+    inner = _run(0, heads, width)
+    channels = (inner, _run(whole, groups, state), _run(whole + of_groups, groups, state))
+    mixed = tuple(range(each.start + whole, each.stop + whole) for each in channels)
+    steps = _run(2 * (whole + of_groups), heads, 1)
+    own = len(groups) * state
+    sizes = {
+        "num_heads": len(heads),
+        "n_groups": len(groups),
+        "intermediate_size": len(inner),
+        "conv_dim": len(inner) + 2 * own,
+        "groups_time_state_size": own,
+    }
+    return _Share(heads, {"in_proj": (inner, *mixed, steps)}, channels, inner, sizes)
+
+
+def _share_of_convolution(name: str, mixer: Any, collectives: Collectives) -> _Share:
+    """Return the share of a short convolution, whose channels are independent."""
+    convolution = getattr(mixer, "conv", None)
+    if not isinstance(convolution, torch.nn.Conv1d) or mixer.in_proj.out_features != 3 * convolution.in_channels:
+        raise _refusal(name, f"is {type(mixer).__name__}")
+    whole = convolution.in_channels
+    each = even(name, "channels", whole, collectives.size)
+    inner = range(collectives.rank * each, (collectives.rank + 1) * each)
+    inputs = {"in_proj": tuple(_run(segment * whole, inner, 1) for segment in range(3))}
+    return _Share(range(0), inputs, (inner,), inner, {})
+
+
+def _keep_channels(convolution: torch.nn.Conv1d, own: Ranges) -> None:
+    convolution.weight = parameter(rows(convolution.weight, own))
+    if convolution.bias is not None:
+        convolution.bias = parameter(rows(convolution.bias, own))
+    convolution.in_channels = convolution.out_channels = convolution.groups = sum(map(len, own))
+
+
+# Gated norms.
+
+
+def _own_norm(name: str, module: torch.nn.Module, share: _Share, collectives: Collectives) -> torch.nn.Module:
+    """Return the norm of a rank's heads."""
+    norm: Any = module
+    weight = getattr(norm, "weight", None)
+    if weight is None or not share.sizes.get("intermediate_size"):
+        return module  # the identity, or a norm of each head that all heads share
+    whole = len(weight)
+    group = getattr(norm, "group_size", None) or whole // getattr(norm, "n_groups", 1)
+    own = share.inner
+    if own.start % group == 0 and own.stop % group == 0:
+        norm.weight = parameter(rows(weight, (own,)))
+        if hasattr(norm, "n_groups"):
+            norm.n_groups = len(own) // group
+        return module
+    if own.start // group != (own.stop - 1) // group:
+        raise _refusal(name, f"has {whole // group} groups, of which rank {collectives.rank} has parts of several")
+    spread = SpreadNorm(norm, own, group, collectives)
+    if not spread.is_same(norm, whole):
+        raise _refusal(name, f"is {type(norm).__name__}")
+    spread.weight = parameter(rows(weight, (own,)))
+    return spread
+
+
+class SpreadNorm(torch.nn.Module):
+    """Gated norm of the roots of mean squares, for a group of features that lies on several ranks.
+
+    A rank has the features ``own``, which are a part of one group. The ranks add up their squares.
+    """
+
+    def __init__(self, norm: Any, own: range, group: int, collectives: Collectives) -> None:
+        super().__init__()
+        self.weight: torch.nn.Parameter = norm.weight
+        self.variance_epsilon = norm.variance_epsilon
+        self._gates_first = not getattr(norm, "norm_before_gate", False)
+        self._group, self._group_size = own.start // group, group
+        self._num_groups = len(norm.weight) // group
+        self._collectives = collectives
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return the normed features ``[..., own features]``, in the dtype of the hidden states."""
+        return self._norm(hidden_states, gate, self._mean_of_ranks)
+
+    def _mean_of_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        squares = own.new_zeros(*own.shape[:-1], self._num_groups)
+        squares[..., self._group] = own.square().sum(-1)
+        return self._collectives.all_reduce(squares)[..., self._group, None] / self._group_size
+
+    def _mean_of_groups(self, whole: torch.Tensor) -> torch.Tensor:
+        squares = whole.reshape(*whole.shape[:-1], self._num_groups, self._group_size).square()
+        return squares.mean(-1).repeat_interleave(self._group_size, -1)
+
+    def _norm(
+        self, hidden_states: torch.Tensor, gate: torch.Tensor, mean_square: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        features, factors = hidden_states.float(), torch.nn.functional.silu(gate.float())
+        if self._gates_first:
+            features = features * factors
+        normed: torch.Tensor = self.weight * (features * torch.rsqrt(mean_square(features) + self.variance_epsilon))
+        return (normed if self._gates_first else normed * factors).to(hidden_states.dtype)
+
+    @torch.no_grad()
+    def is_same(self, norm: torch.nn.Module, whole: int) -> bool:
+        """Return whether ``norm`` computes the same from all ``whole`` features. Call it while the weight is whole."""
+        hidden, gate = torch.randn(2, 1, 3, whole, generator=torch.Generator().manual_seed(0)).to(self.weight.device)
+        expected: torch.Tensor = norm(hidden, gate)
+        found = self._norm(hidden, gate, self._mean_of_groups)
+        return torch.allclose(found, expected.float(), rtol=1e-3, atol=1e-3)
