@@ -53,8 +53,9 @@ class Bench:
         )
         self.engine: EngineCore = build_engine(config, UniprocExecutor(config), None, lambda line: None)
         self._tiers = self.engine.connector if isinstance(self.engine.connector, TieredConnector) else None
-        if host and self._tiers is not None and (tier := self._tiers._host) is not None:
-            tier._reserved.result(60)  # wait until all its memory is reserved
+        blocks = None if self._tiers is None else self._tiers.blocks
+        if host and blocks is not None and blocks.host is not None:
+            blocks.host._reserved.result(60)  # wait until all its memory is reserved
         self._numbers = iter(range(1 << 30))
         self._random = random.Random(0)
         self.tokens = arguments.tokens

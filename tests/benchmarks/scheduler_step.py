@@ -53,6 +53,10 @@ class NullExecutor:
     def block_copier(self) -> BlockCopier:
         raise NotImplementedError("no tier is configured")
 
+    def state_copier(self) -> BlockCopier:
+        """Raise NotImplementedError, because there are no states."""
+        raise NotImplementedError
+
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
         """Raise NotImplementedError, because requests have no adapters."""
         raise NotImplementedError

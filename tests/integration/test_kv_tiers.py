@@ -1,8 +1,9 @@
 """Engines that offload KV blocks and load them again give the tokens of an engine whose cache holds all blocks."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,17 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def engine_of(model: Model, num_blocks: int, host_memory: int = 0, **sections: Any) -> EngineCore:
     cache = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "host_memory": host_memory, "min_load_tokens": 8}
     cache |= sections.pop("cache", {})
-    return build_engine(model.path, model={"max_model_len": 150}, cache=cache, scheduler={"watermark": 0.0}, **sections)
+    made = build_engine(model.path, model={"max_model_len": 150}, cache=cache, scheduler={"watermark": 0.0}, **sections)
+    wait_for_host_memory(made)
+    return made
+
+
+def wait_for_host_memory(engine: EngineCore) -> None:
+    """Wait until host memory is allocated. Until then, the engine saves nothing."""
+    if isinstance(engine.connector, TieredConnector):
+        for tiers in (engine.connector.blocks, engine.connector.states):
+            if tiers is not None and tiers.host is not None:
+                wait([tiers.host._reserved])
 
 
 def greedy(num_tokens: int) -> SamplingParams:
@@ -60,18 +71,19 @@ def bits(run: Run, request_id: str) -> tuple[list[int], list[float]]:
 
 
 def copy_at_once(engine: EngineCore, patch: pytest.MonkeyPatch) -> None:
-    """Finish each copy to the host before the next step, so that batches do not depend on the duration of copies."""
+    """Finish each copy of blocks or states to the host before the next step, so that batches do not depend on the
+    duration of copies.
+    """
     assert isinstance(engine.connector, TieredConnector)
-    assert engine.connector._host is not None
-    wait([engine.connector._host._reserved])
-    copier = engine.connector._host._copier
-    save = copier.save
+    wait_for_host_memory(engine)
+    for tiers in (engine.connector.blocks, engine.connector.states):
+        if tiers is not None:
+            patch.setattr(tiers.copier, "save", partial(_done_at_once, tiers.copier.save))
 
-    def saved(copies: Sequence[Copy]) -> Future[None]:
-        wait([future := save(copies)])
-        return future
 
-    patch.setattr(copier, "save", saved)
+def _done_at_once(copy: Callable[[Sequence[Copy]], Future[Any]], copies: Sequence[Copy]) -> Future[Any]:
+    wait([future := copy(copies)])
+    return future
 
 
 def loads(engine: EngineCore) -> int:
@@ -88,8 +100,12 @@ def assert_all_free(engine: EngineCore) -> None:
     """Wait for pending copies and disk writes, then check that all blocks are free."""
     deadline = time.monotonic() + PATIENCE
     pool = engine.scheduler.kv_cache.pool
-    disk = None if engine.connector is None else engine.connector._disk
-    while engine.has_work or pool.num_free_blocks < pool.num_usable_blocks or (disk is not None and disk.busy):
+    connector = engine.connector
+    while (
+        engine.has_work
+        or pool.num_free_blocks < pool.num_usable_blocks
+        or (isinstance(connector, TieredConnector) and connector.disk_busy)
+    ):
         engine.step(lambda: None)
         assert time.monotonic() < deadline, "blocks are not given back"
         time.sleep(0.001)

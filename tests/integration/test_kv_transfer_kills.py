@@ -26,6 +26,7 @@ from penstock_enginecore.kv_transfer import assembly as kv_transfer
 from penstock_enginecore.kv_transfer.rpc import pull_client, pull_server
 from penstock_enginecore.kv_transfer.rpc.offers import Offers
 from penstock_enginecore.rpc.internal_ports import LoopThread
+from penstock_enginecore.states.core.spec import SPAN
 from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undisturbed
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.tiny_models import save_tiny_model
@@ -38,9 +39,10 @@ PROMPT = list(range(5, 5 + 50))
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.0)
 REQUEST = EngineCoreRequest(request_id="r", prompt_token_ids=PROMPT, sampling_params=PARAMS)
 BLOCKS = 13
+CACHE: dict[str, Any] = {"block_size": 4, "num_blocks": 200, "min_load_tokens": 1}
 
 
-def source(path: Path, transport: str, to: Connection) -> None:
+def source(path: Path, transport: str, cache: dict[str, Any], to: Connection) -> None:
     """Run a source process: hand a request over on command, send one block every 20 ms, then report the blocks that are
     still in use.
     """
@@ -54,7 +56,7 @@ def source(path: Path, transport: str, to: Connection) -> None:
     pull_server._Stream._contents = slowly  # type: ignore[assignment]
     with ExitStack() as ends:
         transfer = {"transport": transport, "arena": 1 << 20, "lease": 1.0}
-        engine = TransferringEngine(path, "a", ends, kv_transfer=transfer)
+        engine = TransferringEngine(path, "a", ends, kv_transfer=transfer, cache=cache)
         to.send(None)
         while to.recv() == "hand over":
             to.send(hand_over(engine, REQUEST))
@@ -71,11 +73,11 @@ def source(path: Path, transport: str, to: Connection) -> None:
 class Source:
     """Controls the source process. ``strike`` kills or stops the process once."""
 
-    def __init__(self, path: Path, transport: str, how: str) -> None:
+    def __init__(self, path: Path, transport: str, how: str, cache: dict[str, Any] = CACHE) -> None:
         context = get_context("forkserver")  # the fork server imports torch once
         context.set_forkserver_preload([__name__])
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=source, args=(path, transport, theirs), daemon=True)
+        self.process = context.Process(target=source, args=(path, transport, cache, theirs), daemon=True)
         self.process.start()
         self._how = how
         self.struck = False
@@ -116,6 +118,13 @@ class Source:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("kv") / "llama"
     save_tiny_model("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kv") / "qwen3_5"
+    save_tiny_model("qwen3_5", path)
     return path
 
 
@@ -165,6 +174,37 @@ def test_the_tokens_are_the_same(
     assert come >= {"grant": 0, "open": 0, "block 1": 1, "block 7": 7}.get(point, BLOCKS)
     if how == "stopped" and point != f"block {BLOCKS}":
         assert target.value("penstock:kv_transfer_failures_total", reason="silent") == 1
+    if (left := origin.end()) is not None:
+        assert left == (199, 0)
+
+
+STATE = f"block {len(PROMPT) // SPAN + 1}"
+"""The message with the state, which comes after all blocks."""
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("point", ["grant", "open", "block 1", f"block {len(PROMPT) // SPAN}", STATE])
+def test_the_tokens_are_the_same_with_states_of_recurrent_layers(
+    point: str, how: str, recurrent: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strike before, during and after the transfer of the state."""
+    cache = CACHE | {"block_size": SPAN, "kv_cache_memory": 1 << 24}
+    origin = Source(recurrent, "grpc", how, cache)
+    target = TransferringEngine(recurrent, "b", ends, kv_transfer={"silence": 0.3}, cache=cache)
+    ends.callback(origin.process.kill)
+    tokens = undisturbed(target, REQUEST)
+    prior, given = origin.hand_over()
+    assert given.num_tokens == len(PROMPT) // SPAN * SPAN
+    at(point, origin.strike, monkeypatch)
+    if point == "grant":
+        origin.strike()
+    assert prior + tokens_of(go_on(target, REQUEST, prior, given)) == tokens
+    assert origin.struck
+    assert target.value("penstock:state_transfers_total", direction="in") == (point == STATE)
+    states = target.core.scheduler.kv_cache.states
+    assert states is not None
+    assert states.pool.num_free_blocks == states.pool.num_usable_blocks
+    assert target.num_free_blocks == 199
     if (left := origin.end()) is not None:
         assert left == (199, 0)
 

@@ -86,9 +86,10 @@ def of_media() -> CollectorRegistry:
 
 
 def of_blocks() -> CollectorRegistry:
-    """Return the metrics of engines that transfer KV blocks and offload some blocks to host memory."""
+    """Return the metrics of engines that transfer KV blocks and states, and offload some of them to host memory."""
     registry, counts = CollectorRegistry(), TransferCounts()
     counts.moved("in", "grpc", 100)
+    counts.moved("in", "grpc", 100, of_states=True)
     counts.ended(Transfer({}, KvMedium.HOST, "", 0.0, 1.0, 2, 1, 100, PART))
     tiers = TierStats(0.5, None, 1, 0, dict.fromkeys(KvMedium, 1), 100)
     ready = EngineReady(
@@ -98,8 +99,8 @@ def of_blocks() -> CollectorRegistry:
         SchedulerStats(kv_transfer=KvTransferStats()),
         EngineState(paused=False, sleep_level=0, num_nan_logits=0),
     )
-    registry.register(Readings(lambda: tier_families(tiers, ready)))
-    registry.register(Readings(lambda: transfer_families(counts, tiers, ready)))
+    registry.register(Readings(lambda: tier_families(tiers, ready, tiers)))
+    registry.register(Readings(lambda: transfer_families(counts, tiers, ready, tiers)))
     registry.register(EngineCollector(lambda: stats, lambda: state, Buckets([1.0]), ready, list))
     return registry
 

@@ -68,8 +68,6 @@ def _refused() -> dict[Two, Refused]:
         found[frozenset({draft, Feature.POOLING})] = Refused("only generating models support speculative decoding")
     found[frozenset({Feature.TIERS, Feature.POOLING})] = Refused("pooling models have no KV cache")
     found[frozenset({Feature.TRANSFER, Feature.POOLING})] = Refused("pooling models have no KV cache")
-    for way in (Feature.TIERS, Feature.TRANSFER):
-        found[frozenset({way, Feature.MTP})] = Refused("models with recurrent layers do not support it yet")
     found[frozenset({Feature.INT8, Feature.QUANTIZED})] = Refused("the checkpoint is quantized already")
     return found
 

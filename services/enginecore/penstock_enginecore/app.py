@@ -34,8 +34,8 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.data_parallel.group import EngineRank, MakeMeets
 from penstock_enginecore.idle_memory import idle_memory_given_back
 from penstock_enginecore.kv_transfer.assembly import layout_of, transferring
-from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore
+from penstock_enginecore.kv_transfer.core.registry import StorePlan
 from penstock_enginecore.media.core.encoder_cache import encoder_cache_size
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from penstock_enginecore.metrics import EngineCollector, group_families
@@ -257,22 +257,31 @@ def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
     )
 
 
-def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConfig, copier: BlockCopier) -> BlockStore:
-    """Open the disk tier for KV blocks. The fingerprint of the file covers the model, the cache and the kernels."""
-    from penstock_enginecore.kv_transfer.disk_file import DiskFile  # torch is imported by now.
+def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConfig, plan: StorePlan) -> BlockStore:
+    """Open a file of the disk tier, for KV blocks or states. The fingerprint of the file covers the model, the cache, the
+    states and the kernels.
+    """
+    from penstock_enginecore.kv_transfer.disk_file import FILE_NAME, STATES_FILE_NAME, DiskFile  # torch is imported.
 
+    blocks, states = plan.copiers.blocks, plan.copiers.states
     layout = layout_of(
         kv_cache,
         computes_of(config, model),
-        order=copier.order,
+        order=blocks.order,
         num_shards=config.executor.num_workers,
-        block_bytes=copier.block_bytes,
-        numerics=copier.numerics,
+        block_bytes=blocks.block_bytes,
+        numerics=blocks.numerics,
+        states=states,
     )
     fingerprint = b""
     if layout.fingerprint:
         fingerprint = hashlib.blake2b(layout.fingerprint + layout.numerics.encode(), digest_size=16).digest()
-    return DiskFile(Path(config.cache.disk), config.cache.disk_size, copier.block_bytes, fingerprint)
+    directory = Path(config.cache.disk)
+    if states is None:
+        return DiskFile(directory, plan.size, blocks.block_bytes, fingerprint)
+    copier, name, part = (states, STATES_FILE_NAME, "states") if plan.of_states else (blocks, FILE_NAME, "KV blocks")
+    setting = f"the part of cache.disk_size for {part}"
+    return DiskFile(directory, plan.size, copier.block_bytes, fingerprint, name, setting)
 
 
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:

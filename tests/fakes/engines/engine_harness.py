@@ -274,11 +274,11 @@ def run_to_end(engine: EngineCore, *requests: EngineCoreRequest, transcript: Tra
     add(engine, *requests)
     steps = 0
     executor: Any = engine.executor
-    while engine.has_work or executor.copier.work():
+    while engine.has_work or executor.copy_all():
         step(engine, transcript)
         if engine.stalled:  # all waiting requests wait for the device
             executor.work()
-            executor.copier.work()
+            executor.copy_all()
         steps += 1
         assert steps < 10_000, "the engine makes no progress"
     return transcript

@@ -6,8 +6,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from penstock_enginecore.kv_transfer.core.base import Copy
+from tests.fakes.engines.fake_states import GARBAGE, FakeStates
 
 BLOCK_BYTES = 64
+STATE_BYTES = 100
 Content = tuple
 """Content of the slots of a block, in order. None for slots that were not computed."""
 
@@ -47,6 +49,8 @@ class FakeCopier:
         self.at_once = False
         self.host: dict[int, Content] = {}
         self.num_slots = 0
+        self.damaged: set[int] = set()
+        """Slots of host memory whose checksum does not match, until they are written again."""
         self.fails: Callable[[str], bool] = lambda name: False
         self.num_copied: dict[str, int] = {}
         self._queued: deque[tuple[str, Callable[[], Any], Future]] = deque()
@@ -107,16 +111,19 @@ class FakeCopier:
             for block_id, slot in copies:
                 assert 0 <= slot < self.num_slots
                 self.host[slot] = self._content(block_id)
+                self.damaged.discard(slot)
 
         return self._ask("save", save, len(copies))
 
-    def load(self, copies: Sequence[Copy]) -> "Future[None]":
+    def load(self, copies: Sequence[Copy]) -> "Future[list[int]]":
         for block_id, _ in copies:
             self._spoil(block_id)
 
-        def load() -> None:
-            for block_id, slot in copies:
+        def load() -> list[int]:
+            good = [copy for copy in copies if copy.slot not in self.damaged]
+            for block_id, slot in good:
                 self._set(block_id, self.host[slot])
+            return [copy.slot for copy in copies if copy not in good]
 
         return self._ask("load", load, len(copies))
 
@@ -134,7 +141,10 @@ class FakeCopier:
         return self._ask("write", write, len(block_ids))
 
     def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
-        return self._ask("read_slots", lambda: [repr(self.host[slot]).encode() for slot in slots], len(slots))
+        def read() -> list[bytes]:
+            return [b"" if slot in self.damaged else repr(self.host[slot]).encode() for slot in slots]
+
+        return self._ask("read_slots", read, len(slots))
 
     def write_slots(self, slots: Sequence[int], contents: Sequence[bytes]) -> "Future[None]":
         def write() -> None:
@@ -142,3 +152,23 @@ class FakeCopier:
                 self.host[slot] = eval(bytes(content).decode())
 
         return self._ask("write_slots", write, len(slots))
+
+
+class FakeStateCopier(FakeCopier):
+    """``BlockCopier`` for the slots of fake states."""
+
+    block_bytes = STATE_BYTES
+
+    def __init__(self, states: Callable[[], FakeStates], run_steps: Callable[[], None]) -> None:
+        """Create the copier. ``states`` returns the allocated states."""
+        super().__init__({}, 1, run_steps)
+        self._states = states
+
+    def _content(self, block_id: int) -> Content:
+        return self._states().content(block_id)
+
+    def _set(self, block_id: int, content: Content) -> None:
+        self._states().set_content(block_id, content)
+
+    def _spoil(self, block_id: int) -> None:
+        self._states().set_content(block_id, GARBAGE)

@@ -38,7 +38,7 @@ from penstock_enginecore.core.scheduler.output import (
 from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom, PartlyLoadedError
 from penstock_enginecore.states.core.spec import StateNeeds
-from tests.fakes.engines.fake_copier import FakeCopier
+from tests.fakes.engines.fake_copier import FakeCopier, FakeStateCopier
 from tests.fakes.engines.fake_encoder import WIDTH, FakeEncoder, embed_positions, value_of
 from tests.fakes.engines.fake_states import FakeStates
 
@@ -212,6 +212,7 @@ class FakeExecutor:
             states=states,
         )
         self.states: FakeStates | None = None
+        self.state_copier_made: FakeStateCopier | None = None
         self._breaks = breaks
         self._kv: dict[int, Any] = {}
         self._queued: deque[Callable[[], None]] = deque()
@@ -283,10 +284,23 @@ class FakeExecutor:
         assert self._config is not None, "initialize_kv_cache comes first"
         return self.copier
 
+    def copy_all(self) -> bool:
+        """Make all requested copies of blocks and states. Returns whether there was a copy."""
+        made = self.copier.work()
+        return (self.state_copier_made is not None and self.state_copier_made.work()) or made
+
+    def state_copier(self) -> FakeStateCopier:
+        assert self.state_copier_made is not None, "initialize_kv_cache comes first, for a model with states"
+        return self.state_copier_made
+
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         assert self._loaded, "load_model comes first"
         self._config = config
+        if not config.groups[0].has_memory:
+            self.copier.block_bytes = 0
         self.states = None if config.states is None else FakeStates(config.states, self._breaks)
+        if self.states is not None and self.state_copier_made is None:
+            self.state_copier_made = FakeStateCopier(lambda: self.states, self.work)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
         assert self._config is not None, "initialize_kv_cache comes first"
@@ -567,6 +581,8 @@ class FakeExecutor:
             if state.means_nothing:
                 continue
             for number, group in enumerate(self._config.groups):
+                if not group.has_memory:
+                    continue
                 for position in range(group.first_key(state.num_computed_tokens), state.num_computed_tokens):
                     assert self._kv.get(self._slot(state, number, position)) == (number, state.prefix_hash(position)), (
                         f"{key}: position {position} counts as computed but its slot in group {number} holds "

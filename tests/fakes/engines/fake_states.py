@@ -7,7 +7,8 @@ from penstock_enginecore.states.core.spec import SPAN, ZERO_SLOT, StatePoolConfi
 
 _EMPTY = (0, 0)
 """Content of the zero slot: the state of no tokens."""
-_GARBAGE = (-1, -1)
+GARBAGE = (-1, -1)
+"""Content of memory that no step or copy has written."""
 
 
 class FakeStates:
@@ -34,6 +35,15 @@ class FakeStates:
         """Lose everything, as a device that sleeps. Afterwards the zero slot is zero again."""
         self._slots = {ZERO_SLOT: _EMPTY}
         self._rows: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def content(self, slot: int) -> tuple[int, int]:
+        """Return the content of a slot."""
+        return self._slots.get(slot, GARBAGE)
+
+    def set_content(self, slot: int, content: tuple[int, int]) -> None:
+        """Write a slot, as a copy does."""
+        assert ZERO_SLOT < slot < self.config.num_slots
+        self._slots[slot] = content
 
     def check(self, step: SchedulerOutput) -> None:
         """Check that no request of a step writes a slot that the step also reads, or that another request writes."""
@@ -69,10 +79,10 @@ class FakeStates:
             return
         content = (base, prefix_hash(base - 1)) if base else _EMPTY
         assert (state.closed == ZERO_SLOT) == (base == 0)
-        held = self._slots.get(state.closed, _GARBAGE)
+        held = self._slots.get(state.closed, GARBAGE)
         assert held == content, f"{key}: slot {state.closed} holds another state than that at {base}"
         for position in range(base, start):
-            row = self._rows.get(self._row(state, position), _GARBAGE)
+            row = self._rows.get(self._row(state, position), GARBAGE)
             assert row == (position, prefix_hash(position)), f"{key}: the open row of token {position} is another one"
         for each, slot in state.writes:
             self._slots[slot] = (each, prefix_hash(each - 1))
@@ -90,9 +100,9 @@ class FakeStates:
 
     def _spoil(self, state: StateStep, start: int, end: int) -> None:
         for _, slot in state.writes:
-            self._slots[slot] = _GARBAGE
+            self._slots[slot] = GARBAGE
         for position in range(max(start, end - SPAN), end):
-            self._rows[self._row(state, position)] = _GARBAGE
+            self._rows[self._row(state, position)] = GARBAGE
 
     def _row(self, state: StateStep, position: int) -> tuple[int, int]:
         return state.rows, position % self.config.rows_per_request

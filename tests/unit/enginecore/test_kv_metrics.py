@@ -1,5 +1,7 @@
 """Metrics of an engine about KV blocks: loaded from other places, kept on the host, and leased to other engines."""
 
+from dataclasses import replace
+
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
@@ -141,6 +143,21 @@ def test_the_tiers_tell_how_full_they_are_and_what_they_took_and_gave() -> None:
     assert metrics.value("penstock:kv_tier_written_blocks_total") == 11
     none = Metrics(Readings(lambda: tier_families(tiers(disk=False), READY)))
     assert none.value("penstock:kv_tier_usage_perc", medium="disk") is None
+
+
+def test_states_have_metrics_of_their_own_and_their_bytes_count_with_those_of_blocks() -> None:
+    states = replace(tiers(), block_bytes=1000)
+    metrics = Metrics(Readings(lambda: tier_families(tiers(), READY, states)))
+    assert [metrics.value("penstock:state_tier_usage_perc", medium=m) for m in ("host", "disk")] == [0.5, 0.25]
+    assert [metrics.value("penstock:state_tier_loaded_total", medium=m) for m in ("host", "disk", "peer")] == [7, 3, 2]
+    assert metrics.value("penstock:state_tier_saved_total") == 20
+    assert metrics.value("penstock:state_tier_written_total") == 11
+    without = Metrics(Readings(lambda: tier_families(tiers(), READY)))
+    assert without.value("penstock:state_tier_saved_total") is None
+    both = Metrics(Readings(lambda: transfer_families(TransferCounts(), tiers(), READY, states)))
+    name, size = "penstock:kv_transfer_bytes_total", tiers().block_bytes
+    assert both.value(name, direction="in", transport="host") == 7 * (size + 1000)
+    assert both.value(name, direction="out", transport="disk") == 11 * (size + 1000)
 
 
 def test_ends_of_leases_and_open_pulls() -> None:

@@ -17,7 +17,7 @@ class KvMedium(enum.IntEnum):
     DISK = 3
     PEER = 4
     STATE = 5
-    """The state of recurrent layers after a block, without which the block cannot be reused."""
+    """The state of recurrent layers after a block, on any medium. The block cannot be reused without this state."""
 
 
 class EngineRole(enum.IntEnum):
@@ -28,11 +28,16 @@ class EngineRole(enum.IntEnum):
     DECODE = 3
 
 
+STATE_GROUP = 0xFFFF
+"""Group in the name of a state of recurrent layers. KV cache groups have smaller numbers."""
+
+
 class BlockName(NamedTuple):
-    """Name of a block, derived from its content. Engines with equal fingerprints use the same names.
+    """Name of a block, or of the state after a block, derived from its content. Engines with equal fingerprints use the
+    same names.
 
     Attributes:
-        group: KV cache group of the block.
+        group: KV cache group of the block, or ``STATE_GROUP``.
         hash: Hash of all tokens up to the block's end.
     """
 
@@ -55,6 +60,8 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
         shard: Index of this shard among ``num_shards``.
         numerics: Kernels and CPU instructions in use. Engines with equal values compute bit-identical results.
         fingerprint: 16 bytes that identify the weights and all fields except numerics.
+        states: Description of a state of recurrent layers: span, and names, shapes and element types of all parts. Empty
+            for a model without recurrent layers.
     """
 
     dtype: str
@@ -65,6 +72,7 @@ class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
     num_shards: int = 1
     numerics: str = ""
     fingerprint: bytes = b""
+    states: str = ""
 
 
 class KvSource(msgspec.Struct, frozen=True, kw_only=True):

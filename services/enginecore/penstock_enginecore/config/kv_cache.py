@@ -101,8 +101,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ByteSize,
         Meta(
             description=(
-                "Bytes of host memory, over all workers, for blocks evicted from the KV cache. A later request loads "
-                "such blocks instead of recomputing them. 0 disables this tier."
+                "Bytes of host memory, over all workers, for blocks evicted from the KV cache, and for states of "
+                "recurrent layers. A later request loads such blocks instead of recomputing them. 0 disables this tier."
             )
         ),
     ] = 0
@@ -117,7 +117,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = ""
     disk_size: Annotated[
-        ByteSize, Meta(description="Bytes of the file in cache.disk, which is allocated at start.")
+        ByteSize, Meta(description="Bytes of the files in cache.disk, which are allocated at start.")
     ] = 0
     min_load_tokens: Annotated[
         int,

@@ -83,6 +83,11 @@ class Executor(Protocol):
         copies are done.
         """
 
+    def state_copier(self) -> BlockCopier:
+        """Return a copier for states of recurrent layers, whose blocks are slots of states. Otherwise as
+        ``block_copier``.
+        """
+
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
         """Load an adapter in every worker while steps run, and activate the adapter between two steps. If the adapter
         is already loaded, it stays loaded, and the workers read its files again.

@@ -47,6 +47,7 @@ from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.tensor_parallel import split_model
 from penstock_enginecore.pooling.embedder import load_pooling_model, resolve_task
 from penstock_enginecore.speculation.factory import create_drafter
+from penstock_enginecore.states.memory import StateLayers
 from penstock_enginecore.worker.device_thread import Late
 
 # Interface that the worker uses to run a model.
@@ -88,6 +89,10 @@ class ModelRunner(Protocol):
     @property
     def caches(self) -> LayerCaches:
         """The allocated KV cache of all layers, including the layers of a drafter. Empty if none is allocated."""
+
+    @property
+    def state_layers(self) -> StateLayers:
+        """The allocated states of recurrent layers. Empty if none are allocated, and for other models."""
 
     @property
     def state_bytes(self) -> int:

@@ -224,6 +224,11 @@ class PoolingRunner:
         return self._caches
 
     @property
+    def state_layers(self) -> StateLayers:
+        """The allocated states of recurrent layers."""
+        return self._state_layers
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the states of recurrent layers."""
         return num_bytes(self._state_layers)

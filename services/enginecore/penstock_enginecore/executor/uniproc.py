@@ -15,7 +15,7 @@ from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.data_parallel.core.group_channels import SharedExperts
 from penstock_enginecore.executor.worker import Worker
 from penstock_enginecore.kv_transfer.core.base import BlockCopier
-from penstock_enginecore.kv_transfer.kv_copy import Copier
+from penstock_enginecore.kv_transfer.kv_copy import Copier, WorkerCopies
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 from penstock_enginecore.lora.store import MakeReader, SizeAdapter, peft_reader, peft_size, telling_of
 from penstock_enginecore.worker.device_thread import DeviceThread, Late
@@ -173,15 +173,19 @@ class UniprocExecutor:
 
     def block_copier(self) -> BlockCopier:
         """Return a copier of KV blocks. All its methods except ``read`` wait for the steps that were queued earlier."""
-        return Copier(self._copy, self._thread.call(self._worker.block_facts))
+        return Copier(partial(self._copy, self._worker.copies), self._thread.call(self._worker.block_facts))
 
-    def _copy(self, method: str, *arguments: Any) -> "Future[Any]":
+    def state_copier(self) -> BlockCopier:
+        """Return a copier of states. Otherwise as ``block_copier``."""
+        return Copier(partial(self._copy, self._worker.state_copies), self._thread.call(self._worker.state_facts))
+
+    def _copy(self, copies: WorkerCopies, method: str, *arguments: Any) -> "Future[Any]":
         if method == "read":  # No queued step writes these blocks, so do not wait for a step.
-            return self._worker.copies.begin(method, *arguments)
+            return copies.begin(method, *arguments)
         copied: Future[Any] = Future()
 
         def begin() -> None:
-            self._worker.copies.begin(method, *arguments).add_done_callback(partial(_pass_on, copied))
+            copies.begin(method, *arguments).add_done_callback(partial(_pass_on, copied))
 
         def begun(done: "Future[None]") -> None:
             if (error := done.exception()) is not None:

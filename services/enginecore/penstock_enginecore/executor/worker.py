@@ -47,6 +47,7 @@ from penstock_enginecore.parallel.collectives import (
 from penstock_enginecore.parallel.meeting import Meeting
 from penstock_enginecore.parallel.socket_transport import SocketTransport
 from penstock_enginecore.parallel.stage_links import GlooTransport, StageLinks, StageTransport
+from penstock_enginecore.states.memory import slot_memory, slot_order
 from penstock_enginecore.worker.messages import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class Worker:
         self._config = config
         self.loras = LoraStore()
         self.copies = WorkerCopies(self._block_memory)
+        self.state_copies = WorkerCopies(self._state_memory, checked=True)
         self._engine = config.engine
         lora = self._engine.lora
         self._adapters = AdapterReader(make_reader, lora) if lora.enabled and make_reader is not None else None
@@ -158,6 +160,15 @@ class Worker:
         config, runner = self._kv_cache, self._runner
         asleep = self._kv_cache_asleep or (self._kept is not None and self._kept.cache_is_gone)
         return [] if config is None or runner is None or asleep else block_memory(runner.caches, config.num_blocks)
+
+    def _state_memory(self) -> list[torch.Tensor]:
+        """Return the closed states of recurrent layers, or an empty list if no KV cache is allocated."""
+        asleep = self._kept is not None and self._kept.cache_is_gone
+        return [] if self._runner is None or asleep else slot_memory(self._runner.state_layers)
+
+    def state_facts(self) -> BlockFacts:
+        """Return the size and layout of this worker's part of a slot of states."""
+        return BlockFacts(self.state_copies.block_bytes, slot_order(self.runner.state_layers), self.runner.computing)
 
     def block_facts(self) -> BlockFacts:
         """Return the size and layout of this worker's part of a KV block."""
@@ -306,6 +317,7 @@ class Worker:
     def shutdown(self) -> None:
         """Free the model and the cache."""
         self.copies.stop()
+        self.state_copies.stop()
         self._runner = None
         if self._links is not None:
             self._links.close()

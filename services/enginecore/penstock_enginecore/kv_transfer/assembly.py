@@ -20,7 +20,7 @@ from penstock_common.types.kv_transfer import KvGroup, KvLayout, KvSource
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.config import EngineCoreConfig, KvTransferConfig
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.core.kv_cache.block_pool import BlockPool
+from penstock_enginecore.core.kv_cache.manager import KVCacheManager
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.kv_transfer.core.leases import Leases
@@ -51,8 +51,9 @@ def layout_of(
     num_shards: int,
     block_bytes: int,
     numerics: str = "",
+    states: BlockCopier | None = None,
 ) -> KvLayout:
-    """Describe the layout of an engine's blocks.
+    """Describe the layout of an engine's blocks and states.
 
     The fingerprint is empty if the weights have no hash, for example random weights. In that case, no other engine has
     equal blocks.
@@ -65,6 +66,7 @@ def layout_of(
         num_shards: Number of workers that store a part of each block.
         block_bytes: Bytes per block.
         numerics: Description of everything known that affects the computed values.
+        states: Copier of states, if the model has recurrent layers. The layout of states is part of the fingerprint.
     """
     groups = tuple(KvGroup(group.layer_names, group.sliding_window or 0) for group in config.groups)
     layout = KvLayout(
@@ -74,6 +76,7 @@ def layout_of(
         order=order,
         num_shards=num_shards,
         numerics=" ".join([numerics, *(f"{key}={computes[key]}" for key in _NUMERICS if key in computes)]).strip(),
+        states="" if states is None else states.order,
     )
     if _HASH.fullmatch(computes.get("weights", "")) is None:
         return layout
@@ -87,6 +90,8 @@ def layout_of(
         block_bytes,
         values,
     ]
+    if states is not None:
+        said.append([layout.states, states.block_bytes])
     digest = hashlib.blake2b(
         json.dumps(said, sort_keys=True).encode(), digest_size=FINGERPRINT_BYTES, person=_PERSON
     ).digest()
@@ -122,9 +127,9 @@ def transferring(
 
     if isinstance(engine.connector, TieredConnector):
         engine.connector.observe = count
-        tiers = engine.connector.stats
-        registry.register(Readings(lambda: tier_families(tiers(), ready)))
-        registry.register(Readings(lambda: transfer_families(counts, tiers(), ready)))
+        tiers, states = engine.connector.stats, engine.connector.state_stats
+        registry.register(Readings(lambda: tier_families(tiers(), ready, states())))
+        registry.register(Readings(lambda: transfer_families(counts, tiers(), ready, states())))
     if not config.kv_transfer.enabled:
         yield ready
         return
@@ -149,20 +154,27 @@ def _begin(
     observe: Observe,
 ) -> EngineReady:
     copier, settings = engine.executor.block_copier(), config.kv_transfer
-    fingerprint = _fingerprint(engine, ready, copier)
+    states = None if engine.kv_cache_config.states is None else engine.executor.state_copier()
+    fingerprint = _fingerprint(engine, ready, copier, states)
     if not fingerprint:
         log.warning("KV transfer is off, because the weights have no hash and engines cannot recognize equal KV blocks")
         return ready
     transfer.start()
     ends.callback(transfer.stop)
-    offers = Offers(settings, incarnation=ready.incarnation, block_bytes=copier.block_bytes)
+    offers = Offers(
+        settings,
+        incarnation=ready.incarnation,
+        block_bytes=copier.block_bytes,
+        state_bytes=0 if states is None else states.block_bytes,
+    )
     ends.callback(offers.close)
     kv_cache, wake = engine.scheduler.kv_cache, engine.queues.wake
-    leases = _leases(settings, kv_cache.pool)
+    leases = _leases(settings, kv_cache)
     source = PullSource(
         leases,
         copier.read,
         wake,
+        read_states=None if states is None else states.read,
         incarnation=ready.incarnation,
         fingerprint=fingerprint,
         block_bytes=copier.block_bytes,
@@ -207,8 +219,8 @@ def _begin(
     )
 
 
-def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier) -> bytes:
-    """Return the fingerprint of the engine's blocks, or empty bytes if the weights have no hash."""
+def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier, states: BlockCopier | None) -> bytes:
+    """Return the fingerprint of the engine's blocks and states, or empty bytes if the weights have no hash."""
     layout = layout_of(
         engine.kv_cache_config,
         ready.config,
@@ -216,17 +228,24 @@ def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier) ->
         num_shards=engine.config.executor.num_workers,
         block_bytes=copier.block_bytes,
         numerics=copier.numerics,
+        states=states,
     )
     return layout.fingerprint
 
 
-def _leases(settings: KvTransferConfig, pool: BlockPool) -> Leases:
-    """Create the leases, with the maximum number of blocks that the settings allow."""
+def _leases(settings: KvTransferConfig, kv_cache: KVCacheManager) -> Leases:
+    """Create the leases, with the maximum number of blocks and states that the settings allow."""
+    pool, states, fraction = kv_cache.pool, kv_cache.states, settings.max_leased_fraction
+    max_blocks = int(fraction * pool.num_usable_blocks)
+    if states is None:
+        return Leases(pool.free, max_blocks, lease_seconds=settings.lease, max_seconds=settings.max_lease)
     return Leases(
         pool.free,
-        int(settings.max_leased_fraction * pool.num_usable_blocks),
+        max_blocks,
         lease_seconds=settings.lease,
         max_seconds=settings.max_lease,
+        free_slot=states.free_leased,
+        max_slots=max(int(fraction * states.num_for_keeping), 1),
     )
 
 

@@ -23,6 +23,7 @@ from penstock_enginecore.kv_transfer.core.host_disk_tiers import Content
 from penstock_enginecore.worker.device_thread import DeviceThread
 
 FILE_NAME = "kv_blocks"
+STATES_FILE_NAME = "states"
 _MAGIC = b"PNSTKKV1"
 _PAGE = 4096
 _HEADER = struct.Struct("<8s Q Q 16s Q I")
@@ -40,7 +41,15 @@ class DiskFile:
     is too small for a block.
     """
 
-    def __init__(self, directory: Path, size: int, block_bytes: int, fingerprint: bytes) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        size: int,
+        block_bytes: int,
+        fingerprint: bytes,
+        name: str = FILE_NAME,
+        setting: str = "cache.disk_size",
+    ) -> None:
         """Open or create the file.
 
         Args:
@@ -49,23 +58,25 @@ class DiskFile:
             block_bytes: Bytes per block.
             fingerprint: 16 bytes that identify everything on which a block's content depends. If it is empty, existing
                 blocks are ignored, and later processes ignore the blocks of this process.
+            name: Name of the file. States of recurrent layers, whose size differs, are in a file of their own.
+            setting: Name of the setting for ``size``, for errors.
         """
         self._block_bytes = block_bytes
         self._stride = -(-(_SLOT.size + block_bytes) // _PAGE) * _PAGE
         self.num_slots = (size - _PAGE) // self._stride
         if self.num_slots < 1:
             raise ConfigError(
-                f"cache.disk_size is {size} bytes, but a KV block takes {self._stride} bytes and the file's header "
-                f"{_PAGE} bytes; increase cache.disk_size to at least their sum"
+                f"{setting} is {size} bytes, but {'a KV block' if name == FILE_NAME else 'a state'} takes {self._stride} "
+                f"bytes and the file's header {_PAGE} bytes; increase {setting} to at least their sum"
             )
-        self._path = directory / FILE_NAME
+        self._path = directory / name
         self._descriptor = _open(directory, self._path)
         self._generation = 1
         self._fingerprint = fingerprint
         try:
             self.entries = self._found() if fingerprint else []
             if not self.entries:
-                self._begin_anew(_PAGE + self.num_slots * self._stride)
+                self._begin_anew(_PAGE + self.num_slots * self._stride, setting)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -144,14 +155,14 @@ class DiskFile:
                 found.setdefault(of_slot[0], slot)
         return [(slot, name) for name, slot in found.items()]
 
-    def _begin_anew(self, size: int) -> None:
+    def _begin_anew(self, size: int, setting: str) -> None:
         os.ftruncate(self._descriptor, 0)
         try:
             os.posix_fallocate(self._descriptor, 0, size)
         except OSError as e:
             os.ftruncate(self._descriptor, 0)
             raise ConfigError(
-                f"cache.disk_size is {size} bytes, but {self._path.parent} has too little free space: {e}"
+                f"{setting} is {size} bytes, but {self._path.parent} has too little free space: {e}"
             ) from e
         self._write_header()
 

@@ -1,6 +1,10 @@
-"""Copies of blocks between a worker's part of the KV cache and host memory, concurrent with steps."""
+"""Copies of blocks between a worker's part of the KV cache and host memory, concurrent with steps.
+
+States of recurrent layers are copied in the same way: a slot of states is a block of another size.
+"""
 
 import threading
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -46,8 +50,8 @@ T = TypeVar("T")
 Call = Callable[..., "Future[Any]"]
 """Function that calls a method of ``WorkerCopies`` by name on all workers."""
 Memory = Callable[[], list[torch.Tensor]]
-"""Function that returns the tensors of the KV cache, as ``block_memory`` does. Returns an empty list while the engine
-sleeps.
+"""Function that returns the tensors of the KV cache, as ``block_memory`` does, or of the states, as ``slot_memory``
+does. Returns an empty list while the engine sleeps.
 """
 
 
@@ -56,8 +60,12 @@ class WorkerCopies:
     error.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: Memory, *, checked: bool = False) -> None:
+        """Create the copies. ``checked`` verifies a checksum when a copy reads a slot of host memory. Checksums cost
+        little for states, because a request loads a single state. Blocks in host memory have no checksums.
+        """
         self._memory = memory
+        self._checksums: dict[int, int] | None = {} if checked else None
         self._thread: DeviceThread | None = None
         self._lock = threading.Lock()  # Protects the creation of the thread.
         self._host: HostMemory | None = None
@@ -115,8 +123,16 @@ class WorkerCopies:
                 blocks, slots = tensor.numpy(), part.numpy()
                 for block_id, slot in copies:
                     slots[slot] = blocks[block_id]
+        if self._checksums is not None:
+            if memory[0].is_cuda:
+                torch.cuda.current_stream(memory[0].device).synchronize()
+            for _, slot in copies:
+                self._checksums[slot] = self._checksum(slot)
 
-    def load(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
+    def load(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> list[int]:
+        """Copy blocks from slots. Return the slots whose content is damaged, whose blocks are not written."""
+        damaged = [slot for _, slot in copies if self._damaged(slot)]
+        copies = [copy for copy in copies if copy.slot not in damaged]
         for tensor, part in _parts(memory, self._slots()):
             if tensor.is_cuda:
                 for block_id, slot in copies:
@@ -125,6 +141,7 @@ class WorkerCopies:
                 blocks, slots = tensor.numpy(), part.numpy()
                 for block_id, slot in copies:
                     blocks[block_id] = slots[slot]
+        return damaged
 
     def read(self, memory: list[torch.Tensor], block_ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of blocks of the pool."""
@@ -152,9 +169,9 @@ class WorkerCopies:
                     tensor[block_id].copy_(torch.from_numpy(row[part].copy()))
 
     def read_slots(self, _: list[torch.Tensor], slots: Sequence[int]) -> list[bytes]:
-        """Return the bytes of slots."""
+        """Return the bytes of slots. The result of a damaged slot is empty."""
         host = self._slots()
-        return [host[slot].numpy().tobytes() for slot in slots]
+        return [b"" if self._damaged(slot) else host[slot].numpy().tobytes() for slot in slots]
 
     def write_slots(
         self, _: list[torch.Tensor], slots: Sequence[int], contents: "Sequence[bytes | memoryview]"
@@ -163,6 +180,15 @@ class WorkerCopies:
         host = self._slots()
         for slot, content in zip(slots, contents, strict=True):
             host.numpy()[slot] = np.frombuffer(content, dtype=np.uint8)
+            if self._checksums is not None:
+                self._checksums[slot] = self._checksum(slot)
+
+    def _checksum(self, slot: int) -> int:
+        return zlib.crc32(self._slots()[slot].numpy().data)
+
+    def _damaged(self, slot: int) -> bool:
+        """Return whether the content of a slot has changed since it was written. False without checksums."""
+        return self._checksums is not None and self._checksums.get(slot) != self._checksum(slot)
 
     def _slots(self) -> torch.Tensor:
         if self._host is None:
@@ -188,7 +214,7 @@ class Copier:
     def save(self, copies: Sequence[Copy]) -> "Future[None]":
         return self._call("save", copies)
 
-    def load(self, copies: Sequence[Copy]) -> "Future[None]":
+    def load(self, copies: Sequence[Copy]) -> "Future[list[int]]":
         return self._call("load", copies)
 
     def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
@@ -231,9 +257,9 @@ class CopiesAwaited:
         self._waiting: dict[int, tuple[str, Future[Any], dict[int, bytes | Exception]]] = {}
         self._failed: Exception | None = None
 
-    def call(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Start a copy on all workers. The future completes when all workers have answered. If workers failed, the
-        future raises the error of the failed worker with the lowest rank.
+    def call(self, of_states: bool, method: str, *arguments: Any) -> "Future[Any]":
+        """Start a copy of blocks or states on all workers. The future completes when all workers have answered. If
+        workers failed, the future raises the error of the failed worker with the lowest rank.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -244,7 +270,7 @@ class CopiesAwaited:
                 return future
             self._waiting[number] = method, future, {}
         try:
-            self._send(CopyBlocks(number, method, encode(arguments)))
+            self._send(CopyBlocks(number, of_states, method, encode(arguments)))
         except Exception as e:
             with self._lock:
                 known = self._waiting.pop(number, None)
@@ -267,9 +293,13 @@ class CopiesAwaited:
         error = next((outcome for outcome in by_rank if isinstance(outcome, Exception)), None)
         if error is not None:
             future.set_exception(error)
+        elif method == "load":
+            future.set_result(
+                sorted({slot for value in values for slot in msgspec.msgpack.decode(value, type=list[int])})
+            )
         elif method in _OF_BYTES:
             parts = [msgspec.msgpack.decode(value, type=list[bytes]) for value in values]
-            future.set_result([b"".join(of_block) for of_block in zip(*parts, strict=True)])
+            future.set_result([b"".join(of_block) if all(of_block) else b"" for of_block in zip(*parts, strict=True)])
         else:
             future.set_result(None)
 

@@ -1,4 +1,4 @@
-"""Metrics of KV block transfers, leases, and the tiers for evicted blocks."""
+"""Metrics of KV block transfers, leases, and the tiers for evicted blocks and states."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,14 +25,16 @@ class TransferCounts:
         """Bytes of blocks by direction ("in", "out") and transport."""
         self.num_blocks: Counter[tuple[str, str]] = Counter()
         """Number of blocks by direction and transport."""
+        self.num_states: Counter[tuple[str, str]] = Counter()
+        """Number of states of recurrent layers by direction and transport."""
         self.failures: Counter[str] = Counter()
         """Number of blocks that did not arrive, or were not sent, by reason."""
         self._seconds: dict[str, Buckets] = {}
 
-    def moved(self, direction: str, transport: str, num_bytes: int) -> None:
-        """Count a block that was sent or has arrived."""
+    def moved(self, direction: str, transport: str, num_bytes: int, *, of_states: bool = False) -> None:
+        """Count a block or state that was sent or has arrived."""
         self.num_bytes[direction, transport] += num_bytes
-        self.num_blocks[direction, transport] += 1
+        (self.num_states if of_states else self.num_blocks)[direction, transport] += 1
 
     def ended(self, transfer: Transfer) -> None:
         """Count a finished transfer. Record its duration if at least one block arrived."""
@@ -72,22 +74,40 @@ _TIERS = (
 )
 
 
-def tier_families(tiers: TierStats, ready: EngineReady) -> Iterator[Metric]:
-    """Yield the metrics of the tiers of the engine ``ready``."""
-    return families(_TIERS, [([ready.model, ready.engine_id], tiers)])
+_STATE_TIERS = (
+    Reading(_C, "penstock:state_tier_saved", "States of recurrent layers saved to host memory", "num_saved_blocks"),
+    Reading(_C, "penstock:state_tier_written", "States of recurrent layers written to the disk", "num_written_blocks"),
+    Reading(_G, "penstock:state_tier_usage_perc", "Used fraction of a tier for states, 0 to 1", _usage, ("medium",)),
+    Reading(
+        _C,
+        "penstock:state_tier_loaded",
+        "States of recurrent layers loaded from a tier or another engine",
+        lambda t: {medium: t.num_loaded_blocks[KvMedium[medium.upper()]] for medium in _MEDIA},
+        ("medium",),
+    ),
+)
 
 
-def _num_bytes(read: tuple[TransferCounts, TierStats]) -> dict[tuple[str, str], int]:
+def tier_families(tiers: TierStats, ready: EngineReady, states: TierStats | None = None) -> Iterator[Metric]:
+    """Yield the metrics of the tiers of the engine ``ready``. ``states`` is None for a model without recurrent layers."""
+    labels = [ready.model, ready.engine_id]
+    yield from families(_TIERS, [(labels, tiers)])
+    if states is not None:
+        yield from families(_STATE_TIERS, [(labels, states)])
+
+
+def _num_bytes(read: tuple[TransferCounts, list[TierStats]]) -> dict[tuple[str, str], int]:
     """Return bytes by direction and transport. For tiers, the transport is the name of the tier."""
-    counts, tiers = read
+    counts, classes = read
     found = counts.num_bytes.copy()
-    for way, usage, loaded, kept in (
-        ("host", tiers.host_usage, tiers.num_loaded_blocks[KvMedium.HOST], tiers.num_saved_blocks),
-        ("disk", tiers.disk_usage, tiers.num_loaded_blocks[KvMedium.DISK], tiers.num_written_blocks),
-    ):
-        if usage is not None:
-            found["in", way] = loaded * tiers.block_bytes
-            found["out", way] = kept * tiers.block_bytes
+    for tiers in classes:
+        for way, usage, loaded, kept in (
+            ("host", tiers.host_usage, tiers.num_loaded_blocks[KvMedium.HOST], tiers.num_saved_blocks),
+            ("disk", tiers.disk_usage, tiers.num_loaded_blocks[KvMedium.DISK], tiers.num_written_blocks),
+        ):
+            if usage is not None:
+                found["in", way] += loaded * tiers.block_bytes
+                found["out", way] += kept * tiers.block_bytes
     return dict(sorted(found.items()))
 
 
@@ -102,7 +122,7 @@ _TRANSFERS = (
     Reading(
         _C,
         "penstock:kv_transfer_bytes",
-        "Bytes of blocks received (in) and sent (out)",
+        "Bytes of blocks and states received (in) and sent (out)",
         _num_bytes,
         ("direction", "transport"),
     ),
@@ -115,17 +135,27 @@ _TRANSFERS = (
     ),
     Reading(
         _C,
+        "penstock:state_transfers",
+        "States of recurrent layers received from other engines (in) and sent to them (out)",
+        lambda read: dict(sorted(read[0].num_states.copy().items())),
+        ("direction", "transport"),
+    ),
+    Reading(
+        _C,
         "penstock:kv_transfer_failures",
-        "Blocks that did not arrive or were not sent",
+        "Blocks and states that did not arrive or were not sent",
         lambda read: dict(sorted(read[0].failures.copy().items())),
         ("reason",),
     ),
 )
 
 
-def transfer_families(counts: TransferCounts, tiers: TierStats, ready: EngineReady) -> Iterator[Metric]:
+def transfer_families(
+    counts: TransferCounts, tiers: TierStats, ready: EngineReady, states: TierStats | None = None
+) -> Iterator[Metric]:
     """Yield the metrics of transfers with other engines, host memory and the disk."""
-    return families(_TRANSFERS, [([ready.model, ready.engine_id], (counts, tiers))])
+    classes = [tiers] if states is None else [tiers, states]
+    return families(_TRANSFERS, [([ready.model, ready.engine_id], (counts, classes))])
 
 
 def _ends(leases: Leases) -> dict[str, int]:

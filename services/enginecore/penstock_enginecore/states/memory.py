@@ -1,11 +1,12 @@
 """Memory of states: closed states in slots, and open rows in a ring for each running request."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import groupby
 
 import torch
 
-from penstock_enginecore.states.core.spec import StateNeeds, StatePoolConfig, StateSpec
+from penstock_enginecore.states.core.spec import SPAN, StateNeeds, StatePoolConfig, StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,18 @@ class StateLayer:
     keys: torch.Tensor | None
     updates: torch.Tensor | None
     decays: torch.Tensor | None
+
+    @property
+    def slot_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors whose first dimension is the slot, by name. They are the closed states. There are always more slots
+        than rings.
+        """
+        parts = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {
+            name: part
+            for name, part in parts.items()
+            if isinstance(part, torch.Tensor) and len(part) == len(self.tails) and part[0].numel()
+        }
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the layer."""
@@ -94,6 +107,25 @@ class StateMemory:
             updates=empty(rings, length, spec.num_heads, spec.value_size),
             decays=empty(rings, length, spec.num_heads, *((spec.key_size,) if spec.decay == "row" else ())),
         )
+
+
+def slot_memory(layers: StateLayers) -> list[torch.Tensor]:
+    """Return the memory of closed states as tensors uint8 ``[slots, bytes]``. A row has one layer's part of a slot."""
+    tensors = [tensor for layer in layers.values() for tensor in layer.slot_tensors.values()]
+    return [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in tensors]
+
+
+def slot_order(layers: StateLayers) -> str:
+    """Return a description of the content of a slot: the span, and the parts of each layer with dtypes and shapes.
+    Consecutive equal layers are described once.
+    """
+
+    def described(layer: StateLayer) -> str:
+        parts = (f"{name} {part.dtype} {list(part.shape[1:])}" for name, part in layer.slot_tensors.items())
+        return "; ".join(parts).replace("torch.", "")
+
+    runs = groupby(described(layer) for layer in layers.values())
+    return ", ".join([f"span {SPAN}", *(f"{len(list(same))} x ({text})" for text, same in runs)])
 
 
 def num_bytes(layers: StateLayers) -> int:

@@ -108,6 +108,7 @@ Method = Literal[
     "draft",
     "step_seconds",
     "block_facts",
+    "state_facts",
     "collective_rpc",
     "shutdown",
 ]
@@ -172,10 +173,12 @@ class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
 class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
     """Calls a method of ``WorkerCopies`` after the preceding steps. ``read`` runs immediately, while steps run.
 
-    Copies have separate numbers, and are answered when they are complete. ``arguments`` is a msgpack list.
+    Copies have separate numbers, and are answered when they are complete. ``arguments`` is a msgpack list. With
+    ``of_states``, states of recurrent layers are copied instead of KV blocks.
     """
 
     number: int
+    of_states: bool
     method: str
     arguments: bytes
 

@@ -55,6 +55,32 @@ def test_copies_are_made_in_the_order_of_the_calls(memory, copier):
     assert row(memory, 1) == before
 
 
+@pytest.mark.parametrize("written_as", ["saved", "bytes"])
+def test_checked_slots_with_a_flipped_bit_are_neither_loaded_nor_read(memory, written_as):
+    copies = WorkerCopies(lambda: memory, checked=True)
+    copier = Copier(copies.begin, BlockFacts(copies.block_bytes, "", ""))
+    copier.reserve(3).result(timeout=30)
+    before = [row(memory, block) for block in range(6)]
+    if written_as == "saved":
+        copier.save([Copy(4, 2), Copy(1, 0)]).result(timeout=30)
+    else:
+        copier.write_slots([2, 0], [before[4], before[1]]).result(timeout=30)
+    copies._host.slots[2, 17] ^= 8
+    assert copier.load([Copy(5, 2), Copy(0, 0)]).result(timeout=30) == [2]
+    assert [row(memory, block) for block in range(6)] == [before[1], *before[1:]]
+    assert copier.read_slots([2, 0]).result(timeout=30) == [b"", before[1]]
+    copier.save([Copy(3, 2)]).result(timeout=30)
+    assert copier.load([Copy(5, 2)]).result(timeout=30) == []
+    assert row(memory, 5) == before[3]
+    copies.stop()
+
+
+def test_slots_of_blocks_are_not_checked(memory, copier):
+    copier.reserve(1).result(timeout=30)
+    copier.save([Copy(4, 0)]).result(timeout=30)
+    assert copier.load([Copy(5, 0)]).result(timeout=30) == []
+
+
 def test_what_cannot_be_copied_says_so(memory, copier):
     with pytest.raises(RuntimeError, match="reserve"):
         copier.save([Copy(0, 0)]).result(timeout=30)

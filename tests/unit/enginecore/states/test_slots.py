@@ -528,7 +528,7 @@ def test_reset_forgets_blocks_and_states_together_or_neither() -> None:
     waiting = prepared(make_request(40))
     computed = manager.get_computed_blocks(waiting)
     assert computed.num_tokens == 32
-    manager.hold(waiting, computed.blocks)
+    manager.hold(waiting, computed.blocks, computed.num_blocks)
     assert not manager.reset_prefix_cache()
     assert manager.get_computed_blocks(prepared(make_request(40))).num_tokens == 32
     manager.free(waiting)

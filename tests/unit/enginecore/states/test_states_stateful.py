@@ -7,15 +7,27 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, multiple, rule
 
+from penstock_common.types.kv_transfer import STATE_GROUP, KvSource
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import SpeculativeConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken
+from penstock_enginecore.kv_transfer.core.leases import Leases
+from penstock_enginecore.kv_transfer.core.tiers import TierPlan
 from penstock_enginecore.states.core.spec import SPAN, StateNeeds
-from tests.fakes.engines.engine_harness import assert_nothing_left, expected_output, make_request, run_to_end, step
+from tests.fakes.engines.engine_harness import (
+    CLIENT,
+    assert_nothing_left,
+    expected_output,
+    make_request,
+    run_to_end,
+    step,
+)
 from tests.fakes.engines.engine_lives import ENGINES, LIVES, REQUESTS, VOCAB, EngineLives
+from tests.fakes.engines.fake_disk import FakeDisk
 from tests.fakes.engines.fake_executor import oracle_token
 
 MAX_LEN = 160
+IDENTITY = KvSource(engine_id="a", incarnation="1", address="a:1", lease_id=b"", num_tokens=0, fingerprint=bytes(16))
 SLOT_BYTES = 100
 NEEDS = StateNeeds(num_layers=1, slot_bytes=SLOT_BYTES, row_bytes=0)
 REQUEST_BYTES = 2 * SLOT_BYTES
@@ -167,6 +179,8 @@ class StatesMachine(EngineLives):
         for request in held.values():
             for slot in (*request.own, *request.shared.values()):
                 references[slot.block_id] += slot is not pool.null_block
+        for slot in self.slots_under_copies():
+            references[slot] += 1
         assert [slot.ref_count for slot in pool.blocks] == list(references.values())
         assert pool.num_free_blocks == pool.num_usable_blocks - sum(count > 0 for count in references.values())
         rows = [*states._free_rows, *(request.rows for request in held.values())]
@@ -175,6 +189,10 @@ class StatesMachine(EngineLives):
         assert len(set(owners)) == len(owners)
         assert all(references[slot] == 1 for slot in owners)
         assert pool.null_block.block_hash is None
+
+    def slots_under_copies(self):
+        """Return the slots that are reserved for waiting requests, or that are being loaded or saved."""
+        return []
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -214,12 +232,118 @@ def _lose_peers(grammar=None):
     raise CollectiveBroken("a rank has gone")
 
 
+class TieredStatesMachine(StatesMachine):
+    """Engines that also copy kept states to host memory and disk, and load them again. Copies may take long, fail, or
+    find a damaged disk.
+    """
+
+    @initialize(
+        num_blocks=st.sampled_from([11, 14, 30]),
+        budget=st.sampled_from([7, 16, 40, 100]),
+        windows=st.sampled_from([(None, None), (None, 20), (20, 20), ()]),
+        interval=st.sampled_from([16, 16, 32, None]),
+        share=st.sampled_from([0.02, 0.2, 0.6]),
+        fits=st.integers(1, 4),
+        held=st.sampled_from([None, None, 1, -1]),
+        num_drafts=st.sampled_from([1, 15]),
+        watermark=st.just(0.0),
+        in_group=st.just(False),
+        host_blocks=st.sampled_from([3, 60]),
+        host_slots=st.sampled_from([1, 2, 60]),
+        disk_slots=st.sampled_from([0, 1, 60]),
+        min_load_tokens=st.sampled_from([1, 16, 40]),
+        **(ENGINES | {"block_size": st.just(SPAN), "threshold": st.just(0), "prefix_caching": st.just(True)}),
+    )
+    def start(self, host_blocks, host_slots, disk_slots, **config):
+        super().start(host_blocks=1000, **config)
+        executor, has_blocks = self.engine.executor, bool(config["windows"])
+        self.disks = [FakeDisk(disk_slots), FakeDisk(disk_slots)] if disk_slots else [None, None]
+        self.engine.connector.begin(
+            TierPlan(executor.copier, host_blocks if has_blocks else 0, self.disks[0] if has_blocks else None),
+            TierPlan(executor.state_copier(), host_slots, self.disks[1]),
+        )
+        kv_cache = self.engine.scheduler.kv_cache
+        self.leases = Leases(kv_cache.pool.free, 6, free_slot=self.states.free_leased, max_slots=2)
+        self.engine.leases.begin(self.leases, kv_cache, IDENTITY)
+
+    @rule(data=st.data())
+    def a_running_request_ends_with_a_lease(self, data):
+        running = [request for request in self.engine.scheduler._running if request.num_processed_tokens]
+        if not running:
+            return
+        request = data.draw(st.sampled_from(running))
+        source = self.engine.leases.grant(request)
+        self.aborted.update(self.engine.scheduler.abort_requests(CLIENT, [request.request_id]))
+        if source is not None:
+            lease = self.leases.get(source.lease_id)
+            assert lease.slot.block_hash == request.block_hashes[source.num_tokens // SPAN - 1]
+
+    @rule(seconds=st.floats(0.1, 6))
+    def leases_end(self, seconds):
+        self.clock.now += seconds
+        self.engine.leases.expire()
+
+    @rule(count=st.integers(1, 3), of_states=st.booleans())
+    def copies_end(self, count, of_states):
+        executor = self.engine.executor
+        (executor.state_copier() if of_states else executor.copier).work(count)
+
+    @rule(count=st.integers(1, 6), number=st.integers(0, 40))
+    def other_prompts_take_the_memory(self, count, number):
+        """Queue prompts that share nothing, and let steps and copies run."""
+        for i in range(count):
+            prompt = [(number + i) % VOCAB] * min(97, self.max_len - 1)
+            self.queue(make_request(prompt, seed=i, max_tokens=1))
+        for _ in range(8):
+            self.steps(4)
+            self.engine.executor.work()
+            self.engine.executor.copy_all()
+
+    @rule(of_states=st.booleans())
+    def the_disk_is_damaged(self, of_states):
+        if (disk := self.disks[of_states]) is not None:
+            disk.spoiled = {name for name, _ in disk.slots.values()}
+
+    @rule()
+    def host_memory_is_damaged(self):
+        copier = self.engine.executor.state_copier()
+        copier.damaged = set(copier.host)
+
+    def slots_under_copies(self):
+        states, loads = self.states, self.engine.scheduler._kv_loads
+        places = [place for load in loads._loads._loads.values() for place in load.places]
+        loading = [place.block_id for place in places if place.name.group == STATE_GROUP]
+        saving = [place.block_id for place in self.engine.connector.states.host._saving.values()]
+        leased = [lease.slot.block_id for lease in self.leases._leases.values() if lease.slot is not None]
+        assert len(leased) == self.leases._num_slots
+        return [*loading, *saving, *leased, *(slot.block_id for slot in states._reserved.values())]
+
+    def read_every_kept_state(self):
+        self.engine.leases.revoke_all()
+        super().read_every_kept_state()
+
+    def teardown(self):
+        super().teardown()
+        if hasattr(self, "engine"):
+            assert not self.states._reserved
+            assert not self.engine.scheduler._kv_loads._loads
+
+
 StatesMachine.TestCase.settings = LIVES
 TestRandomLivesOfStates = StatesMachine.TestCase
+TieredStatesMachine.TestCase.settings = LIVES
+TestRandomLivesOfStatesInTiers = TieredStatesMachine.TestCase
 
 
 @pytest.mark.slow
 class TestManyRandomLivesOfStates(StatesMachine.TestCase):
+    """Runs more examples, different ones each time."""
+
+    settings = settings(TestRandomLivesOfStates.settings, max_examples=500, derandomize=False)
+
+
+@pytest.mark.slow
+class TestManyRandomLivesOfStatesInTiers(TieredStatesMachine.TestCase):
     """Runs more examples, different ones each time."""
 
     settings = settings(TestRandomLivesOfStates.settings, max_examples=500, derandomize=False)

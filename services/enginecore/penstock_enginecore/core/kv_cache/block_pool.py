@@ -232,6 +232,22 @@ class BlockPool:
                     if self.log is not None:
                         self.log.freed.append(block)
 
+    def hold(self, block_id: int, block_hash: bytes, group: int = 0) -> bool:
+        """Add a reference to a block that no request uses, so that its content stays until ``release``. Return False if
+        a request uses the block, or if the block no longer has this content.
+        """
+        block = self.blocks[block_id]
+        if block.ref_count or block.block_hash != block_hash or block.group != group:
+            return False
+        self.touch((block,))
+        return True
+
+    def release(self, block_id: int) -> None:
+        """Drop the reference of ``hold``, without an entry in the log."""
+        log, self.log = self.log, None
+        self.free((self.blocks[block_id],))
+        self.log = log
+
     def cache(self, block: KVCacheBlock, block_hash: bytes, group: int = 0) -> bool:
         """Make a full, computed block findable. If another block with the same content is findable, change nothing and
         return False.

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import msgspec
 
 from penstock_common.block_hash import BlockHasher
-from penstock_common.types.kv_transfer import BlockName, KvCacheEvent, KvMedium
+from penstock_common.types.kv_transfer import STATE_GROUP, BlockName, KvCacheEvent, KvMedium
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, ComputedBlocks, KVCacheBlock, find_computed_blocks
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.kv_cache.sizing import num_blocks_for
@@ -149,7 +149,7 @@ class KVCacheManager:
             return False
         if self.states is not None and not self.states.admit(request, computed.num_tokens, computed.branch):
             return False
-        self.hold(request, computed.blocks)
+        self._hold_blocks(request, computed.blocks)
         self._blocks[request.key] = tuple([[*blocks, *pool.allocate(missing)] for blocks in computed.blocks])
         self._num_cached[request.key] = computed.num_blocks
         if self.has_windows:
@@ -159,8 +159,15 @@ class KVCacheManager:
             self.prefix_stats.hits += computed.num_tokens - request.num_loaded_tokens
         return True
 
-    def hold(self, request: Request, tables: tuple[list[KVCacheBlock], ...]) -> None:
-        """Reserve cached blocks for a request that has not started. Blocks that the request had before are freed."""
+    def hold(self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_blocks: int) -> None:
+        """Reserve cached blocks for a request that has not started, and the kept state after ``num_blocks`` blocks, if
+        there is one. Blocks and the state that the request had before are freed.
+        """
+        self._hold_blocks(request, tables)
+        if self.states is not None:
+            self.states.reserve(request, num_blocks * self.block_size)
+
+    def _hold_blocks(self, request: Request, tables: tuple[list[KVCacheBlock], ...]) -> None:
         for blocks in tables:
             self.pool.touch(blocks)
         for table in self._blocks.pop(request.key, ()):
@@ -168,10 +175,21 @@ class KVCacheManager:
         self._blocks[request.key] = tables
 
     def plan_load(self, request: Request, lookup: Lookup) -> LoadPlan:
-        """Return the blocks of the request's prefix to load, as ``kv_transfer.core.plan.plan_load`` chooses them. The
-        plan never ends inside a span of tokens that must be computed together.
+        """Return the blocks of the request's prefix to load, as ``kv_transfer.core.plan.plan_load`` chooses them. If the
+        model has states, the prefix ends at a state that is kept or can be loaded. The plan never ends inside a span of
+        tokens that must be computed together.
         """
-        hashes, size = request.block_hashes, self.block_size
+        states, hashes = self.states, request.block_hashes
+        if states is None:
+            return self._plan_load(request, hashes, lookup)
+        hashes = hashes[: (request.num_tokens - 1) // self.block_size]  # See get_computed_blocks.
+        plan = self._plan_load(request, hashes, lookup)
+        while (kept := states.longest(hashes, plan.num_blocks, lookup)) < plan.num_blocks:
+            plan = self._plan_load(request, hashes[:kept], lookup)
+        return plan._replace(state=states.missing(hashes, plan.num_blocks))
+
+    def _plan_load(self, request: Request, hashes: Sequence[bytes], lookup: Lookup) -> LoadPlan:
+        size = self.block_size
         plan = plan_load(self.pool, self.groups, hashes, size, request.num_tokens, lookup)
         while request.whole_spans and (span := span_around(request.whole_spans, plan.num_blocks * size)) is not None:
             hashes = hashes[: span[0] // size]
@@ -179,14 +197,32 @@ class KVCacheManager:
         return plan
 
     def arrived(self, request: Request, places: Iterable[Place]) -> None:
-        """Make the blocks that were loaded for the request findable."""
+        """Make the blocks and the state that were loaded for the request findable."""
         index = {block_hash: i for i, block_hash in enumerate(request.block_hashes)}
-        stored = [
-            index[name.hash]
-            for name, block_id in places
-            if self.pool.cache(self.pool.blocks[block_id], name.hash, name.group) and name.group == self._events.group
-        ]
+        stored = []
+        for name, block_id in places:
+            if name.group == STATE_GROUP:
+                self._states_of(name).arrived(block_id, name.hash)
+            elif (
+                self.pool.cache(self.pool.blocks[block_id], name.hash, name.group) and name.group == self._events.group
+            ):
+                stored.append(index[name.hash])
         self._events.stored(request, sorted(stored))
+
+    def _states_of(self, name: BlockName) -> StateSlots:
+        if self.states is None:
+            raise RuntimeError(f"{name} is the name of a state, but the model has no states")
+        return self.states
+
+    def free_loaded(self, places: Iterable[Place]) -> None:
+        """Drop the references that a load had to the places that it wrote."""
+        blocks = []
+        for name, block_id in places:
+            if name.group == STATE_GROUP:
+                self._states_of(name).free_loaded(block_id)
+            else:
+                blocks.append(self.pool.blocks[block_id])
+        self.pool.free(blocks)
 
     def block_ids(self, request: Request) -> tuple[list[int], ...]:
         """Return the request's block table in each group. Id 0 is the null block."""

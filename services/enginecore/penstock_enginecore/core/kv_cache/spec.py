@@ -76,6 +76,11 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
     max_blocks: int | None = None
 
     @property
+    def has_memory(self) -> bool:
+        """Whether blocks have memory. The blocks of a model without attention only carry the hashes of prefixes."""
+        return bool(self.layer_names)
+
+    @property
     def is_windowed(self) -> bool:
         """Whether later queries no longer attend to the beginning of a sequence."""
         return self.sliding_window is not None or self.attention_chunk is not None

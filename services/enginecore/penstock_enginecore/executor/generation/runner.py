@@ -194,6 +194,11 @@ class GenerationRunner:
             self._forward.bind_states(layers)
 
     @property
+    def state_layers(self) -> StateLayers:
+        """The allocated states of recurrent layers."""
+        return self._state_layers
+
+    @property
     def state_bytes(self) -> int:
         """Bytes of the states of recurrent layers."""
         return num_bytes(self._state_layers)
@@ -486,6 +491,11 @@ class StageRunner:
     def caches(self) -> LayerCaches:
         """KV cache of the stage's own layers."""
         return self._runner.caches
+
+    @property
+    def state_layers(self) -> StateLayers:
+        """States of recurrent layers. Stages have none."""
+        return self._runner.state_layers
 
     @property
     def state_bytes(self) -> int:

@@ -223,12 +223,19 @@ class MultiprocExecutor:
 
         A copied block is the concatenation of the parts of all workers.
         """
-        facts: list[BlockFacts] = self._invoke("block_facts", BlockFacts)
+        return self._copier("block_facts", of_states=False)
+
+    def state_copier(self) -> BlockCopier:
+        """Return a copier of states. Otherwise as ``block_copier``."""
+        return self._copier("state_facts", of_states=True)
+
+    def _copier(self, method: Method, *, of_states: bool) -> BlockCopier:
+        facts: list[BlockFacts] = self._invoke(method, BlockFacts)
         order = ", ".join(dict.fromkeys(each.order for each in facts))
         numerics = ", ".join(dict.fromkeys(each.numerics for each in facts))
         num_bytes = [each.num_bytes for each in facts]
-        self._invoke("block_facts", None, encode(num_bytes))
-        return Copier(self._copies.call, BlockFacts(sum(num_bytes), order, numerics))
+        self._invoke(method, None, encode(num_bytes))
+        return Copier(partial(self._copies.call, of_states), BlockFacts(sum(num_bytes), order, numerics))
 
     def unload_lora(self, digest: bytes) -> None:
         """Remove an adapter from every worker, after all earlier steps."""

@@ -61,8 +61,10 @@ class WorkerLoop:
         self._make_reader = make_reader
         self._loads = LoadsUnderWay()
         self._copies = CopiesUnderWay()
-        self._part_starts = 0
-        """Offset of this worker's part of a block, in bytes: the size of the parts of lower ranks."""
+        self._part_starts = {False: 0, True: 0}
+        """Offset of this worker's part of a block (False) and of a slot of states (True), in bytes: the size of the
+        parts of lower ranks.
+        """
         self._calls = calls
         self._answers = answers
         self._worker: Worker | None = None
@@ -102,7 +104,9 @@ class WorkerLoop:
                 case LoadLora() as load:
                     self._loads.begin(load, self._made().loras)
                 case CopyBlocks() as copy:
-                    self._copies.begin(copy, self._made().copies, self._part_starts)
+                    worker = self._made()
+                    copies = worker.state_copies if copy.of_states else worker.copies
+                    self._copies.begin(copy, copies, self._part_starts[copy.of_states])
                 case UnloadLora(digest):
                     self._made().loras.remove(digest)
 
@@ -166,7 +170,8 @@ class WorkerLoop:
             "execute_dummy_batch": lambda _: self._made().runner.execute_dummy_batch(),
             "draft": lambda _: self._draft(),
             "step_seconds": lambda argument: self._made().runner.step_seconds(*msgspec.msgpack.decode(argument)),
-            "block_facts": self._block_facts,
+            "block_facts": lambda argument: self._facts(argument, of_states=False),
+            "state_facts": lambda argument: self._facts(argument, of_states=True),
             "collective_rpc": self._collective_rpc,
             "shutdown": lambda _: self._shutdown(),
         }
@@ -189,14 +194,16 @@ class WorkerLoop:
     def _initialize_kv_cache(self, argument: bytes) -> None:
         self._made().initialize_kv_cache(msgspec.msgpack.decode(argument, type=KVCacheConfig))
 
-    def _block_facts(self, argument: bytes) -> BlockFacts:
-        """Return the size and layout of this worker's part of a KV block.
+    def _facts(self, argument: bytes, *, of_states: bool) -> BlockFacts:
+        """Return the size and layout of this worker's part of a KV block, or of a slot of states.
 
         ``argument`` has the sizes of all workers' parts, once these sizes are known.
         """
         if argument:
-            self._part_starts = sum(msgspec.msgpack.decode(argument, type=list[int])[: self._config.rank])
-        return self._made().block_facts()
+            sizes = msgspec.msgpack.decode(argument, type=list[int])
+            self._part_starts[of_states] = sum(sizes[: self._config.rank])
+        worker = self._made()
+        return worker.state_facts() if of_states else worker.block_facts()
 
     def _draft(self) -> DraftTokenIds:
         return DraftTokenIds() if self._error is not None else self._made().runner.draft()

@@ -48,7 +48,8 @@ class BlockFacts(NamedTuple):
 
 
 class BlockCopier(Protocol):
-    """Copies KV blocks. The executor provides it once the KV cache is allocated. Thread-safe.
+    """Copies KV blocks, or states of recurrent layers as blocks of another size. The executor provides one copier for
+    each once the KV cache is allocated. Thread-safe.
 
     Copies run on their own thread, concurrently with steps. Every worker copies its part of a block, and all workers
     use the same slot numbers. Copies are made in call order. A copy begins after all steps that were started before the
@@ -74,8 +75,10 @@ class BlockCopier(Protocol):
     def save(self, copies: Sequence[Copy]) -> "Future[None]":
         """Copy blocks from the pool to host memory."""
 
-    def load(self, copies: Sequence[Copy]) -> "Future[None]":
-        """Copy blocks from host memory to the pool."""
+    def load(self, copies: Sequence[Copy]) -> "Future[list[int]]":
+        """Copy blocks from host memory to the pool. Return the slots whose content is damaged. The content of their
+        blocks is undefined. Only states have checksums, so blocks never count as damaged.
+        """
 
     def read(self, block_ids: Sequence[int]) -> "Future[list[bytes]]":
         """Return the bytes of blocks of the pool. The parts of all workers are concatenated."""
@@ -84,7 +87,7 @@ class BlockCopier(Protocol):
         """Write ``contents``, as returned by ``read``, to blocks of the pool."""
 
     def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
-        """Return the bytes of slots of host memory."""
+        """Return the bytes of slots of host memory. The result of a damaged slot is empty."""
 
     def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
         """Write bytes to slots of host memory."""
@@ -141,6 +144,12 @@ class KVConnector(Protocol):
 
     def attach(self, blocks: BlockHolder) -> None:
         """Set the block pool. Called once, before all other methods."""
+
+    def attach_states(self, states: BlockHolder) -> None:
+        """Set the slots of states. Called once after ``attach``, if the model has recurrent layers. From then on, names
+        with ``STATE_GROUP`` are names of states, whose ids are slots. Connectors of plugins need not have this method,
+        because the engine refuses them for such models.
+        """
 
     def check(self, params: Mapping[str, Any]) -> None:
         """Validate ``kv_transfer_params`` before the request is queued. Thread-safe. Raises InvalidArgument, or

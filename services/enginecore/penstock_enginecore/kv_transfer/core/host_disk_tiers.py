@@ -188,9 +188,17 @@ class HostTier:
         self._under_way = self._copier.save(copies)
         self._follow(self._under_way, partial(self._saved, taken))
 
-    def load(self, places: Sequence[Place]) -> "Future[None]":
-        """Begin to copy blocks from host memory to the pool."""
-        return self._copier.load([Copy(block_id, self.index.touch(name)) for name, block_id in places])
+    def load(self, places: Sequence[Place]) -> "tuple[list[int], Future[list[int]]]":
+        """Begin to copy blocks from host memory to the pool. Return the slots of the blocks, and the future of the slots
+        that are damaged.
+        """
+        copies = [Copy(block_id, self.index.touch(name)) for name, block_id in places]
+        return [copy.slot for copy in copies], self._copier.load(copies)
+
+    def dropped(self, places: Sequence[Place]) -> None:
+        """Remove damaged blocks."""
+        for place in places:
+            self.index.remove(place.name)
 
     def drop_queued(self) -> None:
         """Drop all queued saves."""
@@ -365,8 +373,10 @@ class DiskTier:
         error = done.exception()
         contents: Sequence[bytes | None] = [None] * len(names) if error is not None else done.result()
         for name, content in zip(names, contents, strict=True):
-            found = None if content is None or self._off or generation != self._generation else self.index.take()
-            if found is None or content is None:
+            if content == b"":
+                logger.warning("a state in host memory is damaged and is not written to the disk")
+            found = None if not content or self._off or generation != self._generation else self.index.take()
+            if found is None or not content:
                 self._writing.discard(name)
                 continue
             written = self._store.write(found[0], name, content)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_common.types.kv_transfer import STATE_GROUP, BlockName, KvMedium
 from penstock_common.types.outputs import KvTransferStats
 from penstock_enginecore.core.kv_cache.block_pool import BlockLog, ComputedBlocks, KVCacheBlock
 from penstock_enginecore.core.request import Hold, Request
@@ -129,6 +129,9 @@ class KvLoads(StepResource):
     requests. Until the request starts, the scheduler can free its blocks. The scheduler does so before it preempts
     running requests.
 
+    States of recurrent layers are loaded like blocks, into slots of their own pool. A load has at most one state, the
+    state at the end of the loaded prefix. Blocks without memory are not loaded, and are findable when the load ends.
+
     Other requests that need the same blocks are held in the same way, but have no blocks. Loads of fewer than
     ``min_load_tokens`` tokens are not begun. With the priority policy, the blocks of the least urgent request are freed
     first. With FCFS, the blocks of the request whose load began last are freed first.
@@ -148,8 +151,10 @@ class KvLoads(StepResource):
         self._by_priority = state.by_priority
         self._rate = ComputeRate()
         self._loads = Loads()
-        self._for: dict[int, Request] = {}
-        """Request for which each load began, by number of the load. The request may have ended."""
+        self._for: dict[int, tuple[Request, int]] = {}
+        """Request for which each load began, and the number of blocks that the request had already computed, by number
+        of the load. The request may have ended.
+        """
         self._others: dict[str, Request] = {}
         """Requests that wait for another request's load, by key."""
         self._held: dict[str, Request] = {}
@@ -160,8 +165,16 @@ class KvLoads(StepResource):
         self._last_results = 0.0
         self.num_loads = 0
         """Number of loads begun since the engine started."""
-        self._log = self._pool.log = BlockLog()
+        self._states = self._kv_cache.states
+        self._without_memory = {number for number, group in enumerate(self._kv_cache.groups) if not group.has_memory}
+        self._log = BlockLog()
+        self._state_log = BlockLog()
+        if not self._without_memory:
+            self._pool.log = self._log
         connector.attach(self)
+        if self._states is not None:
+            self._states.pool.log = self._state_log
+            connector.attach_states(self._states)
 
     def __len__(self) -> int:
         """Return the number of requests that have blocks but are not running."""
@@ -182,7 +195,7 @@ class KvLoads(StepResource):
     @property
     def has_news(self) -> bool:
         """Whether ``begin_step`` has events to process."""
-        return self._connector.has_news or bool(self._log)
+        return self._connector.has_news or bool(self._log) or bool(self._state_log)
 
     # Requests.
 
@@ -210,32 +223,41 @@ class KvLoads(StepResource):
             return None
         plan = self._kv_cache.plan_load(request, lambda names: self._connector.lookup(request, names))
         num_tokens = min(plan.num_blocks * self._kv_cache.block_size, request.num_tokens - 1)
-        if not plan.missing or num_tokens - computed.num_tokens < self._min_tokens:
+        wanted = plan.missing if plan.state is None else [*plan.missing, plan.state]
+        if not wanted or num_tokens - computed.num_tokens < self._min_tokens:
             return None
-        if (number := self._loads.bringing(plan.missing)) is not None:
+        if (number := self._loads.bringing(wanted)) is not None:
             self._loads.wait(number, request.key)
             self._others[request.key] = request
             self._waiting.hold(request, Hold.KV_TRANSFER)
             return Admission.BLOCKED
+        if self._states is not None and self._states.num_spare < 1:
+            return None  # All slots belong to running requests and to requests that can still start.
         alone = not self._running and not self._held
         spare = 0 if alone else reserve(num_tokens)
         if len(plan.missing) + self._pool.num_free_among(plan.there) + spare > self._pool.num_free_blocks:
             return None if alone and not self.num_returning else Admission.NO_ROOM
-        if not self._rate.pays(self._connector.seconds(request, plan.missing), num_tokens - computed.num_tokens):
+        if not self._rate.pays(self._connector.seconds(request, wanted), num_tokens - computed.num_tokens):
             return None
-        self._begin(request, plan)
+        self._begin(request, plan, computed.num_blocks)
         return Admission.BLOCKED
 
-    def _begin(self, request: Request, plan: LoadPlan) -> None:
-        self._kv_cache.hold(request, plan.there)
+    def _begin(self, request: Request, plan: LoadPlan, num_computed: int) -> None:
+        self._kv_cache.hold(request, plan.there, plan.num_blocks)
         blocks = self._pool.allocate(len(plan.missing))
         places = [Place(name, block.block_id) for name, block in zip(plan.missing, blocks, strict=True)]
-        number = self._connector.load(request, places)
+        if plan.state is not None and self._states is not None:
+            places.append(Place(plan.state, self._states.begin_load()))
+        number = self._connector.load(request, [place for place in places if self._has_memory(place.name)])
         self._loads.begin(number, places, request.key)
         self.num_loads += 1
-        self._for[number] = request
+        self._for[number] = request, num_computed
         self._held[request.key] = request
         self._waiting.hold(request, Hold.KV_TRANSFER)
+
+    def _has_memory(self, name: BlockName) -> bool:
+        """Return whether a block or state has content to load. Other blocks only carry the hash of a prefix."""
+        return name.group not in self._without_memory
 
     @property
     def ready(self) -> list[Request]:
@@ -314,6 +336,7 @@ class KvLoads(StepResource):
         self._connector.settle()
         self._take_ended()
         self._log.take()
+        self._state_log.take()
         self._connector.reset()
 
     # Methods for connectors.
@@ -325,20 +348,13 @@ class KvLoads(StepResource):
         return self._pool.num_free_blocks - (running and 1 + running // self._kv_cache.block_size)
 
     def hold(self, place: Place) -> bool:
-        name, block = place.name, self._pool.blocks[place.block_id]
-        if block.ref_count or block.block_hash != name.hash or block.group != name.group:
-            return False
-        self._pool.touch((block,))
-        return True
+        return self._pool.hold(place.block_id, place.name.hash, place.name.group)
 
     def release(self, place: Place) -> None:
         """See ``BlockHolder``. The release is not in the block log, because the connector would otherwise save the
         block again.
         """
-        block = self._pool.blocks[place.block_id]
-        self._pool.free((block,))
-        if self._log.freed and self._log.freed[-1] is block:
-            self._log.freed.pop()
+        self._pool.release(place.block_id)
 
     def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
         self._kv_cache.findable(medium, name, is_there)
@@ -346,26 +362,34 @@ class KvLoads(StepResource):
     # Steps.
 
     def begin_step(self, *, paused: bool) -> None:
-        """Notify the connector of cached, freed and evicted blocks, and process loads that have ended."""
-        if self._log:
-            self._tell(self._log.take())
+        """Notify the connector of cached, freed and evicted blocks and states, and process loads that have ended."""
+        for log in (self._log, self._state_log):
+            if log:
+                self._tell(log.take(), of_states=log is self._state_log)
         self._take_ended()
 
     def _take_ended(self) -> None:
         for ended in self._connector.take_ended():
             self._end(ended)
 
-    def _tell(self, news: BlockLog) -> None:
+    def _tell(self, news: BlockLog, *, of_states: bool) -> None:
+        def place_of(block: KVCacheBlock, block_hash: bytes) -> Place:
+            return Place(BlockName(STATE_GROUP if of_states else block.group, block_hash), block.block_id)
+
         if news.evicted:
+            groups = [STATE_GROUP if of_states else group for group, _, _ in news.evicted]
             self._connector.on_evicted(
-                [Place(BlockName(group, block_hash), block_id) for group, block_hash, block_id in news.evicted]
+                [
+                    Place(BlockName(group, block_hash), block_id)
+                    for group, (_, block_hash, block_id) in zip(groups, news.evicted, strict=True)
+                ]
             )
         if news.cached:
             self._connector.on_cached(
-                [_place(block, block.block_hash) for block in news.cached if block.block_hash is not None]
+                [place_of(block, block.block_hash) for block in news.cached if block.block_hash is not None]
             )
         if freed := [
-            _place(block, block.block_hash)
+            place_of(block, block.block_hash)
             for block in dict.fromkeys(news.freed)
             if block.ref_count == 0 and block.block_hash is not None
         ]:
@@ -384,24 +408,35 @@ class KvLoads(StepResource):
         self._last_results = now
 
     def _end(self, ended: LoadEnded) -> None:
-        load, request = self._loads.end(ended.load_id), self._for.pop(ended.load_id)
-        self._kv_cache.arrived(request, [place for place, _ in ended.arrived])
+        load = self._loads.end(ended.load_id)
+        request, num_computed = self._for.pop(ended.load_id)
+        arrived = [place for place, _ in ended.arrived]
+        self._kv_cache.arrived(
+            request, [*arrived, *(place for place in load.places if not self._has_memory(place.name))]
+        )
         if load.owner is not None:
             computed = self._kv_cache.get_computed_blocks(request)
-            self._kv_cache.hold(request, computed.blocks)
+            self._kv_cache.hold(request, computed.blocks, computed.num_blocks)
             if request.num_cached_tokens < 0:
-                request.loaded_tokens = self._loaded(request, ended, computed)
+                request.loaded_tokens = self._loaded(request, ended, computed, num_computed)
             self._ready[request.key] = request
-        self._pool.free([self._pool.blocks[place.block_id] for place in load.places])
+        self._kv_cache.free_loaded(load.places)
         for key in load.waiting:
             self._waiting.release(self._others.pop(key), Hold.KV_TRANSFER)
 
-    def _loaded(self, request: Request, ended: LoadEnded, computed: ComputedBlocks) -> tuple[int, ...]:
-        """Return the number of loaded tokens by medium, among the tokens that the request need not compute."""
+    def _loaded(
+        self, request: Request, ended: LoadEnded, computed: ComputedBlocks, num_computed: int
+    ) -> tuple[int, ...]:
+        """Return the number of loaded tokens by medium, among the tokens that the request need not compute.
+
+        A loaded state saves all tokens after the first ``num_computed`` blocks, even if their blocks were in the pool.
+        """
         of_prefix = set(request.block_hashes[: computed.num_blocks])
         media: dict[bytes, KvMedium] = {}
-        for place, medium in ended.arrived:
-            if place.name.hash in of_prefix:
+        for place, medium in sorted(ended.arrived, key=lambda of_place: -of_place[0].name.group):
+            if place.name.group == STATE_GROUP and place.name.hash in of_prefix:
+                media = dict.fromkeys(request.block_hashes[num_computed : computed.num_blocks], medium)
+            elif place.name.hash in of_prefix:
                 media[place.name.hash] = max(medium, media.get(place.name.hash, medium))
         size, left = self._kv_cache.block_size, computed.num_tokens
         counts = []
@@ -410,7 +445,3 @@ class KvLoads(StepResource):
             left -= count
             counts.append(count)
         return tuple(counts)
-
-
-def _place(block: KVCacheBlock, block_hash: bytes) -> Place:
-    return Place(BlockName(block.group, block_hash), block.block_id)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from penstock_common.types.kv_transfer import BlockName, KvSource
+from penstock_common.types.kv_transfer import STATE_GROUP, BlockName, KvSource
 from penstock_common.types.outputs import KvTransferStats
-from penstock_enginecore.core.kv_cache.block_pool import KVCacheBlock
+from penstock_enginecore.core.kv_cache.block_pool import ComputedBlocks, KVCacheBlock
 from penstock_enginecore.core.kv_cache.manager import KVCacheManager, PrefixCacheStats
 from penstock_enginecore.core.request import Request
 
@@ -45,12 +45,14 @@ class LeaseState(enum.Enum):
 
 
 class Lease:
-    """A lease with one reference to each block of ``tables``. A block with a reference keeps its content.
+    """A lease with one reference to each block of ``tables``, and to the slot of the state after these blocks if the
+    model has recurrent layers. A block or slot with a reference keeps its content.
 
     Times are seconds on the caller's clock.
 
     Attributes:
-        blocks: Block ids by content.
+        blocks: Ids of blocks, and of the slot, by content.
+        slot: Slot of the state after the blocks, or None.
         num_pulls: Number of open pulls.
         num_fetches: Number of fetch requests in these pulls that are not complete.
         num_reads: Number of copies in flight that read blocks of the lease.
@@ -66,6 +68,7 @@ class Lease:
         "num_fetches",
         "num_pulls",
         "num_reads",
+        "slot",
         "state",
         "tables",
     )
@@ -78,9 +81,11 @@ class Lease:
         *,
         expires_at: float,
         ends_by: float,
+        slot: KVCacheBlock | None = None,
     ) -> None:
         self.lease_id = lease_id
         self.tables = tables
+        self.slot = slot
         self.blocks = blocks
         self.state = LeaseState.GRANTED
         self.num_pulls = 0
@@ -113,17 +118,24 @@ class Leases:
         *,
         lease_seconds: float = 5.0,
         max_seconds: float = 600.0,
+        free_slot: Callable[[KVCacheBlock], None] = lambda _: None,
+        max_slots: int = 0,
     ) -> None:
         """Create an empty set of leases.
 
         Args:
             free: Drops one reference to each of the given blocks (``BlockPool.free``).
             max_blocks: Maximum number of blocks in all leases together. A block in several leases counts once.
+            free_slot: Drops one reference to the slot of a state.
+            max_slots: Maximum number of leases with the slot of a state.
             lease_seconds: Duration of a lease without an open pull, in seconds.
             max_seconds: Maximum duration of a lease with open pulls, in seconds.
         """
         self._free = free
+        self._free_slot = free_slot
         self._max_blocks = max_blocks
+        self._max_slots = max_slots
+        self._num_slots = 0
         self.lease_seconds = lease_seconds
         self._max_seconds = max_seconds
         self._lock = threading.Condition()
@@ -163,20 +175,24 @@ class Leases:
         tables: Sequence[Sequence[KVCacheBlock]],
         blocks: Mapping[BlockName, int],
         now: float,
+        slot: KVCacheBlock | None = None,
     ) -> Lease | None:
-        """Grant a lease. The lease takes over the caller's references to the blocks of ``tables``, which must not
-        include null blocks.
+        """Grant a lease. The lease takes over the caller's references to ``slot``, and to the blocks of ``tables``, which
+        must not include null blocks.
 
-        ``blocks`` has the block ids by content. Return None if all leases together would have too many blocks. In that
+        ``blocks`` has the ids by content. Return None if all leases together would have too many blocks. In that
         case, the caller keeps its references. Raises ValueError if the id is in use.
         """
         if lease_id in self._leases or lease_id in self._read_on:
             raise ValueError(f"lease id {lease_id.hex()} is already in use")
         ids = _ids(tables)
-        if len(ids | self._holders.keys()) > self._max_blocks:
+        too_many_slots = slot is not None and self._num_slots >= self._max_slots
+        if too_many_slots or len(ids | self._holders.keys()) > self._max_blocks:
             self.num_refused += 1
             return None
-        lease = Lease(lease_id, tables, blocks, expires_at=now + self.lease_seconds, ends_by=now + self._max_seconds)
+        expires_at, ends_by = now + self.lease_seconds, now + self._max_seconds
+        lease = Lease(lease_id, tables, blocks, expires_at=expires_at, ends_by=ends_by, slot=slot)
+        self._num_slots += slot is not None
         with self._lock:
             self._leases[lease_id] = lease
         self._holders.update(ids)
@@ -302,6 +318,9 @@ class Leases:
             self._holders.subtract(_ids(lease.tables))
             for table in lease.tables:
                 self._free(table)
+            if lease.slot is not None:
+                self._free_slot(lease.slot)
+                self._num_slots -= 1
         if over:
             self._holders = +self._holders
         return len(over)
@@ -341,28 +360,33 @@ class LeasedBlocks:
         """Lease the blocks that another engine needs to resume the request. Return the source.
 
         The lease contains the request's full, findable blocks. In groups with windows, it contains only the blocks to
-        which the next query attends. The caller may drop the request's own references after this call. Return None if
-        there are no such blocks, or if all leases together would have too many blocks.
+        which the next query attends. If the model has recurrent layers, the blocks end at a kept state, which the lease
+        contains as well. The caller may drop the request's own references after this call. Return None if there are no
+        such blocks, or if all leases together would have too many blocks or states.
         """
         if self._source is None:
             return None
         kv_cache, identity = self._source
+        if kv_cache.states is not None:
+            kv_cache.states.keep_last(request)
         computed = kv_cache.get_computed_blocks(request)
         if not computed.num_blocks:
             return None
-        pool = kv_cache.pool
-        tables, blocks = [], {}
-        for group, table in enumerate(computed.blocks):
-            for block, block_hash in zip(table, request.block_hashes, strict=False):
-                if block is not pool.null_block:
-                    blocks[BlockName(group, block_hash)] = block.block_id
-            tables.append([block for block in table if block is not pool.null_block])
+        tables, blocks = _leasable(kv_cache, computed, request)
+        states, slot = kv_cache.states, None
+        if states is not None:
+            block_hash = request.block_hashes[computed.num_blocks - 1]
+            if (slot := states.lease(block_hash)) is None:
+                return None
+            blocks[BlockName(STATE_GROUP, block_hash)] = slot.block_id
         for table in tables:
-            pool.touch(table)
-        lease = self.leases.grant(self._new_id(), tables, blocks, self._clock())
+            kv_cache.pool.touch(table)
+        lease = self.leases.grant(self._new_id(), tables, blocks, self._clock(), slot)
         if lease is None:
             for table in tables:
-                pool.free(table)
+                kv_cache.pool.free(table)
+            if states is not None and slot is not None:
+                states.free_leased(slot)
             return None
         return msgspec.structs.replace(
             identity, lease_id=lease.lease_id, num_tokens=computed.num_blocks * kv_cache.block_size
@@ -403,3 +427,19 @@ class LeasedBlocks:
             num_leased_blocks=self.leases.num_blocks,
             leased_bytes=self.leases.num_blocks * self._block_bytes,
         )
+
+
+def _leasable(
+    kv_cache: KVCacheManager, computed: ComputedBlocks, request: Request
+) -> tuple[list[list[KVCacheBlock]], dict[BlockName, int]]:
+    """Return the cached blocks of a request that have memory, by group, and their ids by name."""
+    tables: list[list[KVCacheBlock]] = []
+    blocks: dict[BlockName, int] = {}
+    for group, table in enumerate(computed.blocks):
+        if not kv_cache.groups[group].has_memory:
+            continue
+        for block, block_hash in zip(table, request.block_hashes, strict=False):
+            if block is not kv_cache.pool.null_block:
+                blocks[BlockName(group, block_hash)] = block.block_id
+        tables.append([block for block in table if block is not kv_cache.pool.null_block])
+    return tables, blocks

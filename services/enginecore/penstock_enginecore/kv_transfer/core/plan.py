@@ -1,4 +1,4 @@
-"""Planning of loads: finds the blocks that a request could load instead of computing them."""
+"""Planning of loads: finds the blocks and the state that a request could load instead of computing them."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -18,11 +18,13 @@ class LoadPlan(NamedTuple):
         num_blocks: Length of the prefix in blocks.
         missing: Needed blocks that are not in the pool, in the order of their positions.
         there: Needed blocks that are already in the pool, by group.
+        state: The state at the end of the prefix, if the model has states and this state is not in its pool.
     """
 
     num_blocks: int
     missing: list[BlockName]
     there: tuple[list[KVCacheBlock], ...]
+    state: BlockName | None = None
 
 
 def plan_load(
@@ -36,9 +38,10 @@ def plan_load(
     """Find the longest prefix, in whole blocks, for which every needed block is in the pool or can be loaded.
 
     As in ``find_computed_blocks``, a group without a window needs all blocks of the prefix. A group with a window needs
-    the blocks to which the first query after the prefix attends.
+    the blocks to which the first query after the prefix attends. Blocks without memory are never looked up, because
+    they have no content to load.
     """
-    full = [number for number, group in enumerate(groups) if not group.is_windowed]
+    full = [number for number, group in enumerate(groups) if group.has_memory and not group.is_windowed]
     windowed = [number for number, group in enumerate(groups) if group.is_windowed]
     if full:
         start = min(len(pool.get_run(hashes, number)) for number in full)
@@ -74,6 +77,6 @@ def plan_load(
         first = first_block(group, length, block_size, num_tokens) if group.is_windowed else 0
         found = [(block_hash, pool.get(block_hash, number)) for block_hash in hashes[first:length]]
         there.append([block for _, block in found if block is not None])
-        if group.is_windowed:
+        if group.is_windowed or not group.has_memory:
             missing += [BlockName(number, block_hash) for block_hash, block in found if block is None]
     return LoadPlan(length, missing, tuple(there))

@@ -1,17 +1,20 @@
 """Selection of an engine's connector by the configuration, including connectors of plugins."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 
 from penstock_common.config.class_paths import load_target
 from penstock_common.errors import ConfigError
-from penstock_enginecore.config import EngineCoreConfig
+from penstock_enginecore.config import CacheConfig, EngineCoreConfig
 from penstock_enginecore.core.executor import Executor
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, PluggedConnector
 from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore
-from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
+from penstock_enginecore.kv_transfer.core.tiers import TieredConnector, TierPlan
+from penstock_enginecore.states.core.sizing import tier_share_of_states
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +70,31 @@ def make_connector(
     return TieredConnector(wake, clock)
 
 
-OpenStore = Callable[[EngineCoreConfig, ModelInfo, KVCacheConfig, BlockCopier], BlockStore]
-"""Function that opens the disk tier in ``cache.disk``, once the KV cache is allocated. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class Copiers:
+    """Copiers of KV blocks, and of states if the model has recurrent layers."""
+
+    blocks: BlockCopier
+    states: BlockCopier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """File of a disk tier in ``cache.disk``.
+
+    Attributes:
+        copiers: Copiers of the engine.
+        size: Bytes of the file.
+        of_states: Whether the file has states of recurrent layers instead of KV blocks.
+    """
+
+    copiers: Copiers
+    size: int
+    of_states: bool
+
+
+OpenStore = Callable[[EngineCoreConfig, ModelInfo, KVCacheConfig, StorePlan], BlockStore]
+"""Function that opens a file of the disk tier, once the KV cache is allocated. Raises ConfigError."""
 
 
 def begin_connector(
@@ -81,21 +107,58 @@ def begin_connector(
 ) -> None:
     """Start the connector. The KV cache must be allocated.
 
-    Raises ConfigError if host memory is too small for a block, or if the disk cannot be used.
+    A model with recurrent layers divides host memory and disk between KV blocks and states. Raises ConfigError if host
+    memory is too small for a block or a state, or if the disk cannot be used.
     """
-    copier = executor.block_copier()
     if not isinstance(connector, TieredConnector):
-        connector.begin(copier, kv_cache)
+        connector.begin(executor.block_copier(), kv_cache)
         return
-    num_slots = config.cache.host_memory // copier.block_bytes
-    if config.cache.host_memory and num_slots < 1:
-        raise ConfigError(
-            f"cache.host_memory is {config.cache.host_memory} bytes, but a KV block takes {copier.block_bytes} bytes; "
+    if config.cache.disk and open_store is None:
+        raise ConfigError("cache.disk is set, but this engine was created without disk support")
+    copiers = Copiers(executor.block_copier(), None if kv_cache.states is None else executor.state_copier())
+    share = _share_of_states(config.cache, kv_cache, copiers)
+
+    def tiers(copier: BlockCopier, part: Fraction, *, of_states: bool) -> TierPlan:
+        if not copier.block_bytes:  # Blocks without memory are never copied.
+            return TierPlan(copier, 0)
+        num_slots = int(config.cache.host_memory * part) // copier.block_bytes
+        if config.cache.host_memory and num_slots < 1:
+            raise _too_small(config.cache, copiers, share)
+        if not config.cache.disk or open_store is None:
+            return TierPlan(copier, num_slots)
+        plan = StorePlan(copiers, int(config.cache.disk_size * part), of_states)
+        return TierPlan(copier, num_slots, open_store(config, model, kv_cache, plan))
+
+    blocks = tiers(copiers.blocks, 1 - share, of_states=False)
+    connector.begin(blocks, None if copiers.states is None else tiers(copiers.states, share, of_states=True))
+
+
+def _share_of_states(cache: CacheConfig, kv_cache: KVCacheConfig, copiers: Copiers) -> Fraction:
+    if kv_cache.states is None or copiers.states is None:
+        return Fraction(0)
+    return tier_share_of_states(
+        cache,
+        slot_bytes=copiers.states.block_bytes,
+        token_bytes=copiers.blocks.block_bytes * len(kv_cache.groups) // kv_cache.block_size,
+        interval=kv_cache.states.interval,
+    )
+
+
+def _too_small(cache: CacheConfig, copiers: Copiers, share: Fraction) -> ConfigError:
+    """Return the error for a ``cache.host_memory`` that is too small for one block, or for one state."""
+    blocks, states = copiers.blocks, copiers.states
+    if states is None:
+        return ConfigError(
+            f"cache.host_memory is {cache.host_memory} bytes, but a KV block takes {blocks.block_bytes} bytes; "
             "set cache.host_memory to at least the size of one block"
         )
-    store = None
-    if config.cache.disk:
-        if open_store is None:
-            raise ConfigError("cache.disk is set, but this engine was created without disk support")
-        store = open_store(config, model, kv_cache, copier)
-    connector.begin(copier, num_slots, store)
+    least = max(
+        math.ceil(copier.block_bytes / part)
+        for copier, part in ((blocks, 1 - share), (states, share))
+        if copier.block_bytes
+    )
+    return ConfigError(
+        f"cache.host_memory is {cache.host_memory} bytes, but a state of the recurrent layers takes "
+        f"{states.block_bytes} bytes and a KV block {blocks.block_bytes} bytes; set cache.host_memory to at least "
+        f"{least} bytes"
+    )

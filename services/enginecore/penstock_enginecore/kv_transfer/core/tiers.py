@@ -14,12 +14,13 @@ from typing import Any
 
 from penstock_common.errors import Unimplemented
 from penstock_common.observability.tracing import Headers
-from penstock_common.types.kv_transfer import BlockName, KvMedium
+from penstock_common.types.kv_transfer import STATE_GROUP, BlockName, KvMedium
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.kv_transfer.core.base import (
     BlockCopier,
     BlockHolder,
     Done,
+    Follow,
     LoadEnded,
     PeerBlock,
     PeerTier,
@@ -38,11 +39,14 @@ Over = Callable[[list[Place]], None]
 
 
 class PeerLoads:
-    """A connector's loads through a ``PeerTier``. Only the busy loop's thread may call the methods."""
+    """A connector's loads through a ``PeerTier``. Only the busy loop's thread may call the methods. ``states`` copies
+    states of recurrent layers, or is None for a model without them.
+    """
 
-    def __init__(self, peers: PeerTier, copier: BlockCopier) -> None:
+    def __init__(self, peers: PeerTier, copier: BlockCopier, states: BlockCopier | None = None) -> None:
         self._peers = peers
         self._copier = copier
+        self._states = states
         self._had: dict[str, set[bytes]] = {}
         """Hashes of the blocks that a request's source had, by request key."""
         self._missing: dict[str, set[BlockName]] = {}
@@ -61,10 +65,16 @@ class PeerLoads:
         self._peers.closed(request)
 
     def has(self, request: Request, name: BlockName) -> bool:
-        """Return whether the request's source is expected to send a block."""
+        """Return whether the request's source is expected to send a block or state. The source has only the state after
+        its last block.
+        """
         count = self._peers.num_blocks(request)
         if not count:
             return False
+        if name.group == STATE_GROUP:
+            hashes = request.block_hashes
+            is_last = count <= len(hashes) and name.hash == hashes[count - 1]
+            return is_last and name not in self._missing.get(request.key, ())
         had = self._had.get(request.key)
         if had is None:
             had = self._had[request.key] = set(request.block_hashes[:count])
@@ -80,7 +90,7 @@ class PeerLoads:
             missing.difference_update(place.name for place in arrived)
             over(arrived)
 
-        load = _PeerLoad(self._copier, places, all_over)
+        load = _PeerLoad(self._copier, places, all_over, self._states)
         number = self._peers.fetch(request, [place.name for place in places], load.arrived, load.ended)
         self._asked[number] = missing, places
         return number
@@ -100,11 +110,14 @@ class PeerLoads:
 
 class _PeerLoad:
     """Load from another engine. Only one write to the pool is in flight at a time. Blocks that arrive during a write
-    are written together by the next write. Thread-safe.
+    are written together by the next write. A write has either blocks or states. Thread-safe.
     """
 
-    def __init__(self, copier: BlockCopier, places: Sequence[Place], over: Over) -> None:
+    def __init__(
+        self, copier: BlockCopier, places: Sequence[Place], over: Over, states: BlockCopier | None = None
+    ) -> None:
         self._copier = copier
+        self._states = states
         self._places = places
         self._over = over
         self._lock = threading.Lock()
@@ -132,15 +145,21 @@ class _PeerLoad:
 
     def _write(self) -> None:
         with self._lock:
-            blocks, self._waiting = self._waiting, []
+            of_states = self._is_state(self._waiting[0])
+            blocks = [block for block in self._waiting if self._is_state(block) is of_states]
+            self._waiting = [block for block in self._waiting if self._is_state(block) is not of_states]
+        copier = self._copier if self._states is None or not of_states else self._states
         try:
-            future = self._copier.write(
+            future = copier.write(
                 [self._places[block.place].block_id for block in blocks], [block.data for block in blocks]
             )
         except Exception as e:  # The copier raises an error immediately if it no longer works.
             self._written(blocks, e)
         else:
             future.add_done_callback(partial(self._is_written, blocks))
+
+    def _is_state(self, block: PeerBlock) -> bool:
+        return self._places[block.place].name.group == STATE_GROUP
 
     def _is_written(self, blocks: Sequence[PeerBlock], done: "Future[None]") -> None:
         self._written(blocks, done.exception())
@@ -171,7 +190,7 @@ _LAST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Statistics of the tiers. Counts are since the engine started.
+    """Statistics of the tiers of one size class. Counts are since the engine started.
 
     Attributes:
         host_usage: Fraction of host memory slots in use, in [0, 1]. None without that tier.
@@ -190,6 +209,58 @@ class TierStats:
     block_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class TierPlan:
+    """Tiers of one size class: KV blocks, or states of recurrent layers.
+
+    Attributes:
+        copier: Copies the blocks.
+        num_host_slots: Number of blocks that fit into the host memory tier. 0 means no host memory tier.
+        store: Disk for blocks evicted from host memory, or None.
+    """
+
+    copier: BlockCopier
+    num_host_slots: int
+    store: BlockStore | None = None
+
+
+class SizeClass:
+    """Host memory and disk tiers for blocks of one size."""
+
+    def __init__(self, plan: TierPlan, blocks: BlockHolder, follow: Follow, clock: Callable[[], float]) -> None:
+        self.copier = plan.copier
+        self.host: HostTier | None = None
+        self.disk: DiskTier | None = None
+        self.rates = LoadRates()
+        self.num_loaded = dict.fromkeys(KvMedium, 0)
+        if plan.num_host_slots:
+            keep = None
+            if plan.store is not None:
+                self.disk = DiskTier(plan.store, plan.copier, blocks, follow, clock)
+                keep = self.disk.keep
+            self.host = HostTier(plan.copier, plan.num_host_slots, blocks, follow, keep)
+
+    def where(self, name: BlockName) -> KvMedium | None:
+        """Return the fastest medium of the engine that has a block, or None."""
+        if self.host is not None and name in self.host.index:
+            return KvMedium.HOST
+        if self.disk is not None and name in self.disk.index:
+            return KvMedium.DISK
+        return None
+
+    def stats(self) -> TierStats:
+        """Return statistics. Thread-safe."""
+        host, disk = self.host, self.disk
+        return TierStats(
+            host_usage=None if host is None else host.usage,
+            disk_usage=None if disk is None else disk.usage,
+            num_saved_blocks=0 if host is None else host.num_saved,
+            num_written_blocks=0 if disk is None else disk.num_written,
+            num_loaded_blocks=dict(self.num_loaded),
+            block_bytes=self.copier.block_bytes,
+        )
+
+
 @dataclass(slots=True)
 class _Load:
     """A load in flight.
@@ -200,8 +271,8 @@ class _Load:
         headers: Trace context of the request.
         parts: Number of operations in flight: host copies, disk reads and the load from another engine.
         at_peer: Number of the load from another engine, or 0.
-        disk: Number of disk batches in flight.
-        num_on_disk: Number of blocks in these batches.
+        parts_of: Number of operations in flight, for host memory and the disk.
+        num_wanted: Number of blocks and states of these operations, for host memory and the disk.
         arrived: Places that have arrived, with their medium.
     """
 
@@ -210,16 +281,22 @@ class _Load:
     headers: Headers
     parts: int = 0
     at_peer: int = 0
-    disk: int = 0
-    num_on_disk: int = 0
+    parts_of: Counter[KvMedium] = field(default_factory=Counter)
+    num_wanted: Counter[KvMedium] = field(default_factory=Counter)
     arrived: list[tuple[Place, KvMedium]] = field(default_factory=list)
+
+    def begin(self, medium: KvMedium, num_parts: int, num_wanted: int) -> None:
+        """Add operations on host memory or the disk."""
+        self.parts += num_parts
+        self.parts_of[medium] += num_parts
+        self.num_wanted[medium] += num_wanted
 
 
 class TieredConnector:
     """The ``KVConnector`` for host memory, disk and other engines. Call ``begin`` before the first step.
 
-    ``wake`` is called on any thread when ``take_ended`` has events to process. ``observe`` gets every finished transfer
-    from host memory or disk.
+    KV blocks and states of recurrent layers have separate tiers, because their sizes differ. ``wake`` is called on any
+    thread when ``take_ended`` has events to process. ``observe`` gets every finished transfer from host memory or disk.
     """
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -227,44 +304,54 @@ class TieredConnector:
         self._wake = wake
         self._clock = clock
         self._news: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._blocks: BlockHolder | None = None
-        self._host: HostTier | None = None
-        self._disk: DiskTier | None = None
-        self._copier: BlockCopier | None = None
+        self._holder: BlockHolder | None = None
+        self._state_holder: BlockHolder | None = None
+        self.blocks: SizeClass | None = None
+        """Tiers of KV blocks, once ``begin`` was called."""
+        self.states: SizeClass | None = None
+        """Tiers of states of recurrent layers, or None for a model without them."""
         self._peers: PeerLoads | None = None
-        self._rates = LoadRates()
         self._loads: dict[int, _Load] = {}
-        self._num_loaded = dict.fromkeys(KvMedium, 0)
         self._ended: list[LoadEnded] = []
         self._last = 0
         self._under_way: set[Future[Any]] = set()
 
     def attach(self, blocks: BlockHolder) -> None:
-        self._blocks = blocks
+        self._holder = blocks
 
-    def begin(self, copier: BlockCopier, num_host_slots: int, store: BlockStore | None = None) -> None:
+    def attach_states(self, states: BlockHolder) -> None:
+        self._state_holder = states
+
+    def begin(self, blocks: TierPlan, states: TierPlan | None = None) -> None:
         """Start the connector. The KV cache must be allocated.
 
         Args:
-            copier: Copies blocks.
-            num_host_slots: Number of blocks that fit into the host memory tier. 0 means no host memory tier.
-            store: Disk for blocks evicted from host memory, or None.
+            blocks: Tiers of KV blocks.
+            states: Tiers of states of recurrent layers, if the model has them.
         """
-        if self._blocks is None:
+        if self._holder is None:
             raise RuntimeError("begin was called before attach")
-        self._copier = copier
-        if num_host_slots:
-            keep = None
-            if store is not None:
-                self._disk = DiskTier(store, copier, self._blocks, self._follow, self._clock)
-                keep = self._disk.keep
-            self._host = HostTier(copier, num_host_slots, self._blocks, self._follow, keep)
+        self.blocks = SizeClass(blocks, self._holder, self._follow, self._clock)
+        if states is not None:
+            if self._state_holder is None:
+                raise RuntimeError("begin was called before attach_states")
+            self.states = SizeClass(states, self._state_holder, self._follow, self._clock)
 
     def take_from(self, peers: PeerTier) -> None:
         """Load blocks from other engines as well, from now on. Raises RuntimeError if ``begin`` was not called."""
-        if self._copier is None:
+        if self.blocks is None:
             raise RuntimeError("take_from was called before begin")
-        self._peers = PeerLoads(peers, self._copier)
+        self._peers = PeerLoads(peers, self.blocks.copier, None if self.states is None else self.states.copier)
+
+    @property
+    def _classes(self) -> list[SizeClass]:
+        return [tiers for tiers in (self.blocks, self.states) if tiers is not None]
+
+    def _class_of(self, name: BlockName) -> SizeClass:
+        tiers = self.states if name.group == STATE_GROUP else self.blocks
+        if tiers is None:
+            raise RuntimeError(f"{name} was used before begin was called")
+        return tiers
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: ARG002 - a protocol
         raise Unimplemented(
@@ -285,33 +372,41 @@ class TieredConnector:
         return count
 
     def _where(self, request: Request, name: BlockName) -> KvMedium | None:
-        if self._host is not None and name in self._host.index:
-            return KvMedium.HOST
-        if self._disk is not None and name in self._disk.index:
-            return KvMedium.DISK
+        if (medium := self._class_of(name).where(name)) is not None:
+            return medium
         return KvMedium.PEER if self._peers is not None and self._peers.has(request, name) else None
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
         """See ``KVConnector``. A load from host memory counts as 0 seconds. Such a load is done when the running step
         ends. A request that computes its tokens would also have to wait for that step.
         """
-        counts = Counter(self._where(request, name) for name in names)
-        return sum(self._rates.seconds(medium, count) for medium, count in counts.items() if medium is not None)
+        counts = Counter((name.group == STATE_GROUP, self._where(request, name)) for name in names)
+        seconds = 0.0
+        for (of_states, medium), count in counts.items():
+            tiers = self.states if of_states else self.blocks
+            if tiers is not None and medium is not None:
+                seconds += tiers.rates.seconds(medium, count)
+        return seconds
 
     def load(self, request: Request, places: Sequence[Place]) -> int:
         self._last += 1
         load = self._loads[self._last] = _Load(self._last, self._clock(), request.context.trace_context)
-        of: dict[KvMedium | None, list[Place]] = {}
+        of: dict[tuple[bool, KvMedium | None], list[Place]] = {}
         for place in places:
-            of.setdefault(self._where(request, place.name), []).append(place)
-        if self._host is not None and (here := of.get(KvMedium.HOST)):
-            load.parts += 1
-            self._follow(self._host.load(here), partial(self._loaded, load, here))
-        if self._disk is not None and (there := of.get(KvMedium.DISK)):
-            load.disk, load.num_on_disk = self._disk.num_batches(len(there)), len(there)
-            load.parts += load.disk
-            self._disk.load(there, partial(self._tell_read, load))
-        if self._peers is not None and (away := of.get(KvMedium.PEER)):
+            key = place.name.group == STATE_GROUP, self._where(request, place.name)
+            of.setdefault(key, []).append(place)
+        for of_states, tiers in ((False, self.blocks), (True, self.states)):
+            if tiers is None:
+                continue
+            if tiers.host is not None and (here := of.get((of_states, KvMedium.HOST))):
+                load.begin(KvMedium.HOST, 1, len(here))
+                slots, copied = tiers.host.load(here)
+                self._follow(copied, partial(self._loaded, load, tiers, here, slots))
+            if tiers.disk is not None and (there := of.get((of_states, KvMedium.DISK))):
+                load.begin(KvMedium.DISK, tiers.disk.num_batches(len(there)), len(there))
+                tiers.disk.load(there, partial(self._tell_read, load, tiers))
+        away = [*of.get((False, KvMedium.PEER), ()), *of.get((True, KvMedium.PEER), ())]
+        if self._peers is not None and away:
             load.parts += 1
             load.at_peer = self._peers.load(request, away, partial(self._tell_fetched, load))
         if not load.parts:
@@ -336,18 +431,26 @@ class TieredConnector:
         """See ``KVConnector``. Do nothing: blocks are saved when they lose their last reference."""
 
     def on_freed(self, places: Sequence[Place]) -> None:
-        if self._host is not None:
-            self._host.freed(places)
+        for tiers, of_class in self._by_class(places):
+            if tiers.host is not None:
+                tiers.host.freed(of_class)
 
     def on_evicted(self, places: Sequence[Place]) -> None:
-        if self._host is not None:
-            self._host.taken(place.name for place in places)
+        for tiers, of_class in self._by_class(places):
+            if tiers.host is not None:
+                tiers.host.taken(place.name for place in of_class)
+
+    def _by_class(self, places: Sequence[Place]) -> list[tuple[SizeClass, list[Place]]]:
+        of_states = [place for place in places if place.name.group == STATE_GROUP]
+        of_blocks = [place for place in places if place.name.group != STATE_GROUP]
+        return [(self._class_of(some[0].name), some) for some in (of_blocks, of_states) if some]
 
     def take_ended(self) -> list[LoadEnded]:
         while not self._news.empty():
             self._news.get()()
-        if self._host is not None:
-            self._host.save()
+        for tiers in self._classes:
+            if tiers.host is not None:
+                tiers.host.save()
         ended, self._ended = self._ended, []
         return ended
 
@@ -357,44 +460,58 @@ class TieredConnector:
 
     @property
     def num_held_blocks(self) -> int:
-        return 0 if self._host is None else self._host.num_held_blocks
+        return 0 if self.blocks is None or self.blocks.host is None else self.blocks.host.num_held_blocks
+
+    @property
+    def _saves(self) -> bool:
+        """Whether a save of a block or state is in flight."""
+        return any(tiers.host is not None and tiers.host.num_held_blocks for tiers in self._classes)
 
     def stats(self) -> TierStats:
-        """Return statistics. Thread-safe."""
-        host, disk = self._host, self._disk
-        return TierStats(
-            host_usage=None if host is None else host.usage,
-            disk_usage=None if disk is None else disk.usage,
-            num_saved_blocks=0 if host is None else host.num_saved,
-            num_written_blocks=0 if disk is None else disk.num_written,
-            num_loaded_blocks=dict(self._num_loaded),
-            block_bytes=0 if self._copier is None else self._copier.block_bytes,
-        )
+        """Return statistics of KV blocks. Thread-safe."""
+        if self.blocks is None:
+            return TierStats(None, None, 0, 0, dict.fromkeys(KvMedium, 0), 0)
+        return self.blocks.stats()
+
+    def state_stats(self) -> TierStats | None:
+        """Return statistics of states, or None for a model without recurrent layers. Thread-safe."""
+        return None if self.states is None else self.states.stats()
+
+    @property
+    def disk_busy(self) -> bool:
+        """Whether blocks or states are being written to the disk."""
+        return any(tiers.disk is not None and tiers.disk.busy for tiers in self._classes)
 
     def settle(self) -> None:
-        if self._host is not None:
-            self._host.drop_queued()
+        for tiers in self._classes:
+            if tiers.host is not None:
+                tiers.host.drop_queued()
         for number in self._loads:
             self.abandon(number)
-        while self._loads or self.num_held_blocks:
+        while self._loads or self._saves:
             for future in list(self._under_way):
                 future.exception()
             self._news.get()()
 
     def reset(self) -> None:
-        if self._host is not None:
-            self._host.clear()
-        if self._disk is not None:
-            self._disk.clear()
+        for tiers in self._classes:
+            if tiers.host is not None:
+                tiers.host.clear()
+            if tiers.disk is not None:
+                tiers.disk.clear()
 
     def shutdown(self) -> None:
-        """See ``KVConnector``. Blocks that are only in host memory are written to the disk, within a time limit."""
-        disk, self._disk = self._disk, None
-        if disk is None:
-            return
-        if self._host is not None:
-            self._keep_all(disk, self._host, time.monotonic() + _LAST_SECONDS)
-        disk.close()
+        """See ``KVConnector``. Blocks and states that are only in host memory are written to the disk, within a time
+        limit. States and blocks share the time equally, because they are only useful together.
+        """
+        began = time.monotonic()
+        classes = [tiers for tiers in self._classes if tiers.disk is not None]
+        for number, tiers in enumerate(classes, 1):
+            disk, tiers.disk = tiers.disk, None
+            if disk is not None:
+                if tiers.host is not None:
+                    self._keep_all(disk, tiers.host, began + _LAST_SECONDS * number / len(classes))
+                disk.close()
 
     def _keep_all(self, disk: DiskTier, host: HostTier, deadline: float) -> None:
         """Write the blocks of the host tier to the disk, most recently used first."""
@@ -422,29 +539,34 @@ class TieredConnector:
         self._under_way.discard(future)
         then(future)
 
-    def _loaded(self, load: _Load, places: list[Place], done: "Future[None]") -> None:
+    def _loaded(
+        self, load: _Load, tiers: SizeClass, places: list[Place], slots: list[int], done: "Future[list[int]]"
+    ) -> None:
         error = done.exception()
         if error is None:
-            load.arrived += [(place, KvMedium.HOST) for place in places]
-        elif self._host is not None:
-            self._host.fail(error)
-        self._tell_of(load, KvMedium.HOST, len(places))
-        self._part_over(load)
+            damaged = set(done.result())
+            of_slots = list(zip(places, slots, strict=True))
+            load.arrived += [(place, KvMedium.HOST) for place, slot in of_slots if slot not in damaged]
+            if damaged and tiers.host is not None:
+                logger.warning("states in host memory are damaged and are recomputed num_states=%d", len(damaged))
+                tiers.host.dropped([place for place, slot in of_slots if slot in damaged])
+        elif tiers.host is not None:
+            tiers.host.fail(error)
+        self._part_of_tier_over(load, KvMedium.HOST)
 
-    def _tell_read(self, load: _Load, places: list[Place], arrived: list[Place], seconds: float) -> None:
+    def _tell_read(
+        self, load: _Load, tiers: SizeClass, places: list[Place], arrived: list[Place], seconds: float
+    ) -> None:
         """Queue the end of a disk batch. Thread-safe."""
-        self._news.put(partial(self._read, load, places, arrived, seconds))
+        self._news.put(partial(self._read, load, tiers, places, arrived, seconds))
         self._wake()
 
-    def _read(self, load: _Load, places: list[Place], arrived: list[Place], seconds: float) -> None:
+    def _read(self, load: _Load, tiers: SizeClass, places: list[Place], arrived: list[Place], seconds: float) -> None:
         load.arrived += [(place, KvMedium.DISK) for place in arrived]
-        self._rates.loaded(KvMedium.DISK, len(arrived), seconds)
-        if self._disk is not None and len(arrived) < len(places):
-            self._disk.dropped([place for place in places if place not in arrived])
-        load.disk -= 1
-        if not load.disk:
-            self._tell_of(load, KvMedium.DISK, load.num_on_disk)
-        self._part_over(load)
+        tiers.rates.loaded(KvMedium.DISK, len(arrived), seconds)
+        if tiers.disk is not None and len(arrived) < len(places):
+            tiers.disk.dropped([place for place in places if place not in arrived])
+        self._part_of_tier_over(load, KvMedium.DISK)
 
     def _tell_fetched(self, load: _Load, places: list[Place]) -> None:
         """Queue the end of a load from a peer. Thread-safe."""
@@ -453,17 +575,26 @@ class TieredConnector:
 
     def _fetched(self, load: _Load, places: list[Place]) -> None:
         load.arrived += [(place, KvMedium.PEER) for place in places]
-        self._rates.loaded(KvMedium.PEER, len(places), self._clock() - load.began)
+        num_blocks = sum(place.name.group != STATE_GROUP for place in places)
+        if self.blocks is not None:
+            self.blocks.rates.loaded(KvMedium.PEER, num_blocks, self._clock() - load.began)
         if self._peers is not None:
             self._peers.taken(load.at_peer)
         self._part_over(load)
 
+    def _part_of_tier_over(self, load: _Load, medium: KvMedium) -> None:
+        load.parts_of[medium] -= 1
+        if not load.parts_of[medium]:
+            self._tell_of(load, medium, load.num_wanted[medium])
+        self._part_over(load)
+
     def _tell_of(self, load: _Load, medium: KvMedium, wanted: int) -> None:
         """Report a finished transfer from host memory or disk."""
-        count = sum(found is medium for _, found in load.arrived)
-        size = 0 if self._copier is None else count * self._copier.block_bytes
-        outcome = outcome_of(wanted, count)
-        self.observe(Transfer(load.headers, medium, "", load.began, self._clock(), wanted, count, size, outcome))
+        sizes = [self._class_of(place.name).copier.block_bytes for place, found in load.arrived if found is medium]
+        outcome = outcome_of(wanted, len(sizes))
+        self.observe(
+            Transfer(load.headers, medium, "", load.began, self._clock(), wanted, len(sizes), sum(sizes), outcome)
+        )
 
     def _part_over(self, load: _Load) -> None:
         load.parts -= 1
@@ -472,6 +603,6 @@ class TieredConnector:
 
     def _end(self, load: _Load) -> None:
         del self._loads[load.number]
-        for _, medium in load.arrived:
-            self._num_loaded[medium] += 1
+        for place, medium in load.arrived:
+            self._class_of(place.name).num_loaded[medium] += 1
         self._ended.append(LoadEnded(load.number, tuple(load.arrived)))

@@ -15,6 +15,7 @@ from penstock.kvtransfer.v1 import messages_pb2 as pb
 from penstock_common.errors import FailedPrecondition, InvalidArgument
 from penstock_common.tensors.chunks import Buffer
 from penstock_common.tensors.shared_memory import MAX_SLOTS
+from penstock_common.types.kv_transfer import STATE_GROUP
 from penstock_enginecore.kv_transfer.rpc.transports import Receiver, checked
 
 _KIND = "DRAM"
@@ -153,8 +154,10 @@ class NixlReceiver(Receiver):
     invalid.
     """
 
-    def __init__(self, block_bytes: int, memory: NixlMemory, agents: RemoteAgents, opened: pb.Opened) -> None:
-        super().__init__(block_bytes)
+    def __init__(
+        self, block_bytes: int, memory: NixlMemory, agents: RemoteAgents, opened: pb.Opened, *, state_bytes: int = 0
+    ) -> None:
+        super().__init__(block_bytes, state_bytes=state_bytes)
         self._memory = memory
         self._agents = agents
         try:
@@ -167,6 +170,8 @@ class NixlReceiver(Receiver):
         if block.data.WhichOneof("payload") != "shared_memory":
             return await super().data(block)
         self.check(block)
+        if block.group == STATE_GROUP:
+            raise InvalidArgument("block.data must be in messages, because it is a state", field="block.data")
         return checked(await self._read(block.data.shared_memory.offset), block)
 
     def close(self) -> None:

@@ -35,23 +35,35 @@ class Offers:
         *,
         incarnation: str,
         block_bytes: int,
+        state_bytes: int = 0,
         root: Path = ROOT,
         make_agent: Callable[[str], NixlAgent] = installed_agent,
     ) -> None:
-        """Set up the transports. ``make_agent`` creates a NIXL agent by name. Raises ConfigError if NIXL is required
-        but not available.
+        """Set up the transports.
+
+        Args:
+            config: Settings of KV transfer.
+            incarnation: This engine's incarnation.
+            block_bytes: Bytes per block, or 0 for a model without attention.
+            state_bytes: Bytes of a state of recurrent layers, or 0 for a model without them.
+            root: Directory of shared memory.
+            make_agent: Function that creates a NIXL agent by name.
+
+        Raises:
+            ConfigError: NIXL is required but not available.
         """
         self._config = config
         self._block_bytes = block_bytes
+        self._state_bytes = state_bytes
         self._root = root
         self.shared_memory_id = ""
         """Id of the shared memory of this host, or empty if none is used."""
         self._arena: Arena | None = None
         self._nixl: NixlMemory | None = None
         self._agents: RemoteAgents | None = None
-        if config.transport in ("auto", "shared_memory"):
+        if config.transport in ("auto", "shared_memory") and block_bytes:  # States are sent in messages.
             self._take_memory(incarnation)
-        if config.transport in ("auto", "nixl"):
+        if config.transport in ("auto", "nixl") and block_bytes:
             self._join_nixl(incarnation, make_agent)
         more = [name for name, there in ((SHARED_MEMORY, self.shared_memory_id), (NIXL, self._nixl)) if there]
         self.transports = (*more, GRPC)
@@ -106,14 +118,14 @@ class Offers:
     def receiver(self, opened: pb.Opened, source: KvSource) -> Receiver:
         """Return a receiver for the transport that ``source`` chose. Raises InvalidArgument."""
         if opened.transport == NIXL and self._nixl is not None and self._agents is not None:
-            return NixlReceiver(self._block_bytes, self._nixl, self._agents, opened)
+            return NixlReceiver(self._block_bytes, self._nixl, self._agents, opened, state_bytes=self._state_bytes)
         if opened.transport != SHARED_MEMORY:
-            return Receiver(self._block_bytes)
+            return Receiver(self._block_bytes, state_bytes=self._state_bytes)
         reader = ArenaReader(source.incarnation, root=self._root)
         shared: TakeShared = lambda place, field: reader.read(  # noqa: E731 - it has a type
             place.name, place.offset, place.size, field=field
         )
-        return Receiver(self._block_bytes, shared, closed=reader.close)
+        return Receiver(self._block_bytes, shared, closed=reader.close, state_bytes=self._state_bytes)
 
     def close(self) -> None:
         """Free the memory. Idempotent."""

@@ -20,7 +20,7 @@ from penstock_common.observability.logging import get_logger
 from penstock_common.observability.tracing import Headers
 from penstock_common.rpc.call_authorization import PortSecret
 from penstock_common.rpc.status import from_rpc_error
-from penstock_common.types.kv_transfer import BlockName, KvMedium, KvSource
+from penstock_common.types.kv_transfer import STATE_GROUP, BlockName, KvMedium, KvSource
 from penstock_enginecore.kv_transfer.core.base import PeerBlock
 from penstock_enginecore.kv_transfer.core.pull import (
     Acknowledge,
@@ -270,7 +270,7 @@ class PullClient:
         now, counts = self._settings.clock(), self._settings.counts
         size = block.data.shape[0]
         effects = self._pull.block(block.fetch_id, BlockName(block.group, block.hash), size, now, good=data is not None)
-        counts.moved("in", self._transport, size)
+        counts.moved("in", self._transport, size, of_states=block.group == STATE_GROUP)
         if data is None:
             counts.failures[CHECKSUM] += 1
             log.warning("another engine sent a KV block with a wrong checksum", address=self._address)

@@ -15,7 +15,7 @@ from penstock_common.block_hash import DIGEST_SIZE
 from penstock_common.errors import FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.handshake import first_message
-from penstock_common.types.kv_transfer import BlockName
+from penstock_common.types.kv_transfer import STATE_GROUP, BlockName
 from penstock_enginecore.kv_transfer.core.leases import LEASE_ID_BYTES, Leases
 from penstock_enginecore.kv_transfer.core.pull import MAX_ASKED, MAX_HASHES
 from penstock_enginecore.kv_transfer.metrics import TransferCounts
@@ -29,6 +29,7 @@ _MAX_TRANSPORTS = 16
 _MAX_PULLS = 1024
 """Maximum number of open pulls."""
 
+Read = Callable[[Sequence[int]], "Future[list[bytes]]"]
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger()
 
@@ -39,6 +40,7 @@ class PullSource:
     Args:
         leases: Leases on the blocks.
         read: Function that returns the bytes of blocks. Thread-safe.
+        read_states: Function that returns the bytes of states of recurrent layers, or None for a model without them.
         wake: Function that makes the busy loop check the leases.
         incarnation: This engine's incarnation.
         fingerprint: Fingerprint of the engine's blocks.
@@ -52,18 +54,20 @@ class PullSource:
     def __init__(
         self,
         leases: Leases,
-        read: "Callable[[Sequence[int]], Future[list[bytes]]]",
+        read: "Read",
         wake: Callable[[], None],
         *,
         incarnation: str,
         fingerprint: bytes,
         block_bytes: int,
+        read_states: "Read | None" = None,
         senders: Callable[[str, pb.Open], Sender | None] = lambda name, _: GrpcSender() if name == GRPC else None,
         counts: TransferCounts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.leases = leases
         self.read = read
+        self.read_states = read_states
         self.wake = wake
         self.incarnation = incarnation
         self.fingerprint = fingerprint
@@ -222,7 +226,8 @@ class _Stream:
 
     async def _blocks(self, fetch: pb.Fetch) -> AsyncIterator[pb.PullResponse]:
         names = [BlockName(fetch.group, block_hash) for block_hash in fetch.hashes]
-        count = max(1, _READ_BYTES // max(1, self._source.block_bytes))
+        of_states = fetch.group == STATE_GROUP
+        count = 1 if of_states else max(1, _READ_BYTES // max(1, self._source.block_bytes))
         batches = [names[start : start + count] for start in range(0, len(names), count)]
         reading = self._begin(batches[0])
         for place, batch in enumerate(batches):
@@ -247,15 +252,18 @@ class _Stream:
         for response in self.sender.messages(fetch_id, name, data):
             yield response
             self._progress = self._source.clock()
-        self._source.counts.moved("out", self.sender.name, size)
+        self._source.counts.moved("out", self.sender.name, size, of_states=name.group == STATE_GROUP)
 
     def _begin(self, names: Sequence[BlockName]) -> _Reading:
         """Look blocks up and begin to read them. The read ends when the copy has ended, even if the stream ends before."""
         ids = self._leases.read_began(self._lease_id, names)
         if ids is None:
             return _Reading([None] * len(names), None)
+        read = self._source.read
+        if names[0].group == STATE_GROUP and self._source.read_states is not None:
+            read = self._source.read_states
         try:
-            future = self._source.read([block_id for block_id in ids if block_id is not None])
+            future = read([block_id for block_id in ids if block_id is not None])
         except BaseException:
             self._read_ended()
             raise

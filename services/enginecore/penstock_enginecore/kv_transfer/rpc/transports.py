@@ -11,7 +11,7 @@ from penstock_common.errors import InvalidArgument
 from penstock_common.observability.logging import get_logger
 from penstock_common.rpc.outputs import TakeShared, payload, take_chunk, taker
 from penstock_common.tensors.chunks import Buffer, IncomingTensors
-from penstock_common.types.kv_transfer import BlockName
+from penstock_common.types.kv_transfer import STATE_GROUP, BlockName
 
 # Flow control.
 
@@ -125,7 +125,9 @@ class SharedSlots(Protocol):
 
 
 class SlotSender(GrpcSender):
-    """Puts blocks into memory slots that another process reads. If all slots are in use, blocks are sent in messages."""
+    """Puts blocks into memory slots that another process reads. If all slots are in use, blocks are sent in messages.
+    States of recurrent layers are always sent in messages, because they do not fit into the slots.
+    """
 
     def __init__(self, name: str, arena: SharedSlots, agent: bytes = b"") -> None:
         super().__init__()
@@ -141,7 +143,7 @@ class SlotSender(GrpcSender):
         """Yield the message that names the block's slot. If no slot is free, yield messages with the block's bytes."""
         self._num_sent += len(data)
         try:
-            offset = self._arena.put(data)
+            offset = None if name.group == STATE_GROUP else self._arena.put(data)
         except OSError as e:
             log.warning("cannot write to shared memory; KV blocks are sent in gRPC messages", reason=str(e))
             offset = None
@@ -183,14 +185,20 @@ class Receiver:
     """Receives the blocks of one stream.
 
     ``shared`` copies bytes from shared memory, or is None without shared memory. ``closed`` is called when no more
-    blocks will arrive.
+    blocks will arrive. ``state_bytes`` is the size of states of recurrent layers, or 0 for a model without them.
     """
 
     def __init__(
-        self, block_bytes: int, shared: TakeShared | None = None, *, closed: Callable[[], None] = lambda: None
+        self,
+        block_bytes: int,
+        shared: TakeShared | None = None,
+        *,
+        closed: Callable[[], None] = lambda: None,
+        state_bytes: int = 0,
     ) -> None:
         self._block_bytes = block_bytes
-        self._chunks = IncomingTensors(max_bytes=block_bytes + MESSAGE_BYTES)
+        self._state_bytes = state_bytes
+        self._chunks = IncomingTensors(max_bytes=max(block_bytes, state_bytes) + MESSAGE_BYTES)
         self._take = taker(self._chunks)
         self._shared = shared
         self._closed = closed
@@ -207,10 +215,12 @@ class Receiver:
         return checked(payload(block.data, self._take, path="block.data", element_bytes=1, shared=self._shared), block)
 
     def check(self, block: pb.Block) -> None:
-        """Raise InvalidArgument if the block in the message does not have the expected size."""
-        if block.data.dtype != tensor_pb2.DATA_TYPE_UINT8 or list(block.data.shape) != [self._block_bytes]:
+        """Raise InvalidArgument if the block or state in the message does not have the expected size."""
+        of_states = block.group == STATE_GROUP
+        size = self._state_bytes if of_states else self._block_bytes
+        if block.data.dtype != tensor_pb2.DATA_TYPE_UINT8 or list(block.data.shape) != [size]:
             raise InvalidArgument(
-                f"block.data must be uint8 with shape [{self._block_bytes}], the size of every block",
+                f"block.data must be uint8 with shape [{size}], the size of every {'state' if of_states else 'block'}",
                 field="block.data",
             )
 

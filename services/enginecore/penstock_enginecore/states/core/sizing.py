@@ -1,6 +1,7 @@
 """Size of the state pool: running requests first, then kept states and KV blocks in proportion."""
 
 import math
+from fractions import Fraction
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import CacheConfig
@@ -68,6 +69,25 @@ def size_states(
         interval=interval,
     )
     return config, rest - kept * needs.slot_bytes
+
+
+def tier_share_of_states(cache: CacheConfig, *, slot_bytes: int, token_bytes: int, interval: int) -> Fraction:
+    """Return the share of a tier in host memory or on disk that holds states. The rest holds KV blocks.
+
+    States and KV blocks share a tier as they share the memory on the device: kept states get ``cache.state_share`` if
+    ``cache.state_interval`` is set. Otherwise they get the share with which both fill at the same rate.
+
+    Args:
+        cache: Settings of the cache.
+        slot_bytes: Bytes of one state.
+        token_bytes: Bytes of keys and values of one token, or 0 for a model without attention.
+        interval: Tokens between kept states.
+    """
+    if not token_bytes:
+        return Fraction(1)
+    if cache.state_interval:
+        return Fraction(cache.state_share).limit_denominator(1000)
+    return Fraction(slot_bytes, slot_bytes + interval * token_bytes)
 
 
 def interval_of(needs: StateNeeds, token_bytes: int, share: float) -> int:

@@ -2,28 +2,40 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock_common.types.kv_transfer import KvMedium
+from penstock_common.types.kv_transfer import STATE_GROUP, BlockName, KvMedium
 from penstock_common.types.outputs import StateStats
 from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.kv_cache.events import KvEventLog
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.core.scheduler.output import SchedulerOutput
+from penstock_enginecore.kv_transfer.core.base import Place
+from penstock_enginecore.kv_transfer.core.plan import Lookup
 from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StatePoolConfig, StateStep, span_start
 
 _UNWRITTEN = -1
 
 
 class _Evictions:
-    """Counts evicted states, and reports them to routers."""
+    """Counts evicted states, and reports states that are no longer findable to routers.
+
+    Attributes:
+        elsewhere: Hashes of states that are findable on each medium besides the pool.
+    """
 
     def __init__(self, events: KvEventLog) -> None:
         self.count = 0
+        self.elsewhere: dict[KvMedium, set[bytes]] = {}
         self._events = events
 
     def removed(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
         """Record evicted states. Each is given as group, hash and slot."""
         for _, block_hash, _ in blocks:
             self.count += 1
+            self.lost(block_hash)
+
+    def lost(self, block_hash: bytes) -> None:
+        """Report a state that the pool or another medium has lost, unless another medium still has it."""
+        if not any(block_hash in hashes for hashes in self.elsewhere.values()):
             self._events.lost(KvMedium.STATE, block_hash)
 
     def cleared(self) -> None:
@@ -66,7 +78,10 @@ class StateSlots:
     evicts kept states in LRU order.
 
     A step in flight may still read or write slots of a request that ended. This is safe: a device runs its steps in
-    order, so it runs such a step before any step that reuses the slots.
+    order, so it runs such a step before any step or copy that reuses the slots.
+
+    The slots are also the ``BlockHolder`` of a connector, which copies kept states to other media and loads them again.
+    A request that waits for its start can reserve a kept state.
     """
 
     def __init__(self, config: StatePoolConfig, *, keeps: bool, events: KvEventLog) -> None:
@@ -84,14 +99,27 @@ class StateSlots:
         self._keeps = keeps
         self._free_rows = list(range(config.num_requests - 1, -1, -1))
         self._requests: dict[str, _States] = {}
+        self._reserved: dict[str, KVCacheBlock] = {}
+        """Kept states that requests have reserved before their start, by request."""
         self._num_recomputed_tokens = 0
 
-    def longest(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """Return the largest number of blocks, at most ``num_blocks``, of a prefix whose state is kept."""
+    def longest(self, hashes: Sequence[bytes], num_blocks: int, lookup: Lookup | None = None) -> int:
+        """Return the largest number of blocks, at most ``num_blocks``, of a prefix whose state is kept, or can be loaded
+        according to ``lookup``.
+        """
         for count in range(num_blocks, 0, -1):
-            if self.pool.get(hashes[count - 1]) is not None:
+            block_hash = hashes[count - 1]
+            if self.pool.get(block_hash) is not None:
+                return count
+            if lookup is not None and lookup([[BlockName(STATE_GROUP, block_hash)]]):
                 return count
         return 0
+
+    def missing(self, hashes: Sequence[bytes], num_blocks: int) -> BlockName | None:
+        """Return the name of the state after ``num_blocks`` blocks, or None if the pool has the state."""
+        if not num_blocks or self.pool.get(hashes[num_blocks - 1]) is not None:
+            return None
+        return BlockName(STATE_GROUP, hashes[num_blocks - 1])
 
     def admit(self, request: Request, num_computed_tokens: int, branch: int) -> bool:
         """Give a starting request its slots and rows. Return False, and do nothing, if there are too few.
@@ -113,6 +141,7 @@ class StateSlots:
         else:
             states.shared[num_computed_tokens] = found
         self._requests[request.key] = states
+        self._release_reserved(request)
         if request.num_preemptions == 0 and branch:
             self._num_recomputed_tokens += branch - num_computed_tokens
         return True
@@ -124,6 +153,22 @@ class StateSlots:
         if slot is None:
             raise RuntimeError(f"no state is kept at token {position} of request {request.key!r}")
         return slot
+
+    def reserve(self, request: Request, position: int) -> None:
+        """Reserve the kept state at ``position`` for a request that has not started, if there is one. Release the state
+        that the request had reserved before.
+        """
+        index = position // SPAN - 1
+        slot = self.pool.get(request.block_hashes[index]) if index >= 0 else None
+        if slot is not None:
+            self.pool.touch((slot,))
+        self._release_reserved(request)
+        if slot is not None:
+            self._reserved[request.key] = slot
+
+    def _release_reserved(self, request: Request) -> None:
+        if (slot := self._reserved.pop(request.key, None)) is not None:
+            self.pool.free((slot,))
 
     def plan(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, StateStep]:
         """Return the states that each request of a step reads and writes. Call it once per scheduled step."""
@@ -163,14 +208,9 @@ class StateSlots:
         wanted = [end for end in (prompt_end, states.branch) if base < end <= last]
         wanted += range((base // interval + 1) * interval, last + 1, interval)
         for end in wanted:
-            if end not in states.shared and self._can_keep:
+            if end not in states.shared and self.num_spare > 0:
                 states.shared[end] = self.pool.allocate(1)[0]
         return sorted({end for end in wanted if end in states.shared})
-
-    @property
-    def _can_keep(self) -> bool:
-        """Whether a slot is free besides the slots for requests that can still start."""
-        return self.pool.num_free_blocks > SLOTS_PER_REQUEST * len(self._free_rows)
 
     def settle(self, request: Request, num_processed_tokens: int) -> None:
         """Make written states findable whose tokens are final, and release states that no later step reads."""
@@ -193,14 +233,26 @@ class StateSlots:
 
     def free(self, request: Request, *, keep: bool) -> None:
         """Release the slots and rows of a request. With ``keep``, its last closed state stays findable."""
+        self._release_reserved(request)
         states = self._requests.pop(request.key, None)
         if states is None:
             return
-        base = span_start(request.num_processed_tokens)
-        if keep and base in states.ends and base not in states.shared:
-            self._keep(request, states.own[states.ends.index(base)], base)
+        if keep:
+            self._keep_last(request, states)
         self.pool.free([*states.shared.values(), *states.own])
         self._free_rows.append(states.rows)
+
+    def keep_last(self, request: Request) -> None:
+        """Make the last closed state of a request findable, if the request runs. The request must end next."""
+        if (states := self._requests.get(request.key)) is not None:
+            self._keep_last(request, states)
+
+    def _keep_last(self, request: Request, states: _States) -> None:
+        base = span_start(request.num_processed_tokens)
+        if base in states.ends and base not in states.shared:
+            slot = states.own[states.ends.index(base)]
+            if slot.block_hash is None:
+                self._keep(request, slot, base)
 
     def forget(self) -> bool:
         """Forget all kept states. Return False, and do nothing, while a request runs."""
@@ -208,13 +260,71 @@ class StateSlots:
         if not self.pool.forget():
             return False
         for block_hash in kept:
-            self._events.lost(KvMedium.STATE, block_hash)
+            self._evictions.lost(block_hash)
         return True
 
     @property
     def in_use(self) -> bool:
-        """Whether a request owns slots."""
-        return bool(self._requests)
+        """Whether a request owns slots, or a slot is referenced for another reason."""
+        return self.pool.num_free_blocks < self.pool.num_usable_blocks
+
+    # Copies of states to and from other media. See ``BlockHolder``.
+
+    @property
+    def num_spare(self) -> int:
+        """Number of free slots besides the slots for requests that can still start."""
+        return self.pool.num_free_blocks - SLOTS_PER_REQUEST * len(self._free_rows)
+
+    def hold(self, place: Place) -> bool:
+        """See ``BlockHolder``."""
+        return self.pool.hold(place.block_id, place.name.hash)
+
+    def release(self, place: Place) -> None:
+        """See ``BlockHolder``."""
+        self.pool.release(place.block_id)
+
+    def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
+        """See ``BlockHolder``. Routers only get to know whether a state is findable on any medium."""
+        hashes = self._evictions.elsewhere.setdefault(medium, set())
+        if is_there:
+            hashes.add(name.hash)
+            self._events.kept(KvMedium.STATE, name.hash)
+        else:
+            hashes.discard(name.hash)
+            if self.pool.get(name.hash) is None:
+                self._evictions.lost(name.hash)
+
+    def lease(self, block_hash: bytes) -> KVCacheBlock | None:
+        """Add a reference to a kept state for a lease. Return None if the state is not kept, or if all free slots are
+        for requests that can still start.
+        """
+        slot = self.pool.get(block_hash)
+        if slot is None or (slot.ref_count == 0 and self.num_spare < 1):
+            return None
+        self.pool.touch((slot,))
+        return slot
+
+    def free_leased(self, slot: KVCacheBlock) -> None:
+        """Drop the reference of a lease."""
+        self.pool.free((slot,))
+
+    @property
+    def num_for_keeping(self) -> int:
+        """Number of slots besides the slots of running requests."""
+        return self.config.num_slots - 1 - SLOTS_PER_REQUEST * self.config.num_requests
+
+    def begin_load(self) -> int:
+        """Allocate a slot for a state that is loaded, and return the slot. ``num_spare`` must be positive."""
+        return self.pool.allocate(1)[0].block_id
+
+    def arrived(self, slot: int, block_hash: bytes) -> None:
+        """Make a loaded state findable."""
+        if self.pool.cache(self.pool.blocks[slot], block_hash):
+            self._events.kept(KvMedium.STATE, block_hash)
+
+    def free_loaded(self, slot: int) -> None:
+        """Drop the reference that a load had to its slot."""
+        self.pool.free((self.pool.blocks[slot],))
 
     def stats(self) -> StateStats:
         """Return the use of the pool. Thread-safe."""

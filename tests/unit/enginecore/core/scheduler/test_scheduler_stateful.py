@@ -12,6 +12,7 @@ from penstock_common.errors import Unavailable
 from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.config import LoraConfig, SpeculativeConfig
+from penstock_enginecore.kv_transfer.core.tiers import TierPlan
 from penstock_enginecore.lora.core.request import LoadedLora, PartlyLoadedError
 from tests.fakes.engines.engine_harness import assert_nothing_left, expected_output, make_request, run_to_end
 from tests.fakes.engines.engine_lives import ENGINES, LIVES, REQUESTS, VOCAB, EngineLives
@@ -105,7 +106,7 @@ class EngineMachine(EngineLives):
             **config,
         )
         if disk_slots and host_blocks and prefix_caching:
-            self.engine.connector.begin(self.engine.executor.copier, host_blocks, FakeDisk(disk_slots))
+            self.engine.connector.begin(TierPlan(self.engine.executor.copier, host_blocks, FakeDisk(disk_slots)))
         self.answers = []
 
     def prepared(self, executor):
@@ -205,7 +206,7 @@ class EngineMachine(EngineLives):
 
     @rule()
     def the_disk_forgets(self):
-        disk = self.engine.connector and self.engine.connector._disk
+        disk = self.engine.connector and self.engine.connector.blocks.disk
         if disk:
             disk._store.spoiled = {name for name, _ in disk._store.slots.values()}
 
@@ -256,7 +257,7 @@ class EngineMachine(EngineLives):
         if loads is None:
             return []
         brought = [place.block_id for load in loads._loads._loads.values() for place in load.places]
-        return [*brought, *(place.block_id for place in self.engine.connector._host._saving.values())]
+        return [*brought, *(place.block_id for place in self.engine.connector.blocks.host._saving.values())]
 
     @invariant()
     def adapters_are_within_their_limits(self):

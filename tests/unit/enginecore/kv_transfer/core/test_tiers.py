@@ -15,7 +15,7 @@ from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, PeerBlock, Place
-from penstock_enginecore.kv_transfer.core.tiers import PeerLoads
+from penstock_enginecore.kv_transfer.core.tiers import PeerLoads, TierPlan
 from penstock_enginecore.kv_transfer.core.transfer_stats import NOTHING, WHOLE, Transfer
 from tests.fakes.engines.engine_harness import (
     Transcript,
@@ -37,7 +37,7 @@ def engine_of(num_blocks: int = 20, host_blocks: int = 64, disk: FakeDisk | None
     executor = config.pop("executor", None)
     engine = make_engine(executor, num_blocks=num_blocks, host_blocks=host_blocks, **config)
     if disk is not None:
-        engine.connector.begin(engine.executor.copier, host_blocks, disk)
+        engine.connector.begin(TierPlan(engine.executor.copier, host_blocks, disk))
     return engine
 
 
@@ -278,8 +278,8 @@ def test_events_follow_what_can_be_found_in_the_pool_on_the_host_and_on_the_disk
     assert num_disk
     own = (KvMedium.DEVICE, KvMedium.HOST, KvMedium.DISK)
     assert set(told) == {(kind, medium) for kind in (BlockStored, BlockRemoved) for medium in own}
-    assert known[KvMedium.HOST] == {name.hash for name in engine.connector._host.index.names}
-    assert known[KvMedium.DISK] == {name.hash for name in engine.connector._disk.index.names}
+    assert known[KvMedium.HOST] == {name.hash for name in engine.connector.blocks.host.index.names}
+    assert known[KvMedium.DISK] == {name.hash for name in engine.connector.blocks.disk.index.names}
     disk.spoiled = {name for name, _ in disk.slots.values()}
     for number in (1, 4, 3):
         turn(engine, number)
