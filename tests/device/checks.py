@@ -17,7 +17,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from tests.device.adapters import alone, mixed
 from tests.device.speculation import speculation, speeds
 from tests.fakes.engines.in_process import build_engine, generate
-from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12
@@ -34,6 +34,8 @@ def _widths(architecture: str) -> dict[str, Any]:
     """Return configuration changes for heads of 64 numbers, if the model type has a configurable head size."""
     if architecture in LATENT:
         return WIDTHS
+    if architecture in RECURRENT_ARCHITECTURES:
+        return {}
     return HEADS if architecture not in ("gpt2", "gpt_bigcode", "opt", "jetmoe", "helium", "minicpm3") else {}
 
 
@@ -223,5 +225,6 @@ CHECKS: dict[str, Callable[[str], dict[str, Any]]] = {
     **{f"drafts {method} {heat}": partial(speculation, method, heat) for method in DRAFTERS for heat in (0.0, 0.8)},
     "speeds with drafts": speeds,
     **{f"bfloat16 {name}": partial(family, name, "bfloat16") for name in FUSED[:6]},
+    **{f"float32 {name}": partial(family, name, "float32") for name in RECURRENT_ARCHITECTURES},
     **{f"float32 {name}": partial(family, name, "float32") for name in ARCHITECTURES if name not in FUSED},
 }

@@ -19,6 +19,7 @@ from penstock_enginecore.core.scheduler.output import (
     SchedulerOutput,
 )
 from penstock_enginecore.core.worker_stats import GraphStats
+from penstock_enginecore.executor.broken_states import BrokenStates
 from penstock_enginecore.executor.device import step_tokens
 from penstock_enginecore.executor.generation.media import Placed, StepMedia, row_bytes
 from penstock_enginecore.executor.generation.prompt_embeds import vector_positions
@@ -31,6 +32,7 @@ from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.pooling.pooler import Accumulator, Pooler
 from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.memory import StateLayers, num_bytes
+from penstock_enginecore.worker.device_thread import begin_copy
 
 # State of pooling requests. The tokens of a prompt never change; only its blocks and computed tokens do.
 
@@ -293,12 +295,13 @@ class PoolingRunner:
             starts = np.array([chunk.start for chunk in inputs.chunks])
             states = StateMetadata.of(request_ids, inputs.batch.query_start_loc, starts, step.states)
         hidden = self._backbone.run(replace(self._with_media(inputs), states=states))
+        broken = BrokenStates.of(request_ids, states, begin_copy)
         self._done = ModelRunnerOutput(
             request_ids=request_ids,
             sampled_token_ids=[[] for _ in request_ids],
             pooled=self._pool(inputs, hidden),
             encoder_failures=failures,
-            num_nans_in_logits={} if states is None else {request_ids[index]: 1 for index in states.broken},
+            num_nans_in_logits=dict.fromkeys(broken.wait(), 1),
         )
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:

@@ -29,8 +29,9 @@ from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.states.base import StateMetadata, use_states
-from penstock_enginecore.states.bound import BoundStates, StateKernels
+from penstock_enginecore.states.bound import BoundStates, HostStateKernels
 from penstock_enginecore.states.core.spec import StateSpec
+from penstock_enginecore.states.cuda.context import StateKernels
 from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 _FIRST: IntArray = np.zeros(1, dtype=np.int64)
@@ -89,8 +90,9 @@ class Backbone:
         packed_bytes: Bytes that modules use in addition to their parameters.
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
         adapted: Computes LoRA adapters in device slots, or None to compute them with torch.
+        state_kernels: Kernels of recurrent layers, or None to compute them with torch.
         from_start: Compute recurrences token by token, for prompts that begin in the step.
-        state_kernels: Kernels of recurrent layers, or None for torch.
+        host_state_kernels: Kernels of recurrent layers on the host, or None.
     """
 
     def __init__(
@@ -102,15 +104,22 @@ class Backbone:
         packed_bytes: int = 0,
         cache_dtype: torch.dtype | None = None,
         adapted: SlotModules | None = None,
+        state_kernels: StateKernels | None = None,
         *,
         from_start: bool = False,
-        state_kernels: StateKernels | None = None,
+        host_state_kernels: HostStateKernels | None = None,
     ) -> None:
         self.device = device
         self.specs = specs.attention
         self.memory = backend.memory(specs.attention, cache_dtype or model.dtype, device)
         self._states = BoundStates(
-            model.module, specs.states, model.dtype, device, from_start=from_start, kernels=state_kernels
+            model.module,
+            specs.states,
+            model.dtype,
+            device,
+            state_kernels,
+            from_start=from_start,
+            on_host=host_state_kernels,
         )
         self._model = model
         self._backend = backend
@@ -152,7 +161,7 @@ class Backbone:
         else:
             plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
             context = StepContext(self._backend, self._caches, plans)
-        with use_states(self._states.context(batch.states)), self._adding(batch):
+        with use_states(self._states.context(batch.states, len(batch.token_ids))), self._adding(batch):
             return hidden_states(self._model, batch, context, self.device)
 
     def _adding(self, batch: BackboneBatch) -> AbstractContextManager[None]:
@@ -221,7 +230,7 @@ def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:
         attention=[metadata],
         states=alone_states(backbone, metadata),
     )
-    with throwaway(backbone, probe):
+    with throwaway(backbone, metadata.block_size, probe.num_blocks, metadata.num_requests):
         return backbone.run(batch)
 
 

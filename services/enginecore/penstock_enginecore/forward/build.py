@@ -15,7 +15,7 @@ from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.backbone import Backbone, probe_specs, probe_states
 from penstock_enginecore.forward.base import ForwardPass
 from penstock_enginecore.forward.cuda.adapters import SlotModules, slot_modules
-from penstock_enginecore.forward.cuda.attention import Attending, TritonAttention, attention_candidates
+from penstock_enginecore.forward.cuda.attention import Attending, Recurrent, TritonAttention, attention_candidates
 from penstock_enginecore.forward.cuda.decoder import FusedForward, device_launcher, fused_candidates
 from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
@@ -34,6 +34,7 @@ from penstock_enginecore.parallel.sharding import Part, SplitVocabulary
 from penstock_enginecore.pooling.embedder import PoolingModel
 from penstock_enginecore.sample.base import Sampler, TokenLauncher
 from penstock_enginecore.sample.sampler import SamplingKernels, SplitSampler, TorchSampler
+from penstock_enginecore.states.cuda.context import StateKernels
 
 logger = logging.getLogger(__name__)
 
@@ -133,13 +134,18 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
 
     def attended(attends: AttentionBackend, packed_bytes: int = 0) -> ForwardPass:
-        return ModulesForward(probed, attends, packed_bytes, adapted, state_kernels=native.states() if native else None)
+        return ModulesForward(
+            probed, attends, packed_bytes, adapted, host_state_kernels=native.states() if native else None
+        )
 
     serve = partial(attended, backend)
 
-    # Exchanges between ranks cannot be captured in a graph, and neither can recurrences, whose indices differ by step.
-    replay = None if config.part or probed.states else partial(_replayed, probed, adapted)
-    attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay)
+    def recurring(attends: AttentionBackend, kernels: StateKernels) -> ForwardPass:
+        return ModulesForward(probed, attends, adapted=adapted, state_kernels=kernels)
+
+    replay = None if config.part else partial(_replayed, probed, adapted)  # graphs contain no exchanges between ranks
+    recurrent = Recurrent(probed.states, recurring, backend) if probed.states else None
+    attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay, recurrent)
     # The fused decoder does not sum over ranks, so it cannot serve a part of a model.
     whole = not config.part and not probed.states
     candidates = fused_candidates(probed, config.kernels, config.attention_backend, config.lora) if whole else []
@@ -189,7 +195,9 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     left = cut(whole, stage).placed(config.device)
 
     def attended(attends: AttentionBackend, packed_bytes: int = 0) -> ForwardPass:
-        return ModulesForward(left.probed, attends, packed_bytes, state_kernels=native.states() if native else None)
+        return ModulesForward(
+            left.probed, attends, packed_bytes, host_state_kernels=native.states() if native else None
+        )
 
     serve = partial(attended, backend)
 
@@ -225,15 +233,25 @@ def build_backbone(model: PoolingModel, config: ForwardConfig) -> BuiltBackbone:
 
     adapted = None if config.part else slot_modules(model.module, model.dtype, config.device, config.lora)
 
-    def backbone(attends: AttentionBackend, packed_bytes: int = 0, *, from_start: bool = False) -> Backbone:
-        of = (model, specs, attends, config.device, packed_bytes, config.cache_dtype, adapted)
-        return Backbone(*of, from_start=from_start, state_kernels=native.states() if native else None)
+    def backbone(
+        attends: AttentionBackend,
+        packed_bytes: int = 0,
+        state_kernels: StateKernels | None = None,
+        *,
+        from_start: bool = False,
+    ) -> Backbone:
+        of = (model, specs, attends, config.device, packed_bytes, config.cache_dtype, adapted, state_kernels)
+        return Backbone(*of, from_start=from_start, host_state_kernels=native.states() if native else None)
+
+    def recurring(attends: AttentionBackend, kernels: StateKernels) -> Backbone:
+        return backbone(attends, state_kernels=kernels)
 
     reference = backbone(create_backend("reference", config.device), from_start=True)
 
     probed = partial(probe_states, probe=Probe.prompt(model.vocab_size))
     run, serve = partial(probed, reference), partial(backbone, backend)
-    attending = Attending(config.device, specs.attention, model.dtype, backbone, probed)
+    recurrent = Recurrent(specs.states, recurring, backend) if specs.states else None
+    attending = Attending(config.device, specs.attention, model.dtype, backbone, probed, recurrent=recurrent)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
@@ -250,12 +268,16 @@ def _describe(native: NativeBackend | None, config: ForwardConfig, name: str | N
 
 
 def _replayed(
-    probed: ProbedModel, adapted: SlotModules | None, attends: TritonAttention, graphs: StepGraphs
+    probed: ProbedModel,
+    adapted: SlotModules | None,
+    attends: TritonAttention,
+    graphs: StepGraphs,
+    state_kernels: StateKernels | None,
 ) -> tuple[ForwardPass, Callable[[], str]]:
     """Return a pass that replays steps of the model's modules, and a function that returns the reason if it does not
     replay.
     """
-    forward = ReplayedModules(probed, attends, graphs, adapted)
+    forward = ReplayedModules(probed, attends, graphs, adapted, state_kernels)
     return forward, lambda: forward.failure
 
 

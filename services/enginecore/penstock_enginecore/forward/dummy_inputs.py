@@ -130,7 +130,7 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
     """Return logits ``[len(rows), vocab]`` for ``rows`` of ``probe``, or for all tokens if None. Leaves ``forward``
     without a KV cache.
     """
-    with throwaway(forward, probe):
+    with throwaway(forward, probe.metadata.block_size, probe.num_blocks, probe.metadata.num_requests):
         states = alone_states(forward, probe.metadata)
         batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata], states=states)
         if probe.demands:
@@ -139,12 +139,14 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
 
 
 @contextmanager
-def throwaway(forward: Stateful, probe: Probe) -> Iterator[None]:
-    """Return a context in which ``forward`` has a temporary KV cache and temporary states, and afterwards none."""
+def throwaway(forward: Stateful, block_size: int, num_blocks: int, num_requests: int) -> Iterator[None]:
+    """Return a context in which ``forward`` has a temporary KV cache and temporary states, and afterwards none.
+
+    The KV cache has ``num_blocks`` blocks of ``block_size`` tokens, and ``num_requests`` requests have states.
+    """
     states = state_memory(forward)
-    forward.bind(forward.memory.throwaway(probe.metadata.block_size, probe.num_blocks))
+    forward.bind(forward.memory.throwaway(block_size, num_blocks))
     if states is not None and isinstance(forward, StatefulForward):
-        num_requests = probe.metadata.num_requests
         forward.bind_states(
             states.allocate(
                 StatePoolConfig(
@@ -177,7 +179,7 @@ def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torc
     Later parts read keys and values that earlier parts wrote to the cache. Leaves ``forward`` without a KV cache.
     """
     logits = []
-    with throwaway(forward, probe):
+    with throwaway(forward, probe.metadata.block_size, probe.num_blocks, probe.metadata.num_requests):
         for start, end in itertools.pairwise([0, *cuts, len(probe.token_ids)]):
             batch = probe.batch(forward, start, end)
             logits.append(forward.run(batch, np.arange(end - start)).logits.clone())
@@ -189,8 +191,8 @@ def blank_decodes(
 ) -> tuple[ForwardBatch, IntArray]:
     """Return a decode step of one token for each of ``size`` dummy requests, and the rows that get logits.
 
-    The requests attend to the null block, write no keys and values, and store their next tokens in the last entry of
-    ``newest``. If ``adapted``, the step launches the kernels for adapters, although no adapter is used.
+    The requests attend to the null block, write no keys and values, have no recurrent states, and store their next tokens
+    in the last entry of ``newest``. If ``adapted``, the step launches the kernels for adapters, although no adapter is used.
     """
     none: IntArray = np.zeros(size, dtype=np.int64)
     draws = PlainDraws.of(DrawSettings.off(size), none.astype(np.uint64), none)
@@ -199,4 +201,7 @@ def blank_decodes(
     table = np.zeros((size, 1), dtype=np.int32)
     metadata = AttentionMetadata(starts, none + 1, table, none - 1, block_size)
     segments = [LoraSegment(BLANK, 0, size)] if adapted else []
-    return ForwardBatch(none, none, [metadata] * num_groups, choice=choice, segments=segments), starts[:-1]
+    blank = ForwardBatch(
+        none, none, [metadata] * num_groups, choice=choice, segments=segments, states=StateMetadata(())
+    )
+    return blank, starts[:-1]

@@ -27,8 +27,9 @@ from penstock_enginecore.models.quantization.loading import dequantize_kept
 from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.states.base import use_states
-from penstock_enginecore.states.bound import BoundStates, StateKernels
+from penstock_enginecore.states.bound import BoundStates, HostStateKernels
 from penstock_enginecore.states.core.spec import StateSpec
+from penstock_enginecore.states.cuda.context import StateKernels
 from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 # Head of a causal language model, called separately: computes logits of chosen rows from hidden states.
@@ -211,8 +212,9 @@ class ModulesForward:
         backend: Computes attention.
         packed_bytes: Bytes that modules hold in addition to their parameters.
         adapted: Computes LoRA adapters, or None to compute them with torch.
+        state_kernels: Kernels of recurrent layers, or None to compute them with torch.
         from_start: Compute recurrences token by token, for sequences that begin in the step.
-        state_kernels: Kernels of recurrent layers, or None for torch.
+        host_state_kernels: Kernels of recurrent layers on the host, or None.
     """
 
     def __init__(
@@ -221,9 +223,10 @@ class ModulesForward:
         backend: AttentionBackend,
         packed_bytes: int = 0,
         adapted: AdaptedModules | SlotModules | None = None,
+        state_kernels: StateKernels | None = None,
         *,
         from_start: bool = False,
-        state_kernels: StateKernels | None = None,
+        host_state_kernels: HostStateKernels | None = None,
     ) -> None:
         self.device = probed.device
         self.separate_head = probed.separate_head
@@ -236,19 +239,20 @@ class ModulesForward:
         self._kept_layers: Sequence[int] = ()
         self._adapted = adapted or AdaptedModules(self._module, head_of(self._module))
         self.memory = backend.memory(probed.specs, probed.cache_dtype, probed.device, probed.cache_scales)
-        self._states = BoundStates(
+        self.bound_states = BoundStates(
             self._module,
             probed.states,
             probed.model.dtype,
             probed.device,
+            state_kernels,
             from_start=from_start,
-            kernels=state_kernels,
+            on_host=host_state_kernels,
         )
 
     @property
     def states(self) -> StateMemory:
         """Allocator of the states of recurrent layers."""
-        return self._states.memory
+        return self.bound_states.memory
 
     @property
     def weight_bytes(self) -> int:
@@ -263,7 +267,7 @@ class ModulesForward:
 
     def bind_states(self, layers: StateLayers) -> None:
         """Use these states. Recurrent layers find their states by name."""
-        self._states.bind(layers)
+        self.bound_states.bind(layers)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return embeddings from the model's embedding module, in the model's dtype."""
@@ -289,7 +293,8 @@ class ModulesForward:
         capture = self._head.capture() if keep_states else nullcontext()
         context = StepContext(self._backend, self._caches, plans)
         adapted = self._adding(batch.segments, rows, len(batch.token_ids))
-        with use_context(context), use_states(self._states.context(batch.states)), adapted, capture as states:
+        recurrent = self.bound_states.context(batch.states, len(batch.token_ids))
+        with use_context(context), use_states(recurrent), adapted, capture as states:
             at, wanted = self._to_device(positions), self._to_device(rows)
             logits, hidden = module_outputs(
                 self._module, given, at, wanted, self._kept_layers, calls_base=self.separate_head

@@ -138,10 +138,13 @@ class StateMetadata:
 
     Attributes:
         broken: Indices of requests whose new states have a number that is not finite. The forward pass adds them.
+        flags: Tensors on a device, ``[requests]``, that are not 0 for such requests. The forward pass adds them if
+            reading them would wait for the device.
     """
 
     sequences: Sequence[SequenceStep]
     broken: set[int] = field(default_factory=set)
+    flags: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
     def of(

@@ -7,13 +7,15 @@ import torch
 
 from penstock_enginecore.states.base import StateContext, StateMetadata
 from penstock_enginecore.states.core.spec import StateSpec
+from penstock_enginecore.states.cuda.context import StateKernels, TritonStates
+from penstock_enginecore.states.cuda.indices import StateIndices
 from penstock_enginecore.states.memory import StateLayer, StateLayers, StateMemory
 from penstock_enginecore.states.reference import ReferenceStates
 from penstock_enginecore.states.rows import RowStates
 
 
-class StateKernels(Protocol):
-    """Kernels that compute recurrent layers."""
+class HostStateKernels(Protocol):
+    """Kernels that compute recurrent layers on the host."""
 
     def takes(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether the kernels support states whose convolution inputs have this dtype and place."""
@@ -30,8 +32,9 @@ class BoundStates:
         specs: Specs of the layers by module name. Empty for a model without recurrent layers.
         dtype: The dtype of the computation.
         device: Device of the states.
+        kernels: Kernels of the device, or None to compute with torch.
         from_start: Compute recurrences token by token, for sequences that begin in the step.
-        kernels: Kernels to use if they support the states, or None for torch.
+        on_host: Kernels of the host, which are used if they support the states.
     """
 
     def __init__(
@@ -40,22 +43,24 @@ class BoundStates:
         specs: Mapping[str, StateSpec],
         dtype: torch.dtype,
         device: torch.device,
+        kernels: StateKernels | None = None,
         *,
         from_start: bool = False,
-        kernels: StateKernels | None = None,
+        on_host: HostStateKernels | None = None,
     ) -> None:
         self.memory = StateMemory(specs, dtype, device)
         self._modules = {name: each for name, each in module.named_modules() if name in specs}
         self._device = device
+        self._kernels = kernels
         self._from_start = from_start
-        self._kernels = kernels if kernels is not None and kernels.takes(dtype, device) else None
+        self._on_host = on_host if on_host is not None and on_host.takes(dtype, device) else None
         self._layers: Mapping[torch.nn.Module, StateLayer] = {}
 
     def bind(self, layers: StateLayers) -> None:
         """Use these states from now on. An empty dictionary releases the current states."""
         self._layers = {self._modules[name]: layer for name, layer in layers.items()}
 
-    def context(self, step: StateMetadata | None) -> StateContext | None:
+    def context(self, step: StateMetadata | None, num_tokens: int) -> StateContext | None:
         """Return the context of a step's recurrent layers, or None for a model without them.
 
         Raises RuntimeError if the step has no states, because its logits would be wrong.
@@ -66,6 +71,21 @@ class BoundStates:
             raise RuntimeError("the step has no states for the model's recurrent layers")
         if self._from_start:
             return ReferenceStates(step)
-        if self._kernels is not None:
-            return self._kernels.context(self._layers, step)
-        return RowStates(self._layers, step, self._device)
+        if self._on_host is not None:
+            return self._on_host.context(self._layers, step)
+        if self._kernels is None:
+            return RowStates(self._layers, step, self._device, late=self._device.type != "cpu")
+        indices = StateIndices.of(step, num_tokens, self._device)
+        step.flags.append(indices.broken)
+        return TritonStates(self._kernels, self._layers, indices, step, self._device)
+
+    def captured(self, indices: StateIndices) -> StateContext | None:
+        """Return the context of a step that only the device knows, or None for a model without recurrent layers.
+
+        Raises RuntimeError without kernels, because torch needs the step on the host.
+        """
+        if not self.memory.specs:
+            return None
+        if self._kernels is None:
+            raise RuntimeError("torch computes the model's recurrent layers, so the step cannot be captured")
+        return TritonStates(self._kernels, self._layers, indices, None, self._device)

@@ -48,12 +48,23 @@ class RowStates:
         layers: Memory of the layers by mixer.
         step: States of the requests.
         device: Device of the memory.
+        late: Report states that are not finite in ``StateMetadata.flags``, without waiting for the device.
     """
 
-    def __init__(self, layers: Mapping[torch.nn.Module, StateLayer], step: StateMetadata, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Mapping[torch.nn.Module, StateLayer],
+        step: StateMetadata,
+        device: torch.device,
+        *,
+        late: bool = False,
+    ) -> None:
         self._layers = layers
         self.step = step
         self._device = device
+        self._flags = torch.zeros(len(step.sequences), dtype=torch.int32, device=device) if late else None
+        if self._flags is not None:
+            step.flags.append(self._flags)
         length = next(iter(layers.values())).inputs.shape[1]
         self._taps: dict[int, _Taps] = {}
         sequences = step.sequences
@@ -83,9 +94,16 @@ class RowStates:
         tails = inputs[taps.of_writes]
         layer.tails[self._written_slots] = tails
         if layer.closed is None:  # ``scan`` checks the states of other layers, which tails are part of.
-            finite = tails.isfinite().flatten(1).all(1).tolist()
-            self.step.broken.update(index for index, good in zip(self._writers, finite, strict=True) if not good)
+            self._report(self._writers, tails.isfinite().flatten(1).all(1))
         return _convolved(inputs, taps.windows, call)
+
+    def _report(self, writers: list[int], finite: torch.Tensor) -> None:
+        """Report the requests ``writers`` whose states are not finite. ``finite`` is bool ``[len(writers)]``."""
+        if self._flags is not None:
+            for place, index in enumerate(writers):
+                self._flags[index].logical_or_(~finite[place])
+        else:
+            self.step.broken.update(index for index, good in zip(writers, finite.tolist(), strict=True) if not good)
 
     def _plan(self, kernel: int) -> _Taps:
         sequences, length, before = self.step.sequences, self._length, kernel - 1
@@ -157,8 +175,7 @@ class RowStates:
                     rows = rows.none()
                 if start in writes:
                     layer.closed[writes[start]] = closed
-                    if not bool(closed.isfinite().all()):
-                        self.step.broken.add(index)
+                    self._report([index], closed.isfinite().all()[None])
 
     def _replay(
         self,
@@ -193,8 +210,7 @@ class RowStates:
                 state, start = states[-1], part_end
             if start in writes:
                 layer.closed[writes[start], :, :, 0] = state
-                if not bool(state.isfinite().all()):
-                    self.step.broken.add(index)
+                self._report([index], state.isfinite().all()[None])
 
 
 @dataclass(frozen=True, slots=True)

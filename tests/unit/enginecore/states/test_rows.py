@@ -90,6 +90,10 @@ class Sequences:
 
     def step(self, tokens: Sequence[tuple[int, int, int]]) -> Any:
         """Return the context of a step with ``tokens``: request, first position and count."""
+        return self._form(self.layer, self.metadata(tokens))
+
+    def metadata(self, tokens: Sequence[tuple[int, int, int]]) -> StateMetadata:
+        """Return the states of a step with ``tokens``, as ``step`` takes them."""
         sequences, first = [], 0
         for request, start, count in tokens:
             base, last = span_start(start), span_start(start + count)
@@ -97,7 +101,7 @@ class Sequences:
             state = StateStep(request, self.slot(request, base) if base else 0, writes)
             sequences.append(SequenceStep(first, start, count, state))
             first += count
-        return self._form(self.layer, StateMetadata(sequences))
+        return StateMetadata(sequences)
 
     def slot(self, request: int, position: int) -> int:
         return 2 * request + 1 + position // SPAN % 2
@@ -256,3 +260,13 @@ def _joined(parts: Sequence[ScanCall]) -> ScanCall:
         return None if tensors[0] is None else torch.cat(tensors)
 
     return ScanCall(MIXER, *(joined(name) for name in ("query", "key", "value", "decay", "beta")))  # type: ignore[arg-type]
+
+
+def test_devices_report_states_that_are_not_finite_late() -> None:
+    sequences = Sequences(2, SPAN)
+    step = sequences.metadata([(0, 0, 20), (1, 0, 20)])
+    call = scan_call(40, corrects=True)
+    call.value[25] = torch.nan
+    RowStates({MIXER: sequences.layer}, step, DEVICE, late=True).scan(call)
+    assert step.broken == set()
+    assert [flags.tolist() for flags in step.flags] == [[0, 1]]

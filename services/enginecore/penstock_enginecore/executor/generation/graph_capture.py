@@ -15,7 +15,7 @@ from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.forward.base import FedTokens, ForwardPass, to_device
 from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.cuda.buffers import decode_sizes
-from penstock_enginecore.forward.dummy_inputs import blank_decodes
+from penstock_enginecore.forward.dummy_inputs import blank_decodes, throwaway
 
 # Tokens that a device has chosen most recently. The device uses these tokens as inputs before the host receives them.
 
@@ -122,19 +122,16 @@ class GraphCapture:
         """Estimate the bytes of the graphs of ``sizes``, by capturing the two largest sizes on a temporary cache.
 
         The first captured graph also allocates the memory that all graphs share. Afterwards, no graph remains, and
-        ``forward`` has no bound cache.
+        ``forward`` has no bound cache and states.
         """
         largest = sorted(sizes, reverse=True)
         taken = []
-        self._forward.bind(self._forward.memory.throwaway(block_size, 2))
-        try:
+        with throwaway(self._forward, block_size, num_blocks=2, num_requests=1):
             for size in largest[:2]:
                 before = free()
                 for adapted in self._variants:
                     self._forward.run(*blank_decodes(size, 1, block_size, self._room(), adapted=adapted))
                 taken.append(max(before - free(), 0))
-        finally:
-            self._forward.bind({})
         return sum(taken) + sum(taken[1:]) * (len(largest) - 2)
 
     def _room(self) -> torch.Tensor:

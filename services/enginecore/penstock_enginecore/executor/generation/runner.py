@@ -20,6 +20,7 @@ from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.core.scheduler.output import DraftTokenIds, GrammarBitmask, ModelRunnerOutput, SchedulerOutput
 from penstock_enginecore.core.worker_stats import GraphStats
 from penstock_enginecore.cuda_virtual_memory import KeptMemory
+from penstock_enginecore.executor.broken_states import BrokenStates
 from penstock_enginecore.executor.device import prompt_batch_tokens, step_tokens
 from penstock_enginecore.executor.generation.drafting import Drafting
 from penstock_enginecore.executor.generation.graph_capture import GraphCapture, NewestTokens
@@ -324,7 +325,7 @@ class GenerationRunner:
             output.launched,
             wanted,
             seconds,
-            broken=[] if states is None else [inputs.request_ids[index] for index in sorted(states.broken)],
+            broken=BrokenStates.of(inputs.request_ids, states, self._begin_copy),
         )
 
     def _step_states(self, inputs: StepInputs, step: SchedulerOutput) -> StateMetadata | None:
@@ -343,7 +344,7 @@ class GenerationRunner:
             return ModelRunnerOutput(encoder_failures=failures)
         if self._chosen_elsewhere is not None:
             self._expect(self._batch, pending, self._chosen_elsewhere())
-            return with_broken(ModelRunnerOutput(), pending.broken)
+            return with_broken(ModelRunnerOutput(), pending.broken.wait())
         if self._launcher is not None:
             constrained = grammar is not None and bool(grammar.request_ids)
             if pending.draws is not None and not constrained:
@@ -351,7 +352,7 @@ class GenerationRunner:
                 return self._late_output(self._batch, pending, launched, failures)
             self._take_tokens(self._batch, wait=True)
         began = time.perf_counter()
-        output = with_broken(self._sampling.sample(self._batch, pending, grammar), pending.broken)
+        output = with_broken(self._sampling.sample(self._batch, pending, grammar), pending.broken.wait())
         output.encoder_failures = failures
         output.seconds = pending.seconds + time.perf_counter() - began
         if self._drafting is not None:
@@ -387,7 +388,7 @@ class GenerationRunner:
                 self._newest.keep(expected.rows, launched.token_ids)
             self._coming.append((expected, arrival))
         read = partial(read_late, pending.inputs, pending.prompt_logprobs, failures, arrival)
-        return Late(lambda: with_broken(read(), pending.broken))
+        return Late(lambda: with_broken(read(), pending.broken.wait()))
 
     def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
         """Reserve positions for the tokens of a step that another worker samples.

@@ -14,6 +14,7 @@ import torch
 from penstock_common.types.outputs import Logprobs
 from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.core.scheduler.output import GrammarBitmask, ModelRunnerOutput
+from penstock_enginecore.executor.broken_states import NO_BROKEN_STATES, BrokenStates
 from penstock_enginecore.executor.generation.input_batch import InputBatch
 from penstock_enginecore.executor.generation.step_inputs import PromptTargets, SampledRows, StepInputs
 from penstock_enginecore.forward.base import ForwardBatch, ForwardOutput, ForwardPass
@@ -122,7 +123,7 @@ class PendingStep:
         launched: Tokens that the pass has already chosen.
         num_drafts_wanted: See ``SchedulerOutput``.
         seconds: Duration of the pass.
-        broken: IDs of requests whose recurrent states have a number that is not finite.
+        broken: Requests whose recurrent states have a number that is not finite.
     """
 
     inputs: StepInputs
@@ -132,7 +133,7 @@ class PendingStep:
     launched: LaunchedTokens | None = None
     num_drafts_wanted: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-    broken: Sequence[str] = ()
+    broken: BrokenStates = NO_BROKEN_STATES
 
 
 def with_broken(output: ModelRunnerOutput, broken: Sequence[str]) -> ModelRunnerOutput:

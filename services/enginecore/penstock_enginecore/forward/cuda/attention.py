@@ -17,8 +17,11 @@ from penstock_enginecore.forward.cuda.buffers import to_device
 from penstock_enginecore.forward.cuda.graphs import StepGraphs, cuda_graphs
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, attention_tiles
+from penstock_enginecore.forward.cuda.states import open_kernels
 from penstock_enginecore.forward.equivalence_check import Candidate
 from penstock_enginecore.models.errors import UnsuitableError
+from penstock_enginecore.states.core.spec import StateSpec
+from penstock_enginecore.states.cuda.context import StateKernels
 
 if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
@@ -138,8 +141,8 @@ def _group(plan: StepPlan) -> GroupInputs:
 # Triton kernels as a candidate for the attention of models that run on transformers' own modules.
 
 T = TypeVar("T")
-Replay = Callable[[TritonAttention, StepGraphs], tuple[T, Callable[[], str]]]
-"""Function that creates a pass that replays steps.
+Replay = Callable[[TritonAttention, StepGraphs, StateKernels | None], tuple[T, Callable[[], str]]]
+"""Function that creates a pass that replays steps. Models with recurrent layers need their kernels.
 
 Also returns a function that returns why the pass does not replay steps, or an empty text if it replays them.
 """
@@ -179,6 +182,21 @@ class Attended(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrent(Generic[T]):
+    """Recurrent layers of a model for which candidates are built.
+
+    Attributes:
+        specs: Specs of the layers by module name.
+        serve: Creates a pass with an attention backend and kernels for the recurrent layers.
+        attends: Attention backend of a model without a KV cache, which never calls it.
+    """
+
+    specs: Mapping[str, StateSpec]
+    serve: Callable[[AttentionBackend, StateKernels], T]
+    attends: AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
 class Attending(Generic[T]):
     """Model for which attention candidates are built.
 
@@ -188,6 +206,7 @@ class Attending(Generic[T]):
         serve: Creates a pass with an attention backend.
         run: Returns a pass's result for the probe.
         replay: Creates a pass that replays whole steps, or None if steps cannot be replayed.
+        recurrent: The model's recurrent layers, or None if it has none.
     """
 
     device: torch.device
@@ -196,21 +215,28 @@ class Attending(Generic[T]):
     serve: Callable[[AttentionBackend], T]
     run: Callable[[T], torch.Tensor]
     replay: Replay[T] | None = None
+    recurrent: Recurrent[T] | None = None
 
 
 def attention_candidates(model: Attending[T], uses: KernelsConfig, attention_backend: str) -> list[Candidate[T]]:
     """Return candidates with ``TritonAttention`` for the model's modules: first one with replayed steps, then one with
-    launched steps.
+    launched steps. The candidates of a model with recurrent layers also compute its states with Triton, except the last.
 
-    Returns none for a model without a KV cache, or if neither the device nor ``attention_backend`` selects this
-    backend.
+    Returns none for a model without a KV cache and without states, or if neither the device nor ``attention_backend``
+    selects this backend.
     """
     best = attention_backend == "auto" and model.device.type == "cuda" and uses.attention
-    if not model.specs or not (best or attention_backend == TRITON):
+    if not (best or attention_backend == TRITON):
         return []
-    candidates = [Candidate("Triton attention", lambda: _build(model))]
-    if (replay := model.replay) is not None and uses.graphs and can_capture(model.device):
-        candidates.insert(0, Candidate("Triton attention in graphs", lambda: _build_replayed(model, replay)))
+    candidates: list[Candidate[T]] = []
+    name = "Triton attention" if model.recurrent is None else "Triton attention and states"
+    if model.specs and (replay := model.replay) is not None and uses.graphs and can_capture(model.device):
+        candidates.append(Candidate(f"{name} in graphs", lambda: _build_replayed(model, replay)))
+    if (recurrent := model.recurrent) is not None:
+        name = name if model.specs else "Triton states"
+        candidates.append(Candidate(name, lambda: _build_recurrent(model, recurrent)))
+    if model.specs:
+        candidates.append(Candidate("Triton attention", lambda: _build(model)))
     return candidates
 
 
@@ -218,8 +244,14 @@ def _build(model: Attending[T]) -> Attended[T]:
     return Attended(model.serve(_attention(model)), model.run)
 
 
+def _build_recurrent(model: Attending[T], recurrent: Recurrent[T]) -> Attended[T]:
+    attends = _attention(model) if model.specs else recurrent.attends
+    return Attended(recurrent.serve(attends, open_kernels(recurrent.specs)), model.run)
+
+
 def _build_replayed(model: Attending[T], replay: Replay[T]) -> Attended[T]:
-    serves, failure = replay(_attention(model), make_graphs())
+    kernels = None if model.recurrent is None else open_kernels(model.recurrent.specs)
+    serves, failure = replay(_attention(model), make_graphs(), kernels)
     return Attended(serves, model.run, failure)
 
 

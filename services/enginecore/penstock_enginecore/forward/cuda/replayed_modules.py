@@ -25,6 +25,7 @@ from penstock_enginecore.forward.cuda.buffers import (
 )
 from penstock_enginecore.forward.cuda.graphs import Padded, StepGraphs
 from penstock_enginecore.forward.cuda.sampler import TokenFeedback
+from penstock_enginecore.forward.cuda.states import StateBuffers
 from penstock_enginecore.forward.dummy_inputs import NUM_TOKENS
 from penstock_enginecore.forward.modules import (
     KeptStates,
@@ -36,6 +37,10 @@ from penstock_enginecore.forward.modules import (
 from penstock_enginecore.lora.adapter import LoraAdapter, TakeAdapter
 from penstock_enginecore.models.attention_hook import StepContext, use_context
 from penstock_enginecore.models.loader import LoadedModel, first_line
+from penstock_enginecore.states.base import use_states
+from penstock_enginecore.states.cuda.context import StateKernels
+from penstock_enginecore.states.cuda.indices import StateIndices, is_decode
+from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernels
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
@@ -48,16 +53,25 @@ class ReplayedModules:
     ``ModulesForward`` runs steps that are larger, have media or embeddings, or keep their states. After a failed
     capture, ``ModulesForward`` runs all steps, and ``failure`` names the module. With ``adapted``, steps with adapters
     have separate graphs. If ``adapted`` is None, ``ModulesForward`` runs these steps too.
+
+    A model with recurrent layers needs ``state_kernels``. Its decode steps have graphs of their own, because they launch
+    fewer kernels than steps with prompts. Padding requests have no tokens, so they need no state.
     """
 
     replays = True
 
     def __init__(
-        self, probed: ProbedModel, attention: TritonAttention, graphs: StepGraphs, adapted: SlotModules | None = None
+        self,
+        probed: ProbedModel,
+        attention: TritonAttention,
+        graphs: StepGraphs,
+        adapted: SlotModules | None = None,
+        state_kernels: StateKernels | None = None,
     ) -> None:
-        self._modules = ModulesForward(probed, attention, adapted=adapted)
-        self._adapted = adapted
         self.device = probed.device
+        self._modules = ModulesForward(probed, attention, adapted=adapted, state_kernels=state_kernels)
+        self._state_buffers = StateBuffers(CAPTURED, self.device) if probed.states else None
+        self._adapted = adapted
         self.separate_head = probed.separate_head
         self.specs = probed.specs
         self.memory = self._modules.memory
@@ -111,6 +125,16 @@ class ReplayedModules:
             self._shape, self._buffers = shape, None
             self._buffers = self._allocate(shape)
 
+    @property
+    def states(self) -> StateMemory:
+        """Allocator of the states of recurrent layers."""
+        return self._modules.states
+
+    def bind_states(self, layers: StateLayers) -> None:
+        """Use these states and drop the graphs that were captured on other states."""
+        self._graphs.clear()
+        self._modules.bind_states(layers)
+
     def embed(self, token_ids: IntArray) -> torch.Tensor:
         """Return embeddings; see ``ModulesForward.embed``."""
         return self._modules.embed(token_ids)
@@ -123,8 +147,9 @@ class ReplayedModules:
         self._kept = KeptHidden(layers, width, dtype, self.device) if layers else None
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Compute a step. The next step overwrites the logits of a replayed step. Raises RuntimeError without a KV
-        cache.
+        """Compute a step. The next step overwrites the logits of a replayed step.
+
+        Raises RuntimeError without a KV cache, or for a step without the states that the model's layers need.
         """
         if self._buffers is None or not self._caches:
             raise RuntimeError("bind must be called before the first step")
@@ -139,15 +164,19 @@ class ReplayedModules:
             return self._modules.run(batch, rows, keep_states=keep_states)
         if self._feedback.moves(batch):
             self._graphs.clear()
-        inputs = self._buffers.of(shape)
+        inputs, indices = self._buffers.of(shape), self._indices(batch, shape)
         self._buffers.load(batch, rows, shape, self._feedback.nobody)
         padded = Padded(shape.tokens, shape.tokens - num_tokens, shape.requests - len(rows))
+        variant = () if indices is None else (indices.decodes,)
         if adapted and self._adapted is not None:
-            launch = functools.partial(self._launch_adapted, self._adapted, inputs, shape)
+            launch = functools.partial(self._launch_adapted, self._adapted, inputs, shape, indices)
             with self._adapted.tiles(batch.segments, rows, shape):
-                logits = self._graphs.run((shape, "adapters"), launch, padded)
+                logits = self._graphs.run((shape, "adapters", *variant), launch, padded)
         else:
-            logits = self._graphs.run(shape, functools.partial(self._launch, inputs, shape), padded)
+            launch = functools.partial(self._launch, inputs, shape, indices)
+            logits = self._graphs.run((shape, *variant) if variant else shape, launch, padded)
+        if indices is not None and batch.states is not None:
+            batch.states.flags.append(indices.broken[: len(batch.states.sequences)].clone())
         kept = None if self._kept is None else self._kept.of(num_tokens)
         return ForwardOutput(logits[: len(rows)], launched=self._feedback.launched(batch, shape), hidden=kept)
 
@@ -181,17 +210,33 @@ class ReplayedModules:
         """Copy the weights of ``model``; see ``ModulesForward.read``."""
         self._modules.read(model)
 
-    def _launch_adapted(self, adapted: SlotModules, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
+    def _indices(self, batch: ForwardBatch, shape: StepShape) -> StateIndices | None:
+        """Start copying the indices of a step's states to the device. Returns None for a model without states."""
+        if self._state_buffers is None:
+            return None
+        if batch.states is None:
+            raise RuntimeError("the step has no states for the model's recurrent layers")
+        self._state_buffers.load(batch.states, len(batch.token_ids), shape)
+        return self._state_buffers.of(shape, decodes=is_decode(batch.states))
+
+    def _launch_adapted(
+        self, adapted: SlotModules, inputs: StepInputs, shape: StepShape, indices: StateIndices | None
+    ) -> torch.Tensor:
         """Launch a step in which adapters are added."""
         with adapted.hooked():
-            return self._launch(inputs, shape)
+            return self._launch(inputs, shape, indices)
 
-    def _launch(self, inputs: StepInputs, shape: StepShape) -> torch.Tensor:
+    def _launch(self, inputs: StepInputs, shape: StepShape, indices: StateIndices | None = None) -> torch.Tensor:
         """Launch all work of a step, from its token ids on. Returns logits ``[requests, vocab]``."""
         self._feedback.feed(inputs)
         token_ids, positions, rows = inputs.token_ids.long(), inputs.positions.long(), inputs.rows.long()
         plans: list[StepPlan] = [self._attention.padded_plan(group, positions) for group in inputs.groups]
-        with use_context(StepContext(self._attention, self._caches, plans)), _failures_named(self._module):
+        recurrent = None
+        if indices is not None:
+            indices.broken.zero_()
+            recurrent = self._modules.bound_states.captured(indices)
+        context = StepContext(self._attention, self._caches, plans)
+        with use_context(context), use_states(recurrent), _failures_named(self._module):
             layers = () if self._kept is None else self._kept.layers
             ids = {"input_ids": token_ids[None]}
             computed, hidden = module_outputs(self._module, ids, positions, rows, layers)

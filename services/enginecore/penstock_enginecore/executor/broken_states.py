@@ -1,0 +1,39 @@
+"""Requests of a step whose recurrent states have a number that is not finite."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from penstock_enginecore.states.base import StateMetadata
+from penstock_enginecore.worker.device_thread import Arrival, BeginCopy
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenStates:
+    """Requests of a step whose recurrent states have a number that is not finite. Thread-safe.
+
+    Attributes:
+        request_ids: IDs of all requests of the step.
+        known: Indices of such requests that the host knows.
+        coming: Flags of all requests, on their way from the device.
+    """
+
+    request_ids: Sequence[str] = ()
+    known: Collection[int] = ()
+    coming: Sequence[Arrival] = ()
+
+    @classmethod
+    def of(cls, request_ids: Sequence[str], states: StateMetadata | None, begin_copy: BeginCopy) -> "BrokenStates":
+        """Begin to copy the flags of ``states`` to the host. Later steps may then overwrite the flags."""
+        if states is None:
+            return cls()
+        return cls(request_ids, states.broken, [begin_copy(flags) for flags in states.flags])
+
+    def wait(self) -> list[str]:
+        """Return the IDs of the requests, once the step's work is complete."""
+        broken = set(self.known)
+        for flags in self.coming:
+            broken.update(flags.wait().nonzero()[0].tolist())
+        return [self.request_ids[index] for index in sorted(broken)]
+
+
+NO_BROKEN_STATES = BrokenStates()

@@ -1,0 +1,154 @@
+"""Recurrent layers of a step by Triton kernels."""
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from penstock_enginecore.states.base import ConvCall, ScanCall, StateContext, StateMetadata
+from penstock_enginecore.states.core.spec import StateSpec
+from penstock_enginecore.states.cuda.indices import StateIndices
+from penstock_enginecore.states.memory import StateLayer
+from penstock_enginecore.states.rows import RowStates
+
+logger = logging.getLogger(__name__)
+
+_SILU = ("silu", "swish")
+"""Names of the activation that the kernels compute."""
+MAX_KEY_SIZE = 256
+"""Maximum rows of a state. A program keeps all rows of its columns in registers."""
+_CONVOLUTION = frozenset(("mixer", "inputs", "weight", "bias", "activation"))
+_SCAN = frozenset(("mixer", "query", "key", "value", "decay", "beta"))
+"""Fields of calls that the kernels know."""
+
+
+class StateKernels(Protocol):
+    """Functions that launch the kernels. ``convolution.convolve`` and ``scan.scan`` document the arguments."""
+
+    def convolve(
+        self,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        layer: StateLayer,
+        indices: StateIndices,
+        *,
+        activated: bool,
+    ) -> None:
+        """Compute a convolution into ``out``, and store the new inputs."""
+
+    def scan(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        out: torch.Tensor,
+        layer: StateLayer,
+        indices: StateIndices,
+    ) -> None:
+        """Compute a recurrence into ``out``, and store the new rows and states."""
+
+
+class TritonStates:
+    """``StateContext`` of an engine step. The host waits for no result.
+
+    ``RowStates`` computes calls that the kernels do not support. Calls of one layer use the same memory in either form.
+
+    Args:
+        kernels: Launches the kernels.
+        layers: Memory of the layers by mixer.
+        indices: Indices of the step.
+        step: States of the requests, or None if only the device knows them.
+        device: Device of the memory.
+    """
+
+    def __init__(
+        self,
+        kernels: StateKernels,
+        layers: Mapping[torch.nn.Module, StateLayer],
+        indices: StateIndices,
+        step: StateMetadata | None,
+        device: torch.device,
+    ) -> None:
+        self._kernels = kernels
+        self._layers = layers
+        self._indices = indices
+        self._step = step
+        self._device = device
+        self._rows: RowStates | None = None
+
+    def convolve(self, call: ConvCall) -> torch.Tensor:
+        """Compute the convolution of all requests at once, and store the new inputs."""
+        if reason := unknown_convolution(call):
+            return self._other(reason).convolve(call)
+        out = call.inputs.new_empty(call.inputs.shape)
+        weight = call.weight.contiguous()
+        bias = None if call.bias is None else call.bias.to(weight.dtype).contiguous()
+        layer = self._layers[call.mixer]
+        self._kernels.convolve(
+            call.inputs, weight, bias, out, layer, self._indices, activated=call.activation is not None
+        )
+        return out
+
+    def scan(self, call: ScanCall) -> torch.Tensor:
+        """Compute the recurrence of all requests at once, and store the open rows and the written states."""
+        if reason := unknown_scan(call):
+            return self._other(reason).scan(call)
+        query, key, value, decay = (each.contiguous() for each in (call.query, call.key, call.value, call.decay))
+        beta = None if call.beta is None else call.beta.contiguous()
+        out = torch.empty_like(value)
+        self._kernels.scan(query, key, value, decay, beta, out, self._layers[call.mixer], self._indices)
+        return out
+
+    def _other(self, reason: str) -> StateContext:
+        """Return the torch form of the step. Raises RuntimeError if the host does not know the step."""
+        if self._step is None:
+            raise RuntimeError(f"{reason}, so the step cannot be captured")
+        _log_once(reason)
+        if self._rows is None:
+            self._rows = RowStates(self._layers, self._step, self._device, late=self._device.type != "cpu")
+        return self._rows
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    logger.warning("PyTorch computes calls of recurrent layers, which is slower reason=%s", reason)
+
+
+def unknown_convolution(call: ConvCall) -> str:
+    """Return why the kernels do not support a convolution, or an empty text."""
+    if call.activation not in (None, *_SILU):
+        return f"the state kernels do not compute the activation {call.activation!r}"
+    return _unknown_fields(call, _CONVOLUTION)
+
+
+def unknown_scan(call: ScanCall) -> str:
+    """Return why the kernels do not support a scan, or an empty text."""
+    if call.decay.dim() != 2:
+        return f"the state kernels do not compute decays of shape {list(call.decay.shape)}"
+    if call.value.dtype != torch.float32:
+        return f"the state kernels do not scan values of {call.value.dtype}"
+    return _unknown_fields(call, _SCAN)
+
+
+def _unknown_fields(call: ConvCall | ScanCall, known: frozenset[str]) -> str:
+    """Return why a call has an input that the kernels would ignore, or an empty text."""
+    names = (field.name for field in dataclasses.fields(call))
+    unknown = [name for name in names if name not in known and getattr(call, name) is not None]
+    return f"the state kernels do not know the input {unknown[0]!r} of recurrent layers" if unknown else ""
+
+
+def why_not(specs: Mapping[str, StateSpec]) -> str:
+    """Return the first layer of ``specs`` that the kernels do not support, with the reason, or an empty text."""
+    for name, spec in specs.items():
+        if spec.key_size > MAX_KEY_SIZE:
+            return (
+                f"{name}: its states have {spec.key_size} rows per head, but the kernels support at most {MAX_KEY_SIZE}"
+            )
+    return ""
