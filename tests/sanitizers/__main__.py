@@ -41,6 +41,8 @@ TESTS = (
     "attention/test_poisoned_pools.py",
     "executor/multiproc/test_ring.py",
     "parallel/test_shared_memory.py",
+    "states/test_decays.py",
+    "states/test_rows.py",
 )
 COMMON = ("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-Wno-psabi", "-pthread", f"-I{ENGINE / 'csrc'}")
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")

@@ -263,7 +263,7 @@ def _joined(parts: Sequence[ScanCall]) -> ScanCall:
 
 
 def test_devices_report_states_that_are_not_finite_late() -> None:
-    sequences = Sequences(2, SPAN)
+    sequences = Sequences(torch_form, 2, SPAN)
     step = sequences.metadata([(0, 0, 20), (1, 0, 20)])
     call = scan_call(40, corrects=True)
     call.value[25] = torch.nan
