@@ -15,7 +15,7 @@ from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady, KvTransferStats, SchedulerStats
 from penstock_coordinator.kubernetes.errors import Failures, KubernetesError, Right
 from penstock_enginecore.core.control import EngineState
-from penstock_enginecore.kv_transfer.core.tiers import TierStats
+from penstock_enginecore.kv_transfer.core.size_class import TierStats
 from penstock_enginecore.kv_transfer.core.transfer_stats import PART, Transfer
 from penstock_enginecore.kv_transfer.metrics import TransferCounts, tier_families, transfer_families
 from penstock_enginecore.metrics import EngineCollector

@@ -18,7 +18,8 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.steps_in_flight import EngineDeadError
-from penstock_enginecore.kv_transfer.core.tiers import SizeClass, TieredConnector
+from penstock_enginecore.kv_transfer.core.size_class import SizeClass
+from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 from penstock_enginecore.kv_transfer.disk_file import FILE_NAME, STATES_FILE_NAME
 from penstock_enginecore.states.core.slots import StateSlots
 from penstock_enginecore.states.core.spec import SPAN

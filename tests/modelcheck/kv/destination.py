@@ -392,7 +392,7 @@ def destination_of(engine: Destination) -> Destination:
     loads._connector, loads._kv_cache, loads._pool, loads._log = after, kv_cache, pool, pool.log  # type: ignore[assignment]
     loads._running = after.running  # type: ignore[assignment]
     loads._loads = _loads_of(before._loads)
-    loads._for = {number: request_of(request) for number, request in before._for.items()}
+    loads._for = {number: (request_of(request), count) for number, (request, count) in before._for.items()}
     for name in ("_others", "_held", "_ready"):
         setattr(loads, name, {key: request_of(request) for key, request in getattr(before, name).items()})
     return after

@@ -10,7 +10,7 @@ from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady, KvTransferStats, SchedulerStats
 from penstock_enginecore.core.control import EngineState
 from penstock_enginecore.kv_transfer.core.leases import Leases
-from penstock_enginecore.kv_transfer.core.tiers import TierStats
+from penstock_enginecore.kv_transfer.core.size_class import TierStats
 from penstock_enginecore.kv_transfer.core.transfer_stats import ABANDONED, NOTHING, PART, WHOLE, Transfer
 from penstock_enginecore.kv_transfer.metrics import TransferCounts, lease_families, tier_families, transfer_families
 from penstock_enginecore.metrics import EngineCollector

@@ -9,7 +9,7 @@ from penstock_common.observability.metrics import BucketCounts, Buckets, Reading
 from penstock_common.types.kv_transfer import KvMedium
 from penstock_common.types.outputs import EngineReady
 from penstock_enginecore.kv_transfer.core.leases import Leases, LeaseState
-from penstock_enginecore.kv_transfer.core.tiers import TierStats
+from penstock_enginecore.kv_transfer.core.size_class import TierStats
 from penstock_enginecore.kv_transfer.core.transfer_stats import Transfer
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)

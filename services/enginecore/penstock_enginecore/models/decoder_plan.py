@@ -157,7 +157,7 @@ class RecurrentPlan:
 
     @property
     def norms(self) -> None:
-        """None, because the layer has no norms of queries and keys."""
+        """Return None, because the layer has no norms of queries and keys."""
         return None
 
 

@@ -40,15 +40,10 @@ class ScanCall:
     output is ``query * S``. With ``beta``, ``update`` is ``beta * (value - key * exp(decay) * S)``. Otherwise, ``update``
     is ``value``.
 
-    ============  ========================  =========  ========================================================
-    ``beta``      ``decay``                 ``rates``  recurrence
-    ============  ========================  =========  ========================================================
-    given         for each head             None       gated delta rule (arXiv:2412.06464)
-    given         for each row of S         None       Kimi delta attention, KDA (arXiv:2510.26692)
-    None          for each head             None       state space duality of Mamba-2 (arXiv:2405.21060)
-    None          for each head             given      selective scan of Mamba-1 (arXiv:2312.00752), whose channels
-                                                       are the heads
-    ============  ========================  =========  ========================================================
+    With ``beta`` and a decay for each head, the recurrence is the gated delta rule (arXiv:2412.06464). With ``beta`` and a
+    decay for each row of S, it is Kimi delta attention, KDA (arXiv:2510.26692). Without ``beta`` and ``rates``, it is the
+    state space duality of Mamba-2 (arXiv:2405.21060). With ``rates``, it is the selective scan of Mamba-1
+    (arXiv:2312.00752), whose channels are the heads.
 
     Attributes:
         mixer: The module that calls.

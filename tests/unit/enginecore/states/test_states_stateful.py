@@ -12,7 +12,7 @@ from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.config import SpeculativeConfig
 from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.kv_transfer.core.leases import Leases
-from penstock_enginecore.kv_transfer.core.tiers import TierPlan
+from penstock_enginecore.kv_transfer.core.size_class import TierPlan
 from penstock_enginecore.states.core.spec import SPAN, StateNeeds
 from tests.fakes.engines.engine_harness import (
     CLIENT,

@@ -13,7 +13,8 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig
 from penstock_enginecore.core.model_info import ModelInfo
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, PluggedConnector
 from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore
-from penstock_enginecore.kv_transfer.core.tiers import TieredConnector, TierPlan
+from penstock_enginecore.kv_transfer.core.size_class import TierPlan
+from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 from penstock_enginecore.states.core.sizing import tier_share_of_states
 
 

@@ -20,14 +20,14 @@ from penstock_enginecore.kv_transfer.core.base import (
     BlockCopier,
     BlockHolder,
     Done,
-    Follow,
     LoadEnded,
     PeerBlock,
     PeerTier,
     Place,
 )
-from penstock_enginecore.kv_transfer.core.host_disk_tiers import BlockStore, DiskTier, HostTier
-from penstock_enginecore.kv_transfer.core.transfer_stats import LoadRates, Observe, Transfer, outcome_of
+from penstock_enginecore.kv_transfer.core.host_disk_tiers import DiskTier, HostTier
+from penstock_enginecore.kv_transfer.core.size_class import SizeClass, TierPlan, TierStats
+from penstock_enginecore.kv_transfer.core.transfer_stats import Observe, Transfer, outcome_of
 from penstock_enginecore.kv_transfer.core.validation import PARAMS_FIELD
 
 # Loads from the sources of requests. Each block is written to the pool when it arrives.
@@ -186,79 +186,6 @@ class _PeerLoad:
 
 _LAST_SECONDS = 5.0
 """Maximum time in seconds for writing blocks to the disk when the engine shuts down."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierStats:
-    """Statistics of the tiers of one size class. Counts are since the engine started.
-
-    Attributes:
-        host_usage: Fraction of host memory slots in use, in [0, 1]. None without that tier.
-        disk_usage: Fraction of disk slots in use, in [0, 1]. None without that tier.
-        num_saved_blocks: Number of blocks saved to host memory.
-        num_written_blocks: Number of blocks written to the disk.
-        num_loaded_blocks: Number of blocks loaded from each medium.
-        block_bytes: Bytes per block.
-    """
-
-    host_usage: float | None
-    disk_usage: float | None
-    num_saved_blocks: int
-    num_written_blocks: int
-    num_loaded_blocks: dict[KvMedium, int]
-    block_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierPlan:
-    """Tiers of one size class: KV blocks, or states of recurrent layers.
-
-    Attributes:
-        copier: Copies the blocks.
-        num_host_slots: Number of blocks that fit into the host memory tier. 0 means no host memory tier.
-        store: Disk for blocks evicted from host memory, or None.
-    """
-
-    copier: BlockCopier
-    num_host_slots: int
-    store: BlockStore | None = None
-
-
-class SizeClass:
-    """Host memory and disk tiers for blocks of one size."""
-
-    def __init__(self, plan: TierPlan, blocks: BlockHolder, follow: Follow, clock: Callable[[], float]) -> None:
-        self.copier = plan.copier
-        self.host: HostTier | None = None
-        self.disk: DiskTier | None = None
-        self.rates = LoadRates()
-        self.num_loaded = dict.fromkeys(KvMedium, 0)
-        if plan.num_host_slots:
-            keep = None
-            if plan.store is not None:
-                self.disk = DiskTier(plan.store, plan.copier, blocks, follow, clock)
-                keep = self.disk.keep
-            self.host = HostTier(plan.copier, plan.num_host_slots, blocks, follow, keep)
-
-    def where(self, name: BlockName) -> KvMedium | None:
-        """Return the fastest medium of the engine that has a block, or None."""
-        if self.host is not None and name in self.host.index:
-            return KvMedium.HOST
-        if self.disk is not None and name in self.disk.index:
-            return KvMedium.DISK
-        return None
-
-    def stats(self) -> TierStats:
-        """Return statistics. Thread-safe."""
-        host, disk = self.host, self.disk
-        return TierStats(
-            host_usage=None if host is None else host.usage,
-            disk_usage=None if disk is None else disk.usage,
-            num_saved_blocks=0 if host is None else host.num_saved,
-            num_written_blocks=0 if disk is None else disk.num_written,
-            num_loaded_blocks=dict(self.num_loaded),
-            block_bytes=self.copier.block_bytes,
-        )
 
 
 @dataclass(slots=True)

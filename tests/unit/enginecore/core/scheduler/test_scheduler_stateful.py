@@ -12,7 +12,7 @@ from penstock_common.errors import Unavailable
 from penstock_common.lora_registry import LoraAdapter
 from penstock_common.types.sampling import RepetitionDetection, StructuredOutput
 from penstock_enginecore.config import LoraConfig, SpeculativeConfig
-from penstock_enginecore.kv_transfer.core.tiers import TierPlan
+from penstock_enginecore.kv_transfer.core.size_class import TierPlan
 from penstock_enginecore.lora.core.request import LoadedLora, PartlyLoadedError
 from tests.fakes.engines.engine_harness import assert_nothing_left, expected_output, make_request, run_to_end
 from tests.fakes.engines.engine_lives import ENGINES, LIVES, REQUESTS, VOCAB, EngineLives

@@ -254,10 +254,10 @@ def test_recurrent_layers_of_unsupported_sizes_run_on_torch(
     recurrent: Callable[..., BuiltForward], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(attention, "open_kernels", open_kernels)
-    monkeypatch.setattr(context, "MAX_KEY_SIZE", 8)
+    monkeypatch.setattr(context, "MAX_KEY_SIZE", 4)
     with caplog.at_level(logging.INFO):
         assert recurrent("qwen3_5").computing == "Triton attention"
-    reason = "model.layers.0.linear_attn: its states have 16 rows per head, but the kernels support at most 8"
+    reason = "model.layers.0.linear_attn: its states have 8 rows per head, but the kernels support at most 4"
     assert any(f"Triton attention and states not used: {reason}" in line for line in caplog.messages)
 
 

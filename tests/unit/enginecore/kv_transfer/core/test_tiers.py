@@ -15,7 +15,8 @@ from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.core.request import Request
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, PeerBlock, Place
-from penstock_enginecore.kv_transfer.core.tiers import PeerLoads, TierPlan
+from penstock_enginecore.kv_transfer.core.size_class import TierPlan
+from penstock_enginecore.kv_transfer.core.tiers import PeerLoads
 from penstock_enginecore.kv_transfer.core.transfer_stats import NOTHING, WHOLE, Transfer
 from tests.fakes.engines.engine_harness import (
     Transcript,

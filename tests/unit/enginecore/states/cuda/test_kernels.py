@@ -32,6 +32,7 @@ from tests.unit.enginecore.states.test_rows import (
     conv_call,
     part_of,
     scan_call,
+    torch_form,
 )
 
 kernels = interpreted("triton_kernels", "penstock_enginecore.states.cuda").TritonStateKernels()
@@ -47,6 +48,9 @@ class Interpreted(Sequences):
 
     indices: StateIndices
 
+    def __init__(self, num_requests: int, rows: int, spec: StateSpec = SPEC) -> None:
+        super().__init__(torch_form, num_requests, rows, spec)
+
     def step(self, tokens: Sequence[tuple[int, int, int]]) -> TritonStates:
         step = self.metadata(tokens)
         self.indices = StateIndices.of(step, sum(count for *_, count in tokens), DEVICE)
@@ -59,7 +63,7 @@ class Padded(Sequences):
     SHAPE = StepShape(48, 6)
 
     def __init__(self, num_requests: int, rows: int) -> None:
-        super().__init__(num_requests, rows)
+        super().__init__(torch_form, num_requests, rows)
         self.buffers = StateBuffers(self.SHAPE, DEVICE)
 
     def step(self, tokens: Sequence[tuple[int, int, int]]) -> TritonStates:
@@ -119,7 +123,9 @@ def test_sizes_of_models_equal_the_recurrence(*, corrects: bool) -> None:
 @pytest.mark.parametrize("form", [Interpreted, Padded])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 @KINDS
-def test_ragged_steps_of_any_size_equal_the_recurrence(form: type[Sequences], seed: int, *, corrects: bool) -> None:
+def test_ragged_steps_of_any_size_equal_the_recurrence(
+    form: type[Interpreted | Padded], seed: int, *, corrects: bool
+) -> None:
     rng = random.Random(seed)
     lengths = [70, 37, 5]
     scans = [scan_call(n, corrects=corrects, seed=10 * seed + i) for i, n in enumerate(lengths)]
