@@ -134,6 +134,10 @@ matrix: setup ## Run every engine failure at every step; writes docs/reference/f
 	@PENSTOCK_MATRIX=full PENSTOCK_MATRIX_REPORT=docs/reference/failure-matrix.md $(PYTEST) tests/integration/test_failure_matrix.py -q; \
 		status=$$?; cat docs/reference/failure-matrix.md; exit $$status
 
+.PHONY: recurrent-matrix
+recurrent-matrix: setup ## Compare every model with recurrent layers with transformers, with all parameters (40 minutes)
+	@PENSTOCK_RECURRENT=full $(PYTEST) tests/integration/test_recurrent_parity.py tests/integration/test_recurrent_resumption.py -n $(JOBS_WAITING) --dist loadfile -q
+
 .PHONY: worker-failures
 worker-failures: setup ## Kill and stop workers and nodes at every point, idle and under 64 streams (40 minutes)
 	@PENSTOCK_WORKER_FAILURES=full $(PYTEST) tests/integration/test_worker_failures.py tests/integration/test_nodes.py tests/e2e/test_worker_streams.py tests/e2e/test_node_streams.py -n 0 -q -s

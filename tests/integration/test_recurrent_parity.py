@@ -18,7 +18,7 @@ from tests.fakes.engines.in_process import Run, answer, build_engine, generate
 from tests.fakes.engines.known_drafter import KINDS as DRAFT_KINDS
 from tests.fakes.engines.known_drafter import KnownDrafter
 from tests.fakes.models.heads import LAYOUTS, Reference, random_head, save_head
-from tests.fakes.models.quick_architectures import QUICK_RECURRENT, RECURRENT_KINDS
+from tests.fakes.models.quick_architectures import QUICK_RECURRENT, RECURRENT_KINDS, skip_most_of_others
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_narrow_model, save_tiny_model
 from tests.fakes.models.transformers_greedy import distinct_greedy_tokens
 from tests.integration.test_eagle import Seen
@@ -51,6 +51,11 @@ def answers(model: Any) -> tuple[list[list[int]], list[list[int]]]:
         prompts.append(prompt)
         expected.append(tokens)
     return prompts, expected
+
+
+@pytest.fixture(autouse=True)
+def some_parameters(request: pytest.FixtureRequest) -> None:
+    skip_most_of_others(request, "case")
 
 
 @pytest.fixture(scope="module", params=QUICK_RECURRENT)

@@ -12,7 +12,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from tests.fakes.engines.in_process import CLIENT, Run, answer, build_engine
-from tests.fakes.models.quick_architectures import QUICK_RECURRENT
+from tests.fakes.models.quick_architectures import QUICK_RECURRENT, skip_most_of_others
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 
 CUTS = 48
@@ -31,6 +31,11 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """Settings of the engines on which interrupted answers resume."""
 Build = Callable[..., EngineCore]
+
+
+@pytest.fixture(autouse=True)
+def some_parameters(request: pytest.FixtureRequest) -> None:
+    skip_most_of_others(request, "build")
 
 
 @pytest.fixture(scope="module", params=QUICK_RECURRENT)
