@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from penstock_common.errors import ConfigError
 from penstock_common.lora_registry import LoraAdapter
@@ -198,9 +199,7 @@ def test_chunks_in_stages_give_the_same_tokens(case: Case, tokens: int) -> None:
 
 @pytest.mark.quick("granitemoehybrid", "lfm2")
 def test_stages_without_attention_or_without_recurrence_give_the_same_tokens(case: Case) -> None:
-    num_layers = {"falcon_h1": 2, "mamba2": 2}.get(case.architecture)
-    if num_layers is None:
-        num_layers = 3 if case.architecture in ("bamba", "granitemoehybrid", "lfm2", "lfm2_moe", "lfm3") else 4
+    num_layers = AutoConfig.from_pretrained(case.path).num_hidden_layers
     engine = engine_of(case.path, executor=stages(num_layers, stage_layers=[1] * num_layers))
     check_turns(engine, case)
 

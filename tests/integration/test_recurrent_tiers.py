@@ -26,8 +26,8 @@ from penstock_enginecore.states.core.spec import SPAN
 from tests.fakes.engines.in_process import answer, build_engine, generate
 from tests.fakes.engines.poisoned_states import PoisonedStates
 from tests.fakes.engines.worker_threads import use_threads
-from tests.fakes.models.quick_architectures import QUICK_RECURRENT
-from tests.fakes.models.tiny_models import VOCAB_SIZE, save_narrow_model, save_tiny_model
+from tests.fakes.models.quick_architectures import QUICK_EVICTED_RECURRENT
+from tests.fakes.models.tiny_models import VOCAB_SIZE, WITHOUT_ATTENTION, save_narrow_model, save_tiny_model
 from tests.fakes.patience import PATIENCE
 from tests.integration.test_kv_tiers import wait_for_host_memory
 
@@ -35,7 +35,6 @@ PLENTY = 64 << 20
 """Bytes of a tier in which all blocks and states fit."""
 MAX_LEN = 160
 PROMPTS = (70, 50, 61, 45, 66, 52)
-WITHOUT_ATTENTION = ("mamba2",)
 
 
 class Model(NamedTuple):
@@ -54,7 +53,7 @@ def model_of(architecture: str, path: Path) -> Model:
     return Model(architecture, path, [some_tokens(count, seed) for seed, count in enumerate(PROMPTS)])
 
 
-@pytest.fixture(scope="module", params=QUICK_RECURRENT)
+@pytest.fixture(scope="module", params=QUICK_EVICTED_RECURRENT)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return model_of(request.param, tmp_path_factory.mktemp(request.param))
 

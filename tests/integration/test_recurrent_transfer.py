@@ -22,11 +22,10 @@ from tests.fakes.engines.in_process import CLIENT
 from tests.fakes.engines.poisoned_states import PoisonedStates
 from tests.fakes.engines.transferring_engine import TransferringEngine
 from tests.fakes.models.quick_architectures import QUICK_RECURRENT
-from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.tiny_models import VOCAB_SIZE, WITHOUT_ATTENTION, save_tiny_model
 
 LENGTH = 70
 NEW_TOKENS = 40
-WITHOUT_ATTENTION = ("mamba2",)
 IN = "penstock:state_transfers_total"
 
 

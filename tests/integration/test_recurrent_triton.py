@@ -20,7 +20,7 @@ from tests.fakes.engines.late_device import LastMoment, choose_on_device
 from tests.fakes.models.interpreted_kernels import interpreted
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.recorded_states import RecordedStates
-from tests.fakes.models.tiny_models import RECURRENT_ARCHITECTURES, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.tiny_models import RECURRENT_ARCHITECTURES, VOCAB_SIZE, WITHOUT_ATTENTION, save_tiny_model
 from tests.fakes.models.torch_kernels import TorchKernels
 from tests.fakes.models.transformers_greedy import distinct_greedy_tokens
 
@@ -96,7 +96,7 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_ragged_batch_in_chunks_and_prefix_hits_give_the_same_tokens(family: str, tmp_path: Path) -> None:
     given = case(tmp_path, family)
-    has_attention = family != "mamba2"
+    has_attention = family not in WITHOUT_ATTENTION
     name = "Triton attention and states" if has_attention else "Triton states"
     engine = engine_of(tmp_path, name, scheduler={"max_num_batched_tokens": 21})
     assert greedy(engine, given.prompts)[0] == given.expected

@@ -49,6 +49,10 @@ def _quick(names: tuple[str, ...]) -> tuple[Any, ...]:
 
 QUICK_RECURRENT = _quick(RECURRENT_ARCHITECTURES)
 """All architectures with recurrent layers. One of each kind runs in ``make test``, the others in ``make test-slow``."""
+QUICK_EVICTED_RECURRENT = _quick(
+    tuple(name for name in RECURRENT_ARCHITECTURES if name not in ("falcon_mamba", "mamba"))
+)
+"""Those whose states can be evicted in small tests. The rows of the others need so much memory that all states fit."""
 QUICK_SPLIT_RECURRENT = _quick(tuple(name for name in RECURRENT_ARCHITECTURES if name not in UNSPLIT_ARCHITECTURES))
 """Those that tensor-parallel ranks can share."""
 
