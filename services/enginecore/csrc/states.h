@@ -245,6 +245,8 @@ class ScanRunner {
   float* own_state(int64_t head) const { return own_.states.data() + (head - task_.head) * m_.key_size * width_; }
   int64_t row_of(int64_t position) const { return s_.ring * m_.length + position % m_.length; }
   int64_t token_of(int64_t position) const { return s_.first + position - s_.start; }
+  // Later steps read at most the rows of the last kSpan tokens.
+  bool is_kept(int64_t position) const { return position >= s_.start + s_.count - kSpan; }
   float* update_row(int64_t position, int64_t head) const {
     return m_.updates + (row_of(position) * m_.num_heads + head) * m_.value_size;
   }
@@ -307,7 +309,7 @@ class ScanRunner {
         sums_[t] = (t == 0 ? 0.0f : sums_[t - 1]) + c_.decay[token * c_.decay_stride + head];
         for (int64_t j = 0; j < kSpan; j += kLanes) store(weights + j, exponential(splat(sums_[t]) - load(sums_ + j)));
         since = exponential(splat(sums_[t]))[0];
-        m_.decays[row_of(base_ + t) * m_.num_heads + head] = sums_[t];
+        if (is_kept(base_ + t)) m_.decays[row_of(base_ + t) * m_.num_heads + head] = sums_[t];
       }
       const float* by_state = own_.products.data() + (t - old) * width_;
       float* update = updates + t * width_;
@@ -317,7 +319,7 @@ class ScanRunner {
         by_state += (count - old) * width_;
       }
       put_output(token, head, since, by_state, weights, t);
-      std::memcpy(update_row(base_ + t, head), update, m_.value_size * sizeof(float));
+      if (is_kept(base_ + t)) std::memcpy(update_row(base_ + t, head), update, m_.value_size * sizeof(float));
     }
   }
 
@@ -341,7 +343,7 @@ class ScanRunner {
         store_some(keys + i, load_some(keys_[t] + i, n - i) * since, n - i);
         store_some(queries + i, load_some(queries_[t] + i, n - i) * since, n - i);
       }
-      std::memcpy(decay_row(base_ + t, head), own, n * sizeof(float));
+      if (is_kept(base_ + t)) std::memcpy(decay_row(base_ + t, head), own, n * sizeof(float));
       for (int64_t j = 0; j <= t; ++j) {
         vf by_key{}, by_query{};
         for (int64_t i = 0; i < n; i += kLanes) {
