@@ -17,13 +17,14 @@ from penstock_common.types.kv_transfer import STATE_GROUP, KvMedium
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
+from penstock_enginecore.core.queues import Wakeup
 from penstock_enginecore.core.steps_in_flight import EngineDeadError
 from penstock_enginecore.kv_transfer.core.size_class import SizeClass
 from penstock_enginecore.kv_transfer.core.tiers import TieredConnector
 from penstock_enginecore.kv_transfer.disk_file import FILE_NAME, STATES_FILE_NAME
 from penstock_enginecore.states.core.slots import StateSlots
 from penstock_enginecore.states.core.spec import SPAN
-from tests.fakes.engines.in_process import answer, build_engine, generate
+from tests.fakes.engines.in_process import CLIENT, answer, build_engine, generate
 from tests.fakes.engines.poisoned_states import PoisonedStates
 from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.quick_architectures import QUICK_EVICTED_RECURRENT
@@ -229,6 +230,19 @@ def test_several_requests_at_once_come_back(model: Model, async_scheduling: bool
         assert generate(engine, requests).tokens == expected
         settle(engine)
     assert loaded(engine)[KvMedium.HOST] > 0
+    engine.shutdown()
+
+
+def test_a_load_with_nothing_to_copy_wakes_the_busy_loop(one: Model) -> None:
+    """The blocks of a model without attention have no memory. If their state is in the pool, there is nothing to copy."""
+    engine = small_engine(one)
+    settle(engine)
+    while engine.queues.get(block=False, timeout=None) is not None:
+        pass
+    wanted = EngineCoreRequest(request_id="a", prompt_token_ids=one.prompts[0], sampling_params=greedy(1))
+    number = connector_of(engine).load(engine.preprocess(CLIENT, wanted), [])
+    assert isinstance(engine.queues.get(block=False, timeout=None), Wakeup)
+    assert [ended.load_id for ended in connector_of(engine).take_ended()] == [number]
     engine.shutdown()
 
 

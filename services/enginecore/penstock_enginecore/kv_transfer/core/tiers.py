@@ -336,8 +336,9 @@ class TieredConnector:
         if self._peers is not None and away:
             load.parts += 1
             load.at_peer = self._peers.load(request, away, partial(self._tell_fetched, load))
-        if not load.parts:
+        if not load.parts:  # Nothing to copy, so no copy will wake the busy loop.
             self._end(load)
+            self._wake()
         return load.number
 
     def abandon(self, load_id: int) -> None:
