@@ -132,10 +132,6 @@ def test_the_native_decoder_computes_a_mixture_with_sections_and_deepstack(case:
 def test_tokens_are_those_of_transformers(case: Case, way: str, request: pytest.FixtureRequest) -> None:
     if way in PROCESSES:
         request.getfixturevalue("warm_processes")
-    if way == "split" and case.family in RECURRENT:
-        with pytest.raises(ModelLoadError, match=r"recurrent layers, which several workers cannot share yet"):
-            case.engine(**WAYS[way])
-        return
     assert run(case.engine(**WAYS[way]), case.requests()).tokens == case.expected
 
 
