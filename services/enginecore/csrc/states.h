@@ -24,6 +24,7 @@ namespace penstock {
 constexpr int64_t kSpan = 16;
 constexpr int64_t kMaxTaps = 8;
 constexpr int64_t kChannels = 512;  // channels of a task of a convolution
+constexpr int kWide = kLanes == 16 ? 8 : 4;  // vectors of a panel for one or two rows, which read long runs of a state
 
 inline int64_t span_start(int64_t position) { return position / kSpan * kSpan; }
 inline int64_t whole_vectors(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
@@ -179,16 +180,17 @@ inline void multiply_rows(const float* const* rows, int64_t count, const float* 
   }
 }
 
-// Computes S = decays S + sum over rows j of factors[j] updates[j] for a tile of keys. `from` and `to` may be the same.
+// Computes S = decays S + sum over rows j of factors[j] updates[j] for a tile of keys and the columns from `column`. `from` and `to`
+// may be the same.
 template <int kRows, int kVectors>
 inline vf close_tile(const float* decays, const float* from, int64_t from_stride, const float* factors, int64_t factor_stride,
-                     const float* updates, int64_t update_stride, float* to, int64_t to_stride) {
+                     const float* const* updates, int64_t column, float* to, int64_t to_stride) {
   vf sums[kRows][kVectors], zeros{};
   for (int key = 0; key < kRows; ++key)
     for (int v = 0; v < kVectors; ++v) sums[key][v] = splat(decays[key]) * load(from + key * from_stride + v * kLanes);
   for (int64_t row = 0; row < kSpan; ++row)
     for (int v = 0; v < kVectors; ++v) {
-      const vf update = load(updates + row * update_stride + v * kLanes);
+      const vf update = load(updates[row] + column + v * kLanes);
       for (int key = 0; key < kRows; ++key) sums[key][v] += splat(factors[row * factor_stride + key]) * update;
     }
   for (int key = 0; key < kRows; ++key)
@@ -296,7 +298,9 @@ class ScanRunner {
     float* updates = own_.updates.data();
     for (int64_t j = 0; j < old; ++j) {
       if (!by_row_) sums_[j] = m_.decays[row_of(base_ + j) * m_.num_heads + head];
-      copy_padded(update_row(base_ + j, head), updates + j * width_);
+      const float* stored = update_row(base_ + j, head);
+      if (!direct_) copy_padded(stored, updates + j * width_);
+      updates_[j] = direct_ ? stored : updates + j * width_;
     }
     if (by_row_) decay_rows(head, old, count);
     multiply_by(state, old, count);
@@ -313,6 +317,7 @@ class ScanRunner {
       }
       const float* by_state = own_.products.data() + (t - old) * width_;
       float* update = updates + t * width_;
+      updates_[t] = update;
       copy_padded(c_.value + token * c_.value_stride + head * m_.value_size, update);
       if (c_.beta != nullptr) {
         correct(update, c_.beta[token * c_.beta_stride + head], since, by_state, weights, t);
@@ -367,6 +372,9 @@ class ScanRunner {
     for (int64_t t = old; t < count; ++t) rows[num_rows++] = by_row_ ? decayed + (kSpan + t) * key_width_ : queries_[t];
     float* out = own_.products.data();
     int64_t column = 0;
+    if (num_rows <= 2)
+      for (; column + kWide * kLanes <= width_; column += kWide * kLanes)
+        multiply_rows<kWide, 2>(rows, num_rows, state + column, width_, m_.key_size, out + column, width_);
     for (; column + kPanel <= width_; column += kPanel)
       multiply_rows<2>(rows, num_rows, state + column, width_, m_.key_size, out + column, width_);
     if (column < width_) multiply_rows<1>(rows, num_rows, state + column, width_, m_.key_size, out + column, width_);
@@ -375,7 +383,7 @@ class ScanRunner {
   void correct(float* update, float beta, float since, const float* by_state, const float* weights, int64_t t) const {
     for (int64_t column = 0; column < width_; column += kLanes) {
       vf known = splat(since) * load(by_state + column);
-      for (int64_t j = 0; j < t; ++j) known += splat(weights[j] * by_key_[t][j]) * load(own_.updates.data() + j * width_ + column);
+      for (int64_t j = 0; j < t; ++j) known += splat(weights[j] * by_key_[t][j]) * load(updates_[j] + column);
       store(update + column, splat(beta) * (load(update + column) - known));
     }
   }
@@ -384,7 +392,7 @@ class ScanRunner {
     float* out = c_.out + token * c_.out_stride + head * m_.value_size;
     for (int64_t column = 0; column < width_; column += kLanes) {
       vf sum = splat(since) * load(by_state + column);
-      for (int64_t j = 0; j <= t; ++j) sum += splat(weights[j] * by_query_[t][j]) * load(own_.updates.data() + j * width_ + column);
+      for (int64_t j = 0; j <= t; ++j) sum += splat(weights[j] * by_query_[t][j]) * load(updates_[j] + column);
       store_some(out + column, sum, m_.value_size - column);
     }
   }
@@ -431,14 +439,13 @@ class ScanRunner {
     constexpr int kKeys = 4;
     vf zeros{};
     const float* decays = own_.decays.data();
-    const float* updates = own_.updates.data() + column;
     int64_t key = 0;
     for (; key + kKeys <= m_.key_size; key += kKeys)
-      zeros += close_tile<kKeys, kVectors>(decays + key, from + key * width_ + column, width_, own_.factors.data() + key, key_width_, updates,
-                                           width_, to + key * width_ + column, width_);
+      zeros += close_tile<kKeys, kVectors>(decays + key, from + key * width_ + column, width_, own_.factors.data() + key, key_width_,
+                                           updates_, column, to + key * width_ + column, width_);
     for (; key < m_.key_size; ++key)
-      zeros += close_tile<1, kVectors>(decays + key, from + key * width_ + column, width_, own_.factors.data() + key, key_width_, updates,
-                                       width_, to + key * width_ + column, width_);
+      zeros += close_tile<1, kVectors>(decays + key, from + key * width_ + column, width_, own_.factors.data() + key, key_width_,
+                                       updates_, column, to + key * width_ + column, width_);
     return zeros;
   }
 
@@ -452,7 +459,7 @@ class ScanRunner {
   bool by_row_;  // each row of a state has a decay
   bool direct_;  // states need no padding, so they are used where they are stored
   int64_t base_ = 0, first_ = 0, last_ = 0;  // the span, and its tokens in the step
-  const float *keys_[kSpan] = {}, *queries_[kSpan] = {};
+  const float *keys_[kSpan] = {}, *queries_[kSpan] = {}, *updates_[kSpan] = {};
   float by_query_[kSpan][kSpan] = {}, by_key_[kSpan][kSpan] = {};
   float sums_[kSpan] = {};
 };

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from penstock_enginecore.huge_pages import huge_empty
 from penstock_enginecore.lora.adapter import LowRankUpdate
 from penstock_enginecore.native.ffi_structs import Piece, Segment, Update
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.weights import KINDS, PackedWeight, fits_bfloat16, huge_empty, multiply
+from penstock_enginecore.native.weights import KINDS, PackedWeight, fits_bfloat16, multiply
 
 # LoRA matrices in the layouts that the kernels read (``csrc/lora.h``).
 
@@ -68,7 +69,7 @@ class PackedUpdates:
         self._lanes = library.lanes
         # Reserve float32 memory. If elements are bfloat16, half of the memory's pages are never used.
         numbers = sum(self._numbers(update) for update in updates if update is not None)
-        self._memory = huge_empty(4 * numbers, torch.uint8)
+        self._memory = huge_empty(4 * numbers, dtype=torch.uint8)
         self.num_bytes = 0
         self.width = max((len(update.a) for update in updates if update is not None), default=0)
         self.struct = (Update * len(updates))(*(Update() if each is None else self._update(each) for each in updates))

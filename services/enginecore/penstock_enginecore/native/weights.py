@@ -1,13 +1,13 @@
 """Weights in the kernels' layout: panels of as many rows as two vectors have lanes (``csrc/gemm.h``)."""
 
 import ctypes
-import mmap
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from penstock_enginecore.huge_pages import huge_empty
 from penstock_enginecore.models.dtypes import NarrowWeight, widened
 from penstock_enginecore.native.ffi_structs import Linear
 from penstock_enginecore.native.library import NativeLibrary
@@ -76,7 +76,6 @@ def _exactly(weight: torch.Tensor) -> Int8Weight | None:
     return Int8Weight(numbers.to(torch.int8), scales[:, 0].contiguous())
 
 
-_HUGE_PAGE = 2 * 1024 * 1024
 _PIECE = 4 * 1024 * 1024
 """Number of elements that are packed at a time."""
 VECTORS = 64
@@ -115,7 +114,7 @@ class PackedWeight:
             self._scales = F.pad(integers.scales, (0, padding))
         kind = KINDS[self.dtype]
         self._filled_to = library.filled_to(kind)
-        self._packed = huge_empty((self.n + padding) * (self.k + -self.k % self._filled_to), self.dtype)
+        self._packed = huge_empty((self.n + padding) * (self.k + -self.k % self._filled_to), dtype=self.dtype)
         self._bias = None if bias is None else widened(bias.detach()).float().clone()
         scales, bias_pointer = (None if part is None else part.data_ptr() for part in (self._scales, self._bias))
         self.struct = Linear(self._packed.data_ptr(), scales, bias_pointer, self.n, self.k, kind, library.parts)
@@ -210,16 +209,3 @@ def fits_bfloat16(weight: torch.Tensor) -> bool:
     if weight.dtype == torch.float32:
         return not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())
     return weight.dtype == torch.bfloat16
-
-
-def huge_empty(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialized tensor ``[count]``, on huge pages if the system has them, because weights are read
-    sequentially.
-    """
-    size = count * dtype.itemsize
-    if size < _HUGE_PAGE:
-        return torch.empty(count, dtype=dtype)
-    memory = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE, 0, size // _HUGE_PAGE * _HUGE_PAGE)  # the last page would not be full
-    return torch.frombuffer(memory, dtype=dtype, count=count)

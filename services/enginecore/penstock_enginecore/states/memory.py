@@ -6,6 +6,7 @@ from itertools import groupby
 
 import torch
 
+from penstock_enginecore.huge_pages import huge_empty
 from penstock_enginecore.states.core.spec import SPAN, StateNeeds, StatePoolConfig, StateSpec
 
 
@@ -89,6 +90,8 @@ class StateMemory:
 
     def _layer(self, spec: StateSpec, slots: int, rings: int, length: int) -> StateLayer:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            if self._device.type == "cpu":
+                return huge_empty(*shape, dtype=dtype)
             return torch.empty(shape, dtype=dtype, device=self._device)
 
         tails = empty(slots, spec.kernel - 1, spec.channels, dtype=self._dtype)
