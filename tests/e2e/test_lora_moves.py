@@ -25,6 +25,8 @@ SUBJECTS = (
 )
 MARGIN = 1e-3
 """Minimum difference between the two largest log-probabilities. Prompts with closer candidates are not used."""
+MAX_KILLS = 6
+"""Kills of an engine until one interrupts a stream. All streams may have ended, or may run on the other engine."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -108,10 +110,14 @@ def different(known: list[Known], found: list[list[int]]) -> list[str]:
 async def test_clients_do_not_notice_a_killed_engine(cluster: Cluster, known: list[Known]) -> None:
     assert different(known, await answers(cluster, known, None)) == []
     for number, engine in enumerate(cluster.engines):
-        before = metric(cluster.frontend, "penstock:requests_moved_total")
-        assert different(known, await answers(cluster, known, number)) == []
-        moved = metric(cluster.frontend, "penstock:requests_moved_total") - before
-        print(f"engine {number} killed: {moved:.0f} of {STREAMS} streams went on elsewhere")
+        moved = 0.0
+        for _ in range(MAX_KILLS):
+            before = metric(cluster.frontend, "penstock:requests_moved_total")
+            assert different(known, await answers(cluster, known, number)) == []
+            moved = metric(cluster.frontend, "penstock:requests_moved_total") - before
+            print(f"engine {number} killed: {moved:.0f} of {STREAMS} streams went on elsewhere")
+            await engine.restart()
+            await cluster.until_engines_are_seen(2)
+            if moved:
+                break
         assert moved > 0
-        await engine.restart()
-        await cluster.until_engines_are_seen(2)
