@@ -310,7 +310,7 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
         # requests.
         expected = (
             f"{died} engines in a row failed",
-            "2 engines in a row failed while they had nothing but this request",
+            "2 engines in a row failed while this was their only request",
         )
         assert error.message.startswith(expected)
         while not all(task.done() for task in neighbours):
