@@ -14,6 +14,7 @@ from tests import skipped
 
 if TYPE_CHECKING:
     from tests.fakes.warm_python import WarmPython
+    from tests.schedule import FileScheduling
 
 _QUICK = "QUICK_TESTS"
 """Environment variable that leaves out slow tests if it is set."""
@@ -66,6 +67,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip slow tests in quick runs, before their fixtures are created."""
     if os.environ.get(_QUICK) and item.get_closest_marker("slow"):
         pytest.skip("slow (make test-slow)")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> "FileScheduling | None":
+    """Distribute test files in such a way that a dead worker costs one test."""
+    from tests.schedule import make_scheduler  # imported here, because only the controlling process distributes tests
+
+    return make_scheduler(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
