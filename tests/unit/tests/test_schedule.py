@@ -37,7 +37,12 @@ def test_a_dead_worker_costs_one_test(tmp_path: Path, workers: int) -> None:
         (tmp_path / f"test_{name}_single.py").write_text("def test_single():\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--dist", "loadfile", "-p", "no:schemathesis"]
     run = subprocess.run(
-        [*command, str(tmp_path)], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=600
+        [*command, str(tmp_path)],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert "2 failed, 6 passed" in run.stdout, run.stdout + run.stderr
     assert run.stdout.count("::test_fatal - worker") == 2
