@@ -196,13 +196,18 @@ def test_second_turns_come_back_from_the_disk(model: Model, said: list[list[int]
     engine.shutdown()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5", pytest.param("granitemoehybrid", marks=pytest.mark.slow)])
-def test_second_turns_come_back_to_ranks_with_a_part_of_the_heads(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "lfm2", "mamba2"))],
+)
+def test_second_turns_come_back_to_several_workers(
+    architecture: str, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each worker has a part of the heads or of the layers. The first stage of qwen3_5 has no KV cache."""
     use_threads(monkeypatch)
     model = model_of(architecture, tmp_path)
-    executor = {"kind": "multiproc", "tensor_parallel_size": 2}
+    executor = {"kind": "multiproc", size: 2}
     large = large_engine(model, executor=executor)
     expected = conversation(large, model)
     large.shutdown()

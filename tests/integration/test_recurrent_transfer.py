@@ -21,6 +21,7 @@ from tests.fakes.engines.handing_over import go_on, hand_over, tokens_of, undist
 from tests.fakes.engines.in_process import CLIENT
 from tests.fakes.engines.poisoned_states import PoisonedStates
 from tests.fakes.engines.transferring_engine import TransferringEngine
+from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.quick_architectures import QUICK_RECURRENT
 from tests.fakes.models.tiny_models import VOCAB_SIZE, WITHOUT_ATTENTION, save_tiny_model
 
@@ -102,6 +103,32 @@ def test_a_request_resumes_from_the_state_of_its_source(case: Case, transport: s
     source.core.leases.revoke_all()
     for engine in (source, target):
         assert_all_free(engine)
+
+
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["qwen3_5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("granitemoehybrid", "lfm2", "mamba2"))],
+)
+def test_a_request_resumes_on_several_workers(
+    architecture: str, size: str, ends: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker has a part of the heads or of the layers. The first stage of qwen3_5 has no KV cache. An engine with
+    one worker exchanges nothing with them.
+    """
+    use_threads(monkeypatch)
+    case = Case(architecture, tmp_path)
+    source, target = (case.engine(name, ends, executor={"kind": "multiproc", size: 2}) for name in "ab")
+    other = case.engine("c", ends)
+    for request in requests():
+        expected = undisturbed(target, request)
+        prior, given = hand_over(source, request, 11)
+        assert prior + tokens_of(go_on(target, request, prior, given)) == expected
+        assert prior + tokens_of(go_on(other, request, prior, given)) == expected
+    assert target.value(IN, direction="in") == 2
+    assert target.value("penstock:kv_transfer_failures_total") == 0
+    assert other.value(IN) == 0
+    assert other.value("penstock:kv_transfer_failures_total", reason="layout") == 2
 
 
 def test_a_drain_hands_running_requests_over_with_their_last_state(case: Case, ends: ExitStack) -> None:

@@ -140,9 +140,9 @@ class FakeCopier:
 
         return self._ask("write", write, len(block_ids))
 
-    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
-        def read() -> list[bytes]:
-            return [b"" if slot in self.damaged else repr(self.host[slot]).encode() for slot in slots]
+    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes | None]]":
+        def read() -> list[bytes | None]:
+            return [None if slot in self.damaged else repr(self.host[slot]).encode() for slot in slots]
 
         return self._ask("read_slots", read, len(slots))
 

@@ -155,16 +155,16 @@ class Worker:
         if (kernels := self._kernels) is not None:
             logger.info("loaded Triton kernels found_in_cache=%d compiled=%d", kernels.found, kernels.compiled)
 
-    def _block_memory(self) -> list[torch.Tensor]:
-        """Return the tensors of the KV cache, or an empty list if no KV cache is allocated."""
+    def _block_memory(self) -> list[torch.Tensor] | None:
+        """Return the tensors of the KV cache, or None if no KV cache is allocated."""
         config, runner = self._kv_cache, self._runner
         asleep = self._kv_cache_asleep or (self._kept is not None and self._kept.cache_is_gone)
-        return [] if config is None or runner is None or asleep else block_memory(runner.caches, config.num_blocks)
+        return None if config is None or runner is None or asleep else block_memory(runner.caches, config.num_blocks)
 
-    def _state_memory(self) -> list[torch.Tensor]:
-        """Return the closed states of recurrent layers, or an empty list if no KV cache is allocated."""
+    def _state_memory(self) -> list[torch.Tensor] | None:
+        """Return the closed states of recurrent layers, or None if no KV cache is allocated."""
         asleep = self._kept is not None and self._kept.cache_is_gone
-        return [] if self._runner is None or asleep else slot_memory(self._runner.state_layers)
+        return None if self._runner is None or asleep else slot_memory(self._runner.state_layers)
 
     def state_facts(self) -> BlockFacts:
         """Return the size and layout of this worker's part of a slot of states."""

@@ -49,9 +49,9 @@ class HostMemory:
 T = TypeVar("T")
 Call = Callable[..., "Future[Any]"]
 """Function that calls a method of ``WorkerCopies`` by name on all workers."""
-Memory = Callable[[], list[torch.Tensor]]
+Memory = Callable[[], list[torch.Tensor] | None]
 """Function that returns the tensors of the KV cache, as ``block_memory`` does, or of the states, as ``slot_memory``
-does. Returns an empty list while the engine sleeps.
+does. The list is empty if the worker has no such layers. Returns None while the engine sleeps.
 """
 
 
@@ -73,7 +73,7 @@ class WorkerCopies:
     @property
     def block_bytes(self) -> int:
         """Bytes of the worker's part of a block."""
-        return sum(tensor.shape[1] for tensor in self._memory())
+        return sum(tensor.shape[1] for tensor in self._memory() or ())
 
     def begin(self, method: str, *arguments: Any) -> "Future[Any]":
         """Call a method of this class on the copy thread. On a GPU, the method's copies run after all work that the
@@ -81,7 +81,7 @@ class WorkerCopies:
         """
         memory = self._memory()
         ready: Any = None
-        if memory and memory[0].is_cuda:
+        if memory and _is_on_gpu(memory):
             make_event: Any = torch.cuda.Event
             ready = make_event()
             ready.record(torch.cuda.current_stream(memory[0].device))
@@ -95,8 +95,8 @@ class WorkerCopies:
         if self._thread is not None:
             self._thread.stop()
 
-    def _run(self, memory: list[torch.Tensor], ready: Any, call: Callable[..., T], arguments: Sequence[Any]) -> T:
-        if not memory:
+    def _run(self, memory: list[torch.Tensor] | None, ready: Any, call: Callable[..., T], arguments: Sequence[Any]) -> T:
+        if memory is None:
             raise RuntimeError("the KV cache is not allocated, or the engine sleeps")
         if ready is None:
             return call(memory, *arguments)
@@ -112,7 +112,7 @@ class WorkerCopies:
 
     def reserve(self, memory: list[torch.Tensor], num_slots: int) -> None:
         """Allocate the slots of host memory."""
-        self._host = HostMemory(num_slots, sum(tensor.shape[1] for tensor in memory), pinned=memory[0].is_cuda)
+        self._host = HostMemory(num_slots, sum(tensor.shape[1] for tensor in memory), pinned=_is_on_gpu(memory))
 
     def save(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> None:
         for tensor, part in _parts(memory, self._slots()):
@@ -124,7 +124,7 @@ class WorkerCopies:
                 for block_id, slot in copies:
                     slots[slot] = blocks[block_id]
         if self._checksums is not None:
-            if memory[0].is_cuda:
+            if _is_on_gpu(memory):
                 torch.cuda.current_stream(memory[0].device).synchronize()
             for _, slot in copies:
                 self._checksums[slot] = self._checksum(slot)
@@ -145,7 +145,7 @@ class WorkerCopies:
 
     def read(self, memory: list[torch.Tensor], block_ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of blocks of the pool."""
-        if memory[0].is_cuda:
+        if _is_on_gpu(memory):
             return [b"".join(tensor[block_id].cpu().numpy().tobytes() for tensor in memory) for block_id in block_ids]
         arrays = [
             tensor.numpy() for tensor in memory
@@ -158,7 +158,7 @@ class WorkerCopies:
         """Write bytes to blocks of the pool."""
         ends = list(accumulate(tensor.shape[1] for tensor in memory))
         parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        arrays = None if memory[0].is_cuda else [tensor.numpy() for tensor in memory]
+        arrays = None if _is_on_gpu(memory) else [tensor.numpy() for tensor in memory]
         for block_id, content in zip(block_ids, contents, strict=True):
             row = np.frombuffer(content, dtype=np.uint8)
             if arrays is not None:
@@ -168,10 +168,10 @@ class WorkerCopies:
                 for tensor, part in zip(memory, parts, strict=True):
                     tensor[block_id].copy_(torch.from_numpy(row[part].copy()))
 
-    def read_slots(self, _: list[torch.Tensor], slots: Sequence[int]) -> list[bytes]:
-        """Return the bytes of slots. The result of a damaged slot is empty."""
+    def read_slots(self, _: list[torch.Tensor], slots: Sequence[int]) -> list[bytes | None]:
+        """Return the bytes of slots, and None for a damaged slot."""
         host = self._slots()
-        return [b"" if self._damaged(slot) else host[slot].numpy().tobytes() for slot in slots]
+        return [None if self._damaged(slot) else host[slot].numpy().tobytes() for slot in slots]
 
     def write_slots(
         self, _: list[torch.Tensor], slots: Sequence[int], contents: "Sequence[bytes | memoryview]"
@@ -194,6 +194,10 @@ class WorkerCopies:
         if self._host is None:
             raise RuntimeError("a slot of host memory was used before reserve was called")
         return self._host.slots
+
+
+def _is_on_gpu(memory: list[torch.Tensor]) -> bool:
+    return bool(memory) and memory[0].is_cuda
 
 
 def _parts(memory: list[torch.Tensor], rows: torch.Tensor) -> "zip[tuple[torch.Tensor, torch.Tensor]]":
@@ -223,7 +227,7 @@ class Copier:
     def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
         return self._call("write", block_ids, contents)
 
-    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
+    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes | None]]":
         return self._call("read_slots", slots)
 
     def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
@@ -234,7 +238,7 @@ class Copier:
 
 Send = Callable[[CopyBlocks], None]
 _OF_BYTES = ("read", "read_slots")
-"""Methods that return the bytes of blocks. Each worker returns its part."""
+"""Methods that return the bytes of blocks. Each worker returns its part, or None if the part is damaged."""
 _TYPES: dict[str, Any] = {
     "reserve": tuple[int],
     "save": tuple[list[Copy]],
@@ -298,8 +302,8 @@ class CopiesAwaited:
                 sorted({slot for value in values for slot in msgspec.msgpack.decode(value, type=list[int])})
             )
         elif method in _OF_BYTES:
-            parts = [msgspec.msgpack.decode(value, type=list[bytes]) for value in values]
-            future.set_result([b"".join(of_block) if all(of_block) else b"" for of_block in zip(*parts, strict=True)])
+            parts = [msgspec.msgpack.decode(value, type=list[bytes | None]) for value in values]
+            future.set_result([_joined(of_block) for of_block in zip(*parts, strict=True)])
         else:
             future.set_result(None)
 
@@ -346,6 +350,12 @@ class CopiesUnderWay:
             number, future = self._copies.popleft()
             error = future.exception()
             yield Copied(number, encode(future.result()) if error is None else Failure.of(error))
+
+
+def _joined(parts: Sequence[bytes | None]) -> bytes | None:
+    """Return a block of the parts of all workers, or None if a part is damaged."""
+    whole = [part for part in parts if part is not None]
+    return b"".join(whole) if len(whole) == len(parts) else None
 
 
 def _own(contents: Sequence[bytes], start: int, size: int) -> list[memoryview]:

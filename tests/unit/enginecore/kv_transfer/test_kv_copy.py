@@ -68,7 +68,7 @@ def test_checked_slots_with_a_flipped_bit_are_neither_loaded_nor_read(memory, wr
     copies._host.slots[2, 17] ^= 8
     assert copier.load([Copy(5, 2), Copy(0, 0)]).result(timeout=30) == [2]
     assert [row(memory, block) for block in range(6)] == [before[1], *before[1:]]
-    assert copier.read_slots([2, 0]).result(timeout=30) == [b"", before[1]]
+    assert copier.read_slots([2, 0]).result(timeout=30) == [None, before[1]]
     copier.save([Copy(3, 2)]).result(timeout=30)
     assert copier.load([Copy(5, 2)]).result(timeout=30) == []
     assert row(memory, 5) == before[3]
@@ -81,10 +81,24 @@ def test_slots_of_blocks_are_not_checked(memory, copier):
     assert copier.load([Copy(5, 0)]).result(timeout=30) == []
 
 
+def test_a_worker_without_such_layers_copies_nothing(copier):
+    """The joined bytes of all workers leave out its part, which is empty and not damaged."""
+    copies = WorkerCopies(list, checked=True)
+    assert copies.block_bytes == 0
+    copies.begin("reserve", 2).result(timeout=30)
+    copies.begin("save", [Copy(3, 1)]).result(timeout=30)
+    assert copies.begin("load", [Copy(3, 1)]).result(timeout=30) == []
+    assert copies.begin("read", [3, 4]).result(timeout=30) == [b"", b""]
+    assert copies.begin("read_slots", [1]).result(timeout=30) == [b""]
+    copies.begin("write", [3], [memoryview(b"")]).result(timeout=30)
+    copies.begin("write_slots", [1], [memoryview(b"")]).result(timeout=30)
+    copies.stop()
+
+
 def test_what_cannot_be_copied_says_so(memory, copier):
     with pytest.raises(RuntimeError, match="reserve"):
         copier.save([Copy(0, 0)]).result(timeout=30)
-    copies = WorkerCopies(list)
+    copies = WorkerCopies(lambda: None)
     with pytest.raises(RuntimeError, match="the KV cache is not allocated, or the engine sleeps"):
         copies.begin("read", [0]).result(timeout=30)
     copies.stop()

@@ -10,9 +10,7 @@ import torch
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import (
-    CacheConfig,
     EngineCoreConfig,
-    ExecutorConfig,
     KvTransferConfig,
     ModelConfig,
     SpeculativeConfig,
@@ -34,13 +32,7 @@ def config_of(**sections: Any) -> EngineCoreConfig:
     return EngineCoreConfig(**({"model": ModelConfig(path="m")} | sections))
 
 
-STAGES = ExecutorConfig(kind="multiproc", pipeline_parallel_size=3)
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "cache.host_memory is 1024 with 3 stages": ({"executor": STAGES, "cache": CacheConfig(host_memory=1024)}, "0"),
-    "kv_transfer.transport is 'grpc' with 3 workers": (
-        {"executor": STAGES, "kv_transfer": KvTransferConfig(transport="grpc")},
-        "'off'",
-    ),
     "kv_transfer.connector is 'p'": ({"kv_transfer": KvTransferConfig(connector="p")}, "''"),
     "speculative.num_speculative_tokens is 16": (
         {"speculative": SpeculativeConfig(method="ngram", num_speculative_tokens=16)},

@@ -86,8 +86,8 @@ class BlockCopier(Protocol):
     def write(self, block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
         """Write ``contents``, as returned by ``read``, to blocks of the pool."""
 
-    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes]]":
-        """Return the bytes of slots of host memory. The result of a damaged slot is empty."""
+    def read_slots(self, slots: Sequence[int]) -> "Future[list[bytes | None]]":
+        """Return the bytes of slots of host memory, and None for a damaged slot."""
 
     def write_slots(self, slots: Sequence[int], contents: "Sequence[bytes | memoryview]") -> "Future[None]":
         """Write bytes to slots of host memory."""

@@ -369,11 +369,11 @@ class DiskTier:
         written = self._copier.write([place.block_id for place in places], [content for _, content in whole])
         written.add_done_callback(lambda done: over(batch, places if done.exception() is None else [], seconds))
 
-    def _write(self, names: list[BlockName], generation: int, done: "Future[list[bytes]]") -> None:
-        error = done.exception()
-        contents: Sequence[bytes | None] = [None] * len(names) if error is not None else done.result()
+    def _write(self, names: list[BlockName], generation: int, done: "Future[list[bytes | None]]") -> None:
+        failed = done.exception() is not None
+        contents: Sequence[bytes | None] = [None] * len(names) if failed else done.result()
         for name, content in zip(names, contents, strict=True):
-            if content == b"":
+            if content is None and not failed:
                 logger.warning("a state in host memory is damaged and is not written to the disk")
             found = None if not content or self._off or generation != self._generation else self.index.take()
             if found is None or not content:

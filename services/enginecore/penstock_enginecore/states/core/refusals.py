@@ -12,15 +12,9 @@ def check_states(config: EngineCoreConfig, model: ModelInfo) -> None:
     """
     if model.states is None:
         return
-    cache, transfer, stages = config.cache, config.kv_transfer, config.executor.pipeline_parallel_size
-    workers = stages * config.executor.tensor_parallel_size
+    transfer = config.kv_transfer
     drafts = config.speculative.num_speculative_tokens if config.speculative.enabled else 0
     refused = {
-        f"cache.host_memory is {cache.host_memory} with {stages} stages": (bool(cache.host_memory) and stages > 1, "0"),
-        f"kv_transfer.transport is {transfer.transport!r} with {workers} workers": (
-            transfer.enabled and workers > 1,
-            "'off'",
-        ),
         f"kv_transfer.connector is {transfer.connector!r}": (bool(transfer.connector), "''"),
         f"speculative.num_speculative_tokens is {drafts}": (drafts > MAX_DRAFTS, f"at most {MAX_DRAFTS}"),
     }
