@@ -22,7 +22,6 @@ from penstock_common.memory import in_units
 from penstock_common.types.request import EngineCoreRequest
 from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
-from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST
 from tests.fakes.engines.in_process import CLIENT, build_engine
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -158,9 +157,8 @@ class Measurement:
         assert needs is not None
         assert pool is not None
         config = pool.config
-        per_request = SLOTS_PER_REQUEST * needs.slot_bytes + config.rows_per_request * needs.row_bytes
-        kept = config.num_slots - SLOTS_PER_REQUEST * config.num_requests
-        planned = config.num_requests * per_request + kept * needs.slot_bytes
+        per_request = needs.request_bytes(config.rows_per_request)
+        planned = config.num_requests * per_request + (1 + config.num_kept) * needs.slot_bytes
         executor: Any = self._engine.executor
         tensors = [part for layer in executor._worker.runner._state_layers.values() for part in layer.tensors()]
         allocated = sum(part.numel() * part.element_size() for part in tensors)

@@ -13,7 +13,7 @@ from penstock_common.types.sampling import SamplingParams
 from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.generation.drafting import Drafting
 from penstock_enginecore.models.errors import ModelLoadError
-from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, StatePoolConfig, rows_per_request
+from penstock_enginecore.states.core.spec import StatePoolConfig, rows_per_request
 from tests.fakes.engines.in_process import Run, answer, build_engine, generate
 from tests.fakes.engines.known_drafter import KINDS as DRAFT_KINDS
 from tests.fakes.engines.known_drafter import KnownDrafter
@@ -119,7 +119,7 @@ def small_memory(path: Path, num_requests: int, num_kept: int, num_drafts: int =
     needs = engine.model.states
     engine.shutdown()
     assert needs is not None
-    of_request = SLOTS_PER_REQUEST * needs.slot_bytes + rows_per_request(num_drafts) * needs.row_bytes
+    of_request = needs.request_bytes(rows_per_request(num_drafts))
     memory = max(4 * num_requests * of_request, num_requests * of_request + (1 + num_kept) * needs.slot_bytes)
     rest = memory - num_requests * of_request - needs.slot_bytes
     # ``state_share`` must be below 1, so it is chosen for half a slot more.

@@ -240,7 +240,7 @@ def test_leases_keep_states_from_eviction_and_give_way_to_requests(one: Case, en
     states = source.core.scheduler.kv_cache.states
     assert states is not None
     limit = source.core.leases.leases._max_slots
-    assert limit == max(int(0.5 * states.num_for_keeping), 1)
+    assert limit == max(int(0.5 * states.config.num_kept), 1)
     source.core.leases.leases._max_slots = 2
     [request] = requests(greedy_only=True)
     expected = undisturbed(target, request)

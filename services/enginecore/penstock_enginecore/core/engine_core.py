@@ -37,7 +37,7 @@ from penstock_enginecore.media.core.encoder_cache import MediaControl, encoder_c
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 from penstock_enginecore.speculation.core.policy import time_steps
 from penstock_enginecore.states.core.refusals import check_states
-from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, StatePoolConfig
+from penstock_enginecore.states.core.spec import StatePoolConfig
 from penstock_enginecore.structured_output.core.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
 
@@ -162,11 +162,10 @@ def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, p
     needs = model.states
     if needs is None:
         return
-    kept = pool.num_slots - 1 - SLOTS_PER_REQUEST * pool.num_requests
-    of_request = SLOTS_PER_REQUEST * needs.slot_bytes + pool.rows_per_request * needs.row_bytes
+    of_request = needs.request_bytes(pool.rows_per_request)
     progress(
         f"memory for recurrent states: {pool.num_requests} running requests ({in_units(of_request)} per request), "
-        f"{kept} kept states ({in_units(needs.slot_bytes)} per state), one kept state every {pool.interval} tokens"
+        f"{pool.num_kept} kept states ({in_units(needs.slot_bytes)} per state), one kept state every {pool.interval} tokens"
     )
     if pool.num_requests < max_num_seqs:
         logger.warning(

@@ -245,7 +245,7 @@ def _leases(settings: KvTransferConfig, kv_cache: KVCacheManager) -> Leases:
         lease_seconds=settings.lease,
         max_seconds=settings.max_lease,
         free_slot=states.free_leased,
-        max_slots=max(int(fraction * states.num_for_keeping), 1),
+        max_slots=max(int(fraction * states.config.num_kept), 1),
     )
 
 

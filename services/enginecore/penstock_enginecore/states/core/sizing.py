@@ -46,7 +46,7 @@ def size_states(
             f"cache.block_size is {cache.block_size}; a model with recurrent states needs {SPAN}, the distance between "
             "its states"
         )
-    request_bytes = SLOTS_PER_REQUEST * needs.slot_bytes + rows * needs.row_bytes
+    request_bytes = needs.request_bytes(rows)
     least = (1 + _MIN_KEPT) * needs.slot_bytes + request_bytes
     if available_bytes < _REQUESTS_SHARE * least:
         raise ConfigError(

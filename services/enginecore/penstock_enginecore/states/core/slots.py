@@ -308,11 +308,6 @@ class StateSlots:
         """Drop the reference of a lease."""
         self.pool.free((slot,))
 
-    @property
-    def num_for_keeping(self) -> int:
-        """Number of slots besides the slots of running requests."""
-        return self.config.num_slots - 1 - SLOTS_PER_REQUEST * self.config.num_requests
-
     def begin_load(self) -> int:
         """Allocate a slot for a state that is loaded, and return the slot. ``num_spare`` must be positive."""
         return self.pool.allocate(1)[0].block_id

@@ -79,6 +79,10 @@ class StateNeeds(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int
     row_bytes: int
 
+    def request_bytes(self, num_rows: int) -> int:
+        """Return the bytes that a running request owns: two slots, and a ring of ``num_rows`` open rows."""
+        return SLOTS_PER_REQUEST * self.slot_bytes + num_rows * self.row_bytes
+
 
 class StatePoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the state pool.
@@ -94,6 +98,11 @@ class StatePoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int
     rows_per_request: int
     interval: int
+
+    @property
+    def num_kept(self) -> int:
+        """Number of slots that remain for kept states when ``num_requests`` requests run."""
+        return self.num_slots - 1 - SLOTS_PER_REQUEST * self.num_requests
 
 
 class StateStep(msgspec.Struct, frozen=True, array_like=True):
