@@ -1,4 +1,4 @@
-"""Attention function that transformers' models call instead of their own.
+"""Attention function that transformers' models call instead of their own attention function.
 
 Models run on a flat ``[1, tokens]`` batch, without a cache or mask. Each attention module calls ``penstock_attention``,
 which passes the call to the context set by ``use_context``. transformers builds no mask, because this function has no
@@ -19,7 +19,7 @@ from penstock_enginecore.attention.kv_cache import LayerCache
 from penstock_enginecore.models.rope import query_scale
 
 ATTENTION_NAME = "penstock"
-"""Value of ``attn_implementation`` with which models are loaded."""
+"""Name of this attention function: the value of ``attn_implementation`` when models are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class AttentionCall:
         query: ``[tokens, num_heads, head_size]``.
         key: ``[tokens, num_kv_heads, head size]``.
         value: ``[tokens, num_kv_heads, head size]``.
-        params: Scale, window and other parameters.
+        params: Scale, sliding window and other parameters of the attention.
         mask: Mask that the model built, or None.
-        extra: Other arguments that affect attention.
+        extra: Other arguments of the call that may affect attention.
     """
 
     module: torch.nn.Module
@@ -45,14 +45,16 @@ class AttentionCall:
 
 
 class AttentionContext(Protocol):
-    """Handler of a forward pass's attention calls."""
+    """Handler of the attention calls in a forward pass."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Return the output ``[tokens, num_heads, head_size_v]``."""
 
 
 class StepContext:
-    """Engine step: writes new keys and values to the paged cache, then attends. There is one plan per KV cache group."""
+    """Attention context of an engine step: writes new keys and values to the paged KV cache, then computes attention.
+    There is one attention plan for each KV cache group.
+    """
 
     def __init__(
         self, backend: AttentionBackend, layers: Mapping[torch.nn.Module, LayerCache], plans: list[StepPlan]
@@ -62,7 +64,9 @@ class StepContext:
         self._plans = plans
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Write the new tokens, scale queries by position if the model does, and attend."""
+        """Write the keys and values of the new tokens, scale queries by position if the model does, and compute
+        attention.
+        """
         layer = self._layers[call.module]
         plan = self._plans[layer.group]
         self._backend.write(layer.cache, plan, call.key, call.value)

@@ -16,11 +16,11 @@ from penstock_enginecore.config import ModelConfig
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.quantization.weights import open_tensors
 
-# Check before loading: tensors must have the shapes that config.json requires.
+# Check before loading: the tensors in the files must have the shapes that config.json requires.
 
 
 def weight_files(config: ModelConfig) -> Path:
-    """Return the directory of the weights. Weights of a hub ID are downloaded."""
+    """Return the directory of the weights. If the path is a hub ID, download the weights first."""
     directory = Path(config.path).expanduser()
     if directory.is_dir():
         return directory
@@ -49,7 +49,7 @@ def check_shapes(directory: Path, make: Callable[[], PreTrainedModel], where: st
 
 
 def mismatch(where: str, name: str, found: Iterable[int], wanted: Iterable[int]) -> str:
-    """Return the error text for a tensor whose shape differs from the model's."""
+    """Return the error text for a tensor whose shape differs from the shape of the model's parameter."""
     return (
         f"{where}: tensor {name} has shape {list(found)} in the files, but {list(wanted)} by config.json; the "
         "files do not belong to this configuration: take both from the same version of the checkpoint"
@@ -57,7 +57,9 @@ def mismatch(where: str, name: str, found: Iterable[int], wanted: Iterable[int])
 
 
 def _converted(transforms: Iterable[Any]) -> Callable[[str], bool]:
-    """Return a function that tells whether transformers may create a parameter from tensors of other shapes."""
+    """Return a function that, given a parameter's name, tells whether transformers may create this parameter from
+    tensors of other shapes.
+    """
     ends = {
         pattern.rstrip("$").rsplit(".", 1)[-1].rstrip("\\")
         for transform in transforms
@@ -70,8 +72,8 @@ def _converted(transforms: Iterable[Any]) -> Callable[[str], bool]:
 # Check after loading: the checkpoint and the model have the same weights.
 #
 # Every load of a model ends with this check. A weight that the model does not use would change the output unnoticed.
-# Examples are layers beyond the number in the configuration, and scales of quantized weights without a quantization in
-# the configuration.
+# Examples are layers beyond the number of layers in the configuration, and scales of quantized weights whose
+# quantization the # configuration does not describe.
 
 _SHOWN = 3
 """Number of tensor names shown in an error."""
@@ -79,18 +81,20 @@ _BUFFERS = re.compile(
     r"(^|\.)(inv_freq|original_inv_freq|cos_cached|sin_cached|position_ids|token_type_ids|masked_bias|num_batches_tracked"
     r"|_extra_state|(attn|attention|self_attn|crossattention)\.bias)$"
 )
-"""Tables and masks that older versions saved with the weights. Models compute them."""
+"""Names of tables and masks that older versions of transformers saved with the weights. Models compute these tensors
+themselves.
+"""
 _NEXT_TOKENS = re.compile(r"(^|\.)mtp\w*\.")
-"""Modules for multi-token prediction, in checkpoints that name them this way."""
+"""Names of modules for multi-token prediction, in checkpoints whose names for these modules begin with ``mtp``."""
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
 _NEXT_TOKENS_ONLY = ".eh_proj."
-"""Projection that only layers for multi-token prediction have."""
+"""Name of a projection that only layers for multi-token prediction have."""
 _HEADS = re.compile(
     r"^(lm_head|embed_out|score|classifier|pre_classifier|sop_classifier|classification_head|multiple_choice_head|qa_outputs"
     r"|cls|predictions|lm_predictions|mask_predictions|generator_predictions|generator_lm_head|discriminator_predictions"
     r"|vocab_transform|vocab_layer_norm|vocab_projector|head|decoder)\.|(^|\.)pooler\."
 )
-"""Heads for other tasks, by their names in transformers. Pooling models do not use them."""
+"""Names of heads for other tasks in transformers. Pooling models do not use these heads."""
 _QUANTIZED = re.compile(
     r"(scale|scales|scale_inv|_scale_\w+|qweight|qzeros|g_idx|_packed|_shape|_zero_point|_blocks|absmax|quant_map|quant_state\S*)$"
 )
@@ -99,15 +103,15 @@ _QUANTIZED = re.compile(
 def check_weights(
     info: Mapping[str, Any], model: PreTrainedModel, config: ModelConfig, *, optional: tuple[str, ...], pools: bool
 ) -> None:
-    """Raise ModelLoadError for weights that are missing, have another shape, or are unused.
+    """Raise ModelLoadError for weights that are missing, have another shape than the model's parameter, or are unused.
 
     Args:
         info: Loading report of transformers: ``missing_keys``, ``mismatched_keys`` and ``unexpected_keys``. The latter excludes
             names that the model's class declares as unused.
         model: The loaded model.
-        config: The path of the checkpoint, and the tensors that may be unused.
+        config: Settings with the path of the checkpoint, and with the prefixes of tensors that may be unused.
         optional: Prefixes of the names of weights that may be missing.
-        pools: Whether the model is used without its head, or with a head that is not the checkpoint's.
+        pools: Whether the model is served for pooling: without its head, or with a head that is not in the checkpoint.
     """
     where = f"model.path {config.path!r}"
     if missing := [key for key in _names(info["missing_keys"]) if not key.startswith(optional)]:
@@ -138,7 +142,9 @@ def left_over(keys: Iterable[str], config: PretrainedConfig, *, pools: bool) -> 
 
 
 def _guessing_layers(keys: Collection[str], config: PretrainedConfig) -> frozenset[int | None]:
-    """Return the layers for multi-token prediction after the model's last layer, by the configuration's count."""
+    """Return the indices of the layers for multi-token prediction, which follow the model's last layer. The
+    configuration has the number of these layers.
+    """
     first = getattr(config, "num_hidden_layers", None)
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     if first is None:
@@ -153,7 +159,9 @@ def _layer_of(key: str) -> int | None:
 
 
 def _remedy(left: Collection[str], config: PretrainedConfig) -> str:
-    """Return the cause, as far as the names show it, and the fix."""
+    """Return the end of an error text about unused tensors: the cause, as far as the names of the tensors ``left`` show
+    it, and the fix.
+    """
     if any(_QUANTIZED.search(key) for key in left):
         return (
             "they are parts of quantized weights, which config.json does not describe: take the quantization_config from the "
@@ -170,5 +178,5 @@ def _remedy(left: Collection[str], config: PretrainedConfig) -> str:
 
 
 def _names(keys: Iterable[Any]) -> list[str]:
-    """Return the names of tensors in order."""
+    """Return the names of tensors in alphabetical order."""
     return sorted(map(str, keys))

@@ -1,5 +1,5 @@
-"""Plan of a model's layers: the layers that a decoder computes, and the modules that have the layers' weights. All
-decoders of this project use this plan.
+"""Plan of a model's layers: the layers that a decoder computes, and the modules that have the layers' weights. The CPU
+decoder and the GPU decoder use this plan.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from penstock_enginecore.models.families import Family
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
-"""Activation of a gate. ``gelu`` is exact; ``gelu_tanh`` is the usual approximation. ``relu2`` is the squared ReLU of MLPs
-without a gate.
+"""Name of the activation function of an MLP's gate. ``gelu`` is the exact function; ``gelu_tanh`` is the usual
+approximation. ``relu2`` is the squared ReLU of MLPs without a gate.
 """
 UNROTATED = ("unrotated",)
 """Rotary variant of layers without positions."""
@@ -28,7 +28,9 @@ ExpertsWeight = torch.nn.Parameter | QuantizedStack
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm. The normalized value is multiplied by ``weight + offset``, where Gemma's offset is 1 and others' 0."""
+    """RMSNorm. The normalized value is multiplied by ``weight + offset``. The offset is 1 in Gemma models, and 0 in
+    others.
+    """
 
     weight: torch.nn.Parameter
     eps: float
@@ -37,10 +39,13 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Attention of a layer. ``qkv`` is one linear layer or three. ``rotary`` is the index of a rotary variant.
+    """Attention of a layer.
 
-    If ``gated``, the query projection has, for each head, the rows of the query and then of a gate. The logistic
-    function of the gate multiplies the head's output.
+    Attributes:
+        qkv: Projections to queries, keys and values: one linear layer for all three, or three linear layers.
+        rotary: Index of a rotary variant in ``ModelPlan.rotary_variants``.
+        gated: Whether the query projection has, for each head, first the rows of the query and then the rows of a gate.
+            The head's output is multiplied by the logistic function of the gate.
     """
 
     qkv: tuple[Linear, ...]
@@ -69,9 +74,9 @@ class LatentPlan:
     """Latent attention (MLA) of a layer. ``norms`` are the norm of the low-rank queries, or None, and the norm of the latent.
 
     Attributes:
-        down: Projections of the hidden state to the queries or their low-rank input, and to the latent and rotated
-            elements.
-        up: Projection of the low-rank input to the queries, or None.
+        down: Two projections of the hidden state: one to the queries or to their low-rank input, one to the latent and
+            to the elements of keys that are rotated.
+        up: Projection of the low-rank input to the queries, or None if ``down`` computes the queries.
         expansion: Projection of the latent to ``plain_size`` elements of each head's key and ``value_size`` elements of
             each head's value.
     """
@@ -97,16 +102,18 @@ class LatentPlan:
 
 
 RecurrenceKind = Literal["delta rule", "duality", "short convolution"]
-"""Gated delta rule, Mamba-2's state space duality, or a convolution between two gates."""
+"""Kind of a recurrent layer: gated delta rule, Mamba-2's state space duality, or a short convolution between two
+gates.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedNorm:
-    """RMSNorm over ``size`` elements each, with a gate that is applied to the input or to the output.
+    """RMSNorm over groups of ``size`` elements, with a gate that multiplies the input or the output of the norm.
 
     Attributes:
-        weight: ``[heads * value size]``, or ``[value size]`` for all heads.
-        gates_first: Whether the gate is applied to the input.
+        weight: ``[heads * value size]``, or ``[value size]`` if all heads have the same weight.
+        gates_first: Whether the gate multiplies the input, and not the output.
     """
 
     weight: torch.nn.Parameter
@@ -117,18 +124,17 @@ class GatedNorm:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPlan:
-    """Recurrent layer, in the place of attention.
-
-    The outputs of ``inputs``, joined, are one row. ``channels_at``, ``gate_at``, ``step_at`` and ``beta_at`` are the
-    indices in a row at which the convolution's inputs, the gate, the steps and beta begin. A short convolution
-    multiplies its inputs by the ``channels`` elements at ``step_at``.
+    """Recurrent layer that replaces the attention of a layer. The outputs of all linear layers in ``inputs``,
+    concatenated, are one row for each token. ``channels_at``, ``gate_at``, ``step_at`` and ``beta_at`` are the indices
+    in a row at which the convolution's inputs, the gate, the steps and beta begin. A short convolution multiplies its
+    inputs by the ``channels`` elements at ``step_at``.
 
     Attributes:
-        convolution: Weight ``[channels, 1, kernel]`` and bias ``[channels]`` or None.
-        decay: ``A_log`` ``[heads]``, or None.
-        step_bias: ``[heads]``, or None.
-        skip: ``D`` ``[heads]``, or None.
-        step_limits: Minimum and maximum of steps.
+        convolution: Weight ``[channels, 1, kernel]`` of the convolution, and its bias ``[channels]`` or None.
+        decay: Parameter ``A_log`` ``[heads]`` of the decays, or None.
+        step_bias: Bias ``[heads]`` of the steps, or None.
+        skip: Parameter ``D`` ``[heads]``, the factor with which inputs are added to the output, or None.
+        step_limits: Minimum and maximum value of steps.
     """
 
     kind: RecurrenceKind
@@ -157,14 +163,14 @@ class RecurrentPlan:
 
     @property
     def norms(self) -> None:
-        """Return None, because the layer has no norms of queries and keys."""
+        """Return None, because a recurrent layer has no norms of queries and keys."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class MLPPlan:
-    """Gated MLP. ``gate_up`` is one linear layer or two. With the activation ``relu2``, there is no gate, and ``gate_up`` is
-    the up projection.
+    """Gated MLP. ``gate_up`` is one linear layer for gate and up values, or two linear layers. With the activation
+    ``relu2``, there is no gate, and ``gate_up`` is only the up projection.
     """
 
     gate_up: tuple[Linear, ...]
@@ -191,12 +197,13 @@ class ClampedGate:
 
 @dataclass(frozen=True, slots=True)
 class GroupedRouting:
-    """Routing of DeepSeek-V3, or of DeepSeek-V2 without a correction.
+    """Routing of DeepSeek-V3, or of DeepSeek-V2 if ``correction`` is None.
 
     In DeepSeek-V3, an expert's score is the sigmoid of its logit. Selection adds the ``correction`` to the score and
     keeps the ``kept`` groups of consecutive experts with the largest sums of their two best scores. In DeepSeek-V2,
-    scores are probabilities, and the groups with the largest score are kept. Weights are multiplied by ``scale``.
-    ``correction`` returns float32 ``[experts]`` and is called in each step, because it reads a buffer that may move.
+    scores are probabilities, and the router keeps the groups whose best score is largest. The weights of the chosen
+    experts are multiplied by ``scale``. ``correction`` returns float32 ``[experts]`` and is called in each step,
+    because the buffer with the correction may move.
     """
 
     correction: Callable[[], torch.Tensor] | None
@@ -210,9 +217,10 @@ class ExpertsPlan:
     """Mixture of experts.
 
     The weights of a token's experts are the probabilities of the ``top_k`` most likely experts, scaled to sum to 1 if
-    ``renormalize``. ``shared`` computes every token. ``router`` is ``[experts, hidden size]``, ``gate_up`` ``[experts,
-    2 * intermediate size, hidden size]`` and ``down`` ``[experts, hidden size, intermediate size]``. With
-    ``ClampedGate`` the last two sizes are swapped. ``biases`` are the biases of router, gate_up and down.
+    ``renormalize``. The MLP ``shared`` computes every token in addition to these experts. ``router`` is ``[experts,
+    hidden size]``, ``gate_up`` ``[experts, 2 * intermediate size, hidden size]`` and ``down`` ``[experts, hidden size,
+    intermediate size]``. With ``ClampedGate`` the last two sizes are swapped. ``biases`` are the biases of router,
+    gate_up and down.
     """
 
     router: torch.nn.Parameter
@@ -232,20 +240,23 @@ class ExpertsPlan:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a softmax routes the tokens and there are only experts and a router."""
+        """Whether a softmax routes the tokens, and the mixture has no parts other than experts and a router."""
         return self.biases is None and self.grouped is None and self.shared is None
 
 
 @dataclass(frozen=True, slots=True)
 class OtherMixture:
-    """Mixture of experts that only the model's own module can compute. ``reason`` names the unknown part."""
+    """Mixture of experts that only the model's own module can compute. ``reason`` names the part that decoders do not
+    know.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Layer of a model: norm, attention, norm, add, norm, MLP, norm, add. A layer may leave out some of the norms.
+    """Layer of a model. The order of operations is: norm, attention, norm, add, norm, MLP, norm, add. A layer may leave
+    out some of the norms.
 
     ``norms_before`` are the norms before attention and MLP. ``norms_after`` are the norms before each add.
     ``residual_scale`` multiplies the values that are added. A recurrent layer may replace attention.
@@ -264,13 +275,13 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """Plan of a model. ``head`` is None if another stage has it.
+    """Plan of a model. ``head`` is None if another pipeline stage has the output head.
 
     Attributes:
-        embedding_scale: Factor of the embedding's rows, or None if the module does more than scale.
-        input_scale: Factor of all inputs of the first layer, including embeddings that replace tokens.
+        embedding_scale: Factor by which the module multiplies embeddings, or None if the module does more than scale.
+        input_scale: Factor of all inputs of the first layer, also of embeddings that the client or an encoder computed.
         rotary_variants: Arguments of ``rotary`` for each variant.
-        rotary_twice: Whether ``rotary`` returns elements for both halves of a head.
+        rotary_twice: Whether ``rotary`` returns elements for both halves of a head, and not for one half only.
     """
 
     family: Family
@@ -288,7 +299,7 @@ class ModelPlan:
 
     @property
     def linears(self) -> list[Linear]:
-        """Linear layers of the model that matrix products of the decoder replace."""
+        """Linear layers of the model that the decoder replaces by its own matrix products."""
         found: list[Linear] = []
         for layer in self.layers:
             found += layer.attention.linears
@@ -298,14 +309,14 @@ class ModelPlan:
 
     @property
     def stacks(self) -> list[QuantizedStack]:
-        """Quantized weights of experts that matrix products of the decoder replace."""
+        """Quantized weights of experts that the decoder multiplies with its own matrix products."""
         experts = [layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsPlan)]
         weights = [weight for each in experts for weight in (each.gate_up, each.down)]
         return [weight for weight in weights if isinstance(weight, QuantizedStack)]
 
     @property
     def own_head(self) -> Linear:
-        """Head of a model that is not split into stages."""
+        """Output head of a model that is not split into pipeline stages."""
         if self.head is None:
             raise UnsuitableError("another pipeline stage has the model's head")
         return self.head
@@ -321,8 +332,8 @@ class ModelPlan:
     def turns(
         self, variant: tuple[str, ...], positions: torch.Tensor, like: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines float32 ``[tokens, rotary size]`` for a variant, from the model's own rotary
-        embedding.
+        """Return cosines and sines float32 ``[tokens, rotary size]`` for a rotary variant, computed by the model's own
+        rotary embedding.
 
         ``positions`` is int64 ``[tokens]``, or ``[3, tokens]`` in sections.
         """

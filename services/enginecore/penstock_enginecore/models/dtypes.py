@@ -22,8 +22,8 @@ class Dtypes:
 
     Attributes:
         computed: The dtype of the computation.
-        weights: The dtype in which weights are read, which may be narrower than ``computed``. None means the dtype in
-            the files.
+        weights: The dtype in which weights are read, which may have fewer bits than ``computed``. None means the dtype
+            in the files.
         dense: The dtype of weights that have no dtype in the files: quantized and random weights.
         precision: The dtype to which inputs of matrix products may be rounded.
     """
@@ -35,12 +35,12 @@ class Dtypes:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Self:
-        """Return dtypes that are all ``dtype``."""
+        """Return ``Dtypes`` in which every dtype is ``dtype``."""
         return cls(dtype, dtype, dtype, dtype)
 
     @property
     def widens(self) -> bool:
-        """Whether weights may be narrower than the dtype of the computation."""
+        """Whether the dtype of weights may have fewer bits than the dtype of the computation."""
         return self.weights != self.computed
 
     @property
@@ -52,10 +52,10 @@ class Dtypes:
 def resolve_dtypes(wanted: str, hf_config: PretrainedConfig, device: torch.device, *, widen: bool = False) -> Dtypes:
     """Return the dtypes for the setting ``wanted``.
 
-    "auto" is the checkpoint's dtype, but float32 instead of bfloat16 if the CPU only emulates bfloat16. CPUs compute
-    float16 as float32, which represents every float16 number. With ``widen``, CPUs compute in float32 with weights in
-    their stored dtype. The setting "bfloat16" then means that weights and inputs of matrix products are rounded to
-    bfloat16.
+    The setting "auto" means the checkpoint's dtype. If the CPU only emulates bfloat16, "auto" means float32 instead of
+    bfloat16. CPUs compute float16 as float32, which represents every float16 number. With ``widen``, CPUs compute in
+    float32 with weights in their stored dtype. The setting "bfloat16" then means that weights and inputs of matrix
+    products are rounded to bfloat16.
     """
     if device.type == "cpu" and widen:
         if wanted == "bfloat16":
@@ -76,7 +76,7 @@ def _cpu_has_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in _BFLOAT16_FEATURES)
 
 
-# Weights that are stored in 16 bits and used in float32 computations.
+# Narrow weights: weights that are stored in 16 bits and used in float32 computations.
 
 _aten = torch.ops.aten
 _STORED_AS = (torch.bfloat16, torch.float16)
@@ -103,7 +103,7 @@ _VIEWS = frozenset(
         _aten.view,
     }
 )
-"""Operations on one tensor whose results contain the same elements."""
+"""Operations on one tensor whose results contain elements of this tensor, unchanged."""
 _LOOK_UPS = frozenset({_aten.embedding, _aten.index, _aten.index_select})
 """Operations that select elements of their first argument."""
 
@@ -111,8 +111,9 @@ _LOOK_UPS = frozenset({_aten.embedding, _aten.index, _aten.index_select})
 class NarrowWeight(torch.Tensor):
     """Weight that other code sees as float32, stored in ``kept`` as bfloat16 or float16.
 
-    An operation gets a float32 copy that lives as long as the operation. Lookups select stored elements and then
-    convert them. Views and copies are narrow too. Writing to the weight raises TypeError.
+    Each operation gets a float32 copy of the weight, which is freed after the operation. Lookups select stored elements
+    and then convert only these. Views and copies of the weight are stored in 16 bits too. Writing to the weight raises
+    TypeError.
     """
 
     kept: torch.Tensor
@@ -123,7 +124,8 @@ class NarrowWeight(torch.Tensor):
         """Return a weight that stores ``kept``, which is bfloat16 or float16."""
         make: Any = torch.Tensor._make_wrapper_subclass
         sizes, strides = kept.shape, kept.stride()
-        with torch.inference_mode(mode=False):  # Views must be created in the same mode as their tensors.
+        # Turn inference mode off, because views of a tensor must be created in the same mode as the tensor.
+        with torch.inference_mode(mode=False):
             made: NarrowWeight = make(cls, sizes, strides=strides, dtype=torch.float32, device=kept.device)
         made.kept = kept
         return made
@@ -159,7 +161,7 @@ def widened(weight: torch.Tensor) -> torch.Tensor:
 
 
 def num_bytes(weight: torch.Tensor) -> int:
-    """Return the bytes of memory of a weight."""
+    """Return the size of a weight in memory, in bytes."""
     return weight.kept.nbytes if isinstance(weight, NarrowWeight) else weight.nbytes
 
 
@@ -185,8 +187,10 @@ def as_stored(dtype: torch.dtype | None) -> Iterator[None]:
 
 @torch.no_grad()
 def narrow(module: torch.nn.Module) -> None:
-    """Make ``module`` compute in float32. 16-bit matrices keep their stored dtype. Other parameters become float32."""
-    # keeps both alive, because ids are only unique among live objects
+    """Make ``module`` compute in float32. 16-bit matrices become narrow weights, stored in 16 bits. Other parameters
+    become float32.
+    """
+    # keeps the old and the new parameter alive, because ids are only unique among live objects
     made: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -205,11 +209,11 @@ def narrow(module: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def settle(module: torch.nn.Module) -> int:
-    """Convert weights of ``module`` that are still narrow after kernels have packed their weights. Returns the bytes of
-    the float32 weights.
+    """Convert weights of ``module`` that are still stored in 16 bits after kernels have packed their own weights.
+    Returns the size in bytes of the weights that become float32.
 
-    Embeddings stay narrow, because only rows are looked up. They are copied so that the files can be closed. All other
-    narrow weights become float32.
+    Embeddings stay in 16 bits, because each step looks up only some rows. This function copies them, so that the
+    checkpoint's files can be closed. All other 16-bit weights become float32.
     """
     made: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
     looked_up = {id(part.weight) for part in module.modules() if isinstance(part, torch.nn.Embedding)}
@@ -230,7 +234,7 @@ def settle(module: torch.nn.Module) -> int:
 
 @torch.no_grad()
 def widen_all(module: torch.nn.Module) -> None:
-    """Convert all narrow weights of ``module`` to float32, for modules that no kernels replace."""
+    """Convert all 16-bit weights of ``module`` to float32, for modules that no kernels replace."""
     for part in module.modules():
         parameters: dict[str, Any] = part._parameters
         for name, parameter in parameters.items():
@@ -247,7 +251,7 @@ def _kept_as(weight: torch.Tensor) -> torch.dtype | None:
 
 
 def _writes(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether ``func`` changes a narrow argument."""
+    """Return whether the operation ``func`` writes to an argument that is a ``NarrowWeight``."""
     return any(
         isinstance(arg, NarrowWeight) and said.alias_info is not None and said.alias_info.is_write
         for said, arg in zip(func._schema.arguments, args, strict=False)

@@ -1,4 +1,4 @@
-"""Encoder-only models: supported model types, inputs that decoders do not have, and attention without a cache."""
+"""Encoder-only models: supported model types, inputs that decoders do not have, and attention without a KV cache."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ class EncoderFamily:
     """Input format of an encoder's model type.
 
     Attributes:
-        offset_positions: Whether position ids begin after the padding index.
-        token_types: Whether the model distinguishes two texts.
+        offset_positions: Whether position ids begin after the id of the padding token.
+        token_types: Whether tokens have a type that tells the first text of a pair from the second.
     """
 
     offset_positions: bool = False
@@ -39,8 +39,8 @@ FAMILIES: dict[str, EncoderFamily] = {
     "distilbert": EncoderFamily(),
     "modernbert": EncoderFamily(),
 }
-"""Input formats of supported encoders, by model type. Other models may number positions or mix texts differently, and
-wrong results would not be noticed.
+"""Input formats of supported encoders, by model type. Other models may number positions or distinguish two texts
+differently, and wrong results would not be noticed.
 """
 
 _HARMLESS_EXTRAS = frozenset(
@@ -62,8 +62,8 @@ def encoder_family(config: PretrainedConfig) -> EncoderFamily | None:
 
 
 def is_encoder(config: PretrainedConfig) -> bool:
-    """Return whether the model is an encoder, supported or not: trained to fill in masked tokens, with bidirectional
-    attention.
+    """Return whether the model is an encoder, supported or not. Encoders have bidirectional attention and are trained
+    to fill in masked tokens.
     """
     return type(config) in AutoModelForMaskedLM._model_mapping and not getattr(config, "is_decoder", False)
 
@@ -77,7 +77,7 @@ def position_offset(config: PretrainedConfig) -> int:
 
 
 def encoder_max_len(config: PretrainedConfig) -> int:
-    """Return the longest prompt in tokens, which is the number of positions."""
+    """Return the length of the longest prompt in tokens, which is the number of the model's positions."""
     return int(config.max_position_embeddings) - position_offset(config)
 
 
@@ -88,8 +88,8 @@ def has_token_types(config: PretrainedConfig) -> bool:
 
 
 def encoder_inputs(config: PretrainedConfig, positions: IntArray, token_types: IntArray) -> dict[str, torch.Tensor]:
-    """Return the model's arguments other than token ids, int64 ``[1, tokens]``. ``positions`` start from 0 in each
-    prompt.
+    """Return the arguments of the model's forward pass other than the token ids, each int64 ``[1, tokens]``. In each
+    prompt, ``positions`` start from 0.
     """
     inputs = {"position_ids": torch.from_numpy(positions + position_offset(config))[None]}
     if has_token_types(config):
@@ -101,13 +101,13 @@ def check_encoder(config: PretrainedConfig, model_class: type[PreTrainedModel]) 
     """Raise ModelLoadError, with the class name, if the encoder is not supported."""
     reason = None
     if encoder_family(config) is None:
-        reason = f"its model type is {config.model_type!r}; encoders that are served: {', '.join(FAMILIES)}"
+        reason = f"its model type is {config.model_type!r}; supported encoders: {', '.join(FAMILIES)}"
     elif not getattr(model_class, "_supports_attention_backend", False):
         reason = "it does not dispatch its attention through transformers' attention interface"
     elif getattr(config, "position_embedding_type", None) not in (None, "absolute"):
-        reason = f"its position_embedding_type is {config.position_embedding_type!r}; served: 'absolute'"
+        reason = f"its position_embedding_type is {config.position_embedding_type!r}; supported: 'absolute'"
     elif types := sorted(_rope_types(config) - {"default"}):
-        reason = f"its rotary scaling is {types[0]!r}; served: 'default'"
+        reason = f"its rotary scaling is {types[0]!r}; supported: 'default'"
     elif getattr(config, "quantization_config", None) is not None:
         reason = "its checkpoint is quantized, which is served for decoders only"
     if reason is not None:
@@ -121,7 +121,7 @@ def _rope_types(config: PretrainedConfig) -> set[str]:
 
 
 def check_encoder_calls(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> None:
-    """Raise ModelLoadError unless every layer attends in a way that ``EncoderContext`` supports.
+    """Raise ModelLoadError unless ``EncoderContext`` supports the attention call of every layer.
 
     ``calls`` are the attention calls of a forward pass over one token.
     """
@@ -157,11 +157,15 @@ class EncoderContext:
     """
 
     def __init__(self, query_start_loc: IntArray, device: torch.device) -> None:
-        """Prepare the context for prompts that begin at ``query_start_loc`` ``[prompts + 1]``."""
+        """Prepare the context for prompts whose first tokens have the indices ``query_start_loc`` ``[prompts + 1]``.
+        The last index is the end of the batch.
+        """
         self._device = device
         starts, lengths = query_start_loc[:-1], np.diff(query_start_loc)
         self._rows: list[torch.Tensor] = []
-        """Flat positions ``[prompts, length]``, one tensor per length."""
+        """Indices of tokens in the flat batch, ``[prompts, length]``. There is one tensor for all prompts of the same
+        length.
+        """
         for length in np.unique(lengths):
             rows = starts[lengths == length][:, None] + np.arange(length)
             self._rows.append(torch.from_numpy(rows).to(device))

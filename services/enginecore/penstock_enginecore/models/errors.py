@@ -8,8 +8,8 @@ class ModelLoadError(PenstockError):
 
 
 def refused_model(name: str, reason: str) -> ModelLoadError:
-    """Return the error for a model class ``name`` that is refused for ``reason``. Its message says where the served
-    models are listed.
+    """Return the error for a model class ``name`` that is refused for ``reason``. The message says which page lists the
+    supported models.
     """
     return ModelLoadError(f"{name} is not supported: {reason}; docs/reference/models.md lists the tested models")
 

@@ -17,10 +17,10 @@ class Family:
 
     Attributes:
         norm_offset: Number that is added to the weights of norms.
-        half_turns: Whether the rotary embedding returns elements for half a head, which are used for both halves.
-        sections: Whether rotary positions have time, height and width.
+        half_turns: Whether the rotary embedding returns elements for one half of a head, which apply to both halves.
+        sections: Whether each token has three rotary positions: time, height and width.
         deepseek_v2: Whether rotary embedding and routing work as in DeepSeek-V2.
-        splits: Tensor parallelism plan in transformers' format, for classes without one.
+        splits: Tensor parallelism plan in transformers' format, for model classes that have no plan in transformers.
     """
 
     norm_offset: float = 0.0
@@ -54,7 +54,7 @@ FAMILIES: Mapping[str, Family] = {
             "lm_head": "colwise_gather_output",
             **_SPLIT_ATTENTION,
             "model.layers.*.self_attn.sinks": "rowwise",
-            # The experts' weights have inputs first, and alternating columns of gate and up.
+            # In the experts' weights, the first dimension is the inputs, and columns of gate and up alternate.
             "model.layers.*.mlp.experts.gate_up_proj": "rowwise",
             "model.layers.*.mlp.experts.gate_up_proj_bias": "rowwise",
             "model.layers.*.mlp.experts.down_proj": "colwise",
@@ -109,5 +109,5 @@ def is_known(module: torch.nn.Module) -> bool:
 
 
 def sums_to_one(router: Any) -> bool:
-    """Return whether a router scales the weights of a token's experts to sum to 1."""
+    """Return whether a router scales the weights of a token's experts so that their sum is 1."""
     return type(router).__name__ in _ALWAYS_NORMALIZE or bool(router.norm_topk_prob)

@@ -1,4 +1,4 @@
-"""Reader of the plan of models that have recurrent layers beside attention, for the CPU kernels' decoder."""
+"""Reader of the plan of models that have recurrent layers as well as attention, for the CPU decoder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,9 @@ _LLAMA = AttentionNames()
 
 @dataclass(frozen=True, slots=True)
 class MLPNames:
-    """Names of the linear layers of a gated MLP, and of its activation module, or None for SiLU without a module."""
+    """Names of the linear layers of a gated MLP. ``activation`` is the name of its activation module, or None if the
+    activation is SiLU and has no module.
+    """
 
     gate_up: tuple[str, ...]
     down: str
@@ -46,10 +48,10 @@ class Hybrid:
     """Names of the parts of a model class with recurrent layers.
 
     Attributes:
-        mixer: Recurrent layer of a decoder layer.
-        norms: Norms before attention and MLP.
-        final_norm: Norm after the last layer.
-        mlp_names: Parts of an MLP that are not those of Llama, or None.
+        mixer: Name of the recurrent layer in a decoder layer.
+        norms: Names of the norms before attention and before the MLP.
+        final_norm: Name of the norm after the last layer.
+        mlp_names: Names of the parts of an MLP if they differ from Llama's names, otherwise None.
     """
 
     mixer: str
@@ -62,7 +64,7 @@ class Hybrid:
 
 
 NEMOTRON = "NemotronHForCausalLM"
-"""Class whose blocks have one part each: a recurrent layer, attention or an MLP."""
+"""Model class in which each block has only one part: a recurrent layer, attention or an MLP."""
 _QWEN = Hybrid("linear_attn", Family(norm_offset=1.0, sections=True), attention=AttentionNames(gated=True))
 HYBRIDS: Mapping[str, Hybrid] = {
     "GraniteMoeHybridForCausalLM": Hybrid(
@@ -83,8 +85,8 @@ HYBRIDS: Mapping[str, Hybrid] = {
 
 
 def plan_hybrid(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
-    """Return the plan of a loaded model with recurrent layers that made these attention ``calls``. Raises
-    UnsuitableError, with the name of the unknown part.
+    """Return the plan of a loaded model with recurrent layers. ``calls`` are the attention calls of one of its forward
+    passes. Raises UnsuitableError, with the name of the unknown part.
     """
     kind = type(module).__name__
     if kind == NEMOTRON:
@@ -101,7 +103,7 @@ def plan_hybrid(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
 
 
 def hybrid_has_mixtures(module: Any) -> bool:
-    """Return whether the model's class is known and some of its MLPs are mixtures of experts."""
+    """Return whether the model's class is in ``HYBRIDS`` and some of the model's MLPs are mixtures of experts."""
     if type(module).__name__ == NEMOTRON:
         return any(block.block_type == "moe" for block in module.model.layers)
     layout = HYBRIDS.get(type(module).__name__)
@@ -111,7 +113,7 @@ def hybrid_has_mixtures(module: Any) -> bool:
 
 
 class _NoRotary(torch.nn.Module):
-    """Rotary embedding of models without positions: no elements of a head are rotated."""
+    """Rotary embedding for models without rotary positions: no elements of a head are rotated."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines ``[1, tokens, 0]``."""
@@ -120,10 +122,10 @@ class _NoRotary(torch.nn.Module):
 
 
 class _RecurrentReader(PlanReader):
-    """Reads recurrent layers that several model classes share."""
+    """Base of the readers: reads recurrent layers of a kind that several model classes have."""
 
     def duality(self, mixer: Any, kind: str) -> RecurrentPlan:
-        """Return the plan of a layer with Mamba-2's recurrence, whose class name ends in ``kind``."""
+        """Return the plan of a layer with Mamba-2's recurrence. The class name of the layer ends in ``kind``."""
         self.expect(mixer, kind, ("in_proj", "conv1d", "act", "norm", "out_proj"), ("A_log", "dt_bias", "D"))
         self.expect(mixer.norm, "RMSNormGated", (), ("weight",))
         inner, channels = int(mixer.intermediate_size), int(mixer.conv_dim)
@@ -152,7 +154,7 @@ class _RecurrentReader(PlanReader):
         )
 
     def _activates(self, mixer: Any) -> bool:
-        """Return True for a convolution with SiLU. Raises UnsuitableError for other activations."""
+        """Return True if the activation after the convolution is SiLU. Raises UnsuitableError for other activations."""
         if mixer.activation != "silu":
             raise UnsuitableError(f"the activation of {self._names[mixer]} is {mixer.activation}")
         return True
@@ -166,7 +168,7 @@ class _HybridReader(_RecurrentReader):
         self._layout = layout
 
     def hybrid(self, config: Any, head: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
-        """Return the plan of the model whose attention layers made these ``calls``."""
+        """Return the plan of the model. ``calls`` are the attention calls of one forward pass, in order."""
         base, layout = self._base, self._layout
         rotary = getattr(base, "rotary_emb", None)
         self.expect(base, "Model", ("embed_tokens", "layers", layout.final_norm, *(("rotary_emb",) if rotary else ())))
@@ -293,7 +295,7 @@ class _BlockReader(_RecurrentReader):
     """
 
     def blocks(self, head: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
-        """Return the plan of the model whose attention layers made these ``calls``."""
+        """Return the plan of the model. ``calls`` are the attention calls of one forward pass, in order."""
         base = self._base
         self.expect(base, "Model", ("embeddings", "layers", "norm_f"))
         attentions = [block.mixer for block in base.layers if block.block_type == "full_attention"]

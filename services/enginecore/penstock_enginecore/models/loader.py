@@ -36,7 +36,7 @@ from penstock_enginecore.models.recurrent_checks import check_numbers
 from penstock_enginecore.models.rope import freeze_rotary, install_query_scales, longest_sequence
 from penstock_enginecore.models.support import check_positions, check_supported, quantization_of
 
-# Part of a checkpoint that one of several ranks reads.
+# ``Share``: the part of a checkpoint that one of several ranks reads.
 
 
 class Share(Protocol):
@@ -46,7 +46,7 @@ class Share(Protocol):
         """Return this rank's tensors from ``stored``, by their names in the rank's model."""
 
     def made_small(self) -> AbstractContextManager[None]:
-        """Return a context in which a new model allocates only this rank's tensors."""
+        """Return a context in which the constructor of a model allocates only this rank's tensors."""
 
     def install(self, module: PreTrainedModel) -> object:
         """Connect a model that was created inside ``made_small`` with the other ranks."""
@@ -77,14 +77,14 @@ def load_share(
 
 
 _PROGRESS_INTERVAL = 1.0
-"""Seconds between progress lines."""
+"""Minimum time between two lines that report the progress of loading, in seconds."""
 
 
 Keeps = Callable[[Scheme], bool]
 
 
 def keep_none(scheme: Scheme) -> bool:  # noqa: ARG001 - a ``Keeps``
-    """Return False, so that all weights are dequantized."""
+    """Return False for every quantization scheme, so that all weights are dequantized."""
     return False
 
 
@@ -95,8 +95,8 @@ class LoadedModel:
     Attributes:
         dtype: The dtype of the computation.
         precision: The dtype to which inputs of matrix products may be rounded.
-        max_len: Tokens of the longest sequence that the model allows.
-        vocab_size: Number of logits.
+        max_len: Length of the longest sequence that the model allows, in tokens.
+        vocab_size: Number of logits of a token.
         eos_token_ids: Tokens that end an output.
     """
 
@@ -113,7 +113,7 @@ class LoadedModel:
 
     @property
     def hidden_size(self) -> int:
-        """Elements of the embedding layer's output for a token."""
+        """Number of elements in the embedding layer's output for one token."""
         embedding: Any = self.module.get_input_embeddings()
         return int(embedding.weight.shape[1])
 
@@ -135,13 +135,13 @@ def load_model(
     Args:
         config: Settings of the model.
         device: The device that computes.
-        progress: Gets progress lines.
-        keep: Returns whether linear layers keep weights of a quantization scheme.
+        progress: Function that gets each line of progress.
+        keep: Function that returns whether linear layers keep their weights in a given quantization scheme.
         split: Removes the parts of the model that this rank does not need. If set, weights are read to the host first.
         on_host: Whether to leave the model on the host, in the dtype for ``device``.
         make_share: Creates the part of the model that this rank reads.
         widen: Whether a CPU computes in float32 with weights in their stored dtype; see ``NarrowWeight``.
-        with_towers: Whether to load the encoders of images and audio too, if the checkpoint has them.
+        with_towers: Whether to load the checkpoint's encoders of images, audio and video too.
     """
     hf_config = read_config(config)
     composite = Composite.of(hf_config, with_towers=with_towers)
@@ -153,7 +153,8 @@ def load_model(
         raise ModelLoadError(
             f"{hf_config.model_type} has media encoders; experts of such models cannot be shared between ranks yet"
         )
-    widen = widen and (scheme is None or not keep(scheme))  # kernels use quantized weights directly
+    # Kernels use quantized weights without dequantizing them first.
+    widen = widen and (scheme is None or not keep(scheme))
     whole_config = hf_config if composite is None else composite.config
     dtypes = resolve_dtypes(config.dtype, whole_config, device, widen=widen)
     max_len = config_max_len(text_config, config)
@@ -186,8 +187,8 @@ def load_model(
 
 
 def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.device) -> None:
-    """Make a token's results independent of its index in the flat batch, and check that they are. Raises
-    ModelLoadError.
+    """Make the results of a token independent of the token's index in the flat batch, and check that they are
+    independent. Raises ModelLoadError.
     """
     install_query_scales(module)
     state_hook.install(module)
@@ -224,7 +225,7 @@ def read_config(config: ModelConfig) -> PretrainedConfig:
 
 
 def _one_line(error: StrictDataclassError) -> str:
-    """Return the cause of a validation error, which has the field and its value."""
+    """Return the cause of a validation error in one line. The cause names the field and its value."""
     return " ".join(str(error.__cause__ or error).split())
 
 
@@ -244,7 +245,9 @@ def _model_class(
 
 
 def config_max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
-    """Return the longest sequence in tokens, from the configurations of checkpoint and engine. Raises ModelLoadError."""
+    """Return the length of the longest sequence in tokens, from the configurations of the checkpoint and the engine.
+    Raises ModelLoadError.
+    """
     length = longest_sequence(hf_config, config.max_model_len) or config.max_model_len
     if length is None:
         raise ModelLoadError(f"the configuration of {config.path!r} names no maximum length; set model.max_model_len")
@@ -270,11 +273,11 @@ def load_weights(
         config: Settings of the model.
         dtypes: Dtypes of the model.
         device: The device of the weights.
-        progress: Gets progress lines.
+        progress: Function that gets each line of progress.
         auto_class: One of transformers' auto classes.
-        optional: Prefixes of weights that may be missing.
-        keep: Returns whether linear layers keep weights of a quantization scheme.
-        share: The part of the files to read, or None for all.
+        optional: Prefixes of the names of weights that may be missing.
+        keep: Function that returns whether linear layers keep their weights in a given quantization scheme.
+        share: The part of the weights that this rank reads, or None to read all.
         pools: See ``check_weights``.
 
     Raises:
@@ -293,7 +296,7 @@ def load_weights(
 
 
 def _random_weights(config: ModelConfig, dtypes: Dtypes, device: torch.device, auto_class: Any) -> PreTrainedModel:
-    """Return the model with the random weights of its class, from seed 0."""
+    """Return the model with random weights from the initializer of its class, with seed 0."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(0)
         module = auto_class.from_config(
@@ -366,7 +369,7 @@ def _from_files(
 
 
 def _dense_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the tensors in the files, as ``dtype``."""
+    """Return the size in bytes that the tensors in the files have as ``dtype``."""
     with open_tensors(weight_files(config)) as stored:
         return sum(math.prod(tensor.get_shape()) for tensor in stored.values()) * dtype.itemsize
 
@@ -388,7 +391,9 @@ def _eos_token_ids(module: PreTrainedModel) -> frozenset[int]:
 
 
 def weights_size(path: str) -> str:
-    """Return text like ``" of 1.2 GiB in 3 files"`` for a local checkpoint, or ``""`` otherwise."""
+    """Return the number and size of the weight files as text, like ``" of 1.2 GiB in 3 files"``. Returns ``""`` if the
+    checkpoint is not local.
+    """
     files = list(Path(path).expanduser().glob(WEIGHT_FILES[0]))
     size = sum(file.stat().st_size for file in files)
     return f" of {in_units(size)} in {len(files)} file{'s' * (len(files) > 1)}" if files else ""

@@ -26,8 +26,8 @@ def read_to(device: torch.device) -> Iterator[None]:
     """Return a context in which ``from_pretrained`` reads weights to ``device``, each weight as soon as it is read from
     its file.
 
-    transformers can do this if accelerate is installed. A single device needs nothing else of accelerate, and importing
-    it would slow down every start.
+    transformers requires accelerate for such loading. For a single device, transformers uses nothing else of
+    accelerate, and importing accelerate would slow down every start.
     """
     if device.type == "cpu":
         yield
@@ -53,7 +53,9 @@ def check_weights_fit(num_bytes: int, path: str, dtype: torch.dtype, device: tor
 
 
 def _check_module_fits(module: torch.nn.Module, path: str, device: torch.device) -> None:
-    """Check that the module fits. Tensors that are already on the device need no more memory."""
+    """Check that the module fits into the free memory of the device. Tensors that are already on the device need no
+    additional memory.
+    """
     tensors = {tensor.data_ptr(): tensor for tensor in (*module.parameters(), *module.buffers())}
     needed = sum(each.numel() * each.element_size() for each in tensors.values() if each.device.type != "cuda")
     check_weights_fit(needed, path, next(module.parameters()).dtype, device)

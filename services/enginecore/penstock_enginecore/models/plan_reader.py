@@ -1,8 +1,9 @@
 """Reader of a model's plan from transformers' loaded modules.
 
-The reader inspects the parts and parameters of modules. ``families.py`` has the properties that modules do not show.
-Attention parameters (scale, window, soft cap) come from the call that the layer made. The reader rejects unknown parts
-by name and never guesses. The comparison of a decoder with the model's own modules detects any remaining mistakes.
+The reader inspects the submodules and parameters of modules. ``families.py`` has the properties that modules do not
+show. Attention parameters (scale, window, soft cap) come from the call that the layer made. The reader never guesses:
+its error names each unknown part. When a decoder is built, its results are compared with those of the model's own
+modules, which detects any remaining mistakes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -46,17 +47,17 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "GELUTanh": "gelu_tanh",
     "ReLUSquaredActivation": "relu2",
 }
-"""Activations by class name of transformers' module."""
+"""Activations by the class name of the activation module in transformers."""
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 _GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
-"""Linear layers of a gated MLP before its activation."""
+"""Names of the linear layers of a gated MLP before its activation."""
 _IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "hidden_norm"})
-"""Parts of a layer that inference does not use (dropout), or that belong to an EAGLE head."""
+"""Names of a layer's parts that inference does not use (dropout), or that belong to an EAGLE head."""
 
 
 def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
-    """Return the plan of a loaded model that made these ``calls``. Raises UnsuitableError, with the name of the unknown
-    part.
+    """Return the plan of a loaded model. ``calls`` are the attention calls of one of its forward passes. Raises
+    UnsuitableError, with the name of the unknown part.
     """
     kind, base = type(module).__name__, module.model if is_known(module) else None
     if base is None:
@@ -68,18 +69,18 @@ def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
 
 
 def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCall]) -> ModelPlan:
-    """Return the plan of the layers of an EAGLE head, whose tokens ``embedding`` embeds."""
+    """Return the plan of the layers of an EAGLE head. ``embedding`` computes the embeddings of its tokens."""
     return PlanReader(Family(), head).model(head.config, head.lm_head, embedding, calls)
 
 
 def has_mixtures(module: Any) -> bool:
-    """Return whether the model's class is known and some of the model's MLPs are mixtures of experts."""
+    """Return whether the model's class is in ``FAMILIES`` and some of the model's MLPs are mixtures of experts."""
     return is_known(module) and not all(map(is_gated, (layer.mlp for layer in _own_layers(module.model))))
 
 
 def embedding_scale(embedding: Any) -> float | None:
-    """Return the factor of an embedding's rows, in the precision of the model, or None if the module does more than
-    scale.
+    """Return the factor by which an embedding module multiplies its rows, in the precision of the model, or None if the
+    module does more than scale.
     """
     if type(embedding) is torch.nn.Embedding:
         return 1.0
@@ -106,7 +107,7 @@ class PlanReader:
         self._names = {part: f"model.{name}".rstrip(".") for name, part in base.named_modules()}
 
     def model(self, config: Any, head: Any, embedding: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
-        """Return the plan of a model whose layers made these ``calls``."""
+        """Return the plan of a model. ``calls`` are the attention calls of one forward pass, in order."""
         base, layers = self._base, _own_layers(self._base)
         if [call.module for call in calls] != [layer.self_attn for layer in layers]:
             raise UnsuitableError("the model's layers are not called in order")
@@ -138,7 +139,7 @@ class PlanReader:
         idle = _IDLE_PARTS & layer._modules.keys()
         self.expect(layer, "DecoderLayer", ("self_attn", "mlp", *named, *idle))
         first, second, third, last = (self.norm(getattr(layer, name, None)) for name in names)
-        around = third is not None or last is not None  # otherwise the second norm is before the MLP
+        around = third is not None or last is not None  # in other models, the second norm is before the MLP
         latent = hasattr(layer.self_attn, "kv_a_proj_with_mqa")
         return LayerPlan(
             name=self._names[layer],
@@ -154,7 +155,7 @@ class PlanReader:
     def attention(
         self, attention: Any, call: AttentionCall, rotary: int, names: AttentionNames = AttentionNames()
     ) -> AttentionPlan:
-        """Return the plan of an attention module that made ``call``."""
+        """Return the plan of the attention module that made the attention call ``call``."""
         projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
         norms = [name for name in names.norms if hasattr(attention, name)]
         sinks = () if call.params.sinks is None else ("sinks",)
@@ -218,7 +219,7 @@ class PlanReader:
         return self._names[attention]
 
     def mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan | OtherMixture:
-        """Return the plan of an MLP. An MLP with other parts than a gated MLP is a mixture of experts."""
+        """Return the plan of an MLP. An MLP whose parts differ from those of a gated MLP is a mixture of experts."""
         if is_gated(mlp):
             return self._mlp(mlp)
         try:
@@ -265,7 +266,9 @@ class PlanReader:
             gate_up=gate_up,
             down=down,
             top_k=int(router.top_k),
-            renormalize=True,  # a softmax over only the chosen experts gives the same weights
+            # A softmax over all experts, renormalized over the chosen experts, gives the same weights as gpt-oss: a softmax
+            # over only the chosen experts.
+            renormalize=True,
             activation=ClampedGate(float(experts.alpha), float(experts.limit)),
             biases=(router.bias, experts.gate_up_proj_bias, experts.down_proj_bias),
         )
@@ -283,7 +286,7 @@ class PlanReader:
     def _stacks(
         self, experts: Any, parts: Iterable[str], biases: Iterable[str]
     ) -> tuple[Any, ExpertsWeight, ExpertsWeight]:
-        """Return the model's own module of experts and its two weights."""
+        """Return the model's own experts module, and the two weights of this module."""
         quantized = type(experts) is QuantizedExperts
         own = experts.experts if quantized else experts
         self.expect(own, "Experts", parts, (GATE_UP, DOWN, *biases))
@@ -297,7 +300,7 @@ class PlanReader:
         return _ACTIVATIONS[kind]
 
     def norm(self, norm: Any) -> Norm | None:
-        """Return a norm with its offset, or None if there is none."""
+        """Return the plan of a norm with the family's offset, or None if there is no norm."""
         if norm is None or type(norm) is torch.nn.Identity:
             return None
         self.expect(norm, "RMSNorm", (), ("weight",))
@@ -337,7 +340,7 @@ class PlanReader:
 
 
 def _own_layers(base: Any) -> list[Any]:
-    """Return the layers of a base model, except layers of other pipeline stages."""
+    """Return the layers of a base model that belong to this pipeline stage."""
     return [layer for layer in base.layers if hasattr(layer, "self_attn")]
 
 
@@ -349,7 +352,7 @@ def is_gated(mlp: torch.nn.Module) -> bool:
 
 def rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:
     """Return the arguments of ``rotary`` for a layer, other than positions."""
-    # If EXAONE 4 has layers with windows, only these have rotary positions.
+    # If some layers of an EXAONE 4 model have sliding windows, only these layers have rotary positions.
     windowed = hasattr(attention, "sliding_window_pattern") and attention.sliding_window is not None
     if not getattr(attention, "use_rope", True) or (windowed and not attention.is_sliding):
         return UNROTATED

@@ -1,4 +1,4 @@
-"""Checks of checkpoints with recurrent layers: sizes in the configuration, and numbers of the weights.
+"""Checks of checkpoints with recurrent layers: sizes in the configuration, and values of the weights.
 
 Loading compares the shapes of tensors with the configuration, but its errors name tensors. The checks of sizes run first,
 and name the field of ``config.json``.
@@ -19,10 +19,11 @@ class _Fields(NamedTuple):
     """Names of the fields of ``config.json`` that describe recurrent layers.
 
     Attributes:
-        heads: Number of state heads. "" for short convolutions and selective scans, which have none.
-        key_heads: Number of heads or groups of keys, of which ``heads`` must be a multiple. "" if it equals ``heads``.
-        sizes: Sizes of a head, and of other parts of the layer.
-        kernel: Taps of the convolution.
+        heads: Field with the number of state heads. "" for short convolutions and selective scans, which have no heads.
+        key_heads: Field with the number of heads or groups of keys. The number of state heads must be a multiple of
+            this number. "" if both numbers are equal.
+        sizes: Fields with the sizes of a head and of other parts of the layer.
+        kernel: Field with the number of taps of the convolution.
     """
 
     heads: str
@@ -48,13 +49,15 @@ _FIELDS = (
     _Fields("", "", ("mamba_d_state", "mamba_expand", "mamba_dt_rank"), "mamba_d_conv"),
     _Fields("", "", (), "conv_L_cache"),
 )
-"""Fields of the model families. A configuration is checked by the first entry whose fields it has."""
+"""Fields of each model family. The first entry whose fields all exist in a configuration is used to check this
+configuration.
+"""
 _NESTED = {
     "linear_num_heads": "num_heads",
     "linear_head_dim": "head_dim",
     "linear_conv_kernel_dim": "short_conv_kernel_size",
 }
-"""Names in ``linear_attn_config`` of config.json, where some checkpoints have these fields."""
+"""Names of these fields inside ``linear_attn_config`` of config.json, where some checkpoints have them."""
 
 _LARGEST_A_LOG = math.log(torch.finfo(torch.float32).max)
 """Largest ``A_log`` whose exponential is finite in float32."""
@@ -84,14 +87,16 @@ def check_sizes(config: PretrainedConfig) -> None:
 
 
 def fields_of(config: PretrainedConfig) -> _Fields | None:
-    """Return the names of the fields that describe the recurrent layers, or None if they are not known."""
+    """Return the names of the fields in a configuration that describe its recurrent layers, or None if no known family
+    matches.
+    """
     return next(
         (fields for fields in _FIELDS if all(hasattr(config, name) for name in (*_counts(fields), fields.kernel))), None
     )
 
 
 def _in_file(config: PretrainedConfig, name: str) -> str:
-    """Return the name of a field as config.json has it."""
+    """Return the path of a field in config.json, for error messages."""
     nested = getattr(config, "linear_attn_config", None) or {}
     return f"linear_attn_config.{_NESTED[name]}" if _NESTED.get(name) in nested else name
 
@@ -101,10 +106,10 @@ def _counts(fields: _Fields) -> tuple[str, ...]:
 
 
 def check_numbers(model: torch.nn.Module) -> None:
-    """Raise ModelLoadError, with the tensor and the number, if a parameter of a recurrent layer is not finite.
-
-    A recurrence carries such a number into the states of all later tokens, and from there into the prefix cache. The
-    weights of linear layers are not checked: a number in them shows in the logits of the first token.
+    """Raise ModelLoadError, with the name of the tensor and the number, if a parameter of a recurrent layer is not
+    finite. A recurrence would carry such a number into the states of all later tokens, and from there into the prefix
+    cache. The weights of linear layers are not checked, because a number that is not finite in them already shows in
+    the logits of the first token.
     """
     for name, parameter in _own_parameters(model):
         values = parameter.detach().float()

@@ -11,23 +11,27 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock_enginecore.models.errors import ModelLoadError
 
-# Rotary scaling that depends on the whole batch.
+# Rotary scaling that in transformers depends on the other requests of the batch.
 #
 # The forward pass of transformers' ``longrope`` and ``dynamic`` chooses frequencies by the largest position of the
-# batch. So a long request would change the results of other requests, and keys written with some frequencies would be
-# read with other frequencies. Here the served length chooses the frequencies once, see docs/adr/0011:
+# batch. Therefore a long request would change the results of other requests. Later steps could also read keys that were
+# rotated with other frequencies. Penstock chooses the frequencies once, by the served length, which is the maximum
+# length of sequences (see docs/adr/0011):
 #
 # - ``longrope``: the short factors if the served length is within the original length, otherwise the long factors.
 # - ``dynamic``: the frequencies of the served length. Up to ``max_position_embeddings``, these are not scaled.
 
 _FROZEN = "frozen"
-"""Value of ``rope_type`` that is set on fixed modules. transformers updates only types that it knows."""
+"""Value of ``rope_type`` that is set on modules whose frequencies are fixed. transformers updates the frequencies only
+for types that it knows.
+"""
 _DYNAMIC = "dynamic"
 _BY_BATCH = frozenset({_DYNAMIC, "longrope"})
 
 
 def longest_sequence(config: PretrainedConfig, requested: int | None) -> int | None:
-    """Return the tokens of the longest sequence that the model allows, or None if the configuration does not define it.
+    """Return the length of the longest sequence that the model allows, in tokens, or None if the configuration does not
+    define this length.
 
     Dynamic scaling allows sequences ``factor`` times as long, but only if ``requested`` needs them, because the
     frequencies for longer sequences reduce quality for all shorter sequences.
@@ -40,7 +44,7 @@ def longest_sequence(config: PretrainedConfig, requested: int | None) -> int | N
 
 
 def _parameters(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the model's rotary parameters, and the parameters of each layer type if they differ."""
+    """Yield the model's rotary parameters, and the parameters of each layer type if the configuration has such."""
     parameters = getattr(config, "rope_parameters", None) or {}
     yield parameters
     yield from (p for p in parameters.values() if isinstance(p, Mapping))
@@ -84,8 +88,8 @@ def _freeze(name: str, module: torch.nn.Module, kind: str, layer_type: str | Non
 
 
 def _freeze_initializer(module: Any, config: PretrainedConfig, max_model_len: int) -> None:
-    """Fix the frequencies of Phi-MoE's module. The module computes the frequencies in each forward pass, with separate
-    magnitudes for short and long batches.
+    """Fix the frequencies of Phi-MoE's rotary module. The module would compute the frequencies in each forward pass,
+    with different magnitudes for batches with short and with long sequences.
     """
     frozen = (module.inv_freq, module.attention_scaling)
     module.rope_init_fn = lambda _config: frozen
@@ -100,8 +104,9 @@ def _freeze_initializer(module: Any, config: PretrainedConfig, max_model_len: in
 # Scaling of queries by position, for models whose own code counts positions from the start of the batch.
 #
 # Llama 4 scales the queries of its layers without rotary positions by ``1 + attn_scale * log(1 + floor((p + 1) /
-# floor_scale))`` (https://arxiv.org/abs/2501.19399), with p counted along the tensor. In a flat batch, p is not the
-# position. So the module's own scaling is turned off, and the attention function scales by the positions of the step.
+# floor_scale))`` (https://arxiv.org/abs/2501.19399), where p is the index of the token in the tensor. In a flat batch,
+# p is not the token's position. So the module's own scaling is turned off, and Penstock's attention function scales by
+# the positions of the step.
 
 _ATTRIBUTE = "penstock_query_scale"
 
@@ -114,15 +119,17 @@ class QueryScale:
     floor_scale: float
 
     def apply(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return ``query`` ``[tokens, num_heads, head_size]`` scaled by int64 ``positions`` ``[tokens]``, in its dtype."""
+        """Return ``query`` ``[tokens, num_heads, head_size]``, scaled by the formula for int64 ``positions``
+        ``[tokens]``, in the dtype of ``query``.
+        """
         steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
         scales = torch.log1p(steps) * self.attn_scale + 1.0
         return (query * scales[:, None, None]).to(query.dtype)
 
 
 def install_query_scales(model: torch.nn.Module) -> None:
-    """Turn off query scaling in the attention modules of ``model``, and store its parameters for the attention
-    function.
+    """Turn off query scaling in the attention modules of ``model``, and store the parameters of the scaling for
+    Penstock's attention function.
 
     Raises ModelLoadError for a module that does not use Llama 4's formula.
     """

@@ -1,9 +1,10 @@
-"""Replacement of transformers' functions for recurrent layers, so that their modules run on a flat batch of requests.
+"""Replacement of transformers' functions for recurrent layers, so that the layers' modules run on a flat batch of
+requests.
 
-The modules of transformers' recurrent layers call two functions of their file: a causal convolution, and a scan over
-the tokens. Without a cache they call both with all tokens and no earlier state. ``install`` replaces the functions. The
-replacement passes the call to the context that ``use_states`` set, which knows the requests and their states. Without
-a context, the original functions run.
+The modules of transformers' recurrent layers call two functions of their own source file: a causal convolution, and a
+scan (the recurrence) over the tokens. Without a cache, the modules call both functions with all tokens and no earlier
+state. ``install`` replaces the functions. The replacement passes the call to the context that ``use_states`` set, which
+knows the requests and the requests' states. If no context is set, the original functions run.
 """
 
 import inspect
@@ -22,18 +23,20 @@ _CONVOLUTION = "causal_conv1d_fn"
 _DELTA = frozenset({"query", "key", "value", "g", "beta", "initial_state", "output_final_state"})
 _DUALITY = frozenset({"hidden_states", "dt", "A", "B", "C", "chunk_size", "initial_states", "return_final_states"})
 _SELECTIVE = frozenset({"hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "return_last_state"})
-"""Parameters by which a scan is recognized."""
+"""Names of the parameters by which each kind of scan is recognized."""
 _READ_DIRECTLY = "dt_proj"
-"""Linear layer of selective scans. Their mixers multiply by its weight without calling the layer."""
+"""Name of a linear layer in recurrent layers with selective scans. Such a layer multiplies by the weight without
+calling the linear layer.
+"""
 MIN_KERNEL, MAX_KERNEL = 2, 8
-"""Minimum and maximum taps of a convolution."""
+"""Minimum and maximum number of taps of a convolution."""
 
 _mixer: ContextVar[torch.nn.Module | None] = ContextVar("penstock_state_mixer", default=None)
 
 
 def find_mixers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the recurrent layers of ``model`` by module name: modules whose ``forward`` calls the convolution of their
-    file.
+    """Return the recurrent layers of ``model`` by module name. These are modules whose ``forward`` calls the
+    convolution function of their own source file.
     """
     return {name: module for name, module in model.named_modules() if _CONVOLUTION in _names_in(module)}
 
@@ -50,7 +53,7 @@ def unsupported_recurrence(model_class: type) -> str | None:
 
 
 def install(model: torch.nn.Module) -> None:
-    """Replace the functions of all recurrent layers of ``model``. Idempotent."""
+    """Replace the functions that the recurrent layers of ``model`` call. Idempotent."""
     for mixer in find_mixers(model).values():
         modeling = sys.modules[type(mixer).__module__]
         for function in _names_in(mixer):
@@ -63,19 +66,19 @@ def install(model: torch.nn.Module) -> None:
 
 
 class ReadLinear(torch.nn.Linear):
-    """Linear layer whose weight is read by its mixer, which does not call the layer.
+    """Linear layer whose weight a recurrent layer reads without calling the linear layer.
 
-    Code that replaces or hooks linear layers must not change this one. It recognizes linear layers by their exact class
-    or their exact ``forward``, so this subclass excludes itself.
+    Code that replaces or hooks linear layers must not change this layer. Such code recognizes linear layers by their
+    exact class or their exact ``forward``, so it does not recognize this subclass.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., out_features]`` for ``[..., in_features]``."""
+        """Return the layer's output ``[..., out_features]`` for the input ``[..., in_features]``."""
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
 def weights_read_directly(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """Return the linear layers by name whose weights recurrent layers read without calling the layers."""
+    """Return the linear layers, by name, whose weights a recurrent layer reads without calling the linear layer."""
     found = {}
     for name, mixer in find_mixers(model).items():
         functions = vars(sys.modules[type(mixer).__module__])
@@ -113,7 +116,7 @@ def _replace(modeling: Any, function: str) -> None:
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     try:
         return frozenset(inspect.signature(function).parameters)
-    except ValueError:  # some builtins have no signature
+    except ValueError:  # inspect finds no signature for some builtins
         return frozenset()
 
 
@@ -123,7 +126,7 @@ def _marked(replacement: Callable[..., Any], original: Callable[..., Any]) -> Ca
 
 
 def _calling() -> tuple[StateContext, torch.nn.Module] | None:
-    """Return the context and the module that calls, or None without a context."""
+    """Return the current context and the recurrent layer that calls the function, or None if there is no context."""
     context, mixer = current_states(), _mixer.get()
     return None if context is None or mixer is None else (context, mixer)
 
@@ -228,7 +231,7 @@ def _selective(original: Callable[..., Any]) -> Callable[..., Any]:
             steps = steps + delta_bias.float()
         if delta_softplus:
             steps = torch.nn.functional.softplus(steps)
-        # Each channel is a head with a state of one column. All channels share the keys and queries.
+        # Each channel is treated as a head whose state has one column. All channels share the keys and queries.
         queries, keys = (each[0].T[:, None].float() for each in (C, B))
         call = ScanCall(mixer, queries, keys, (inputs * steps)[..., None], -steps, None, -A.float())
         output = context.scan(call)[..., 0]
@@ -241,32 +244,34 @@ def _selective(original: Callable[..., Any]) -> Callable[..., Any]:
     return mamba_selective_scan
 
 
-# Probing: what each layer calls.
+# Probe: a forward pass that records which functions each layer calls.
 
 
 class StateProbe:
-    """``StateContext`` that records the calls of recurrent layers and returns inputs and zeros."""
+    """``StateContext`` that records the calls of recurrent layers. Convolutions return their inputs, and scans return
+    zeros.
+    """
 
     def __init__(self) -> None:
         self.convolutions: list[ConvCall] = []
         self.scans: list[ScanCall] = []
 
     def convolve(self, call: ConvCall) -> torch.Tensor:
-        """Record the call and return the inputs."""
+        """Record the call of a convolution and return its inputs unchanged."""
         self.convolutions.append(call)
         return call.inputs
 
     def scan(self, call: ScanCall) -> torch.Tensor:
-        """Record the call and return zeros."""
+        """Record the call of a scan and return zeros."""
         self.scans.append(call)
         return torch.zeros_like(call.value)
 
 
 def state_specs(model: torch.nn.Module, probe: StateProbe) -> dict[str, StateSpec]:
-    """Return the spec of each recurrent layer by module name, from the calls of a forward pass.
+    """Return the state spec of each recurrent layer by module name, from the calls that ``probe`` recorded in a forward pass.
 
-    Raises ModelLoadError if a layer did not call its convolution and its scan exactly once. Its states would be lost
-    otherwise, and logits would be wrong by less than rounding.
+    Raises ModelLoadError if a layer did not call its convolution and its scan exactly once. The states of such a layer
+    would be lost, and the error in the logits could be as small as rounding.
     """
     convolutions, scans = _by_mixer(probe.convolutions), _by_mixer(probe.scans)
     specs = {}

@@ -1,9 +1,10 @@
-"""Checks for supported architectures. All other architectures are rejected, because wrong output would not be noticed.
+"""Checks that a model's architecture is supported. All other architectures are rejected, because wrong output would not
+be noticed.
 
 There are three stages. ``check_supported`` checks the configuration and the class before weights are read.
 ``check_positions`` finds models whose results depend on the index of a token in the flat batch. ``layer_specs`` checks
-the attention calls of a probe. It finds models whose layers bypass the attention interface or request unsupported
-features, whatever their configuration declares.
+the attention calls of a probe, which is a short forward pass. The check finds models whose layers bypass the attention
+interface or request unsupported features, whatever the models' configuration declares.
 """
 
 import math
@@ -25,10 +26,10 @@ from penstock_enginecore.states.base import use_states
 
 _ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 _BOTH = "hybrid"
-"""Type of layers that have attention and a recurrence."""
+"""Name in ``layer_types`` for layers that have both attention and a recurrence."""
 _RECURRENT_TYPES = frozenset({"linear_attention", "conv", _BOTH})
 _OTHER_TYPES = frozenset({"mlp", "moe"})
-"""Types of layers without attention or recurrence, in models that also have recurrent layers."""
+"""Names in ``layer_types`` for layers without attention and recurrence, in models that also have recurrent layers."""
 _STATE_DTYPES = (None, "auto", "float32")
 _HARMLESS_EXTRAS = frozenset(
     {
@@ -44,11 +45,11 @@ _HARMLESS_EXTRAS = frozenset(
         "use_cache",
     }
 )
-"""Arguments of an attention call that do not change the result, or that have separate checks."""
+"""Names of arguments of an attention call that do not change the result, or that are checked elsewhere."""
 
 _PROBE_TOKENS = 8
 _TOLERANCE = 0.05
-"""Relative difference above which two vectors differ by more than rounding in half precision."""
+"""Relative difference of two vectors that is larger than rounding in half precision."""
 
 
 def check_supported(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> None:
@@ -111,10 +112,9 @@ def num_attention_layers(config: PretrainedConfig) -> int:
 
 
 def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_size: int) -> dict[str, KVCacheSpec]:
-    """Return the KV cache spec of every attention module, by module name in execution order.
-
-    ``calls`` are the attention calls of a forward pass over one token. Raises ModelLoadError if they show that the
-    model would be served incorrectly.
+    """Return the KV cache spec of every attention module, by module name in execution order. ``calls`` are the
+    attention calls of a forward pass over one token. Raises ModelLoadError if the calls show that the model would be
+    served incorrectly.
     """
     config, class_name = model.config, type(model).__name__
     expected = num_attention_layers(config)
@@ -150,7 +150,9 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
 
 
 def _check_mixers(model: PreTrainedModel) -> None:
-    """Raise ModelLoadError unless every layer that should be recurrent has a module that is replaced."""
+    """Raise ModelLoadError unless the model has as many known recurrent modules as its configuration has recurrent
+    layers.
+    """
     expected = sum(kind in _RECURRENT_TYPES for kind in model.config.layer_types)
     if (found := len(find_mixers(model))) != expected:
         raise refused_model(
@@ -165,7 +167,7 @@ def _expected_windows(config: PretrainedConfig, num_calls: int) -> list[int | El
     """
     window = getattr(config, "sliding_window", None)
     if window is None or window >= (getattr(config, "max_position_embeddings", None) or math.inf):
-        return [...] * num_calls  # there is no window, or it is longer than every sequence
+        return [...] * num_calls  # there is no sliding window, or the window is longer than every sequence
     types = getattr(config, "layer_types", None)
     if types is None:
         return [window if getattr(config, "use_sliding_window", True) else None] * num_calls
@@ -203,10 +205,10 @@ def _unsupported_call(call: AttentionCall, window: int | EllipsisType | None, ch
 def check_positions(model: PreTrainedModel, device: torch.device) -> None:
     """Raise ModelLoadError if a token's query, key or value depends on anything except the token and its position.
 
-    Two forward passes get the same tokens at the same positions in opposite order, like requests in a flat batch.
-    Attention and recurrences return zeros in both, so their inputs must be equal. In a model that counts positions,
-    mixes neighbouring tokens or keeps state between tokens, most tokens differ after one layer. Rounding, and near ties
-    in expert routing, change only a few tokens.
+    Two forward passes get the same tokens at the same positions, but in opposite order, like requests in a flat batch.
+    Attention and recurrences return zeros in both passes, so the inputs of attention and recurrences must be equal in
+    both. If a model counts positions itself, mixes neighbouring tokens or keeps state between tokens, the inputs of
+    most tokens differ after one layer. Rounding, and experts with nearly equal scores, change only a few tokens.
     """
     tokens = torch.arange(_PROBE_TOKENS, device=device)
     positions = tokens * 2 % _PROBE_TOKENS
@@ -222,7 +224,7 @@ def check_positions(model: PreTrainedModel, device: torch.device) -> None:
 
 
 class Probed(NamedTuple):
-    """Results of a forward pass: its calls of attention and of recurrent layers, and the model's own output."""
+    """Results of a forward pass: the calls of attention, the calls of recurrent layers, and the model's own output."""
 
     calls: list[AttentionCall]
     states: StateProbe
@@ -230,7 +232,9 @@ class Probed(NamedTuple):
 
     @property
     def inputs(self) -> list[tuple[torch.nn.Module, tuple[torch.Tensor, ...]]]:
-        """Modules that attend, convolve or scan, with the inputs of each call ``[tokens, ...]``."""
+        """Modules that called attention, a convolution or a scan, each with the inputs ``[tokens, ...]`` of the
+        call.
+        """
         return [
             *((call.module, (call.query, call.key, call.value)) for call in self.calls),
             *((call.mixer, (call.inputs,)) for call in self.states.convolutions),
@@ -241,8 +245,8 @@ class Probed(NamedTuple):
 def probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor | None = None) -> Probed:
     """Return the results of a forward pass in which attention and recurrences return zeros.
 
-    ``tokens`` and ``positions`` are ``[tokens]``. Without positions, the model counts them itself. Raises ModelLoadError
-    if the model fails.
+    ``tokens`` and ``positions`` have the shape ``[tokens]``. Without positions, the model itself counts them. Raises
+    ModelLoadError if the model fails.
     """
     context, states = ProbeContext(), StateProbe()
     given = {} if positions is None else {"position_ids": positions[None]}
@@ -256,9 +260,9 @@ def probe(model: PreTrainedModel, tokens: torch.Tensor, positions: torch.Tensor 
 
 
 def most_differ(one: torch.Tensor, other: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
-    """Return whether the vectors of more than half of the tokens ``[tokens, ...]`` differ.
+    """Return whether the vectors of more than half of the tokens differ between ``one`` and ``other``.
 
-    ``tolerance`` is relative to a vector's length.
+    Both tensors are ``[tokens, ...]``. Vectors differ if their distance exceeds ``tolerance`` times a vector's length.
     """
     one, other = one.flatten(1).float(), other.flatten(1).float()
     differ = (one - other).norm(dim=1) > tolerance * one.norm(dim=1)

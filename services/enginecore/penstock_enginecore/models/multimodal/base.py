@@ -27,8 +27,9 @@ class EncoderItem:
     Attributes:
         identifier: Id of the item.
         modality: Kind of the item.
-        num_embeds: Number of embeddings that the item must produce.
-        data: Output of the model's transformers processor for this item, except that uint8 pixels are not rescaled or normalized.
+        num_embeds: Number of embeddings that the encoder must produce for the item.
+        data: Output of the model's transformers processor for this item. If pixels are uint8, they are not rescaled or
+            normalized yet.
     """
 
     identifier: str
@@ -39,7 +40,9 @@ class EncoderItem:
 
 @dataclass(frozen=True, slots=True)
 class EncodedItem:
-    """Encoded item: ``rows`` ``[num_embeds, width]`` on the device, or the ``failure`` if encoding failed."""
+    """Result for an item: ``rows`` ``[num_embeds, width]`` with the embeddings on the device, or the ``failure`` if
+    encoding failed.
+    """
 
     identifier: str
     rows: torch.Tensor | None
@@ -56,8 +59,8 @@ class RopePositions(NamedTuple):
 
 
 RopeIndex = Callable[[Sequence[int], Sequence[MultiModalFeature]], RopePositions]
-"""Function that returns positions, given a prompt's token ids and its features with at least their small tensors
-(grids).
+"""Function that returns the rotary positions of a prompt. Its arguments are the prompt's token ids and the features of
+its media, with at least their small tensors (grids).
 """
 
 
@@ -70,13 +73,15 @@ class MediaEncoder(Protocol):
 
     media: Sequence[MediaInfo]
     width: int
-    """Elements of a row: the model's hidden size, times one plus the number of deepstack layers."""
+    """Number of elements in an output row: the model's hidden size, times one plus the number of deepstack layers."""
     num_deepstack: int
     """Number of layers that get separate embeddings, which follow the main embedding in each row. 0 for most models."""
     rope_positions: RopeIndex | None
     """Function that returns rotary positions of a prompt with sections, or None if each token has a single position."""
     modules: Sequence[torch.nn.Module]
-    """All modules with weights, in the model's order. They move when the engine sleeps."""
+    """All modules that have weights, in the model's order. When the engine sleeps, these modules move to host
+    memory.
+    """
 
     def start(self, item: EncoderItem) -> None:
         """Add an item to the end of the queue."""
@@ -85,15 +90,14 @@ class MediaEncoder(Protocol):
         """Remove an item, even if it has been computed in part. Unknown items are ignored."""
 
     def advance(self, budget: int) -> list[EncodedItem]:
-        """Compute items in order and return the completed items. Errors of a single item are never raised.
-
-        At least one block of the first item is computed. More blocks are computed while the cost of the next block is
-        at most the remaining ``budget``. The budget counts embeddings times blocks.
+        """Compute the items of the queue in order, and return the items that are complete. An error of a single item is
+        not raised. At least one block of the first item is computed. More blocks are computed while the cost of the
+        next block is at most the remaining ``budget``. The unit of the budget is one embedding in one block.
         """
 
     @property
     def has_work(self) -> bool:
-        """Whether the queue has items."""
+        """Whether the queue of items is not empty."""
 
     def largest(self, modality: Modality) -> EncoderItem:
         """Return an item of the largest size that the model accepts, for memory profiling."""
@@ -113,7 +117,7 @@ class ItemError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Requirements on a tensor.
+    """Requirements on an item's tensor.
 
     Attributes:
         dtypes: Accepted dtypes.
@@ -139,7 +143,7 @@ class Spec:
 
 
 def read_tensors(data: Mapping[str, TensorData], specs: Mapping[str, Spec]) -> dict[str, torch.Tensor]:
-    """Return ``data`` as new tensors on the host. Raises ItemError unless it matches ``specs``."""
+    """Return the tensors in ``data`` as new tensors on the host. Raises ItemError unless they match ``specs``."""
     if unknown := sorted(data.keys() - specs.keys()):
         raise ItemError(f"unknown tensor {unknown[0]!r}; this model accepts {', '.join(specs)}")
     read: dict[str, torch.Tensor] = {}
@@ -156,7 +160,7 @@ def read_tensors(data: Mapping[str, TensorData], specs: Mapping[str, Spec]) -> d
 
 
 def to_torch(tensor: TensorData) -> torch.Tensor:
-    """Return a copy on the host."""
+    """Return a copy of a tensor's data as a torch tensor on the host."""
     return torch.frombuffer(bytearray(tensor.data), dtype=getattr(torch, tensor.dtype)).reshape(tensor.shape)
 
 

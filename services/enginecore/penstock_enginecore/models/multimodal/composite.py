@@ -28,7 +28,7 @@ from penstock_enginecore.models.placement import place
 from penstock_enginecore.models.quantization.loading import dequantize_kept
 from penstock_enginecore.models.support import unsupported
 
-# Supported families, by model type of the configuration.
+# Supported families of checkpoints with media encoders, by the model type in the configuration.
 
 _HERE = "penstock_enginecore.models.multimodal.families"
 _PIXTRAL = "pixtral"
@@ -51,7 +51,7 @@ _FAMILIES = {
     "smolvlm": ("tiles", "SmolVLM"),
     "voxtral": ("audio", "Voxtral"),
 }
-"""Module and class of each family."""
+"""Names of the module and class of each family, by model type."""
 _REFUSED = {
     "mllama": "its layers read images by cross-attention, which the KV cache does not support",
     "paligemma": "tokens of its prompts attend to later tokens",
@@ -59,8 +59,8 @@ _REFUSED = {
 
 
 def family_of(config: PretrainedConfig) -> type[Family]:
-    """Return the class for the media encoders of a configuration that contains a text model. Raises ModelLoadError,
-    with the reason, if it is unsupported.
+    """Return the family class for the media encoders of a configuration that contains a text model. Raises
+    ModelLoadError, with the reason, if the encoders are not supported.
     """
     kind = config.model_type
     tower = getattr(config, "vision_config", None)
@@ -79,13 +79,13 @@ def family_of(config: PretrainedConfig) -> type[Family]:
 _SUPPORTED = "; docs/guides/multimodal.md lists the supported models"
 _TOWERS_ATTEND = "sdpa"
 _UNUSED_ATTEND = "eager"
-"""Attention of parts that are removed. All models of transformers have it."""
+"""Attention implementation for parts that are removed. All models of transformers support this implementation."""
 _TEXT_SECTION = "text_config"
 
 
 class Separated(NamedTuple):
-    """Parts of a multimodal model. ``text`` is a separate causal language model with the weights. ``towers`` is the
-    model without the text model.
+    """Parts of a multimodal model. ``text`` is a separate causal language model with the weights of the text part.
+    ``towers`` is the model without the text model.
     """
 
     text: PreTrainedModel
@@ -100,7 +100,8 @@ class Composite:
 
     Attributes:
         checkpoint: Configuration of the checkpoint.
-        section: Name of its section for the model that is loaded, or "" for ``checkpoint`` itself.
+        section: Name of the section in ``checkpoint`` that configures the model to load, or "" for ``checkpoint``
+            itself.
         family: Media encoders to load, or None to serve the text model alone.
         text_class: Class of the text model.
     """
@@ -165,10 +166,9 @@ class Composite:
         return make(config, attn_implementation=self._sections(attn_implementation), **options)
 
     def separate(self, whole: Any) -> Separated:
-        """Remove the text model from ``whole`` and return both parts.
-
-        Raises ModelLoadError if the text model of an unknown family computes anything else than ``whole``. Tests prove
-        this for known families.
+        """Remove the text model from ``whole`` and return both parts. For an unknown family, raises ModelLoadError if
+        the text model alone gives other results than ``whole``. For known families, tests check that the results are
+        equal.
         """
         part, head = text_part(whole), whole.get_output_embeddings()
         expected = None if self.checkpoint.model_type in _FAMILIES else probe_text(whole)
@@ -192,8 +192,8 @@ class Composite:
     ) -> TowerEncoder | None:
         """Return the media encoders on ``device``, or None if they are not loaded. Raises ModelLoadError.
 
-        The encoders' weights are converted to dense weights in the dtype of the computation. ``directory`` has the
-        processors' files, and ``max_tokens`` is the longest prompt.
+        Quantized weights of the encoders are converted to dense weights in the dtype of the computation. ``directory``
+        has the processors' files, and ``max_tokens`` is the length of the longest prompt.
         """
         if self.family is None:
             return None
@@ -204,9 +204,8 @@ class Composite:
         return TowerEncoder(self.family(towers, checkpoint), device, dtypes.computed)
 
     def _class(self) -> type[PreTrainedModel]:
-        """Return transformers' class, changed so that media encoders use torch's attention.
-
-        Without ``with_towers``, the class has no media encoders, and their weights are not read.
+        """Return transformers' class of the composite, changed so that its media encoders use torch's attention.
+        Without ``with_towers``, the class has no media encoders, and the weights of the encoders are not read.
         """
         found = _whole_class(self.config)
         members: dict[str, Any] = {"__module__": found.__module__}
@@ -242,7 +241,7 @@ def _whole_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def _without_towers(model_class: type[PreTrainedModel]) -> Any:
-    """Return an initializer of models that have only their text model, and do not read other weights."""
+    """Return an initializer that creates only the text model of a composite, so that other weights are not read."""
 
     def init(self: Any, config: PretrainedConfig) -> None:
         model_class.__init__(self, config)
@@ -256,9 +255,11 @@ def _without_towers(model_class: type[PreTrainedModel]) -> Any:
 
 
 def _text_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of a composite's text model: transformers' class, or one made for the text model's module.
+    """Return the class of a composite's text model: transformers' class, or a class that is made here for the text
+    model's module.
 
-    Raises ModelLoadError if the text model cannot be identified, or if transformers' class is not made of that module.
+    Raises ModelLoadError if the text model cannot be identified, or if transformers' class does not contain that
+    module.
     """
     whole_class, text = _whole_class(config), config.get_text_config()
     part = text_part(_on_meta(whole_class, config))
@@ -277,7 +278,7 @@ def _text_class(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def _on_meta(model_class: Any, config: PretrainedConfig) -> Any:
-    """Return a model without memory for its weights. Raises ModelLoadError if its class fails."""
+    """Return a model on the meta device, without memory for its weights. Raises ModelLoadError if its class fails."""
     try:
         with torch.device("meta"):
             return model_class._from_config(copy.deepcopy(config))
@@ -289,14 +290,14 @@ def _on_meta(model_class: Any, config: PretrainedConfig) -> Any:
 
 
 def _within(config: PretrainedConfig, section: str) -> PretrainedConfig:
-    """Return a section of a checkpoint's configuration, or all of it if ``section`` is empty."""
+    """Return a section of a checkpoint's configuration, or the complete configuration if ``section`` is empty."""
     found: PretrainedConfig = getattr(config, section) if section else config
     return found
 
 
 def _section_of(config: PretrainedConfig) -> str:
-    """Return the name of the section that has the text model's configuration as ``text_config``, or "" if it is no section of
-    ``config``. Raises ModelLoadError if there is none.
+    """Return the name of the section in ``config`` whose ``text_config`` is the text model's configuration, or "" if
+    ``config`` itself has this ``text_config``. Raises ModelLoadError if there is none.
     """
     text = config.get_text_config()
     if getattr(config, _TEXT_SECTION, None) is text:

@@ -49,10 +49,9 @@ class SlicedRun:
 
     @torch.inference_mode()
     def advance(self, num_blocks: int) -> torch.Tensor | None:
-        """Compute up to ``num_blocks`` blocks, and return the result after the last block, or None before.
-
-        The first call also computes the parts before the blocks, and the last call computes the parts after the blocks.
-        Raises the errors of the encoder.
+        """Compute up to ``num_blocks`` blocks, and return the result after the last block, or None if blocks remain.
+        The first call also computes the encoder's layers before the blocks, and the last call computes the layers after
+        the blocks. Raises the errors of the encoder.
         """
         run = self._greenlet
         run.allowed = num_blocks
@@ -61,7 +60,7 @@ class SlicedRun:
         return found if run.dead else None
 
     def stop(self) -> None:
-        """Abort the run."""
+        """Abort the encoder's forward pass."""
         self._greenlet.parent = getcurrent()
         self._greenlet.throw(GreenletExit)
 
@@ -76,7 +75,7 @@ class _BlockGreenlet(greenlet):  # type: ignore[misc]  # greenlet has no type hi
         self.allowed = 0
 
     def pass_block(self) -> None:
-        """Count a computed block, and pause if no more blocks are allowed."""
+        """Count a computed block, and return to the parent greenlet if no more blocks are allowed."""
         self.blocks_left -= 1
         self.allowed -= 1
         if self.allowed <= 0 and self.blocks_left > 0 and self.parent is not None:
@@ -95,7 +94,7 @@ def _passed(module: torch.nn.Module, inputs: object, output: object) -> None:  #
         current.pass_block()
 
 
-# Hendrycks' quick GELU, ``x * sigmoid(1.702 x)``, as used by CLIP and Qwen2-VL, with one buffer.
+# Hendrycks' quick GELU, ``x * sigmoid(1.702 x)``, as used by CLIP and Qwen2-VL. This version fills only one buffer.
 
 
 class QuickGELU(torch.nn.Module):
@@ -111,7 +110,7 @@ class QuickGELU(torch.nn.Module):
 
 
 def use_quick_gelu(tower: torch.nn.Module) -> None:
-    """Replace transformers' quick GELU modules in ``tower``."""
+    """Replace transformers' quick GELU modules in the encoder ``tower``."""
     for parent in list(tower.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is QuickGELUActivation:
@@ -130,15 +129,15 @@ class _Begun:
 
     @property
     def block_cost(self) -> int:
-        """Cost of one block, in embeddings."""
+        """Cost of computing one block of the item, as a number of embeddings."""
         return max(self.item.num_embeds, 1)
 
 
 class TowerEncoder:
     """Media encoders of ``family``, computed in slices.
 
-    Items are computed one at a time. In a batch, results could differ in some bits, because libraries choose algorithms
-    by size.
+    Items are computed one at a time. In a batch of items, results could differ in some bits, because libraries choose
+    algorithms by the size of a tensor.
     """
 
     def __init__(self, family: Family, device: torch.device, dtype: torch.dtype) -> None:
@@ -164,7 +163,7 @@ class TowerEncoder:
         self._waiting.setdefault(item.identifier, item)
 
     def drop(self, identifier: str) -> None:
-        """Remove an item."""
+        """Remove an item from the queue, and stop its computation."""
         self._waiting.pop(identifier, None)
         if self._begun is not None and self._begun.item.identifier == identifier:
             self._begun.run.stop()
@@ -191,7 +190,7 @@ class TowerEncoder:
                     break
                 done.append(self._finish(item, self._checked(item, rows)))
             except torch.AcceleratorError:
-                raise  # a device failure is not the fault of an item
+                raise  # an item does not cause a failure of the device, so raise the error
             except ItemError as e:
                 done.append(self._fail(item, str(e)))
             except Exception as e:
@@ -220,7 +219,7 @@ class TowerEncoder:
         return self._begun
 
     def _given(self, item: EncoderItem) -> torch.Tensor:
-        """Return embeddings that the client sent instead of the media."""
+        """Return the embeddings that the client sent instead of the media."""
         spec = Spec(FLOATS, (item.num_embeds, self.width))
         return read_tensors(item.data, {EMBEDS: spec})[EMBEDS].to(self._device, self._dtype)
 
@@ -248,16 +247,18 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0]
 
 
-# Attention function of media encoders. It calls another implementation than torch's if one is registered.
+# Attention function of media encoders. It calls an implementation that ``attend_by`` registered, or else torch's.
 
 _NAME = "penstock_towers"
 
 
 class Attends(Protocol):
-    """Bidirectional attention of whole sequences."""
+    """Implementation of bidirectional attention over complete sequences."""
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether tensors ``[sequences, heads, tokens, head size]`` of these shapes and dtypes are supported."""
+        """Return whether this implementation supports tensors ``[sequences, heads, tokens, head size]`` of these shapes
+        and dtypes.
+        """
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention output ``[sequences, tokens, heads, value size]``."""
@@ -270,7 +271,7 @@ def attend_by(tower: torch.nn.Module, attends: Attends) -> None:
     """Let ``attends`` compute the attention calls of ``tower`` that it supports. torch computes the other calls."""
     for module in tower.modules():
         config: Any = getattr(module, "config", None)
-        # A configuration with several sections also belongs to the text model, so leave it unchanged.
+        # A configuration with several sections is also used by the text model, so do not change it.
         if getattr(config, "sub_configs", True) or config._attn_implementation != "sdpa":
             continue
         config._attn_implementation = _NAME

@@ -23,7 +23,8 @@ class Normalization:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Normalization":
-        """Return the normalization for a processor's settings, with the same rounding as transformers' PIL processors.
+        """Return the normalization that a processor's settings specify, with the same rounding as transformers' PIL
+        processors.
 
         The PIL processors multiply in float64, round to float32, subtract the mean and divide by the standard
         deviation.
@@ -39,13 +40,12 @@ class Normalization:
         return cls(torch.from_numpy(np.array(table)))
 
     def to(self, device: torch.device) -> "Normalization":
-        """Return the normalization on ``device``."""
+        """Return a copy of the normalization whose table is on ``device``."""
         return Normalization(self.table.to(device))
 
     def apply(self, pixels: torch.Tensor, channels: int) -> torch.Tensor:
-        """Return normalized pixels, float32, in the same shape. Dimension ``channels`` has the colours.
-
-        Floating-point pixels are treated as already normalized.
+        """Return normalized pixels, float32, in the same shape. ``channels`` is the index of the dimension with the
+        colours. Floating-point pixels are returned unchanged, because they are already normalized.
         """
         if pixels.dtype != torch.uint8:
             return pixels.float()
@@ -79,7 +79,9 @@ class ProcessorSettings:
 
     @classmethod
     def read(cls, directory: Path) -> "ProcessorSettings":
-        """Read the files in ``directory``. As in transformers, ``processor_config.json`` takes precedence."""
+        """Read the settings from the files in ``directory``. As in transformers, ``processor_config.json`` takes
+        precedence over the other files.
+        """
         processor = _read(directory / _PROCESSOR_CONFIG)
         main = _read(directory / _CONFIG)
         return cls(
@@ -91,7 +93,7 @@ class ProcessorSettings:
         )
 
     def normalization(self, settings: Mapping[str, Any]) -> Normalization:
-        """Return the normalization of pixels for ``settings`` of images or video. Raises ModelLoadError."""
+        """Return the normalization of pixels that ``settings`` of images or video specify. Raises ModelLoadError."""
         known: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         known |= {key: settings[key] for key in _KEYS if settings.get(key) is not None}
         for key in ("image_mean", "image_std"):
@@ -100,7 +102,7 @@ class ProcessorSettings:
         return Normalization.of(known)
 
     def _default(self, key: str) -> Any:
-        """Return the default of the checkpoint's image processor class. Needs Pillow."""
+        """Return the default value of a setting in the checkpoint's image processor class. Needs Pillow."""
         from transformers import AutoImageProcessor
 
         make: Any = AutoImageProcessor

@@ -10,7 +10,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.support import Probed, most_differ, probe
 
-# Module of the text model.
+# Search for the text model's module inside a composite model.
 
 
 class TextPart(NamedTuple):
@@ -19,7 +19,7 @@ class TextPart(NamedTuple):
     Attributes:
         name: Name of the text model's module.
         module: The text model, with or without its output head.
-        head: Name of the module of the output head.
+        head: Name of the output head's module.
     """
 
     name: str
@@ -33,7 +33,8 @@ class TextPart(NamedTuple):
 
 
 def text_part(whole: PreTrainedModel) -> TextPart:
-    """Return the text model of a composite. Raises ModelLoadError, with the class name, if it cannot be identified.
+    """Return the text model of a composite. Raises ModelLoadError, with the composite's class name, if the text model
+    cannot be identified.
 
     The text model is the only outermost module whose configuration has the type of the text model's configuration.
     """
@@ -72,19 +73,20 @@ def remove_others(whole: PreTrainedModel, part: TextPart) -> list[str]:
 
 
 def _around(name: str) -> list[str]:
-    """Return the names of the modules that contain a module, from the outermost one."""
+    """Return the names of all modules that contain the module ``name``, from the outermost module to the innermost."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))]
 
 
-# Causal language model classes. transformers has none for text models that are only part of composite models.
+# Causal language model classes for text models. transformers has no such class for text models that are only part of
+# composite models.
 
 
 @cache
 def for_causal_lm(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """Return a class ``{prefix}ForCausalLM`` for ``{prefix}TextModel``: the model with a head, like transformers' classes.
 
-    Positions may be ``[3, 1, tokens]`` if the model takes such positions.
+    Positions may have the shape ``[3, 1, tokens]`` if the text model accepts this shape.
     """
     pretrained: Any = next(base for base in model_class.__mro__[1:] if issubclass(base, PreTrainedModel))
     make: Any = model_class
@@ -109,7 +111,7 @@ def for_causal_lm(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
         "base_model_prefix": "model",
         "forward": forward,
         "config_class": model_class.config_class,
-        # transformers finds these out by the source of the class's module.
+        # transformers would read these attributes from the source code of the class's module, so set them here.
         "_can_set_attn_implementation_cached_value": make._can_set_attn_implementation(),
         "_can_set_experts_implementation_cached_value": make._can_set_experts_implementation(),
         "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},
@@ -120,7 +122,9 @@ def for_causal_lm(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return logits with the scale and the soft cap of a configuration, by the names that models of transformers use."""
+    """Return logits after the scale and the soft cap of a configuration. The fields have the names that models of
+    transformers use.
+    """
     scale = getattr(config, "output_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
     logits = logits if scale == 1.0 else logits * scale
     cap = getattr(config, "final_logit_softcapping", None)
@@ -137,16 +141,20 @@ def known_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     return found
 
 
-# Comparison of a text model alone with the composite that it is taken from.
+# Comparison of the results of a separate text model with those of the composite that contains this text model.
 
 _PROBE_TOKENS = 8
 _TOLERANCE = 0.01
-"""Relative difference of two vectors that is larger than rounding when the same modules compute the same input twice."""
+"""Limit of the relative difference of two vectors. If the same modules compute the same input twice, rounding causes a
+smaller difference.
+"""
 
 
 @torch.inference_mode()
 def probe_text(whole: PreTrainedModel) -> Probed:
-    """Return a composite's attention calls and logits for tokens without media. Raises ModelLoadError if it fails."""
+    """Return a composite's attention calls and logits for tokens without media. Raises ModelLoadError if the forward
+    pass fails.
+    """
     return probe(whole, _probe_tokens(whole))
 
 
@@ -154,9 +162,10 @@ def probe_text(whole: PreTrainedModel) -> Probed:
 def check_same_text(module: PreTrainedModel, expected: Probed, name: str) -> None:
     """Raise ModelLoadError unless a text model alone gives the ``expected`` results of the composite with class ``name``.
 
-    A composite may scale embeddings, count positions in another way, or let tokens attend to later ones. The text model
-    alone would then give wrong output without a warning. A constant factor of the logits may differ if transformers has
-    the text model's class. For example, Cohere2 scales logits, but transformers' Cohere2-Vision leaves the scale out.
+    A composite may scale embeddings, count positions in another way than its text model, or let tokens attend to later
+    tokens. The text model alone would then give wrong output without a warning. A constant factor between the logits is
+    accepted if transformers has a class for the text model. For example, Cohere2 scales logits, but transformers'
+    Cohere2-Vision leaves the scale out.
     """
     tokens = _probe_tokens(module)
     found = probe(module, tokens, torch.arange(len(tokens), device=tokens.device))
@@ -170,9 +179,8 @@ def _probe_tokens(model: PreTrainedModel) -> torch.Tensor:
 
 
 def _difference(expected: Probed, found: Probed, *, scaled: bool) -> str | None:
-    """Return how the results of a text model differ from those of its composite, or None if they are equal.
-
-    ``scaled``: a constant factor of the logits may differ.
+    """Return how the results of a text model differ from the results of its composite, or None if they are equal. If
+    ``scaled``, logits that differ only by a constant factor count as equal.
     """
     if [call.module for call in expected.calls] != [call.module for call in found.calls]:
         return f"it attends {len(found.calls)} times, but {len(expected.calls)} times as a part of the whole model"
@@ -189,7 +197,9 @@ def _difference(expected: Probed, found: Probed, *, scaled: bool) -> str | None:
 
 
 def _is_causal(mask: object) -> bool:
-    """Return whether a mask ``[1, heads, tokens, tokens]``, or none, lets no token attend to a later one."""
+    """Return whether a mask ``[1, heads, tokens, tokens]`` lets no token attend to a later token. True if there is no
+    mask.
+    """
     if not isinstance(mask, torch.Tensor):
         return mask is None
     seen = mask if mask.dtype == torch.bool else mask == 0

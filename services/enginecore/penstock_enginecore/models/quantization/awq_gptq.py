@@ -7,21 +7,22 @@ import torch
 
 from penstock_enginecore.models.quantization.layers import FLOATS, INT32, Part, Shape, expect, matrix, pieces
 
-# Common representation of all formats after unpacking.
+# Representation of the weights of all three formats after unpacking.
 
 WORD = 32
-"""Bits of the integers into which levels are packed."""
+"""Number of bits of the integers (words) into which levels are packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedIntegers:
-    """Weight ``[out_features, in_features]`` with elements ``(level - zero) * scale``.
+    """Weight ``[out_features, in_features]`` whose elements are ``(level - zero) * scale``. A level is the stored
+    integer of an element.
 
     Attributes:
         levels: uint8 ``[out_features, in_features]``.
         zeros: int16 ``[out_features, groups]``.
         scales: ``[out_features, groups]``.
-        groups: int64 ``[in_features]``, the group of each column.
+        groups: int64 ``[in_features]``, the index of each column's group.
     """
 
     levels: torch.Tensor
@@ -43,7 +44,7 @@ class GroupedIntegers:
 def unpack(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
     """Return the levels of ``words`` int32 ``[..., n]`` as uint8 ``[..., n * (32 / bits)]``, lowest bits first.
 
-    ``order`` has, for each output level, the index of the level in its word.
+    ``order`` has, for each of the ``32 / bits`` output levels of a word, the index of this level in the word.
     """
     places = range(WORD // bits) if order is None else order
     mask = 2**bits - 1
@@ -54,7 +55,9 @@ def unpack(words: torch.Tensor, bits: int, order: tuple[int, ...] | None = None)
 
 
 def groups_of(in_features: int, group_size: int, device: torch.device) -> torch.Tensor:
-    """Return the group of each column for consecutive groups. A ``group_size`` of -1 means one group."""
+    """Return the index of each column's group, for groups of consecutive columns. A ``group_size`` of -1 means one
+    group.
+    """
     columns = torch.arange(in_features, device=device)
     return columns.zero_() if group_size < 0 else columns // group_size
 
@@ -64,7 +67,7 @@ def num_groups(in_features: int, group_size: int) -> int:
     return 1 if group_size < 0 else -(-in_features // group_size)
 
 
-# AWQ checkpoints, in the packing of AWQ's GEMM kernels.
+# AWQ checkpoints, packed as AWQ's GEMM kernels expect.
 
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Index of each of eight neighbouring levels in a word. Index 0 has the lowest bits."""
@@ -81,12 +84,12 @@ class Awq:
 
     @property
     def name(self) -> str:
-        """Name with the group size."""
+        """Name of the quantization scheme, including the group size."""
         return f"AWQ, 4 bits, groups of {self.group_size}" if self.group_size > 0 else "AWQ, 4 bits, by row"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Levels, zeros and scales."""
+        """Tensors of a weight: levels, zeros and scales."""
         return Part(".qweight", INT32), Part(".qzeros", INT32), Part(".scales", FLOATS)
 
     @property
@@ -103,11 +106,11 @@ class Awq:
         return words * _PER_WORD, in_features
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in ``dtype``."""
+        """Return the dequantized weight in ``dtype``."""
         return self.integers(tensors).dequantize(dtype)
 
     def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
-        """Return the unpacked weight."""
+        """Return the weight as unpacked integers with scales and zeros."""
         levels = unpack(tensors[".qweight"], 4, _PLACES).t().contiguous()
         zeros = unpack(tensors[".qzeros"], 4, _PLACES).t().to(torch.int16)
         groups = groups_of(levels.shape[1], self.group_size, levels.device)
@@ -125,8 +128,8 @@ class Gptq:
     ``.g_idx`` has the group of each input feature.
 
     Attributes:
-        bits: Bits of a level.
-        group_size: Input features of a group, or -1 for one group.
+        bits: Number of bits of a level.
+        group_size: Number of input features in a group, or -1 for one group.
         zero_offset: Number that is added to stored zeros: 1 in the first version of the format, 0 in the second.
         act_order: Whether features were quantized in order of their activations, so groups are not consecutive.
     """
@@ -138,13 +141,13 @@ class Gptq:
 
     @property
     def name(self) -> str:
-        """Name with the group size."""
+        """Name of the quantization scheme, including the group size."""
         groups = f"groups of {self.group_size}" if self.group_size > 0 else "by row"
         return f"GPTQ, {self.bits} bits, {groups}"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Levels, zeros, scales and groups."""
+        """Tensors of a weight: levels, zeros, scales and groups."""
         return (
             Part(".qweight", INT32),
             Part(".qzeros", INT32),
@@ -170,14 +173,14 @@ class Gptq:
         return out_features, in_features
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in ``dtype``."""
+        """Return the dequantized weight in ``dtype``."""
         return self.integers(tensors).dequantize(dtype)
 
     def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
-        """Return the unpacked weight."""
+        """Return the weight as unpacked integers with scales and zeros."""
         levels = unpack(tensors[".qweight"].t(), self.bits)
         zeros = unpack(tensors[".qzeros"], self.bits).t().to(torch.int16) + self.zero_offset
-        zeros.bitwise_and_(2**self.bits - 1)  # a zero of 0 minus the offset was stored as the highest level
+        zeros.bitwise_and_(2**self.bits - 1)  # if zero minus offset is below 0, the file has the highest level instead
         return GroupedIntegers(levels, zeros, tensors[".scales"].t(), self._groups(tensors, levels))
 
     def _groups(self, tensors: Mapping[str, torch.Tensor], levels: torch.Tensor) -> torch.Tensor:
@@ -187,8 +190,8 @@ class Gptq:
 
 
 def checked_groups(name: str, groups: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the part ``name``, the group of each column, as int64. Raises ValueError if a group is not below
-    ``count``.
+    """Return the tensor ``name``, which has the group index of each column, as int64. Raises ValueError if an index is
+    not below ``count``.
     """
     if groups.min() < 0 or groups.max() >= count:
         raise ValueError(
@@ -198,7 +201,7 @@ def checked_groups(name: str, groups: torch.Tensor, count: int) -> torch.Tensor:
     return groups.long()
 
 
-# Integers in compressed-tensors' format ``pack-quantized``.
+# Checkpoints in the format ``pack-quantized`` of compressed-tensors.
 
 _PACKED, _SCALE, _SHAPE, _ZERO, _GROUP = "_packed", "_scale", "_shape", "_zero_point", "_g_idx"
 
@@ -207,12 +210,12 @@ _PACKED, _SCALE, _SHAPE, _ZERO, _GROUP = "_packed", "_scale", "_shape", "_zero_p
 class Packed:
     """Packed weight: levels ``[out_features, in_features * bits / 32]``, with scales per group of input features.
 
-    Levels and zeros are stored with half of their range added.
+    Half of their range is added to levels and zeros before they are stored.
 
     Attributes:
-        bits: Bits of a level.
-        group_size: Input features of a group, or -1 for one group.
-        symmetric: Whether there are no zeros.
+        bits: Number of bits of a level.
+        group_size: Number of input features in a group, or -1 for one group.
+        symmetric: Whether the quantization is symmetric, so that no zeros are stored.
         act_order: Whether groups of columns are not consecutive.
     """
 
@@ -223,13 +226,13 @@ class Packed:
 
     @property
     def name(self) -> str:
-        """Name with the group size."""
+        """Name of the quantization scheme, including the group size."""
         groups = f"groups of {self.group_size}" if self.group_size > 0 else "by row"
         return f"compressed-tensors, {self.bits} bits, {groups}"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Levels, scales, the weight's shape, zeros and groups."""
+        """Tensors of a weight: levels, scales, shape, zeros and groups."""
         return (
             Part(_PACKED, INT32),
             Part(_SCALE, FLOATS),
@@ -257,11 +260,11 @@ class Packed:
         return out_features, in_features
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in ``dtype``."""
+        """Return the dequantized weight in ``dtype``."""
         return self.integers(tensors).dequantize(dtype)
 
     def integers(self, tensors: Mapping[str, torch.Tensor]) -> GroupedIntegers:
-        """Return the unpacked weight."""
+        """Return the weight as unpacked integers with scales and zeros."""
         levels = unpack(tensors[_PACKED], self.bits)
         if _SHAPE in tensors and tensors[_SHAPE].tolist() != list(levels.shape):
             raise ValueError(
@@ -272,6 +275,7 @@ class Packed:
         if not self.symmetric:
             zeros = unpack(tensors[_ZERO].t(), self.bits)[:, : len(levels)].t().to(torch.int16)
         groups = groups_of(levels.shape[1], self.group_size, levels.device)
-        if _GROUP in tensors and bool((tensors[_GROUP] >= 0).all()):  # if all are -1, groups are consecutive
+        # If all group indices are -1, each group has consecutive columns.
+        if _GROUP in tensors and bool((tensors[_GROUP] >= 0).all()):
             groups = checked_groups(_GROUP, tensors[_GROUP], scales.shape[1])
         return GroupedIntegers(levels, zeros, scales, groups)

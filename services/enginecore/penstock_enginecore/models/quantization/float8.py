@@ -18,9 +18,9 @@ class Float8:
     Used by fine-grained checkpoints of DeepSeek-V3 and Qwen3, by FBGEMM and by compressed-tensors.
 
     Attributes:
-        granularity: One scale per ``"tensor"``, per ``"row"`` (output feature), or per block of (rows, columns). The last blocks
-            may be smaller.
-        scale: Suffix of the scales' name.
+        granularity: Number of elements with one scale: ``"tensor"`` for all, ``"row"`` for one row (output feature), or
+            the (rows, columns) of a block. The last blocks of a dimension may be smaller.
+        scale: Suffix in the name of the scales' tensor.
     """
 
     granularity: Literal["tensor", "row"] | tuple[int, int]
@@ -28,14 +28,14 @@ class Float8:
 
     @property
     def name(self) -> str:
-        """Name with the granularity."""
+        """Name of the quantization scheme, including the granularity."""
         if isinstance(self.granularity, str):
             return f"fp8 by {self.granularity}"
         return "fp8 by blocks of {}x{}".format(*self.granularity)
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The weight under its own name, and the scales."""
+        """Tensors of a weight: the elements, under the weight's own name, and the scales."""
         return Part("", frozenset({"F8_E4M3"})), Part(self.scale, _SCALES)
 
     @property
@@ -47,7 +47,7 @@ class Float8:
         """Return the shape of the quantized weight."""
         shape, scales = shapes[""], shapes[self.scale]
         if len(shape) < 2:
-            raise ValueError(f"it is {list(shape)}; it must have rows and columns")
+            raise ValueError(f"it has shape {list(shape)}; it must have rows and columns")
         *leading, rows, columns = shape
         if self.granularity == "tensor":
             expect(self.scale, scales, (), (1,), tuple(leading) or (1,))
@@ -75,8 +75,8 @@ class Float8:
         return out.view(weight.shape)
 
     def by_rows(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Return scales of a matrix, float32 ``[blocks, rows]``, one per row and block of columns, and the columns of a
-        block.
+        """Return the scales of a matrix, and the number of columns in a block. The scales are float32 ``[blocks,
+        rows]``, one for each row and each block of columns.
         """
         rows, columns = tensors[""].shape
         height, width = self._block(rows, columns)

@@ -11,11 +11,11 @@ import torch
 Shape = tuple[int, ...]
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
-"""Dtypes of scales, by safetensors' names."""
+"""Names of the dtypes that scales may have, as in safetensors files."""
 INT32 = frozenset({"I32"})
 
 _PIECE_NUMBERS = 2**24
-"""Elements of a weight that are computed in float32 at a time."""
+"""Number of elements of a weight that are dequantized in float32 at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Part:
 
     Attributes:
         suffix: Suffix of the tensor's name.
-        dtypes: Accepted dtypes, by safetensors' names.
+        dtypes: Names of the accepted dtypes, as in safetensors files.
         required: Whether the tensor must exist.
     """
 
@@ -34,10 +34,11 @@ class Part:
 
 
 class Scheme(Protocol):
-    """Quantization of a checkpoint's weights: the tensors that represent a weight, and their meaning.
+    """Quantization scheme of a checkpoint's weights: the tensors that represent a weight (its parts), and their
+    meaning.
 
-    A weight is quantized if its first part exists, by name and dtype. Other weights are stored unquantized. Parts of a
-    weight are keyed by the suffixes of their names.
+    A weight is quantized if the files have a tensor with the name and dtype of the weight's first part. Other weights
+    are stored unquantized. Parts of a weight are keyed by the suffixes of their names.
     """
 
     @property
@@ -46,22 +47,26 @@ class Scheme(Protocol):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Parts of a weight, the quantized elements first."""
+        """Parts that represent a weight. The first part has the quantized elements."""
 
     @property
     def dense(self) -> str:
         """Suffix of the weight's name if it is not quantized."""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Return the shape of the weight whose parts have ``shapes``. Raises ValueError if the shapes do not match."""
+        """Return the shape of the weight whose parts have ``shapes``. Raises ValueError if the parts' shapes do not
+        match.
+        """
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the exact weight, rounded once to ``dtype``. Raises ValueError for invalid elements."""
+        """Return the dequantized weight, computed exactly and rounded once to ``dtype``. Raises ValueError for invalid
+        elements.
+        """
 
 
 def pieces(rows: int, width: int, multiple: int = 1) -> Iterator[slice]:
-    """Return slices of ``rows`` of ``width`` elements that are computed at a time. The length of every slice except the
-    last is a multiple of ``multiple``.
+    """Return slices of ``rows``, so that a weight can be dequantized in pieces. Each row has ``width`` elements. The
+    length of every slice except the last is a multiple of ``multiple``.
     """
     step = max(1, _PIECE_NUMBERS // max(1, width * multiple)) * multiple
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
@@ -71,13 +76,13 @@ def expect(name: str, shape: Shape, *allowed: Shape) -> None:
     """Raise ValueError unless the part ``name`` has one of the ``allowed`` shapes."""
     if shape not in allowed:
         served = " or ".join(str(list(one)) for one in dict.fromkeys(allowed))
-        raise ValueError(f"{name} is {list(shape)}; it must be {served}")
+        raise ValueError(f"{name} has shape {list(shape)}; it must be {served}")
 
 
 def matrix(name: str, shape: Shape) -> tuple[int, int]:
-    """Return rows and columns of the part ``name``. Raises ValueError if it is not a matrix."""
+    """Return the numbers of rows and columns of the part ``name``. Raises ValueError if the part is not a matrix."""
     if len(shape) != 2:
-        raise ValueError(f"{name} is {list(shape)}; it must have rows and columns")
+        raise ValueError(f"{name} has shape {list(shape)}; it must have rows and columns")
     return shape[0], shape[1]
 
 
@@ -109,11 +114,11 @@ class QuantizedLinear(torch.nn.Module):
         setattr(self, f"part{self._suffixes.index(suffix)}", torch.nn.Parameter(tensor, requires_grad=False))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., out_features]`` for ``[..., in_features]``."""
+        """Return the layer's output ``[..., out_features]`` for the input ``[..., in_features]``."""
         return torch.nn.functional.linear(x, self.scheme.dequantize(self.tensors, x.dtype), self.bias)
 
     def dense(self, dtype: torch.dtype) -> torch.nn.Linear:
-        """Return the layer with its weight in ``dtype``."""
+        """Return a linear layer with the dequantized weight in ``dtype``."""
         linear = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         linear.weight = torch.nn.Parameter(self.scheme.dequantize(self.tensors, dtype), requires_grad=False)
         linear.register_parameter("bias", self.bias)
@@ -129,8 +134,9 @@ class QuantizedStack(torch.nn.Module):
     """Quantized weight of all experts.
 
     Args:
-        projections: Matrices that are joined by rows. Each is given by its parts, by suffix, with the experts as first dimension.
-        merged: Whether there is one projection, and ``scheme`` dequantizes all experts at once.
+        projections: Matrices whose rows are concatenated, each as a mapping from suffix to part. The first dimension of
+            each part is the experts.
+        merged: Whether there is only one projection, and ``scheme`` dequantizes the matrices of all experts at once.
     """
 
     def __init__(self, scheme: Scheme, projections: Sequence[Tensors], *, merged: bool) -> None:
@@ -144,22 +150,22 @@ class QuantizedStack(torch.nn.Module):
 
     @property
     def projections(self) -> list[dict[str, torch.Tensor]]:
-        """Parts of each projection, by suffix, each ``[experts, ...]``."""
+        """Parts of each projection, by suffix. Each part has the shape ``[experts, ...]``."""
         return [
             {suffix: getattr(self, self._name(i, suffix)) for suffix in suffixes}
             for i, suffixes in enumerate(self._suffixes)
         ]
 
     def of_expert(self, expert: int) -> list[dict[str, torch.Tensor]]:
-        """Return the parts of one expert's matrices. Only if not ``merged``."""
+        """Return the parts of one expert's matrices, by suffix. Must not be called if ``merged``."""
         return [{suffix: tensor[expert] for suffix, tensor in each.items()} for each in self.projections]
 
     def replace(self, projection: int, suffix: str, tensor: torch.Tensor) -> None:
-        """Replace a part of a projection."""
+        """Replace the part with this ``suffix`` of the projection with this index."""
         setattr(self, self._name(projection, suffix), torch.nn.Parameter(tensor, requires_grad=False))
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in ``dtype`` and in the layout of the model's own module, ``[experts, ...]``."""
+        """Return the dequantized weight in ``dtype``, in the layout of the model's own module, ``[experts, ...]``."""
         if self.merged:
             return self.scheme.dequantize(self.projections[0], dtype)
         count = len(next(iter(self.projections[0].values())))
@@ -192,12 +198,12 @@ class QuantizedExperts(torch.nn.Module):
             self._set(name, torch.empty(0, dtype=experts.get_parameter(name).dtype))
 
     def forward(self, hidden: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """Return the module's output for these arguments."""
+        """Return the output of the experts module for these arguments."""
         weights = {GATE_UP: self.gate_up.dequantize(hidden.dtype), DOWN: self.down.dequantize(hidden.dtype)}
         return torch.func.functional_call(self.experts, weights, (hidden, *args), options)
 
     def dense(self, dtype: torch.dtype) -> torch.nn.Module:
-        """Return the module with its weights in ``dtype``."""
+        """Return the experts module with dequantized weights in ``dtype``."""
         for name, stack in ((GATE_UP, self.gate_up), (DOWN, self.down)):
             self._set(name, stack.dequantize(dtype))
         return self.experts

@@ -38,7 +38,7 @@ from penstock_enginecore.models.state_hook import weights_read_directly
 _WEIGHT = ".weight"
 _MIXTRAL = (".mlp.", ".block_sparse_moe.")
 _PROJECTIONS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of the matrices of one expert in the files."""
+"""Names of one expert's matrices in the files."""
 Named = Mapping[str, DequantizedTensor]
 
 
@@ -51,7 +51,7 @@ class KeptLinear:
 
     @property
     def sources(self) -> Named:
-        """The weight in the files."""
+        """Quantized weights to read from the files: the weight of this layer."""
         return {f"{self.name}{_WEIGHT}": self.tensor}
 
     @property
@@ -66,10 +66,8 @@ class KeptLinear:
 
 @dataclass(frozen=True, slots=True)
 class KeptExperts:
-    """Quantized weights of the experts ``name``.
-
-    ``gate_up`` and ``down`` have one entry per projection. An entry has the matrices in the files: one per expert, or a
-    single one for all experts if ``merged``.
+    """Quantized weights of the experts module ``name``. ``gate_up`` and ``down`` have one entry per projection. An
+    entry has the matrices in the files: one matrix for each expert, or a single matrix for all experts if ``merged``.
     """
 
     name: str
@@ -79,7 +77,7 @@ class KeptExperts:
 
     @property
     def sources(self) -> Named:
-        """The weights in the files."""
+        """Quantized weights to read from the files: the matrices of all experts."""
         return {name: tensor for each in (*self.gate_up, *self.down) for name, tensor in each.items()}
 
     @property
@@ -137,7 +135,7 @@ def kept_modules(skeleton: Any, weights: DenseWeights) -> list[Kept]:
 
 
 def _experts(name: str, count: int, quantized: Named) -> Iterator[KeptExperts]:
-    """Yield the experts ``name`` if their weights can be kept."""
+    """Yield the experts module ``name`` if it can keep its quantized weights."""
     whole = [f"{name}.{GATE_UP}", f"{name}.{DOWN}"]
     if all(each in quantized and isinstance(quantized[each].scheme, Mxfp4) for each in whole):
         first, second = ({each: quantized[each]} for each in whole)
@@ -161,8 +159,8 @@ def replace_module(whole: Any, name: str, by: torch.nn.Module) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def dequantize_kept(whole: torch.nn.Module, dtype: torch.dtype) -> int:
-    """Replace all modules with quantized weights by dense modules, one at a time. Returns the bytes of the dense
-    weights.
+    """Replace all modules with quantized weights by modules with dequantized weights, one at a time. Returns the size
+    of the dequantized weights in bytes.
     """
     found = [
         (name, module)
@@ -183,7 +181,7 @@ def dequantize_kept(whole: torch.nn.Module, dtype: torch.dtype) -> int:
     return num_bytes
 
 
-# Scales of an fp8 KV cache in the checkpoint, measured by its author.
+# Scales for an fp8 KV cache that the checkpoint's author measured and stored in the checkpoint.
 
 _KEY = (".k_proj.k_scale", ".k_scale")
 _VALUE = (".v_proj.v_scale", ".v_scale")
@@ -193,15 +191,13 @@ SUFFIXES = (*_KEY, *_VALUE, *_BOTH)
 AutoFP8.
 """
 _IN_A_WHOLE = re.compile(r"^(model\.)?(language_model|text_model)\.(model\.)?")
-"""Prefix of a text model's names in a multimodal checkpoint, if the text model has a separate prefix."""
+"""Prefix of the names of a text model's tensors in a multimodal checkpoint, if the text model has a separate prefix."""
 _PLAIN = frozenset({"F16", "BF16", "F32"})
 
 
 def read_kv_scales(stored: Mapping[str, StoredTensor]) -> dict[str, KVScales]:
-    """Return scales by attention layer name.
-
-    Raises ModelLoadError for a layer with a scale for only keys or only values, and for scales that are not one number
-    above 0.
+    """Return the KV cache scales by attention layer name. Raises ModelLoadError if a layer has a scale for only its
+    keys or only its values, and for scales that are not one number above 0.
     """
     keys, values = _found(stored, _KEY + _BOTH), _found(stored, _VALUE + _BOTH)
     if alone := sorted(keys.keys() ^ values.keys()):
@@ -240,7 +236,9 @@ Also contains the suffixes of scales for the inputs and outputs of attention.
 
 @dataclass(frozen=True, slots=True)
 class QuantizedCheckpoint:
-    """Files in ``directory``, quantized by ``scheme``, of a model of ``model_class`` and ``config``."""
+    """Quantized checkpoint: the files in ``directory``, the quantization ``scheme``, and the class and configuration of
+    the model.
+    """
 
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
@@ -249,7 +247,8 @@ class QuantizedCheckpoint:
 
 
 def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool, **options: Any) -> Any:
-    """Return the model and loading report of ``from_pretrained``, as if the files were not quantized.
+    """Return the model and the loading report of ``from_pretrained``, with the same names and merged tensors as if the
+    files were not quantized.
 
     transformers reads one weight at a time, and renames, merges and casts as usual. A warning reports the memory of
     dequantized weights.
@@ -273,7 +272,8 @@ def load_quantized(found: QuantizedCheckpoint, dense: torch.dtype, *, keep: bool
         _tell(found.scheme, weights, kept, dense)
         loaded = _make(found, weights, kept, options)
         if not all(_is_placeholder(loaded[0], name) for each in kept for name in each.placeholders):
-            # transformers converts this class's weights from the files' format, which needs dense weights.
+            # transformers converts the weights of this class from the layout in the files, and can convert only
+            # dequantized weights.
             kept = []
             _tell(found.scheme, weights, kept, dense)
             loaded = _make(found, weights, kept, options)
@@ -289,7 +289,7 @@ def without_scales(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor
 
 
 def _skeleton(found: QuantizedCheckpoint) -> Any:
-    """Return the model on the meta device, without memory."""
+    """Return the model on the meta device, without memory for its weights."""
     make: Any = found.model_class
     with torch.device("meta"):
         return make._from_config(found.config)
@@ -306,7 +306,7 @@ def _make(found: QuantizedCheckpoint, weights: DenseWeights, kept: Sequence[Kept
 
 
 def _is_placeholder(module: Any, name: str) -> bool:
-    """Return whether a weight is still the placeholder that was passed."""
+    """Return whether a weight is still the one-element placeholder that was passed to transformers."""
     return set(module.get_parameter(name).stride()) == {0}
 
 
@@ -330,6 +330,6 @@ def _tell(scheme: Scheme, weights: DenseWeights, kept: Sequence[Kept], dtype: to
 
 
 def _read_generation_config(module: Any, directory: Path) -> None:
-    """Read the generation config. transformers only does so if it has the directory."""
+    """Read the generation config, because transformers reads it only if it gets the directory of the checkpoint."""
     if module.can_generate() and (directory / "generation_config.json").is_file():
         module.generation_config = GenerationConfig.from_pretrained(directory)

@@ -18,8 +18,8 @@ _NAN = 255
 class Mxfp4:
     """MXFP4 weight of all experts, dequantized to ``[experts, in_features, out_features]`` as in gpt-oss.
 
-    Blocks are uint8 ``[experts, out_features, in_features / 32, 16]``, with the lower 4 bits of a byte first. Scales
-    are exponents plus 127.
+    Blocks are uint8 ``[experts, out_features, in_features / 32, 16]``, where the lower 4 bits of a byte are the first
+    of its two elements. A scale is the exponent of a power of two, plus 127.
     """
 
     @property
@@ -29,7 +29,7 @@ class Mxfp4:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Elements and exponents."""
+        """Tensors of a weight: 4-bit elements and the exponents of the scales."""
         byte = frozenset({"U8"})
         return Part("_blocks", byte), Part("_scales", byte)
 
@@ -42,13 +42,15 @@ class Mxfp4:
         """Return ``[experts, in_features, out_features]``."""
         blocks = shapes["_blocks"]
         if len(blocks) != 4 or blocks[3] != _BLOCK // 2:
-            raise ValueError(f"_blocks is {list(blocks)}; it must be [experts, out_features, blocks, {_BLOCK // 2}]")
+            raise ValueError(
+                f"_blocks has shape {list(blocks)}; it must be [experts, out_features, blocks, {_BLOCK // 2}]"
+            )
         expect("_scales", shapes["_scales"], blocks[:3])
         experts, out_features, count, _ = blocks
         return experts, count * _BLOCK, out_features
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements times powers of two, computed in float32. Raises ValueError for a scale of NaN."""
+        """Return the elements times their powers of two, computed in float32. Raises ValueError if a scale is NaN."""
         blocks, scales = tensors["_blocks"], tensors["_scales"]
         if bool((scales == _NAN).any()):
             raise ValueError(f"_scales contains {_NAN}, which means NaN")

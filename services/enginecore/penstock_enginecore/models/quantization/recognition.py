@@ -27,7 +27,7 @@ def recognise(config: Any) -> Scheme:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """Object of the configuration at ``path``."""
+    """JSON object in the configuration, with its ``path`` for error messages."""
 
     path: str
     values: Mapping[str, Any]
@@ -41,7 +41,7 @@ class _Fields:
     def absent(self, *names: str) -> None:
         for name in names:
             if self.values.get(name) not in _ABSENT and self.values[name] is not False:
-                self.refuse(name, "checkpoints without it")
+                self.refuse(name, "checkpoints without this field")
 
     def group_size(self, name: str = "group_size", default: int | None = None) -> int:
         value = self.values.get(name, default)
@@ -63,7 +63,7 @@ class _Fields:
         return _Fields(f"{self.path}.{name}", self.values[name])
 
     def refuse(self, name: str, served: str) -> None:
-        raise ModelLoadError(f"{self.path}.{name} is {self.values.get(name)!r}; served: {served}")
+        raise ModelLoadError(f"{self.path}.{name} is {self.values.get(name)!r}; supported: {served}")
 
 
 def _fp8(fields: _Fields) -> Scheme:
@@ -77,8 +77,8 @@ def _fp8(fields: _Fields) -> Scheme:
 
 
 def _check_kv_cache(fields: _Fields) -> None:
-    """Check the KV cache scheme. ``cache.dtype: fp8`` uses 8-bit floats with a scale per layer; otherwise the cache has
-    the model's dtype.
+    """Check that the engine supports the checkpoint's KV cache scheme. With ``cache.dtype: fp8``, the KV cache has
+    8-bit floats with one scale per layer; otherwise the KV cache has the model's dtype.
     """
     if fields.values.get("kv_cache_scheme") in (*_ABSENT, "static"):
         return
@@ -130,14 +130,18 @@ def _compressed_tensors(fields: _Fields) -> Scheme:
     found = {name: _group(groups.inner(name), fields.values.get("format")) for name in groups.values}
     if len(set(found.values())) != 1:
         if not found:
-            raise ModelLoadError(f"{groups.path} describes no weights; served: one kind in a checkpoint")
+            raise ModelLoadError(f"{groups.path} describes no weights; supported: one kind in a checkpoint")
         kinds = ", ".join(f"{name}: {scheme.name}" for name, scheme in found.items())
-        raise ModelLoadError(f"{groups.path} has weights of several kinds ({kinds}); served: one kind in a checkpoint")
+        raise ModelLoadError(
+            f"{groups.path} has weights of several kinds ({kinds}); supported: one kind in a checkpoint"
+        )
     return next(iter(found.values()))
 
 
 def _group(fields: _Fields, whole: Any) -> Scheme:
-    """Return the scheme of a group. ``whole`` is the checkpoint's format, used if the group has no format."""
+    """Return the quantization scheme of one group of weights. ``whole`` is the checkpoint's format, which applies if
+    the group has no format.
+    """
     fields.absent("output_activations")
     if fields.values.get("input_activations") is not None:
         fields.inner("input_activations").one_of("dynamic", (True, False), False)
@@ -174,4 +178,4 @@ _METHODS: Mapping[str, Callable[[_Fields], Scheme]] = {
     "gptq": _gptq,
     "mxfp4": _mxfp4,
 }
-"""Parsers by ``quant_method``."""
+"""Functions that parse a ``quantization_config``, by the value of its ``quant_method``."""

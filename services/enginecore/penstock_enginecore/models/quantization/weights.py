@@ -1,4 +1,6 @@
-"""Tensors of a quantized checkpoint by the names of the dense model. The tensors are dequantized when they are read."""
+"""Tensors of a quantized checkpoint, with the names that they have in the model without quantization. The tensors are
+dequantized when they are read.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -20,13 +22,13 @@ _PLAIN = "BF16, F16, F32"
 
 
 class StoredTensor(Protocol):
-    """Tensor of a file, read by ``tensor[...]``."""
+    """Tensor in a file. The expression ``tensor[...]`` reads the tensor."""
 
     def get_shape(self) -> list[int]:
-        """Return the sizes of the dimensions."""
+        """Return the size of each dimension."""
 
     def get_dtype(self) -> str:
-        """Return the dtype's name in safetensors."""
+        """Return the name of the dtype, as in safetensors files."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Return the tensor, or a part of it."""
@@ -49,11 +51,11 @@ class DequantizedTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the weight's parts in the files."""
+        """Size of the weight's parts in the files, in bytes."""
         return sum(stored_bytes(part) for part in self._parts.values())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the weight, or a part of it, in the model's dtype. Raises ModelLoadError."""
+        """Return the dequantized weight, or a slice of it, in the model's dtype. Raises ModelLoadError."""
         try:
             whole = self._scheme.dequantize(self.read(), self._dtype)
         except ValueError as e:
@@ -61,7 +63,7 @@ class DequantizedTensor:
         return whole[index]
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Return the stored parts, by suffix."""
+        """Read and return the weight's parts, without dequantizing them, by suffix."""
         return {suffix: part[...] for suffix, part in self._parts.items()}
 
     @property
@@ -82,9 +84,9 @@ class DenseWeights:
     """Weights of a checkpoint.
 
     Attributes:
-        tensors: Tensors by the names of the model's class.
-        quantized_bytes: Bytes of quantized weights in the files.
-        dense_bytes: Bytes of these weights in memory after dequantization.
+        tensors: Tensors by the names that the model's class uses.
+        quantized_bytes: Size of the quantized weights in the files, in bytes.
+        dense_bytes: Size of these weights in memory after dequantization, in bytes.
     """
 
     tensors: dict[str, StoredTensor | DequantizedTensor]
@@ -93,10 +95,8 @@ class DenseWeights:
 
 
 def dense_weights(stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: torch.dtype) -> DenseWeights:
-    """Return the weights in ``stored``, each in ``dtype``.
-
-    Raises ModelLoadError, with the tensor's name, if parts are missing or do not fit, and for 8-bit floats that do not
-    belong to ``scheme``.
+    """Return the weights in ``stored``, each in ``dtype``. Raises ModelLoadError, with the tensor's name, if parts of a
+    quantized weight are missing or do not fit, and for 8-bit floats that do not belong to a weight in ``scheme``.
     """
     found = dict(_quantized(stored, scheme, dtype))
     used = {scheme_part for _, names in found.values() for scheme_part in names}
@@ -104,7 +104,7 @@ def dense_weights(stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: tor
     for name, tensor in plain.items():
         if tensor.get_dtype().startswith("F8"):
             raise ModelLoadError(
-                f"{name} is {tensor.get_dtype()}, which {scheme.name} weights do not use; served: {_PLAIN}"
+                f"{name} is {tensor.get_dtype()}, which {scheme.name} weights do not use; supported: {_PLAIN}"
             )
     weights = {name: weight for name, (weight, _) in found.items()}
     return DenseWeights(
@@ -117,7 +117,7 @@ def dense_weights(stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: tor
 def _quantized(
     stored: Mapping[str, StoredTensor], scheme: Scheme, dtype: torch.dtype
 ) -> Iterator[tuple[str, tuple[DequantizedTensor, list[str]]]]:
-    """Yield each quantized weight's dense name, the weight, and the names of its parts."""
+    """Yield, for each quantized weight: its name without quantization, the weight, and the names of its parts."""
     first = scheme.parts[0]
     for name, tensor in stored.items():
         if not name.endswith(first.suffix) or tensor.get_dtype() not in first.dtypes:
@@ -135,13 +135,15 @@ def _quantized(
 
 
 def stored_bytes(tensor: StoredTensor) -> int:
-    """Return the bytes of a tensor in its file."""
+    """Return the size of a tensor in its file, in bytes."""
     return prod(tensor.get_shape()) * _BYTES.get(tensor.get_dtype(), 1)
 
 
 @contextmanager
 def open_tensors(directory: Path) -> Iterator[dict[str, StoredTensor]]:
-    """Return a context with the readable tensors of the checkpoint in ``directory``. Raises ModelLoadError."""
+    """Return a context with the tensors of the checkpoint in ``directory``, which can be read inside the context.
+    Raises ModelLoadError.
+    """
     with ExitStack() as stack:
         tensors: dict[str, StoredTensor] = {}
         for file in _files(directory):
@@ -151,7 +153,9 @@ def open_tensors(directory: Path) -> Iterator[dict[str, StoredTensor]]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Return the weight files, by the index if there is one. Other files may contain the same weights again."""
+    """Return the weight files. If there is an index, these are the files that the index names, because other files may
+    contain the same weights again.
+    """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -47,7 +47,7 @@ def test_parts_that_do_not_fit_are_told_with_their_sizes(form: str) -> None:
     scheme, parts, _ = parts_of(form, torch.randn(40, 80))
     scale = next(suffix for suffix in parts if "scale" in suffix)
     shapes = {suffix: tuple(part.shape) for suffix, part in parts.items()}
-    with pytest.raises(ValueError, match=rf"{scale} is \[7, 9\]; it must be \["):
+    with pytest.raises(ValueError, match=rf"{scale} has shape \[7, 9\]; it must be \["):
         scheme.dense_shape({**shapes, scale: (7, 9)})
 
 
@@ -96,7 +96,7 @@ def test_an_mxfp4_scale_that_is_no_number_is_refused() -> None:
 
 
 def test_mxfp4_blocks_of_another_size_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"_blocks is \[1, 1, 1, 8\]"):
+    with pytest.raises(ValueError, match=r"_blocks has shape \[1, 1, 1, 8\]"):
         Mxfp4().dense_shape({"_blocks": (1, 1, 1, 8), "_scales": (1, 1, 1)})
 
 

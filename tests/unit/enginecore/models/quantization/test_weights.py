@@ -79,7 +79,7 @@ def test_nothing_is_read_before_a_weight_is(tmp_path: Path) -> None:
         ({"a.weight_scale_inv": torch.zeros(1, 1).int()}, r"a\.weight_scale_inv is I32; .* it must be BF16 or F16"),
         (
             {"a.weight_scale_inv": torch.zeros(2, 1)},
-            r"the weight a\.weight is not a valid fp8 .* is \[2, 1\]; it must be \[1, 1\]",
+            r"the weight a\.weight is not a valid fp8 .* has shape \[2, 1\]; it must be \[1, 1\]",
         ),
         (
             {"b.weight": torch.zeros(2, 2).to(torch.float8_e5m2)},
@@ -192,7 +192,7 @@ def test_a_way_that_is_not_served_is_told_before_weights_are_read(checkpoint: Pa
     with pytest.raises(ModelLoadError, match="has 0 bytes"):
         load_model(ModelConfig(path=str(checkpoint)), CPU, lambda line: None)
     with pytest.raises(
-        ModelLoadError, match=r"LlamaForCausalLM is not supported: quantization_config\.bits is 3; served: 4, 8"
+        ModelLoadError, match=r"LlamaForCausalLM is not supported: quantization_config\.bits is 3; supported: 4, 8"
     ):
         load_model(ModelConfig(path=str(checkpoint), load_format="dummy"), CPU, lambda line: None)
 

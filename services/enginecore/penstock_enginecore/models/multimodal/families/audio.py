@@ -1,4 +1,4 @@
-"""Audio in windows of 30 seconds: Qwen2-Audio with one window per clip, Voxtral with any number."""
+"""Audio in windows of 30 seconds: Qwen2-Audio with one window per clip, Voxtral with any number of windows."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -22,12 +22,12 @@ class _Audio(Intake):
 
     @property
     def num_bins(self) -> int:
-        """Frequency bins of the spectrogram."""
+        """Number of frequency bins of the spectrogram."""
         return int(self.config.audio_config.num_mel_bins)
 
     @property
     def window(self) -> int:
-        """Time steps of a window of the spectrogram. The encoder's convolutions halve them."""
+        """Number of time steps in a window of the spectrogram. The encoder's convolutions halve this number."""
         return 2 * int(self.config.audio_config.max_source_positions)
 
     def _normalization(self) -> Normalization | None:
@@ -78,13 +78,15 @@ class _MaskedWindow(_Audio):
         }
 
     def _lengths(self, length: int) -> tuple[int, int]:
-        """Return the number of states between convolutions and pooling, and the number of embeddings."""
+        """Return two numbers: the hidden states between the encoder's convolutions and its pooling, and the embeddings
+        after the pooling.
+        """
         between, rows = self.towers.audio_tower._get_feat_extract_output_lengths(length)
         return int(between), int(rows)
 
 
 class _Windows(_Audio):
-    """Windows that are encoded completely, including silence at the end of the last window."""
+    """Audio whose windows are encoded completely, including silence at the end of the last window."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:

@@ -27,7 +27,7 @@ class Checkpoint:
     Attributes:
         config: Configuration of the complete model.
         directory: Folder of the checkpoint's files.
-        max_tokens: Tokens of the longest prompt, and so of the largest item.
+        max_tokens: Maximum number of tokens in a prompt, and therefore in an item.
     """
 
     config: Any
@@ -37,7 +37,7 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> ProcessorSettings:
-        """Settings of the media processors."""
+        """Settings of the checkpoint's media processors."""
         return ProcessorSettings.read(self.directory)
 
 
@@ -73,11 +73,13 @@ class Intake(ABC):
 
     @abstractmethod
     def count(self, tensors: Tensors) -> int:
-        """Return the number of embeddings that an item's tensors make. Raises ItemError if they make none."""
+        """Return the number of embeddings that the encoder computes from an item's tensors. Raises ItemError if the
+        tensors are not valid.
+        """
 
     @abstractmethod
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """Return the rows ``[embeddings, width]`` of an item whose tensors are on the device."""
+        """Return the embeddings ``[embeddings, width]`` of an item whose tensors are on the device."""
 
     @abstractmethod
     def largest_tensors(self) -> Tensors:
@@ -91,7 +93,7 @@ class Intake(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the encoder, which is the dtype of the first floating-point weight."""
+        """The dtype in which the encoder computes, which is the dtype of its first floating-point weight."""
         dtypes: list[torch.dtype] = [each.dtype for each in self.towers.parameters() if each.is_floating_point()]
         return dtypes[0]
 
@@ -142,7 +144,7 @@ class Family:
 
     @cached_property
     def blocks(self) -> Sequence[torch.nn.Module]:
-        """Blocks of the media encoder whose states are used, in order of computation."""
+        """Blocks of the media encoder whose hidden states are used, in order of computation."""
         return self._all_blocks[: self._num_used()]
 
     @cached_property
@@ -155,8 +157,8 @@ class Family:
         return found
 
     def _num_used(self) -> int:
-        """Return the number of blocks up to the last one whose states are used for the embeddings. The states before
-        the first block have index 0.
+        """Return the number of blocks up to the last block whose hidden states are used for the embeddings. In the
+        configuration, index 0 means the states before the first block.
         """
         layers = getattr(self.config, "vision_feature_layer", -1)
         total = len(self._all_blocks)
@@ -168,7 +170,7 @@ class Family:
     def _skip_blocks(self) -> None:
         """Replace the unused blocks at the end by pass-through blocks without weights."""
         for block in self._all_blocks[self._num_used() :]:
-            block.forward = _unchanged  # transformers counts states by the class of blocks
+            block.forward = _unchanged  # transformers recognizes blocks by their class when it collects hidden states
             block._modules.clear()
 
     @property
@@ -184,7 +186,7 @@ def _unchanged(hidden_states: torch.Tensor, *_: object, **__: object) -> torch.T
 # Vision encoders for square images of one size: CLIP and SigLIP.
 
 _WITH_CLASS = "clip_vision_model"
-"""Encoder whose first position is the class token."""
+"""Model type of the encoder whose first position is the class token."""
 SQUARE_TOWERS = (_WITH_CLASS, "siglip_vision_model")
 
 
@@ -210,7 +212,9 @@ def chosen_states(config: Any) -> dict[str, Any]:
 
 
 def positions_of_square(config: Any) -> int:
-    """Return the embeddings of a square or tile, after ``vision_feature_select_strategy``."""
+    """Return the number of embeddings of a square image or tile, with or without the class token as
+    ``vision_feature_select_strategy`` says.
+    """
     tower = config.vision_config
     side: int = tower.image_size // tower.patch_size
     with_class = tower.model_type == _WITH_CLASS

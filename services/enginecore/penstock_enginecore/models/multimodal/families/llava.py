@@ -1,4 +1,6 @@
-"""LLaVA: images of one size. LLaVA-NeXT and LLaVA-OneVision: images in a grid of tiles that matches their shape."""
+"""LLaVA: images of one size. LLaVA-NeXT and LLaVA-OneVision: images that are divided into a grid of tiles, which
+matches the image's shape.
+"""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -53,18 +55,22 @@ class Llava(SquareFamily):
     intakes: ClassVar[tuple[type[Intake], ...]] = (_ImagesOfOneSize,)
 
 
-# Images in a grid of tiles that matches their shape, preceded by a small version of the whole image: LLaVA-NeXT and
-# LLaVA-OneVision.
+# LLaVA-NeXT and LLaVA-OneVision: a small version of the whole image, followed by a grid of tiles that matches the
+# image's shape.
 
 _PIXELS, _SIZES, _NUM_IMAGES, _VIDEO = "pixel_values", "image_sizes", "batch_num_images", "pixel_values_videos"
 _SQUEEZED_FROM = 1.1
-"""OneVision shrinks an image whose side is longer than the limit by this factor."""
+"""OneVision shrinks an image if the square root of its number of patches exceeds this factor times the square root of
+the limit.
+"""
 _MAX_FRAMES = 32
-"""Frames of a video, if the checkpoint's processor does not set it."""
+"""Maximum number of frames of a video, if the checkpoint's processor does not set this number."""
 
 
 class _Images(Intake):
-    """Whole image and its tiles without padding. A newline embedding ends each row of patches."""
+    """Image as embeddings of the whole image and of its tiles without padding. A newline embedding ends each row of
+    patches.
+    """
 
     @property
     def side(self) -> int:
@@ -73,7 +79,7 @@ class _Images(Intake):
 
     @property
     def patches(self) -> int:
-        """Patches along a side of a tile."""
+        """Number of patches along a side of a tile."""
         return self.side // int(self.config.vision_config.patch_size)
 
     @property
@@ -122,11 +128,13 @@ class _Images(Intake):
         return self._in_grid(*self._squeezed(*_unpadded(rows * self.patches, columns * self.patches, size)))
 
     def _in_grid(self, height: int, width: int) -> int:
-        """Return the embeddings of ``height`` times ``width`` patches in tiles, plus the embeddings of the whole image."""
+        """Return the number of embeddings: those of ``height`` times ``width`` patches in tiles, plus those of the
+        whole image.
+        """
         return positions_of_square(self.config) + height * (width + 1)
 
     def _squeezed(self, height: int, width: int) -> tuple[int, int]:
-        """Return the size in patches after shrinking."""
+        """Return the height and width in patches after the image is shrunk."""
         return height, width
 
     def _options(self, _tensors: Tensors) -> dict[str, Any]:
@@ -134,9 +142,9 @@ class _Images(Intake):
 
     @cached_property
     def _largest(self) -> tuple[int, tuple[int, int]]:
-        """Embeddings, height and width of the largest image that fits a prompt.
+        """Number of embeddings, and height and width in pixels, of the largest image that fits into a prompt.
 
-        This image fills a grid in one direction. No other image has more embeddings.
+        This image fills a grid of tiles completely in one direction. No other image has more embeddings.
         """
         found: list[tuple[int, tuple[int, int]]] = []
         for grid_height, grid_width in self.config.image_grid_pinpoints:
@@ -152,13 +160,13 @@ class _Images(Intake):
 
 
 class _OneVisionImages(_Images):
-    """Images whose states are shrunk after the encoder if the image is large. If a prompt has several images, each is
-    one tile.
+    """Images whose hidden states are shrunk after the encoder if the image is large. If a prompt has several images,
+    each image is one tile.
     """
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Tensors of an item. ``batch_num_images`` is the number of images in the prompt."""
+        """Requirements on the tensors of an item. ``batch_num_images`` is the number of images in the prompt."""
         return {**super().specs, _NUM_IMAGES: Spec(INTEGERS, (1,), wanted=False)}
 
     def count(self, tensors: Tensors) -> int:
@@ -169,7 +177,8 @@ class _OneVisionImages(_Images):
         return positions_of_square(self.config) + 1
 
     def _options(self, tensors: Tensors) -> dict[str, Any]:
-        # The item is encoded alone. transformers expects this number of items, but only checks whether it is one.
+        # The item is encoded alone. transformers expects the number of images here, but only checks whether the number
+        # is 1.
         several = _is_one_of_several(tensors)
         return {
             "vision_aspect_ratio": self.config.vision_aspect_ratio,
@@ -183,7 +192,9 @@ class _OneVisionImages(_Images):
 
 
 class _OneVisionVideo(Intake):
-    """Video with frames of one size, each pooled. A newline embedding follows the last frame."""
+    """Video with frames of one size. The embeddings of each frame are pooled, and a newline embedding follows the last
+    frame.
+    """
 
     modality: Modality = "video"
 
@@ -236,8 +247,8 @@ def _is_one_of_several(tensors: Tensors) -> bool:
 
 
 def _unpadded(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Return the part of ``height`` times ``width`` patches that an image of ``size`` fills, like ``unpad_image`` of
-    transformers.
+    """Return the height and width, in patches, of the part of ``height`` times ``width`` patches that an image of
+    ``size`` fills, like ``unpad_image`` of transformers.
     """
     own_height, own_width = size
     if own_width / own_height > width / height:

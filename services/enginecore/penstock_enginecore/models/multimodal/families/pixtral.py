@@ -10,7 +10,7 @@ from penstock_enginecore.models.multimodal.families.base import Family, Intake, 
 
 _PIXELS, _SIZES = "pixel_values", "image_sizes"
 _LONGEST_EDGE = 1024
-"""Default if the checkpoint's processor does not set it."""
+"""Longest side of an image in pixels, if the checkpoint's processor does not set it."""
 
 
 class _Images(Intake):
@@ -65,7 +65,7 @@ class _Images(Intake):
         return {"vision_feature_select_strategy": self.config.vision_feature_select_strategy}
 
     def _largest(self) -> tuple[int, int]:
-        """Return the rows and columns of the largest image."""
+        """Return the numbers of rows and columns of embeddings in the largest image."""
         size = self.processor_settings.get("size") or {}
         longest = size if isinstance(size, int) else size.get("longest_edge") or size.get("height") or _LONGEST_EDGE
         cells = max(min(longest, self.config.vision_config.image_size) // self.cell, 1)

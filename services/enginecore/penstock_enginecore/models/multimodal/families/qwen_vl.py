@@ -25,7 +25,7 @@ from penstock_enginecore.models.multimodal.families.base import Family, Intake, 
 _SECONDS = "second_per_grid_ts"
 _MAX_PIXELS = 28 * 28 * 1280
 _MAX_FRAMES = 768
-"""Default if the checkpoint's processors do not set it."""
+"""Maximum number of frames of a video, if the checkpoint's processors do not set it."""
 _MAX_VIDEO_EMBEDS = 16_384
 _SECONDS_SPEC = Spec((*FLOATS, "float64"), (1,), wanted=False)
 _GRID = Spec(INTEGERS, (1, 3))
@@ -70,7 +70,9 @@ class _Images(Intake):
         return self.towers.get_image_features(pixels, grid)
 
     def _strip(self, embeds: int, frames: int) -> Tensors:
-        """Return the tensors of ``frames`` frames that are one embedding high, with ``embeds`` embeddings in total."""
+        """Return the tensors of an item with ``frames`` frames and ``embeds`` embeddings in total. Each frame has a
+        height of one embedding.
+        """
         merge = self._merge
         grid = torch.tensor([[frames, merge, embeds // frames * merge]])
         numbers = self.specs[self.pixels_name].shape[1] or 1
@@ -103,7 +105,7 @@ class _Video(_Images):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Tensors of an item. The seconds of a time step only affect positions."""
+        """Requirements on the tensors of an item. The tensor with the seconds per time step affects only positions."""
         return {**super().specs, _SECONDS: _SECONDS_SPEC}
 
     @property
@@ -121,18 +123,18 @@ class _Video(_Images):
 
 
 class _TimedVideo(_Video):
-    """Video in which tokens with the time precede each pair of frames."""
+    """Video in which text tokens with the time come before each pair of frames."""
 
     @property
     def max_tokens(self) -> int:
-        """Tokens of the largest item. There are at most as many other tokens as embeddings, because a pair of frames
-        has some of each.
-        """
+        """Number of tokens of the largest item. The tokens with the times are at most as many as the embeddings."""
         return min(2 * self.max_embeds, self.checkpoint.max_tokens)
 
 
 class _Grid(NamedTuple):
-    """Grid of embeddings in time, height and width. ``interval`` is the distance of two steps in time."""
+    """Size of a grid of embeddings in time, height and width. ``interval`` is the distance in positions between two
+    steps in time.
+    """
 
     time: int
     height: int
@@ -141,7 +143,7 @@ class _Grid(NamedTuple):
 
 
 class Qwen2VL(Family):
-    """Qwen2-VL. A step in time is one position."""
+    """Qwen2-VL. One step in time is a distance of one position."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _Video)
 
@@ -165,14 +167,14 @@ class Qwen2VL(Family):
         positions = np.concatenate(parts, axis=1)
         return RopePositions(
             positions, position - at
-        )  # like text after the prompt; frames may have higher time positions
+        )  # tokens after the prompt count on from here; frames may have higher time positions
 
     def _grids(self, features: Sequence[MultiModalFeature]) -> Iterator[tuple[int, int, _Grid]]:
-        """Yield the start of each grid, the number of embeddings, and the grid."""
+        """Yield, for each grid: the index of its first token in the prompt, its number of embeddings, and the grid."""
         for feature in features:
             grid = self._grid(feature)
             runs = feature.embed_runs or (EmbedRun(0, feature.length),)
-            if len(runs) == grid.time > 1:  # each step in time is a separate run
+            if len(runs) == grid.time > 1:  # the embeddings of each step in time are a separate run
                 steps = [grid._replace(time=1)] * len(runs)
             elif len(runs) == 1:
                 steps = [grid]
@@ -205,7 +207,7 @@ class Qwen25VL(Qwen2VL):
 
 
 class Qwen35(Qwen2VL):
-    """Qwen3.5. Tokens between frames give their times."""
+    """Qwen3.5. Text tokens between frames give the times of the frames."""
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _TimedVideo)
 
@@ -219,7 +221,9 @@ class Qwen3VL(Qwen35):
 
 
 def _read(feature: MultiModalFeature, name: str, spec: Spec) -> torch.Tensor:
-    """Return a tensor that positions depend on. Raises ValueError if it is missing or invalid."""
+    """Return a tensor of the item from which rotary positions are computed. Raises ValueError if it is missing or
+    invalid.
+    """
     if (tensor := feature.data.get(name)) is None:
         raise ValueError(f"{name} is missing")
     try:
@@ -237,7 +241,7 @@ def _text(count: int, position: int) -> IntArray:
 
 
 def _vision(grid: _Grid, position: int) -> IntArray:
-    # The product is rounded as in transformers.
+    # Round the product in the same way as transformers.
     time = (torch.arange(grid.time) * grid.interval).long().numpy()
     sides = np.meshgrid(time, np.arange(grid.height), np.arange(grid.width), indexing="ij")
     return np.stack(sides).reshape(3, -1).astype(np.int64) + position

@@ -15,7 +15,7 @@ from penstock_enginecore.models.multimodal.families.base import Family, Intake, 
 _PIXELS, _VIDEO, _MASK = "pixel_values", "pixel_values_videos", "pixel_attention_mask"
 _MAX_PATCHES = 12
 _MAX_FRAMES = 64
-"""Default if the checkpoint's processors do not set it."""
+"""Maximum number of frames of a video, if the checkpoint's processors do not set it."""
 
 
 class _Tiles(Intake):
@@ -23,17 +23,17 @@ class _Tiles(Intake):
 
     pixels_name = _PIXELS
     between = 1
-    """Maximum number of tokens around the embeddings of each tile, and around the whole item."""
+    """Maximum numbers of tokens that are not embeddings: around each tile, and around the whole item."""
 
     @property
     @abstractmethod
     def per_tile(self) -> int:
-        """Embeddings of a tile."""
+        """Number of embeddings of a tile."""
 
     @property
     @abstractmethod
     def most_tiles(self) -> int:
-        """Tiles of the largest item, by the checkpoint's processor."""
+        """Number of tiles of the largest item that the checkpoint's processor makes."""
 
     @property
     def side(self) -> int:
@@ -43,7 +43,7 @@ class _Tiles(Intake):
 
     @property
     def max_tiles(self) -> int:
-        """Tiles of the largest item that fits a prompt."""
+        """Number of tiles of the largest item that fits into a prompt."""
         return max(min(self.most_tiles, self.checkpoint.max_tokens // self.per_tile), 1)
 
     @property
@@ -74,7 +74,9 @@ class _Tiles(Intake):
 
 
 class _CroppedTiles(_Tiles):
-    """Image in as many tiles as its shape needs, plus the whole image if there is more than one tile."""
+    """Image that is divided into as many tiles as its shape needs. If there is more than one tile, the whole image is
+    an additional tile.
+    """
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -85,8 +87,8 @@ class _CroppedTiles(_Tiles):
 
     @property
     def most_tiles(self) -> int:
-        """Tiles of the largest item. The processor of these models always crops, independent of the image processor's
-        settings.
+        """Number of tiles of the largest item. The processor of these models always divides images into tiles, whatever
+        the image processor's settings say.
         """
         most = int(self.processor_settings.get("max_patches") or _MAX_PATCHES)
         return most + 1 if most > 1 else 1
@@ -102,7 +104,9 @@ class _Gemma3Images(_Tiles):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Tensors of an item. An item is one image without crops, because each crop would need an item of its own."""
+        """Requirements on the tensors of an item. An item is one image without crops, because each crop would be a
+        separate item.
+        """
         return {_PIXELS: Spec(PIXELS, (1, 3, self.side, self.side)), "num_crops": Spec(INTEGERS, (1,), wanted=False)}
 
     @property
@@ -154,7 +158,7 @@ class _AyaImages(_CroppedTiles):
 
 
 class _IdeficsImages(_Tiles):
-    """Image in a grid of tiles, plus the whole image."""
+    """Image that is divided into a grid of tiles, plus the whole image as an additional tile."""
 
     between = 8
 
@@ -180,7 +184,7 @@ class _IdeficsImages(_Tiles):
         return int(tiles**2 + 1) if settings.get("do_image_splitting", True) and tiles > 1 else 1
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        """Encode an item. Masked pixels are padded after the normalization."""
+        """Encode an item. After the normalization, masked pixels are set to the value of padding."""
         pixels, mask = self.pixels(tensors[_PIXELS], 2), tensors.get(_MASK)
         if mask is not None:
             mask = mask.bool()
@@ -190,7 +194,7 @@ class _IdeficsImages(_Tiles):
         return rows
 
     def largest_tensors(self) -> Tensors:
-        # A tile that is black after the normalization would count as padding.
+        # transformers would treat a tile that is all zeros after the normalization as padding.
         return {_PIXELS: super().largest_tensors()[_PIXELS][None] + 1}
 
     def _flat(self, pixels: torch.Tensor) -> torch.Tensor:
