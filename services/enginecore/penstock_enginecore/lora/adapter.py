@@ -17,11 +17,11 @@ from penstock_enginecore.attention.base import IntArray
 
 TakeAdapter: TypeAlias = Callable[[], None]
 """Function that adds a prepared adapter to a forward pass. After the call, steps may have segments of the adapter. The
-call is cheap. Call the function between steps, at most once.
+call only registers the adapter, so it takes little time. Call the function between steps, at most once.
 """
 BLANK = b""
-"""Digest of segments without an adapter, for forward passes that replay captured steps. Such segments launch the same
-kernels as segments with an adapter.
+"""Digest that stands for no adapter, in segments of forward passes that replay captured steps. Segments with this
+digest launch the same kernels as segments with an adapter.
 """
 
 
@@ -39,7 +39,7 @@ class LowRankUpdate:
 
     @property
     def rank(self) -> int:
-        """Rank of the update, at least 1. Layers of an adapter may have different ranks."""
+        """Rank of this layer's update, at least 1. The layers of one adapter may have different ranks."""
         return self.a.shape[0]
 
 
@@ -64,7 +64,7 @@ class LoraAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the matrices."""
+        """Size of all matrices in bytes."""
         return sum(update.a.nbytes + update.b.nbytes for update in self.updates.values())
 
 
@@ -86,7 +86,8 @@ class AdaptedForward(Protocol):
     """A forward pass that supports adapters."""
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Convert the adapter's matrices to the format of the forward pass. May run on any thread while steps run.
+        """Convert the adapter's matrices to the format that the forward pass uses, and return a function that adds the
+        adapter. May run on any thread while steps run.
 
         Raises ValueError if the adapter does not fit the model's layers.
         """
@@ -98,7 +99,7 @@ class AdaptedForward(Protocol):
         """Free the memory of an adapter, between steps. Raises KeyError if the adapter is unknown."""
 
 
-# Adapters on several workers, if the model is split among workers.
+# Parts of adapters, for models that are split among several workers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +107,19 @@ class OwnFeatures:
     """The part of a linear layer that one rank computes.
 
     Attributes:
-        outputs: Output features of this rank, in this order, or None for all output features. Features beyond the
-            layer's size are zeros.
-        inputs: Input features of this rank, or None for all input features. If it is set, the outputs of all ranks are
-            summed.
+        outputs: Indices of this rank's output features, in this order, or None for all output features. Features with
+            an index beyond the layer's size are zeros.
+        inputs: Indices of this rank's input features, or None for all input features. If ``inputs`` is not None, the
+            outputs of all ranks are summed.
     """
 
     outputs: tuple[range, ...] | None = None
     inputs: range | None = None
 
     def of(self, update: LowRankUpdate) -> LowRankUpdate:
-        """Return the rows of B for these outputs, or the columns of A for these inputs, as copies."""
+        """Return the update with only the rows of B for ``outputs`` or only the columns of A for ``inputs``, as
+        copies.
+        """
         a, b = update.a, update.b
         if self.inputs is not None:
             a = a[:, self.inputs.start : self.inputs.stop]
@@ -131,7 +134,7 @@ class AdapterPart:
     """The part of every adapter that a worker computes.
 
     Attributes:
-        features: Features of the layers that are split among ranks, by name.
+        features: This rank's features of each layer that is split among ranks, by the layer's name.
         linears: Names of the layers on the worker's stage, or None for all layers.
     """
 
@@ -139,9 +142,8 @@ class AdapterPart:
     linears: frozenset[str] | None = None
 
     def of(self, adapter: LoraAdapter) -> LoraAdapter:
-        """Return the worker's part of ``adapter``, with the digest of the complete adapter. The part may be empty.
-
-        If the worker computes the complete adapter, the result shares memory with ``adapter``. Otherwise it does not.
+        """Return the worker's part of ``adapter``, with the digest of the complete adapter. The part may be empty. The
+        result shares memory with ``adapter`` only if the worker computes the complete adapter.
         """
         if not self.features and self.linears is None:
             return adapter
@@ -178,8 +180,8 @@ def ordered_by_adapter(request_ids: Iterable[str], digests: Mapping[str, bytes])
 def segments_of(
     request_ids: Sequence[str], digests: Mapping[str, bytes], query_start_loc: IntArray
 ) -> tuple[LoraSegment, ...]:
-    """Return the segments of requests in the order of ``ordered_by_adapter``. ``query_start_loc`` is int64 ``[requests
-    + 1]``.
+    """Return the segments of a step whose requests are in the order of ``ordered_by_adapter``. ``query_start_loc`` is
+    int64 ``[requests + 1]``: the index of each request's first token, then the number of tokens.
     """
     if not digests:
         return ()
@@ -191,12 +193,12 @@ def segments_of(
     )
 
 
-# Segments of rows that were selected from a step's tokens.
+# Segments for a selection of a step's tokens, for example those whose logits are needed.
 
 
 def segments_of_rows(segments: Sequence[LoraSegment], rows: IntArray) -> list[LoraSegment]:
-    """Return the segments of ``rows``, int64 ``[n]`` token indices in any order. ``first`` and ``end`` of the result
-    are row indices.
+    """Return the segments for the selected tokens. ``rows`` are the indices of these tokens, int64 ``[n]``, in any
+    order. In the result, ``first`` and ``end`` are indices into ``rows``.
     """
     if not segments or not len(rows):
         return []
@@ -223,10 +225,10 @@ Addition = Callable[[torch.Tensor, torch.Tensor], None]
 
 @runtime_checkable
 class AdaptedLayer(Protocol):
-    """A linear layer with its own implementation of updates."""
+    """A linear layer with its own implementation of low-rank updates."""
 
     def addition(self, update: LowRankUpdate) -> Addition:
-        """Return a function that adds ``update``."""
+        """Return a function that adds ``update`` to the layer's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +240,9 @@ class PlainAddition:
 
     @classmethod
     def of(cls, layer: torch.nn.Module, update: LowRankUpdate) -> Addition:
-        """Return the addition of ``update`` to ``layer``. Uses the layer's own implementation if there is one."""
+        """Return a function that adds ``update`` to the output of ``layer``. Uses the layer's own implementation if the
+        layer has one.
+        """
         if isinstance(layer, AdaptedLayer):
             return layer.addition(update)
         device = next((parameter.device for parameter in layer.parameters()), torch.device("cpu"))
@@ -250,9 +254,8 @@ class PlainAddition:
 
 
 class AdaptedModules:
-    """Adds adapters to the linear layers of ``module``. Rows of tokens without an adapter are not changed.
-
-    Layers that no adapter updates have no hook, so without adapters the model is unchanged.
+    """Adds adapters to the linear layers of ``module``. The outputs of tokens without an adapter are not changed.
+    Layers that no adapter updates have no hook, so a model without adapters is not changed at all.
 
     Args:
         head: The layer whose input has only the rows whose logits are needed, not all tokens. None if there is no such
@@ -274,16 +277,18 @@ class AdaptedModules:
         return digest in self._added
 
     def prepare(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Prepare an adapter. Thread-safe. Raises ValueError if an update's layer does not exist or has other sizes."""
+        """Prepare an adapter, and return a function that adds the adapter between steps. Thread-safe. Raises ValueError
+        if an update's layer does not exist or has another size than the update.
+        """
         layers = {self._layer(name, update): update for name, update in adapter.updates.items()}
         on_host = all(parameter.device.type == "cpu" for layer in layers for parameter in layer.parameters())
-        # While a step is being captured, no other thread may copy to the device.
+        # While a step is captured into a CUDA graph, no other thread may copy to the device.
         ready = _additions(layers) if on_host else None
 
         def take() -> None:
             self._added[adapter.digest] = _additions(layers) if ready is None else ready
             for layer in layers.keys() - self._hooks.keys():
-                # Run before the hook that reduces or gathers the ranks' outputs.
+                # This hook must run before the hook that reduces or gathers the outputs of all ranks.
                 self._hooks[layer] = layer.register_forward_hook(self._add, prepend=True)
 
         return take
@@ -293,7 +298,7 @@ class AdaptedModules:
         self.prepare(adapter)()
 
     def remove(self, digest: bytes) -> None:
-        """Remove an adapter, between steps. Raises KeyError if it is unknown."""
+        """Remove an adapter, between steps. Raises KeyError if the adapter is unknown."""
         del self._added[digest]
         for layer in self._hooks.keys() - {layer for layers in self._added.values() for layer in layers}:
             self._hooks.pop(layer).remove()
@@ -317,7 +322,9 @@ class AdaptedModules:
             self._tokens = self._rows = ()
 
     def _add(self, layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        """Forward hook of the layers that an adapter updates."""
+        """Forward hook of the layers that adapters update: adds the updates of the current step's segments to the
+        output.
+        """
         segments = self._rows if layer is self._head else self._tokens
         if not segments:
             return
@@ -345,15 +352,13 @@ def _additions(layers: Mapping[torch.nn.Module, LowRankUpdate]) -> dict[torch.nn
 
 
 def head_of(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the output embedding of a transformers model."""
+    """Return the output embedding (lm_head) of a transformers model."""
     return cast("torch.nn.Module | None", cast("Any", module).get_output_embeddings())
 
 
 def pooling_layer(module: Any) -> torch.nn.Module | None:
-    """Return the dense layer of BERT's pooler or a similar one, or None.
-
-    The layer processes one token of each prompt, and a classifier's head uses the layer's output. Hidden states do not
-    depend on the layer.
+    """Return the dense layer in the pooler of BERT or of a similar model, or None. This layer processes one token of
+    each prompt, and a classifier's head uses the layer's output. The model's hidden states do not depend on this layer.
     """
     return getattr(getattr(module, "pooler", None), "dense", None)
 
@@ -368,7 +373,7 @@ def expect_features(name: str, update: LowRankUpdate, out_features: int, in_feat
 
 
 def expect_known(segments: Sequence[LoraSegment], known: Any) -> None:
-    """Raise LookupError if the adapter of a segment is not among the digests ``known``."""
+    """Raise LookupError if a segment's adapter is not one of the adapters whose digests are in ``known``."""
     for segment in segments:
         if segment.digest not in known:
             raise LookupError(f"there is no adapter {segment.digest.hex()}: it was not added, or was removed")

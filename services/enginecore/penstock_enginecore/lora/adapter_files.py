@@ -45,7 +45,7 @@ _WIDTHS |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2
 _MAX_HEADER = 16 << 20
 _MAX_NAME, _MAX_AXES = 512, 8
 _LENGTH = 8
-"""Bytes of the header's length field."""
+"""Size in bytes of the field with the length of the header."""
 
 
 class _Entry(msgspec.Struct):
@@ -78,7 +78,7 @@ class StoredTensor:
     raw: torch.Tensor
 
     def bytes(self) -> memoryview:
-        """Return the bytes without a copy."""
+        """Return the tensor's bytes without copying them."""
         return self.raw.numpy().data
 
     def float(self) -> torch.Tensor:
@@ -141,7 +141,8 @@ class TensorFile:
         return {name: self._header(name, entry) for name, entry in entries.items()}
 
     def _header(self, name: str, entry: _Entry) -> TensorHeader:
-        if len(name) > _MAX_NAME or len(entry.shape) > _MAX_AXES:  # Long names and shapes would take time to process.
+        # Refuse long names and shapes, because they would take much time to process.
+        if len(name) > _MAX_NAME or len(entry.shape) > _MAX_AXES:
             what, limit = "its name or shape is too long", f"at most {_MAX_NAME} characters, {_MAX_AXES} axes"
             raise LoraError(LoraReason.TENSOR_FILE, what, self._name, name[:_MAX_NAME], limit=limit)
         first, end = entry.data_offsets
@@ -163,7 +164,7 @@ class TensorFile:
         return TensorHeader(entry.dtype, tuple(entry.shape), first, end)
 
     def _check_order(self) -> None:
-        """Raise LoraError if there are gaps or overlaps between tensors, or bytes after the last tensor."""
+        """Raise LoraError if the file has gaps or overlaps between tensors, or bytes after the last tensor."""
         expected = 0
         for name, header in sorted(self.headers.items(), key=lambda item: (item[1].first, item[1].end)):
             if header.end > self._data_size:
@@ -295,8 +296,8 @@ class FileState(NamedTuple):
 
 
 class ReadBefore:
-    """Cache of the digests of valid adapters, by the states of the adapter's two files. The cache has the last
-    ``capacity`` adapters.
+    """Cache of the digests of valid adapters. The key is the state (``FileState``) of the adapter's two files. The
+    cache has the last ``capacity`` adapters.
 
     If a file was modified just before it was read, its digest is not cached, because a later modification might have
     the same time.
@@ -306,12 +307,14 @@ class ReadBefore:
     """
 
     SETTLED = 2.0
-    """Seconds after a modification. A modification after this period has a different time on any file system."""
+    """Time after a modification, in seconds. If a file is modified again after this time, the two modification times
+    differ on every file system.
+    """
 
     def __init__(self, capacity: int = 16_384, clock: Callable[[], float] = time.time) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._digests: dict[tuple[FileState, ...], bytes] = {}  # Most recent last.
+        self._digests: dict[tuple[FileState, ...], bytes] = {}  # The adapter that was used most recently is last.
 
     def digest(self, files: tuple[FileState, ...]) -> bytes | None:
         """Return the digest of these files' content, or None if it is unknown."""
@@ -327,10 +330,13 @@ class ReadBefore:
             del self._digests[next(iter(self._digests))]
 
 
-# Digests of adapters. The digest depends on the adapter's content, not on its location or file layout.
+# Digests of adapters. A digest depends on the adapter's content, but not on its directory or on the layout of its
+# files.
 
 _PERSON = b"penstock.lora.1"
-"""Personalization of BLAKE2b. Increase the number whenever a code change gives the same adapter a different digest."""
+"""Personalization string of BLAKE2b. Increase the number in this string whenever a code change would give the same
+adapter a different digest.
+"""
 DIGEST_SIZE = 16
 
 

@@ -15,15 +15,17 @@ from penstock_enginecore.attention.base import IntArray
 from penstock_enginecore.lora.adapter import LoraAdapter, LoraSegment, LowRankUpdate, expect_features
 from penstock_enginecore.models.errors import ModelLoadError
 
-# Inputs of the kernels that add adapters to a matrix product: the positions of matrices in the slots, and tiles of the
-# rows that have adapters.
+# Inputs of the kernels that add adapters to a matrix product: the positions of the adapters' matrices in the slots, and
+# tiles of the rows (tokens) that have adapters.
 
 # A slot is one contiguous piece of memory for all matrices of an adapter. ``max_lora_rank`` determines the slot size.
 # An adapter with smaller ranks fills only a part of its slot. Two copies transfer an adapter to the device: one for the
 # matrices, and one for the table of matrix offsets.
 
 ALIGNED = 16
-"""Alignment of a matrix, in elements. Rows of B are aligned to half as many elements, because kernels load vectors."""
+"""Alignment of a matrix, in elements. Rows of B are aligned to half as many elements. Kernels need this alignment to
+load several elements at a time.
+"""
 ROW_ALIGNED = 8
 PIECE = 128
 """Number of output features in a piece. One kernel program computes one piece. All features of a piece belong to one
@@ -36,8 +38,8 @@ _STEP = 128
 
 @dataclass(frozen=True, slots=True)
 class ProductShape:
-    """Shape of several projections of the same input ``[rows, in_features]``. The outputs, with ``features`` features
-    each, are concatenated.
+    """Shape of a matrix product that computes several projections of the same input ``[rows, in_features]``. The
+    outputs of the projections are concatenated; ``features`` has the number of output features of each projection.
 
     For each projection, an adapter has one A and one B, or no update.
     """
@@ -57,8 +59,8 @@ class ProductShape:
 
     @property
     def chunk(self) -> int:
-        """Number of columns of A that one kernel program processes. The number is the same in all steps. For a sum over
-        more columns, the sums of the chunks are added in order.
+        """Number of columns of A that one kernel program processes. The number is the same in all steps. If A has more
+        columns, the sums of the chunks are added in order.
         """
         whole = -(-self.in_features // (_MOST_CHUNKS * _STEP)) * _STEP
         return max(_CHUNK, whole)
@@ -69,8 +71,8 @@ class ProductShape:
         return -(-self.in_features // self.chunk)
 
     def numbers(self, ranks: Sequence[int]) -> int:
-        """Return the number of elements of the matrices. ``ranks`` has one entry for each projection, which is 0 if the
-        projection has no update.
+        """Return the number of elements that an adapter's matrices need. ``ranks`` has the rank of each projection's
+        update, or 0 if the projection has no update.
         """
         of_b = [_whole(features * row_stride(rank)) for features, rank in zip(self.features, ranks, strict=True)]
         return _whole(sum(ranks) * self.in_features) + sum(of_b)
@@ -93,7 +95,8 @@ class SlotMatrices:
     """Matrices of one product in all slots, on the device.
 
     Attributes:
-        numbers: ``[slots, elements per slot]``, including the matrices of all other products.
+        numbers: ``[slots, elements per slot]``: the complete memory of the slots, including the matrices of all other
+            products.
         table: int64 ``[slots, columns]``, see ``ProductShape``.
         pieces: int32 ``[pieces, 4]``, see ``ProductShape.pieces``.
         max_rank: Largest rank of a projection.
@@ -107,7 +110,7 @@ class SlotMatrices:
 
     @property
     def most_ranks(self) -> int:
-        """Maximum number of rows of A."""
+        """Maximum number of rows that A can have."""
         return len(self.shape.features) * self.max_rank
 
     def scratch_numbers(self, tiles: int, tile_rows: int) -> int:
@@ -163,8 +166,8 @@ def _whole(numbers: int) -> int:
 # Tiles for the kernels: each tile has rows of a step that use the same adapter, and the slot of that adapter.
 
 TILE_ROWS = 16
-"""Number of rows per tile, for steps of any size. It is the minimum for tensor cores. The sums of a row therefore
-always use the same instruction, whatever other rows are in the batch.
+"""Number of rows per tile, for steps of any size. This number is the smallest that tensor cores support. The sums of a
+row therefore always use the same instruction, whatever other rows are in the batch.
 """
 
 
@@ -224,7 +227,8 @@ def lay_out(
         first = end
 
 
-# Assignment of slots, as a state machine. The inputs are steps and adapters. The outputs are slots to write.
+# Assignment of slots to adapters, as a state machine. Its inputs are steps and adapters. Its outputs are the slots to
+# write.
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +247,7 @@ class DeviceSlots:
     def __init__(self, count: int) -> None:
         self._count = count
         self._free = list(range(count))
-        self._slots: dict[bytes, int] = {}  # least recently used first
+        self._slots: dict[bytes, int] = {}  # the least recently used adapter is first
         self._last: frozenset[bytes] = frozenset()
 
     def __contains__(self, digest: bytes) -> bool:
@@ -273,7 +277,7 @@ class DeviceSlots:
             if digest in self._slots:
                 self._slots[digest] = self._slots.pop(digest)
                 continue
-            # A slot is available, because the step has at most ``count`` adapters.
+            # A slot is always available, because the step has at most as many adapters as there are slots.
             if (slot := self._take(digest, wanted)) is not None:
                 fresh[digest] = slot
         self._last = wanted
@@ -308,7 +312,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Linear layers with the same input and concatenated outputs.
+    """Linear layers that one matrix product computes: they have the same input, and their outputs are concatenated.
 
     Attributes:
         layers: ``(out, in)`` features of each layer, by name.
@@ -321,7 +325,7 @@ class Place:
 
     @property
     def shape(self) -> ProductShape:
-        """Shape of the layers' product."""
+        """Shape of the matrix product of these layers."""
         [in_features] = {in_features for _, in_features in self.layers.values()}
         return ProductShape(in_features, tuple(out for out, _ in self.layers.values()))
 
@@ -360,7 +364,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def begin(self, copy: Callable[[], None]) -> torch.cuda.Event:
-        """Start ``copy`` on the stream. Returns an event."""
+        """Start ``copy`` on the separate stream. Returns an event that marks the end of the copy."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copy()
@@ -416,7 +420,9 @@ class SlotMemory:
 
     @torch.inference_mode(False)
     def allocate(self) -> None:
-        """Allocate the memory, if it is not allocated. Raises ModelLoadError if the device has too little memory."""
+        """Allocate the memory of the slots, unless it is already allocated. Raises ModelLoadError if the device has too
+        little memory.
+        """
         if self.matrices:
             return
         count, device, columns = self._limits.max_loras, self._device, [shape.columns for shape in self._shapes]
@@ -440,14 +446,14 @@ class SlotMemory:
         ]
 
     def release(self) -> None:
-        """Free the memory. Its content is lost."""
+        """Free the memory of the slots. The adapters in the slots are lost."""
         self.matrices = []
         self._numbers = self._table = torch.empty(0)
 
     def image(self, adapter: LoraAdapter) -> Image:
         """Return ``adapter`` in the layout of a slot. Thread-safe.
 
-        Raises ValueError if an update is for an unknown layer, or if its features or rank do not fit.
+        Raises ValueError if an update is for an unknown layer, or if the features or the rank of an update do not fit.
         """
         left = dict(adapter.updates)
         taken = [self._take(place, left) for place in self.places]

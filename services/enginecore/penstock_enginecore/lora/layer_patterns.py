@@ -28,7 +28,7 @@ _BYTES = 64 << 20
 expressions need less than 1 MiB.
 """
 _PATIENCE = 60.0
-"""Timeout for the process in seconds, in case other processes use all CPU cores."""
+"""Timeout for the process in seconds of elapsed time. It applies if other processes use all CPU cores."""
 _ORDINARY = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.")
 _READ_DIFFERENTLY = re.compile(r"\[\[|--|&&|~~|\|\||\{[^\d,}]")
 """Syntax that Python reads literally, with a warning. In other dialects of regular expressions, it means set operations
@@ -40,8 +40,8 @@ class _Answer(NamedTuple):
     """Result of matching an expression.
 
     Attributes:
-        asked: Names that were matched against the expression.
-        found: Names that match completely. The value is the text of the group ``index``.
+        asked: Names against which the expression was matched.
+        found: Names that the expression matches completely. The value is the text of the expression's group ``index``.
         wrong: Reason why the expression is invalid. Empty if the expression is valid.
     """
 
@@ -79,7 +79,7 @@ class Patterns:
             name: Name of a layer.
             beside: Other expressions of the setting, which the same process matches.
         """
-        if self._is_plain(pattern):  # The usual case: hundreds of patterns and hundreds of names.
+        if self._is_plain(pattern):  # Plain names are the usual case: hundreds of patterns and hundreds of names.
             start = len(name) - len(pattern)
             if start < 0 or (start and name[start - 1] != "."):
                 return False
@@ -153,10 +153,11 @@ class Patterns:
         if ended.returncode == -signal.SIGPROF:
             self._left = 0.0  # All later expressions are refused as well.
             raise self._slow(key, patterns)
-        # Another process has sent the signal, so the expression may be valid.
+        # Another process has sent this signal, so the expression may be valid.
         if ended.returncode in (-signal.SIGKILL, -signal.SIGTERM):
             raise self._not_run(key, f"it was ended by {signal.Signals(-ended.returncode).name}")
-        if ended.returncode:  # Usually a signal, because the expression has triggered a bug in the library.
+        # The process was usually ended by a signal, because the expression has triggered a bug in the ``re`` library.
+        if ended.returncode:
             self._left = 0.0
             what = f"matching it ended its process (exit code {ended.returncode})"
             raise self._refused(key, what, _named(patterns))
@@ -191,7 +192,7 @@ def _in_front_of_index(pattern: str) -> str:
 
 
 def _named(patterns: list[str]) -> str:
-    """Return text that names the first expression and the number of other expressions in the same job."""
+    """Return text for an error message: the first expression, and the number of other expressions in the same job."""
     more = f" and {len(patterns) - 1} more" if len(patterns) > 1 else ""
     return patterns[0][:100] + more
 
@@ -236,7 +237,8 @@ class _Choice:
             return False
         if not self._named("target_modules", self._targets, name):
             return False
-        if config.layers is None or name in self._targets:  # A full name selects the layer regardless of its number.
+        # A complete name selects the layer, whatever ``layers_to_transform`` says about the layer's number.
+        if config.layers is None or name in self._targets:
             return True
         patterns = config.layers_patterns or ("",)
         found = (self._patterns.index("layers_pattern", pattern, name, patterns) for pattern in patterns)

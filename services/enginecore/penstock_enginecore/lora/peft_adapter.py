@@ -45,7 +45,7 @@ _LONGEST_NAME = 100
 _OF_ANOTHER_MODEL = frozenset(
     {LoraReason.NO_TARGETS, LoraReason.MISSING_TENSOR, LoraReason.SURPLUS_TENSOR, LoraReason.SHAPE}
 )
-"""Reasons that usually mean that the adapter belongs to another model."""
+"""Reasons of errors that usually mean that the adapter belongs to another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ def read_adapter(
         path: Directory of the adapter.
         limits: Limits for the adapter.
         target: The modules of the model that the adapter may update.
-        before: Cache of adapters that were already read for the same target. Their digests and numbers are not computed
-            and checked again.
+        before: Cache of adapters that were already read for the same target. For these adapters, the digest is not
+            computed again, and the numbers are not checked again.
     """
     before = before or ReadBefore()
     with AdapterFolder.at(Path(path)) as folder:
@@ -95,7 +95,8 @@ def read_adapter(
     ]
     known = before.digest(files)
     digest = known or adapter_digest(updates)
-    share = not tensors.copies  # With copies, views would keep the copies in memory as well.
+    # If the file also has copies of base weights, views of the file's buffer would keep these copies in memory.
+    share = not tensors.copies
     ready = {
         update.module: _update(
             update, tensors.updates[tensors.naming.in_file(update.module)], share=share, good=known is not None
@@ -108,12 +109,12 @@ def read_adapter(
 
 
 def _differs(config: PeftConfig, target: AdapterTarget) -> bool:
-    """Return whether the adapter's config names another base model. It may still be the same model under another name."""
+    """Return whether the adapter's config names another base model. Both names may still refer to the same model."""
     return bool(config.base_model and target.model) and Path(config.base_model).name != Path(target.model).name
 
 
 def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarget) -> LoraError:
-    """Add the name of the adapter's base model to an error, if a wrong base model may be the cause."""
+    """Return the error, with the name of the adapter's base model added if a wrong base model may be the cause."""
     if error.remedy or error.reason not in _OF_ANOTHER_MODEL or not _differs(config, target):
         return error
     base, model = config.base_model[:_LONGEST_NAME], Path(target.model).name
@@ -182,7 +183,7 @@ def _check_headers(
 
 def _check_header(name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
     if header.dtype_name not in DTYPES:
-        served = f"served: {', '.join(DTYPES)}"
+        served = f"supported: {', '.join(DTYPES)}"
         raise LoraError(LoraReason.DTYPE, "its dtype is not supported", TENSORS_FILE, name, header.dtype_name, served)
     if header.shape != shape:
         raise LoraError(
@@ -234,7 +235,7 @@ def _update(update: StoredUpdate, names: Mapping[str, str], *, share: bool, good
         update: The update, with the matrices as stored in the file.
         names: Tensor names by side, for error messages.
         share: Whether the result may share memory with the buffer of the file.
-        good: Whether the numbers are already known to be finite.
+        good: Whether an earlier check has shown that all numbers are finite.
     """
     a, b = update.a.float(), update.b.float()
     if not good:

@@ -56,7 +56,7 @@ _NONE: tuple[Any, ...] = (None, False, [], {}, "")
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """Settings with the names and types of the file, and with PEFT's defaults."""
+    """Settings with the names and types that they have in the file, and with PEFT's defaults."""
 
     peft_type: str
     r: int = 8
@@ -78,12 +78,12 @@ class PeftConfig:
     """Parsed settings of an adapter.
 
     Attributes:
-        rank: Rank of layers that no pattern matches.
-        alpha: Alpha of layers that no pattern matches.
+        rank: Rank of layers that no pattern of ``rank_pattern`` matches.
+        alpha: Alpha of layers that no pattern of ``alpha_pattern`` matches.
         target_modules: A regular expression, or suffixes of module names.
         exclude_modules: A regular expression, or suffixes of module names.
         layers: Numbers of the layers that the adapter updates, or None for all layers.
-        layers_patterns: Names of the model's list of layers.
+        layers_patterns: Names that the model's list of layers may have.
         base_model: Model on which the adapter was trained, or empty if the file does not name it.
     """
 
@@ -267,7 +267,7 @@ _OTHERS = (
     ),
     (re.compile(r".*\.experts\b.*"), LoraReason.EXPERTS, "it belongs to experts, which do not support adapters"),
 )
-"""Patterns of tensor names that are refused."""
+"""Patterns of tensor names that are refused, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ class Naming:
 
     Attributes:
         rules: Pairs of a prefix in the file and its replacement in the model. The first matching rule applies.
-        of_media: Whether the model in the file is a multimodal model with a text model inside.
+        of_media: Whether the adapter was trained on a multimodal model that contains a text model.
     """
 
     rules: tuple[tuple[str, str], ...] = (("", ""),)
@@ -301,13 +301,13 @@ class Naming:
 
     @classmethod
     def of(cls, layers: Iterable[str], target: AdapterTarget) -> Self:
-        """Return the naming with which most of ``layers`` exist in the model."""
+        """Return the naming that maps most of the file's ``layers`` to layers that exist in the model."""
         inner = f"{target.prefix}." if target.prefix else ""
         ways = [cls()]
         if inner:
             ways += [cls((("", inner),)), cls(((inner, ""),))]
         for text in _TEXT_MODELS:
-            for added in dict.fromkeys((inner, "")):  # With a head, and without a head.
+            for added in dict.fromkeys((inner, "")):  # Names of a model with a head, and of a model without a head.
                 ways.append(cls(((f"model.{text}.", added), ("lm_head", "lm_head")), of_media=True))
             # Names of transformers before 4.52, where the head belonged to the text model.
             ways.append(cls(((f"{text}.", ""),), of_media=True))

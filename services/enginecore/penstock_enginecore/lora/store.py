@@ -1,4 +1,4 @@
-"""Adapters of a worker, and the readers that load adapters for the worker's model."""
+"""Adapters of a worker, and the readers that read adapters from files for the worker's model."""
 
 import threading
 from collections import deque
@@ -27,7 +27,9 @@ from penstock_enginecore.worker.messages import Loaded, LoadLora
 ReadAdapter: TypeAlias = Callable[[str], LoraAdapter]
 """Function that reads the adapter in a directory. Raises LoraError."""
 MakeReader: TypeAlias = Callable[[PreTrainedModel, LoraConfig], ReadAdapter]
-"""Function that creates a reader for adapters of a model. The model must be neither split nor packed yet."""
+"""Function that creates a reader for adapters of a model. When the function is called, the model's weights must not be
+split among ranks or packed by kernels yet.
+"""
 
 SizeAdapter: TypeAlias = Callable[[str, LoraConfig], int]
 """Function that returns the size in bytes of an adapter's matrices in memory, without reading the matrices. Raises
@@ -44,7 +46,7 @@ def peft_reader(module: PreTrainedModel, config: LoraConfig) -> ReadAdapter:
 
 
 def peft_size(path: str, config: LoraConfig) -> int:
-    """Return the size of an adapter in PEFT's format."""
+    """Return the size in memory of an adapter in PEFT's format, in bytes."""
     return adapter_bytes(path, LoraLimits(config.max_lora_rank))
 
 
@@ -65,7 +67,7 @@ def telling_of(lora: LoraRequest) -> Iterator[None]:
 
 
 class ReadyLora(NamedTuple):
-    """An adapter that was read and prepared for ``lora``.
+    """An adapter that was read from the files to which ``lora`` refers, and was prepared for the forward pass.
 
     Attributes:
         forward: The forward pass for which the adapter was prepared, or None if there was no forward pass.
@@ -90,7 +92,7 @@ class LoraStore:
         self._read: ReadAdapter | None = None
         self._forward: AdaptedForward | None = None
         self._held: dict[bytes, tuple[LoraRequest, LoadedLora]] = {}
-        self._lock = threading.Lock()  # Allows only one read at a time.
+        self._lock = threading.Lock()  # This lock allows only one read at a time.
 
     def __len__(self) -> int:
         return len(self._held)
@@ -173,7 +175,7 @@ class LoraStore:
             self._forward.remove_adapter(digest)
 
     def detach(self) -> None:
-        """Stop using the forward pass, until ``attach`` sets another one."""
+        """Stop using the forward pass, until ``attach`` sets another forward pass."""
         self._forward = None
 
 
@@ -195,8 +197,8 @@ def _unavailable(lora: LoraRequest, error: Exception) -> RequestFailed:
 
 
 class Onlooker:
-    """Observer that gets a model's modules while the model is loaded. A model may be loaded several times. The latest
-    notification counts.
+    """Observer that gets a model's modules while the model is loaded. A model may be loaded several times. The observer
+    uses the latest notification.
     """
 
     def loaded(self, module: PreTrainedModel) -> None:
@@ -221,7 +223,7 @@ class AdapterReader(Onlooker):
         self._part = AdapterPart()
 
     def loaded(self, module: PreTrainedModel) -> None:
-        """Create a reader for this model."""
+        """Create the reader for the complete model ``module``."""
         self._read, self._part = self._make(module, self._config), AdapterPart()
 
     def split(self, features: Mapping[str, OwnFeatures]) -> None:
@@ -241,7 +243,7 @@ class AdapterReader(Onlooker):
         return self._part.of(self._read(path))
 
 
-# The engine's side of loads that workers execute.
+# Loads of adapters, in the engine: the engine waits for the answers of the workers.
 
 
 class LoadsAwaited:
@@ -319,14 +321,14 @@ class LoadsAwaited:
             future.set_exception(error)
 
 
-# Loads in a worker.
+# Loads of adapters, in a worker: a thread reads the adapters.
 
 
 class LoadsUnderWay:
     """Reads adapters in order, on a separate thread. Only the worker's thread may call the methods."""
 
     LOOK = 0.005
-    """Seconds between two checks of running loads."""
+    """Time between two checks whether loads have ended, in seconds."""
 
     def __init__(self) -> None:
         self._thread: DeviceThread | None = None

@@ -15,7 +15,9 @@ from penstock_enginecore.models.state_hook import ReadLinear
 _OF_EXPERTS = "experts or what belongs to them"
 _COMPARED_ROWS = 64
 _ROUNDING = 2.0**-8
-"""Maximum relative difference between two copies of a number that is stored in 16 bits."""
+"""Maximum relative difference between two numbers that count as copies of the same number, if one was rounded to 16
+bits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class BaseSample:
         return cls(tuple(weight.shape), indices.cpu(), rows)
 
     def agrees(self, copy: torch.Tensor) -> bool:
-        """Return whether ``copy``, of the same shape, has the same rows up to rounding."""
+        """Return whether ``copy``, which has the shape of the sampled weight, has the same sampled rows up to
+        rounding.
+        """
         return torch.allclose(copy[self.indices].float(), self.rows, rtol=_ROUNDING, atol=1e-6)
 
 
@@ -60,7 +64,7 @@ class AdapterTarget:
         model: Name or path from which the model was loaded.
         linears: ``(out, in)`` features of the model's linear layers by name, including an lm_head.
         unserved: Other modules that adapters may name, but for which updates are not supported.
-        heads: Layers that produce logits or scores. "all-linear" excludes them.
+        heads: Names of the layers that compute logits or scores. PEFT's "all-linear" does not select these layers.
         prefix: Name prefix of this model inside a transformers model with a head, such as ``model``.
         samples: Samples of weights of which adapters may contain copies, by parameter name.
     """
@@ -74,7 +78,7 @@ class AdapterTarget:
 
     @property
     def all_linear(self) -> frozenset[str]:
-        """Names that "all-linear" selects."""
+        """Names of the layers that PEFT's "all-linear" selects."""
         return frozenset({*self.linears, *(name for name, why in self.unserved.items() if why.linear)} - self.heads)
 
     @classmethod
@@ -136,7 +140,7 @@ def _expert_blocks(named: Mapping[str, torch.nn.Module]) -> list[str]:
 
 
 def _heads(module: PreTrainedModel, named: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """Yield the names of the head, with PEFT's rules for finding a head."""
+    """Yield the names of the output head's modules, found by the same rules as in PEFT."""
     head = _output_layer(module)
     if head is None:
         yield from [name for name in ("score", "classifier") if name in named][:1]

@@ -4,8 +4,9 @@
 All rows of a tile use the same adapter. The shrink kernel computes ``h = x A`` for each tile. The expand kernel adds
 ``h B`` to the product's output for the tile's rows. Rows that are in no tile are neither read nor written.
 
-A sum over columns is the sum of chunks whose size depends only on the weight's shape. A sum over ranks runs from first
-to last. A row therefore gets the same bits alone and in a batch.
+A sum over columns of A adds the sums of chunks, and the size of a chunk depends only on the weight's shape. A sum over
+the ranks of an update runs from the first to the last. A row's result is therefore bit-identical alone and in any
+batch.
 
 Both grids depend on the maximum number of tiles, so that steps can be captured and replayed. Programs for unused tiles,
 ranks and projections return immediately.
@@ -81,8 +82,8 @@ def shrink_tiles(
     in_features, chunk, x_stride, slot_stride, table_stride, most_ranks,
     PARTS: tl.constexpr, TILE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``h`` of some ranks of a tile, summed over one chunk of columns. ``h`` is ``[chunks, tiles, TILE,
-    most_ranks]``.
+    """Compute a part of ``h = x A``: some ranks of one tile, summed over one chunk of columns. ``h`` has the shape
+    ``[chunks, tiles, TILE, most_ranks]``.
     """
     tile = tl.program_id(0)
     slot = tl.load(slots + tile).to(tl.int64)

@@ -73,7 +73,7 @@ def _converted(transforms: Iterable[Any]) -> Callable[[str], bool]:
 #
 # Every load of a model ends with this check. A weight that the model does not use would change the output unnoticed.
 # Examples are layers beyond the number of layers in the configuration, and scales of quantized weights whose
-# quantization the # configuration does not describe.
+# quantization the configuration does not describe.
 
 _SHOWN = 3
 """Number of tensor names shown in an error."""

@@ -1,1 +1,1 @@
-"""Speculative decoding. Each drafting method has its own file. ``base.py`` is the interface of drafters."""
+"""Speculative decoding. Each drafting method has its own file. ``base.py`` defines the interface of drafters."""

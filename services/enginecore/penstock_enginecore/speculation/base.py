@@ -21,12 +21,12 @@ from penstock_enginecore.sample.base import SamplingInputs
 
 @dataclass(frozen=True, slots=True)
 class DraftRequest:
-    """A request of the completed step. Its tokens are final.
+    """A request of the completed step, as a drafter sees it. The request's tokens are final.
 
     Attributes:
         token_ids: int32 ``[tokens]``: prompt and output, including the newest token. The array is a view that later
             steps overwrite.
-        num_drafts: Maximum number of tokens to draft, or 0.
+        num_drafts: Maximum number of tokens to draft for this request, or 0 for none.
     """
 
     request_id: str
@@ -36,7 +36,7 @@ class DraftRequest:
 
 
 class DraftStep(Protocol):
-    """A drafter's interface to the completed step."""
+    """Completed step, with the functions that a drafter needs to compute drafts."""
 
     requests: Sequence[DraftRequest]
     """Requests that had tokens in the step, in batch order."""
@@ -44,24 +44,24 @@ class DraftStep(Protocol):
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
     ) -> ForwardBatch:
-        """Build the batch of a forward pass. At least one request is required.
-
-        Blocks are allocated for ``num_drafts - 1`` positions after the newest token.
+        """Build the batch for a forward pass of the drafter. At least one request is required. For each request, blocks
+        are allocated for ``num_drafts - 1`` positions after the newest token.
 
         Args:
             requests: Indices of requests.
-            first: Position of the first token of each request.
-            tokens: Tokens of each request.
-            ahead: Number of further positions, after the tokens, that block tables must cover.
+            first: Position of the first token of ``tokens``, for each request.
+            tokens: Tokens to compute, for each request.
+            ahead: Number of positions after these tokens that block tables must also cover.
         """
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """Return the sampling inputs for drafts of these requests. Sampling rules, such as penalties, are left out.
+        """Return the sampling inputs for drafts of these requests. The inputs do not contain rules that change logits,
+        such as penalties.
 
         Args:
             requests: Indices of requests.
-            place: Index of the draft, from 0. int64 ``[requests]`` gives the index for each request. In that case, a
-                request may occur several times.
+            place: Index of the draft in a request's chain of drafts, from 0. An int64 tensor ``[requests]`` gives a
+                separate index for each entry of ``requests``. In that case, a request may occur several times.
         """
 
 
@@ -74,7 +74,7 @@ class Drafter(Protocol):
 
     name: str
     state_layers: Sequence[int]
-    """Hidden states that the drafter needs, numbered as in ``ForwardPass.keep_hidden``."""
+    """Numbers of the layers whose hidden states the drafter needs, counted as in ``ForwardPass.keep_hidden``."""
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
@@ -84,22 +84,22 @@ class Drafter(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the drafter's weights."""
+        """Size of the drafter's weights in bytes."""
 
     @property
     def caches(self) -> LayerCaches:
         """The drafter's keys and values, by the names of ``specs``. Empty while they are not allocated."""
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Allocate keys and values for the drafter's layers in ``config``. The drafter must not rely on earlier
-        content.
+        """Allocate memory for keys and values of the drafter's layers, as ``config`` describes. The drafter must not
+        rely on the earlier content of this memory.
         """
 
     def release(self) -> None:
-        """Free the keys and values."""
+        """Free the memory for keys and values."""
 
     def begin(self, request: NewRequestData) -> None:
-        """Add a request that later steps will contain. A preempted request is added again."""
+        """Add a request that later steps will contain. A preempted request is added again when it resumes."""
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
         """Remove a request. ``token_ids`` are its tokens. The request may be added again after a preemption."""
@@ -109,7 +109,7 @@ class Drafter(Protocol):
 
         Args:
             step: The step that is being computed.
-            first: First position of each request's states.
+            first: Position of the first state in ``states``, for each request.
             states: ``[tokens, width]`` for each request of the step, including drafts. In ``token_ids``, tokens that
                 are not known yet are negative.
         """
@@ -122,7 +122,7 @@ class Drafter(Protocol):
 
 
 class Stateless:
-    """Base of drafters that do not use hidden states."""
+    """Base of drafters that do not use the model's hidden states."""
 
     state_layers: Sequence[int] = ()
 
@@ -135,12 +135,14 @@ class Stateless:
 
 
 def model_layers(config: KVCacheConfig) -> KVCacheConfig:
-    """Return the groups with only the model's layers. A group may be empty."""
+    """Return the KV cache groups with only the model's layers. A group may be empty."""
     return _with(config, lambda name: None if name.startswith(DRAFT_PREFIX) else name)
 
 
 def draft_layers(config: KVCacheConfig) -> KVCacheConfig:
-    """Return the groups with only the drafter's layers, without the prefix. A group may be empty."""
+    """Return the KV cache groups with only the drafter's layers, whose names have no prefix in the result. A group may
+    be empty.
+    """
     return _with(config, lambda name: name.removeprefix(DRAFT_PREFIX) if name.startswith(DRAFT_PREFIX) else None)
 
 
@@ -155,7 +157,7 @@ def _with(config: KVCacheConfig, name_of: Callable[[str], str | None]) -> KVCach
 
 
 class Layers(Protocol):
-    """Runs a drafter's layers. ``ForwardPass`` describes the methods."""
+    """Runs a drafter's layers. The docstrings of ``ForwardPass`` describe these methods."""
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
@@ -167,14 +169,14 @@ class Layers(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Size of all weights in bytes."""
 
     def bind(self, caches: LayerCaches) -> None:
         """Use this KV cache from now on."""
 
 
 class WithLayers:
-    """Base of drafters with weights. ``layers`` runs the drafter's layers.
+    """Base of drafters that have weights and a KV cache. ``layers`` runs the drafter's layers.
 
     Attributes:
         num_groups: Number of KV cache groups, up to the last group that contains a layer of the drafter.
@@ -192,7 +194,7 @@ class WithLayers:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the drafter's weights."""
+        """Size of the drafter's weights in bytes."""
         return self._layers.weight_bytes
 
     def allocate(self, config: KVCacheConfig) -> None:
@@ -211,6 +213,6 @@ class WithLayers:
         self.num_groups = num_groups(caches)
 
     def release(self) -> None:
-        """Free the keys and values."""
+        """Free the memory for keys and values."""
         self._layers.bind({})
         self.caches = {}

@@ -26,7 +26,7 @@ from penstock_enginecore.pooling.embedder import resolve_task
 from penstock_enginecore.sample.base import FloatArray, RowKinds, SamplingInputs
 from penstock_enginecore.speculation.base import DraftStep, Stateless, WithLayers
 
-# Two ways to sample drafts. Each request uses the way whose drafts are accepted more often.
+# Two ways to sample drafts: coupled and greedy. Each request uses the way whose drafts are accepted more often.
 
 _TRIES = 6
 _AGAIN = 24
@@ -36,9 +36,9 @@ _RATE = 0.15
 class Arms:
     """Chooses between coupled and greedy drafts for one request.
 
-    Coupled drafts are sampled with the request's own random numbers. They equal the model's tokens if the distributions
-    of drafter and model are similar. Greedy drafts are the drafter's most likely tokens. At first, the two ways are
-    tried alternately. After that, the better way is used, and the other way is tried from time to time.
+    Coupled drafts are sampled with the request's own random numbers. Coupled drafts equal the model's tokens if the
+    distributions of drafter and model are similar. Greedy drafts are the drafter's most likely tokens. At first, the
+    two ways are tried alternately. After that, the better way is used, and the other way is tried from time to time.
 
     Attributes:
         coupled: Whether the current drafts are coupled.
@@ -51,7 +51,7 @@ class Arms:
         self.coupled = True
 
     def choose(self) -> bool:
-        """Choose the way for the next drafts. Returns whether they are coupled."""
+        """Choose how the next drafts are sampled. Returns True for coupled drafts, and False for greedy drafts."""
         self._proposals += 1
         better = self._held[True] >= self._held[False]
         if min(self._counts.values()) < _TRIES:
@@ -84,7 +84,7 @@ class DraftChoice:
             step: The completed step.
             count: Number of drafts.
             drafting: Indices of the requests.
-            arms: One for each request.
+            arms: The ``Arms`` of each request.
         """
         n = len(drafting)
         made = step.sampling([*drafting] * count, np.repeat(np.arange(count), n))
@@ -110,7 +110,7 @@ class DraftChoice:
 
 
 def num_held(drafts: Sequence[int], known: Sequence[int]) -> int:
-    """Return the number of leading drafts that equal the known tokens."""
+    """Return how many drafts, counted from the first draft, equal the tokens that the model chose."""
     return next(
         (n for n, (a, b) in enumerate(zip(drafts, known, strict=False)) if a != b), min(len(drafts), len(known))
     )
@@ -145,17 +145,17 @@ def _said(text: str | None) -> str:
 
 
 _MOST_BEHIND = 512
-"""Maximum number of missing tokens that the drafter computes after one step, so that a long prompt does not delay other
-requests. The remaining tokens are computed after later steps.
+"""Maximum number of tokens that the drafter computes for all requests after one step, before it drafts. The limit keeps
+a long prompt from delaying other requests. The remaining tokens are computed after later steps.
 """
 
 
 class _Followed:
-    """The drafter's state of a request.
+    """State that the drafter keeps for a request.
 
     Attributes:
-        computed: Number of tokens whose keys and values are computed.
-        first: Number of tokens of the request when ``drafts`` were made.
+        computed: Number of tokens whose keys and values the drafter has computed.
+        first: Number of tokens that the request had when ``drafts`` were made.
     """
 
     def __init__(self) -> None:
@@ -178,8 +178,8 @@ class DraftModel(WithLayers, Stateless):
     """A ``Drafter`` with its own model.
 
     Before the drafter drafts for a request, it computes all tokens of the request that it has not computed yet.
-    Requests without drafts therefore cost nothing. If a request starts with cached blocks, the drafter computes it from
-    the first token, because the blocks may lack the drafter's keys and values.
+    Requests that want no drafts therefore need no time of the drafter. If a request starts with cached blocks, the
+    drafter computes it from the first token, because the blocks may lack the drafter's keys and values.
     """
 
     name = "draft_model"
@@ -200,7 +200,7 @@ class DraftModel(WithLayers, Stateless):
         self._requests: dict[str, _Followed] = {}
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Allocate memory and mark all requests as not computed."""
+        """Allocate memory for keys and values, and mark all tokens of all requests as not computed."""
         super().allocate(config)
         self._requests = {key: _Followed() for key in self._requests}
 
@@ -209,7 +209,7 @@ class DraftModel(WithLayers, Stateless):
         self._requests[request.request_id] = _Followed()
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
-        """Forget the request."""
+        """Delete the state of the request."""
         self._requests.pop(request_id, None)
 
     def to(self, device: torch.device) -> None:
@@ -217,8 +217,8 @@ class DraftModel(WithLayers, Stateless):
 
     @torch.inference_mode()
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Compute the missing tokens of requests that want drafts. Then draft tokens, one token of each request at a
-        time.
+        """Compute the tokens that the drafter has not computed yet, for each request that wants drafts. Then draft
+        tokens, one token of each request at a time.
         """
         drafts: list[list[int]] = [[] for _ in step.requests]
         behind, drafting = self._behind(step)
@@ -239,9 +239,8 @@ class DraftModel(WithLayers, Stateless):
         return drafts
 
     def _behind(self, step: DraftStep) -> tuple[list[_Tokens], list[int]]:
-        """Return the tokens to compute, and the indices of the requests that can draft after that.
-
-        In both lists, requests that can draft are first, sorted by number of drafts, largest first.
+        """Return the tokens to compute, and the indices of the requests for which tokens can be drafted after that. In
+        both lists, these requests are first. They are sorted by number of drafts, largest first.
         """
         caught_up, others, left = list[_Tokens](), list[_Tokens](), _MOST_BEHIND
         for i, request in enumerate(step.requests):
@@ -266,8 +265,8 @@ class DraftModel(WithLayers, Stateless):
         inputs: SamplingInputs,
         drafts: list[list[int]],
     ) -> None:
-        """Draft with one forward pass and one sampler call for each draft position. ``inputs`` are for the first
-        position.
+        """Draft with one forward pass and one sampler call for each draft position. ``inputs`` are the sampling inputs
+        for the first draft position.
         """
         going, tokens = list(drafting), list(behind)
         for place in range(self._wanted(step, drafting[0])):
@@ -290,8 +289,8 @@ class DraftModel(WithLayers, Stateless):
         uniforms: FloatArray,
         drafts: list[list[int]],
     ) -> None:
-        """Draft with one call of ``forward``. ``uniforms`` is ``[draft positions, drafting]``, for rows of these
-        ``kinds``.
+        """Draft all positions with one call of ``forward``. ``uniforms`` are the random numbers ``[draft positions,
+        drafting]``, and ``kinds`` says how each row is sampled.
         """
         counts = np.array([self._wanted(step, i) for i in drafting])
         batch = self._lay_out(step, behind, len(uniforms) - 1)
@@ -306,7 +305,9 @@ class DraftModel(WithLayers, Stateless):
         return min(request.num_drafts, self._model.max_len - len(request.token_ids))
 
     def _learn(self, followed: _Followed, token_ids: npt.NDArray[np.int32]) -> None:
-        """Compare the last drafts with the tokens. Accepted drafts are already computed."""
+        """Compare the last drafts of a request with the tokens that the model chose. The keys and values of accepted
+        drafts are already computed.
+        """
         drafts, first = followed.drafts, followed.first
         followed.drafts = []
         if not drafts or len(token_ids) <= first:
@@ -317,8 +318,8 @@ class DraftModel(WithLayers, Stateless):
         followed.computed = min(first + min(held, len(drafts) - 1), len(token_ids) - 1)
 
     def _lay_out(self, step: DraftStep, tokens: Sequence[_Tokens], ahead: int = 0) -> ForwardBatch:
-        """Build the batch of tokens with the block tables of the drafter's layers. The tables cover ``ahead`` more
-        positions.
+        """Build the batch of tokens with the block tables of the drafter's layers. The block tables also cover
+        ``ahead`` positions after these tokens.
         """
         first = np.array([each.first for each in tokens])
         batch = step.lay_out([each.request for each in tokens], first, [each.token_ids for each in tokens], ahead=ahead)
@@ -364,8 +365,8 @@ def _check_attends(checkpoint: ModelConfig) -> None:
 
 
 def draft_checkpoint(config: EngineCoreConfig) -> ModelConfig:
-    """Return the model config for the draft checkpoint. It equals the model's config, except for properties of the
-    checkpoint itself.
+    """Return the model config for the draft checkpoint. The result equals the served model's config, except for
+    properties of the checkpoint itself.
     """
     return msgspec.structs.replace(
         config.model,

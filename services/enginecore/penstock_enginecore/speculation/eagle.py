@@ -1,4 +1,6 @@
-"""Drafts by a head, which generates a chain of tokens from the target's hidden states (EAGLE: Li et al., 2024, 2025)."""
+"""Drafts by a head, which generates a chain of tokens from hidden states of the target (the model that verifies the
+drafts). The method is EAGLE (Li et al., 2024, 2025).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -43,14 +45,14 @@ class PendingStates:
     def add(self, position: int, states: torch.Tensor) -> None:
         """Add ``states`` ``[tokens, width]``, starting at ``position``.
 
-        Existing states at or after ``position`` belong to rejected tokens and are replaced. If positions before
-        ``position`` are missing, all existing states are dropped.
+        Existing states at or after ``position`` belong to rejected tokens and are replaced. If the existing states end
+        before ``position``, so that states between are missing, all existing states are dropped.
         """
         if not self.start <= position <= self.end:
             self._parts, self.start, self.end = [], position, position
         self._cut(position - self.start)
-        # Copy a small part of a step's states. Otherwise a few rows would keep the states of the complete step in
-        # memory.
+        # If the states are a small part of a step's states, copy them. Otherwise a view of a few rows would keep the
+        # states of the complete step in memory.
         shared = states.untyped_storage().nbytes() > 2 * states.nbytes
         self._parts.append(states.clone() if shared else states)
         self.end = position + len(states)
@@ -75,10 +77,12 @@ class PendingStates:
 
 
 _MOST_TOKENS = 512
-"""Maximum number of tokens in a pass of the head, so that the pass stays cheap compared with the target's steps."""
+"""Maximum number of tokens in a pass of the head, so that the pass takes little time compared with the target's
+steps.
+"""
 _MOST_PENDING = 32
-"""Maximum number of pending hidden states of a request before they are processed. One pass over many positions costs
-less than many passes over one position.
+"""Number of pending hidden states of a request at which the head processes them. One pass over many positions takes
+less time than many passes over one position each.
 """
 
 
@@ -87,7 +91,7 @@ class _Followed:
 
     Attributes:
         pending: Hidden states of positions whose keys and values are not computed yet.
-        first: Number of tokens when ``drafts`` were made.
+        first: Number of tokens that the request had when ``drafts`` were made.
     """
 
     def __init__(self, num_computed: int) -> None:
@@ -101,8 +105,8 @@ class Eagle(WithLayers):
     """A ``Drafter`` with an EAGLE head or a multi-token-prediction layer.
 
     The head computes keys and values from the target's hidden states, for positions whose next token is known. The head
-    does this before it drafts, or when many states are pending. While the head drafts, it computes keys and values from
-    its own states. These are recomputed later from the target's states.
+    computes them before it drafts, or when many states are pending. While the head drafts, it computes keys and values
+    from its own output. These keys and values are later recomputed from the target's states.
 
     Requests that want no drafts are ignored. For positions in cached blocks, the head uses the keys and values that an
     earlier request computed. If no earlier request computed them, drafts are less accurate.
@@ -134,7 +138,7 @@ class Eagle(WithLayers):
         self._requests: dict[str, _Followed] = {}
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Allocate memory and remove all requests."""
+        """Allocate memory for keys and values, and remove all requests."""
         super().allocate(config)
         self._requests.clear()
 
@@ -144,7 +148,7 @@ class Eagle(WithLayers):
             self._requests[request.request_id] = _Followed(request.num_computed_tokens)
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
-        """Forget the request."""
+        """Delete the state of the request."""
         self._requests.pop(request_id, None)
 
     def to(self, device: torch.device) -> None:
@@ -152,7 +156,9 @@ class Eagle(WithLayers):
 
     @torch.inference_mode()
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Keep the hidden states of a step. Compute keys and values of requests with many pending states."""
+        """Store the hidden states of a step. For requests with many pending states, compute keys and values from these
+        states.
+        """
         waiting = {}
         for i, (request, position, own) in enumerate(zip(step.requests, first.tolist(), states, strict=True)):
             followed = self._requests.get(request.request_id)
@@ -167,7 +173,7 @@ class Eagle(WithLayers):
 
     @torch.inference_mode()
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Compute the missing positions of requests that want drafts, then draft."""
+        """Compute the pending positions of requests that want drafts. Then draft tokens for these requests."""
         drafts: list[list[int]] = [[] for _ in step.requests]
         waiting = {}
         for i, request in enumerate(step.requests):
@@ -208,7 +214,7 @@ class Eagle(WithLayers):
 
         Args:
             step: The completed step.
-            arms: One for each request, in the same order.
+            arms: The ``Arms`` of each request, in the order of ``waiting``.
             drafts: Receives the drafts, by request index.
             waiting: Number of positions to compute, by request index. Requests are sorted by number of drafts, largest
                 first.
@@ -238,8 +244,8 @@ class Eagle(WithLayers):
         uniforms: FloatArray,
         drafts: list[list[int]],
     ) -> None:
-        """Draft as ``_loop`` does, with one call of ``forward``. ``uniforms`` is ``[draft positions, requests]``, for
-        rows of these ``kinds``.
+        """Draft as ``_loop`` does, but with one call of ``forward``. ``uniforms`` are the random numbers ``[draft
+        positions, requests]``, and ``kinds`` says how each row is sampled.
         """
         going = list(waiting)
         counts = np.array([step.requests[i].num_drafts for i in going])
@@ -271,8 +277,8 @@ class Eagle(WithLayers):
 
         Args:
             step: The current step.
-            waiting: Number of positions, by request index.
-            ahead: Number of further positions that block tables must cover.
+            waiting: Number of positions to take, by request index.
+            ahead: Number of positions after these positions that block tables must also cover.
         """
         first, tokens, states = list[int](), list[IntArray](), list[torch.Tensor]()
         for i, count in waiting.items():
@@ -290,7 +296,7 @@ class Eagle(WithLayers):
         return replace(batch, attention=batch.attention[: self.num_groups])
 
     def _choose(self, logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
-        """Sample one of the target's tokens for each row."""
+        """Sample a token for each row of logits, and return it as the target's token."""
         found = self._sampler.sample(logits, inputs).token_ids
         tokens: list[int] = (found if self._target_tokens is None else self._target_tokens[found]).tolist()
         return tokens
@@ -338,7 +344,8 @@ def _lm_head(config: EngineCoreConfig) -> torch.Tensor:
     ModelLoadError.
     """
     with open_tensors(weight_files(config.model)) as stored:
-        for name in ("lm_head.weight", "model.embed_tokens.weight"):  # tied
+        # the model uses the embedding as its lm_head (tied weights)
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
             if name in stored:
                 return stored[name][...]
     raise ModelLoadError(

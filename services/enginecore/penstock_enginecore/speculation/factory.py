@@ -27,7 +27,8 @@ def create_drafter(
         target: The forward pass of ``model``.
 
     Raises:
-        ModelLoadError: The draft model or head does not fit ``model``, or the checkpoint has no layer that drafts.
+        ModelLoadError: The draft model or head does not fit ``model``, or the checkpoint has no multi-token-prediction
+            layer.
     """
     speculative = config.speculative
     match speculative.method:

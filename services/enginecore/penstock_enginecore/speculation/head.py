@@ -27,18 +27,18 @@ _PARTS: dict[str, tuple[Any, Any, Any]] = {
     "llama": (LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding),
     "qwen3": (Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding),
 }
-"""Classes of a head's modules by ``model_type``: layer, norm and rotary embedding."""
+"""Classes of a head's modules (layer, norm and rotary embedding) by ``model_type`` of the head's layers."""
 _ALIASES = {
     "midlayer.": "layers.0.",
     "transformer.": "layers.0.",
     "fusion_fc.": "fc.",
     "model.": "",
 }
-"""Replacements for prefixes of tensor names."""
+"""Replacements for prefixes of tensor names in the head's files."""
 _UNUSED = ("t2d", "verifier_", "rotary_emb.", "layers.0.self_attn.rotary_emb.")
-"""Prefixes of tensors that serving does not need."""
+"""Prefixes of the names of tensors that serving does not need."""
 _UNSERVED = ("norm_before_fc", "fc_norm", "norm_output", "layernorms")
-"""Settings that enable unsupported variants."""
+"""Settings in ``config.json`` that enable variants of heads that are not supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,10 @@ class HeadConfig:
     Attributes:
         layer: Config of the head's layers.
         vocab_size: Number of tokens that the head can predict.
-        state_layers: Hidden states of the target that the head uses, numbered as in ``ForwardPass.keep_hidden``.
-        normed_residual: Whether the residual around the first layer's attention is normed.
+        state_layers: Numbers of the target's layers whose hidden states the head uses, counted as in
+            ``ForwardPass.keep_hidden``.
+        normed_residual: Whether the residual around the first layer's attention is the normed input, and not the input
+            itself.
     """
 
     kind: Kind
@@ -79,7 +81,7 @@ def read_head_config(directory: Path, kind: Kind, num_layers: int) -> HeadConfig
 
 
 def known_name(name: str) -> str | None:
-    """Return this module's name for a tensor, or None if serving does not need the tensor."""
+    """Return the name that this module uses for a tensor of the files, or None if serving does not need the tensor."""
     for alias in ("model.", *_ALIASES):
         if name.startswith(alias):
             name = _ALIASES[alias] + name.removeprefix(alias)
@@ -117,8 +119,8 @@ def _layer_config(given: Mapping[str, Any]) -> PretrainedConfig:
 
 
 def _state_layers(given: Mapping[str, Any], kind: Kind, num_layers: int) -> tuple[int, ...]:
-    """Return the configured layers, or the defaults of the original EAGLE-3 code. EAGLE uses the output of the last
-    norm.
+    """Return the numbers of the target's layers whose hidden states the head uses: those in the config, or else the
+    defaults of the original EAGLE-3 code. EAGLE uses the output of the last norm.
     """
     if kind == "eagle":
         return (num_layers,)
@@ -138,7 +140,7 @@ class DraftHead(nn.Module):
     Attributes:
         config: Config of the layers.
         states_width: Width of the target's hidden states of one token.
-        embed_tokens: The head's own embedding, or None if the head uses the target's.
+        embed_tokens: The head's own embedding, or None if the head uses the target's embedding.
     """
 
     config: PretrainedConfig
@@ -218,8 +220,8 @@ class EagleHead(DraftHead):
         return cast("torch.Tensor", cast("nn.Linear", self.lm_head)(self.norm(states)))
 
     def _first(self, embedded: torch.Tensor, states: torch.Tensor, turns: Any) -> torch.Tensor:
-        """Run EAGLE-3's first layer. The input of attention is the embeddings and the states. The residual is only the
-        states.
+        """Run EAGLE-3's first layer. The input of attention has the embeddings and the states of the tokens,
+        concatenated. The residual has only the states.
         """
         layer: Any = self.layers[0]
         normed = layer.hidden_norm(states)
@@ -230,7 +232,9 @@ class EagleHead(DraftHead):
 
     @staticmethod
     def _widen(attention: Any) -> None:
-        """Replace the projections by projections with twice the input width."""
+        """Replace the projections of the attention by projections with twice the input width, for embeddings and
+        states.
+        """
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(attention, name)
             setattr(attention, name, nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None))
@@ -244,9 +248,8 @@ def read_head(
     vocab_size: int,
     lm_head: Callable[[], torch.Tensor] | None,
 ) -> tuple[EagleHead, torch.Tensor | None]:
-    """Read the head in ``directory`` in float32 on the host, and its token mapping.
-
-    The mapping lists the target's tokens that the head can predict, int64 and ascending. None means all tokens.
+    """Read the head in ``directory`` in float32 on the host. Returns the head and its token mapping: the ids of the
+    target's tokens that the head can predict, int64 and ascending. A mapping of None means all tokens.
 
     Args:
         directory: Directory of the checkpoint.
@@ -301,7 +304,7 @@ def _check_sizes(tensors: dict[str, torch.Tensor], config: HeadConfig, hidden_si
 
 
 def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
-    """Load all tensors. Raises ModelLoadError if a tensor is missing, unknown or of a wrong shape."""
+    """Copy all tensors into the head. Raises ModelLoadError if a tensor is missing, is unknown or has a wrong shape."""
     places = dict(head.state_dict())
     for name in sorted(places.keys() - tensors.keys()):
         raise ModelLoadError(f"it has no tensor {name}, which speculative.method {head.kind!r} needs")
@@ -330,7 +333,7 @@ def _in_order(head: EagleHead, tokens: torch.Tensor | None) -> torch.Tensor | No
 
 
 def _target_tokens(offsets: torch.Tensor | None, config: HeadConfig, vocab_size: int) -> torch.Tensor | None:
-    """Return the target's token for each token of the head."""
+    """Return the id of the target's token for each token of the head."""
     if offsets is None:
         if config.vocab_size != vocab_size:
             raise ModelLoadError(

@@ -1,4 +1,6 @@
-"""Forward pass of a drafting head on the paged KV cache. Kernels are used only if they are proven to match the modules."""
+"""Forward pass of a drafting head on the paged KV cache. Kernels are used only if a test at start-up shows that their
+results match those of the head's modules.
+"""
 
 import ctypes
 import logging
@@ -40,7 +42,8 @@ from penstock_enginecore.sample.sampler import TorchSampler
 from penstock_enginecore.speculation.base import Layers
 from penstock_enginecore.speculation.head import DraftHead, EagleHead
 
-# An EAGLE head on the CPU kernels. One call of the kernels computes a pass, or a complete chain of drafts.
+# A drafting head that runs on the CPU kernels. One call of the kernels computes one pass, or a complete chain of
+# drafts.
 
 
 class NativeHead(KernelDecoder):
@@ -50,7 +53,7 @@ class NativeHead(KernelDecoder):
         embedding: The token embedding.
         calls: Attention calls of the head's layers.
         specs: KV cache needs of the head's layers.
-        run: Function that runs a pass on test inputs.
+        run: Function that runs a pass of the head's modules on test inputs.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class NativeHead(KernelDecoder):
         self._states_width = head.states_width
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
-        """Run a pass. If ``rows`` is empty, the last layer computes only keys and values."""
+        """Run a pass of the head. If ``rows`` is empty, the last layer computes only keys and values."""
         embedding = self._embedding.rows(batch.token_ids)
         x = self._embedding.of(batch.token_ids) if embedding is None else self._memory(batch)
         states = self._taken(states, x, self._model.hidden if own else self._states_width)
@@ -80,7 +83,7 @@ class NativeHead(KernelDecoder):
         return x[torch.from_numpy(rows)]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Apply only the last norm and ``lm_head``."""
+        """Return logits of the output of ``run``: apply the last norm and ``lm_head``, and no layers."""
         states, rows = states.contiguous(), torch.arange(len(states))
         made = torch.empty(len(rows), self._model.head.n)
         self._library.call_on(
@@ -132,7 +135,7 @@ class NativeHead(KernelDecoder):
         return chained.tokens
 
     def _memory(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return memory for embedded tokens, which the outputs overwrite."""
+        """Return memory for the embeddings of tokens. The kernels overwrite the embeddings with the outputs."""
         return torch.empty(len(batch.token_ids), self._model.hidden)
 
     def _taken(self, states: torch.Tensor, x: torch.Tensor, width: int) -> torch.Tensor:
@@ -142,7 +145,9 @@ class NativeHead(KernelDecoder):
         return states.float().contiguous()
 
     def take_over(self) -> "NativeHead":
-        """Free the modules' weights of all matrix products, because the kernels have packed copies."""
+        """Free the weights of all matrix products in the head's modules, because the kernels have packed copies of
+        these weights.
+        """
         of_layers = (each for layer in self._plan.layers for each in linears(layer))
         for linear in (self._module.fc, self._module.lm_head, *of_layers):
             empty(linear)
@@ -177,7 +182,7 @@ class HeadPass(Layers, Protocol):
         """
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[tokens, vocabulary]`` of the output of ``run``."""
+        """Return the logits ``[tokens, vocabulary]`` for the output of ``run``."""
 
     def to(self, device: torch.device) -> None:
         """Move the weights to ``device``."""
@@ -187,7 +192,7 @@ class HeadForward:
     """A ``HeadPass`` that calls the modules.
 
     Args:
-        embed: Embeds tokens, see ``ForwardPass.embed``.
+        embed: Function that returns embeddings of tokens, see ``ForwardPass.embed``.
         dtype: Dtype of weights and states.
         packed_bytes: Bytes of packed weights in the modules, in addition to parameters.
     """
@@ -214,7 +219,7 @@ class HeadForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters and of packed weights."""
+        """Size of the head's parameters and packed weights in bytes."""
         return module_bytes(self._head) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
@@ -257,7 +262,7 @@ def build_head(
     """
     device, dtype = config.device, model.dtype
     head.to(device=device)
-    for parameter in head.parameters():  # not the frequencies of the rotary embedding, which need float32
+    for parameter in head.parameters():  # do not convert the frequencies of the rotary embedding, which need float32
         if parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
     own = head.embed_tokens
@@ -311,8 +316,8 @@ def _calls(head: DraftHead, device: torch.device, dtype: torch.dtype) -> Sequenc
 
 
 def _probed(forward: HeadPass, head: DraftHead, vocab_size: int) -> torch.Tensor:
-    """Return logits for a synthetic prompt on a temporary cache, first with states of the target and then with the
-    head's own.
+    """Return the head's logits for a synthetic prompt on a temporary KV cache: first with states of the target as
+    input, then with the head's own output as input.
     """
     probe, logits = Probe.prompt(vocab_size), []
     batch = ForwardBatch(probe.token_ids, probe.positions, [probe.metadata])

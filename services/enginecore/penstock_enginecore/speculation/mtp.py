@@ -1,8 +1,8 @@
 """Drafts by the multi-token-prediction (MTP) layer in the served model's own checkpoint (Gloeckle et al., 2024).
 
-Qwen3-Next and Qwen3.5 checkpoints contain such a layer: the tensors ``mtp.*``. At position i, it gets token i + 1 and
-the model's final hidden state of token i, and predicts token i + 2. For further drafts, the same layer gets its own
-output in place of the model's hidden state.
+Qwen3-Next and Qwen3.5 checkpoints contain such a layer: the tensors ``mtp.*``. At position i, the layer gets token i +
+1 and the model's final hidden state of token i, and predicts token i + 2. For further drafts, the same layer gets its
+own output in place of the model's hidden state.
 """
 
 import copy
@@ -34,10 +34,10 @@ from penstock_enginecore.speculation.head import DraftHead
 from penstock_enginecore.speculation.head_forward import build_head
 
 SERVED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Model types of text models whose MTP layers are served."""
+"""Model types of text models whose MTP layers this method supports."""
 _PREFIX = "mtp."
 _DENSE = "layers.0.mlp.gate_proj.weight"
-"""Tensor that only a layer without experts has."""
+"""Name of a tensor that only MTP layers without experts have."""
 _EXPERTS = "layers.0.mlp.experts."
 _EXPERT = re.compile(r"layers\.0\.mlp\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _OTHER = "set speculative.method to another method, such as ngram"
@@ -45,7 +45,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 class MtpHead(DraftHead):
-    """Module of an MTP layer. The parts have the names that the checkpoint uses after ``mtp.``.
+    """Module of an MTP layer. The submodules have the names that the checkpoint uses after ``mtp.``.
 
     The module takes the classes of layer, norm and rotary embedding from ``target``. Gated attention, norms around 1
     and experts are therefore computed as in the target's own layers.
@@ -73,7 +73,7 @@ class MtpHead(DraftHead):
             self.layers = nn.ModuleList([type(base.layers[0])(config, 0)])
             self.norm = norm()
         self.rotary_emb = copy.deepcopy(base.rotary_emb)
-        self._target = [target]  # in a list, so that the target is no submodule
+        self._target = [target]  # store the target in a list, so that torch does not register it as a submodule
 
     def forward(
         self,
@@ -104,7 +104,7 @@ class MtpHead(DraftHead):
 
 
 def _layer_config(config: PretrainedConfig, *, has_experts: bool) -> PretrainedConfig:
-    """Return the config of a model of one layer with full attention, from the target's config."""
+    """Return a copy of the target's config that describes a model with one layer, which has full attention."""
     layer = copy.deepcopy(config)
     layer.layer_types = ["full_attention"]
     layer.num_hidden_layers = 1
@@ -118,7 +118,8 @@ def _layer_config(config: PretrainedConfig, *, has_experts: bool) -> PretrainedC
 
 
 def read_mtp(target: Any, tensors: Mapping[str, torch.Tensor]) -> MtpHead:
-    """Return the MTP layer of ``target`` with ``tensors``, whose names are those in the files without ``mtp.``.
+    """Return the MTP layer of ``target`` with the weights in ``tensors``. The keys are the names in the files without
+    ``mtp.``.
 
     Raises ModelLoadError for tensors that are missing, unknown or of a wrong shape.
     """
@@ -143,7 +144,9 @@ def read_mtp(target: Any, tensors: Mapping[str, torch.Tensor]) -> MtpHead:
 
 
 def _merged(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors, with the experts in the target's layout: one tensor for all. Some files have one per expert."""
+    """Return the tensors, with the experts in the target's layout: one tensor for all experts. Some files have a
+    separate tensor for each expert.
+    """
     single: dict[str, dict[int, torch.Tensor]] = {"gate_proj": {}, "up_proj": {}, "down_proj": {}}
     merged = {}
     for name, tensor in tensors.items():

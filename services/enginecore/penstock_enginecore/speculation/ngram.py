@@ -13,24 +13,24 @@ from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.scheduler.output import NewRequestData
 from penstock_enginecore.speculation.base import DraftRequest, DraftStep, Stateless
 
-# Base of drafters that look up tokens. These drafters have no weights, keys or values.
+# Base of drafters that only look up tokens. These drafters have no weights, keys or values.
 
 
 class Weightless(Stateless):
-    """Base of drafters that use no device."""
+    """Base of drafters that compute nothing on the device."""
 
     specs: Mapping[str, KVCacheSpec] = {}
     caches: LayerCaches = {}
     weight_bytes = 0
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing, because this drafter has no KV cache."""
 
     def release(self) -> None:
-        """Do nothing: there is no cache."""
+        """Do nothing, because this drafter has no KV cache."""
 
     def to(self, device: torch.device) -> None:
-        """Do nothing: there are no weights."""
+        """Do nothing, because this drafter has no weights."""
 
 
 # Index of earlier occurrences of the last tokens. The index grows with the sequence.
@@ -41,10 +41,10 @@ _FEW = 64
 
 
 class TokenIndex:
-    """A sequence of tokens, and an index of the positions at which each run of ``width`` tokens ends.
-
-    A dict maps a run to the newest position, and each position links to the previous position of the same run. Adding a
-    token costs one lookup and one store. 64-bit hashes identify runs. ``ending_like`` also compares the tokens.
+    """A sequence of tokens, and an index of the positions at which each run of ``width`` consecutive tokens ends. A
+    dict maps a run to the newest of these positions, and each position links to the previous position of the same run.
+    Adding a token costs one lookup and one store. 64-bit hashes identify runs. ``ending_like`` also compares the
+    tokens.
     """
 
     __slots__ = ("_before", "_newest", "_width", "tokens")
@@ -61,7 +61,7 @@ class TokenIndex:
         return len(self.tokens)
 
     def extend(self, tokens: npt.NDArray[np.integer] | Sequence[int]) -> None:
-        """Append tokens."""
+        """Append tokens to the sequence and to the index."""
         if len(tokens) > _FEW:
             self._extend_many(np.asarray(tokens))
             return
@@ -108,7 +108,7 @@ class TokenIndex:
         """Yield up to ``most`` positions at which a run equal to the last ``width`` tokens of ``tail`` ended, newest
         first.
 
-        The position after the last token of the index is not included.
+        A run that ends at the last token of the sequence is not included.
         """
         width = self._width
         if len(tail) < width:
@@ -126,13 +126,12 @@ class TokenIndex:
             place = self._before[place - 1]
 
     def longest(self, tail: Sequence[int], most: int, limit: int) -> tuple[int, int]:
-        """Return the position with the longest match for ``tail``, and the match length.
-
-        If several matches have the same length, the newest position is returned. (-1, 0) means that there is no match.
+        """Return the position after the longest match for ``tail``, and the length of the match in tokens. If several
+        matches have the same length, the newest position is returned. (-1, 0) means that there is no match.
 
         Args:
             tail: The last tokens of the sequence.
-            most: Number of positions to examine.
+            most: Maximum number of positions to examine.
             limit: Maximum match length.
         """
         best, length = -1, 0
@@ -150,8 +149,8 @@ class TokenIndex:
         return best, length
 
     def following(self, place: int, count: int) -> list[int]:
-        """Return ``count`` tokens, starting at position ``place``. If there are fewer tokens, repeat the tokens after
-        ``place``.
+        """Return ``count`` tokens, starting at position ``place``. If the sequence has fewer tokens after ``place``,
+        repeat these tokens.
         """
         found = self.tokens[place : place + count]
         period = len(self.tokens) - place
@@ -163,7 +162,7 @@ class TokenIndex:
 
 
 _MOST = 8
-"""Number of newest positions to examine. The position with the longest match is used."""
+"""Number of newest positions that a search examines. The position with the longest match is used."""
 
 
 class Ngram(Weightless):
@@ -184,11 +183,11 @@ class Ngram(Weightless):
         self._indices[request.request_id] = TokenIndex(self._shortest)
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002
-        """Forget the request."""
+        """Delete the index of the request."""
         self._indices.pop(request_id, None)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Draft for each request. Requests whose last tokens have no earlier occurrence get no drafts."""
+        """Draft tokens for each request. Requests whose last tokens did not occur earlier get no drafts."""
         return [self._draft(request) if request.num_drafts else [] for request in step.requests]
 
     def _draft(self, request: DraftRequest) -> list[int]:

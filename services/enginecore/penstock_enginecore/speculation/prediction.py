@@ -1,4 +1,6 @@
-"""Drafts from the client's prediction of the output. If the prediction gives no drafts, another drafter is used."""
+"""Drafts from the client's prediction, which is a guess of the output. If the prediction gives no drafts, another
+drafter is used.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -19,18 +21,19 @@ _WIDTH = 2
 _NEAR = 8
 _PLACES = 16
 _LOST = 6
-"""Number of consecutive mismatches after which no tokens are drafted. Drafting continues once two consecutive tokens
-are found in the prediction.
+"""Number of consecutive output tokens without a match in the prediction after which no tokens are drafted. Drafting
+continues once two consecutive tokens are found in the prediction.
 """
 
 
 class Place:
-    """Tracks the position of an output in its prediction.
+    """Tracks which position in the prediction an output has reached.
 
-    If a token differs from the prediction, it may replace a predicted token, may be inserted, or predicted tokens may
-    have been omitted. The tracker first looks for the token among the next predicted tokens. If the token is not there,
-    the tracker assumes a replacement. If two consecutive tokens do not match, the tracker looks up the pair in the
-    complete prediction and prefers the nearest later position.
+    If an output token differs from the predicted token, there are three cases: the output token replaces the predicted
+    token, the output token is inserted, or the output omits predicted tokens. The tracker first looks for the token
+    among the next predicted tokens. If the token is not there, the tracker assumes a replacement. If two consecutive
+    tokens do not match, the tracker looks up the pair in the complete prediction and prefers the nearest later
+    position.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -60,7 +63,7 @@ class Place:
         self._misses += 1
         if self._misses == 2 and tokens[self._skipped : self._skipped + 1] == [
             token
-        ]:  # The previous token was inserted.
+        ]:  # The previous output token was inserted, so this output token may match at the old position.
             self._at, self._misses = self._skipped + 1, 0
             return
         self._skipped = at
@@ -71,8 +74,8 @@ class Place:
         self._at = at + 2 + near.index(token) if token in near else min(at + 1, len(tokens))
 
     def _find(self, pair: Sequence[int], at: int) -> int | None:
-        """Return the position after the nearest occurrence of the pair at or after ``at``. If there is none, return the
-        position after the last occurrence before ``at``.
+        """Return the position after the nearest occurrence of the pair of tokens at or after ``at``. If there is no
+        such occurrence, return the position after the last occurrence before ``at``.
         """
         places = list(self._index.ending_like(pair, _PLACES))
         behind = [place for place in places if place >= at - _LOST]
@@ -92,12 +95,12 @@ class Predicted:
 
     @property
     def specs(self) -> Mapping[str, KVCacheSpec]:
-        """KV cache needs of the inner drafter."""
+        """KV cache needs of the inner drafter's attention layers, by layer name."""
         return {} if self._inner is None else self._inner.specs
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the inner drafter's weights."""
+        """Size of the inner drafter's weights in bytes."""
         return 0 if self._inner is None else self._inner.weight_bytes
 
     @property
@@ -106,12 +109,12 @@ class Predicted:
         return {} if self._inner is None else self._inner.caches
 
     def allocate(self, config: KVCacheConfig) -> None:
-        """Forward to the inner drafter."""
+        """Pass the call to the inner drafter, if there is one."""
         if self._inner is not None:
             self._inner.allocate(config)
 
     def release(self) -> None:
-        """Forward to the inner drafter."""
+        """Pass the call to the inner drafter, if there is one."""
         if self._inner is not None:
             self._inner.release()
 
@@ -129,12 +132,14 @@ class Predicted:
             self._inner.end(request_id, token_ids, num_prompt_tokens=num_prompt_tokens)
 
     def observe(self, step: DraftStep, first: IntArray, states: Sequence[torch.Tensor]) -> None:
-        """Forward to the inner drafter."""
+        """Pass the call to the inner drafter, if there is one."""
         if self._inner is not None:
             self._inner.observe(step, first, states)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Draft for each request. The inner drafter drafts only for requests that get no drafts from a prediction."""
+        """Draft tokens for each request. The inner drafter drafts only for requests that get no drafts from a
+        prediction.
+        """
         predicted = [self._draft(request) if request.num_drafts else [] for request in step.requests]
         if self._inner is None:
             return predicted
@@ -143,7 +148,7 @@ class Predicted:
         return [mine or theirs for mine, theirs in zip(predicted, inner, strict=True)]
 
     def to(self, device: torch.device) -> None:
-        """Forward to the inner drafter."""
+        """Pass the call to the inner drafter, if there is one."""
         if self._inner is not None:
             self._inner.to(device)
 
@@ -156,7 +161,7 @@ class Predicted:
 
 
 class _Without(DraftStep):
-    """A step in which requests that already have drafts want no more drafts."""
+    """The completed step as the inner drafter sees it: requests that already have drafts want no more drafts."""
 
     def __init__(self, step: DraftStep, drafts: Sequence[Sequence[int]]) -> None:
         self._step = step
@@ -168,9 +173,9 @@ class _Without(DraftStep):
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
     ) -> ForwardBatch:
-        """Forward to the step."""
+        """Pass the call to the completed step."""
         return self._step.lay_out(requests, first, tokens, ahead=ahead)
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """Forward to the step."""
+        """Pass the call to the completed step."""
         return self._step.sampling(requests, place)

@@ -1,5 +1,5 @@
-"""Drafts by suffix matching: the tokens that most often came after the last tokens, in the request and in completed
-outputs.
+"""Drafts by suffix matching. Where a request's last tokens occurred before, in the request or in completed outputs, the
+tokens that most often came next are drafted.
 
 The idea is from SuffixDecoding (Oliaro et al., 2024): the longer the match, the more tokens are drafted. A token is
 drafted if it came next in a sufficient fraction of the matches. Only the newest positions with the longest match are
@@ -20,16 +20,18 @@ from penstock_enginecore.speculation.ngram import TokenIndex, Weightless
 # Store of completed outputs, within a memory limit.
 
 _BYTES_PER_TOKEN = 320
-"""Memory per token in bytes, measured and rounded up. It includes the token in a list, the position, and the entry of
-the run with its list of positions.
+"""Memory per token in bytes, measured and rounded up. The memory includes the token in a list, the position, and the
+index entry of a run with its list of positions.
 """
 _PLACES = 5
-"""Number of newest positions that are kept for each run."""
+"""Number of newest positions that the index keeps for each run of tokens."""
 _GAP = -1
 
 
 class _Generation:
-    """Concatenated outputs of one scope, and the end positions of each run of ``width`` tokens."""
+    """Concatenated outputs of one scope, and for each run of ``width`` consecutive tokens the positions at which the
+    run ends.
+    """
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -52,8 +54,8 @@ class _Generation:
 
 
 class PastOutputs:
-    """Stores completed outputs by scope. Scopes are separate, because otherwise a tenant's speed could reveal other
-    tenants' outputs.
+    """Stores completed outputs by scope, which is the cache salt of the request. Scopes are separate, because otherwise
+    the speed of a tenant's requests could reveal other tenants' outputs.
 
     The store has two halves of ``max_bytes``. When the current half is full, the store drops the older half and fills a
     new half.
@@ -68,7 +70,7 @@ class PastOutputs:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size in bytes."""
+        """Approximate memory of the stored outputs in bytes."""
         return (self._num_new + self._num_old) * _BYTES_PER_TOKEN
 
     def add(self, scope: str, output: Sequence[int]) -> None:
@@ -101,9 +103,11 @@ class PastOutputs:
 _WIDTH = 3
 _OWN = 4
 _LENGTHS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""Match lengths to look for, in tokens."""
+"""Lengths of matches that a search looks for, in tokens."""
 _REMEMBERED = 4096
-"""Number of requests whose stored output length is remembered, in case the requests continue after a preemption."""
+"""Number of ended requests for which the drafter remembers how many output tokens it has stored. The requests may
+continue after a preemption.
+"""
 
 
 class Suffix(Weightless):
@@ -112,8 +116,8 @@ class Suffix(Weightless):
     Args:
         max_depth: Maximum match length, in tokens.
         max_factor: Maximum number of drafts per matching token.
-        min_probability: Minimum probability of the drafts, as a fraction of the matches.
-        max_bytes: Maximum memory for completed outputs. 0 stores no outputs.
+        min_probability: Minimum probability of a draft: the fraction of matches after which the same tokens came.
+        max_bytes: Maximum memory for completed outputs in bytes. With 0, no outputs are stored.
     """
 
     name = "suffix"
@@ -128,7 +132,7 @@ class Suffix(Weightless):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate bytes of completed outputs."""
+        """Approximate memory of the completed outputs in bytes."""
         return 0 if self._past is None else self._past.num_bytes
 
     def begin(self, request: NewRequestData) -> None:
@@ -137,7 +141,7 @@ class Suffix(Weightless):
         self._scopes[request.request_id] = request.context.cache_salt
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
-        """Store the request's new output, without the prompt."""
+        """Store the output of the request that is not stored yet, without the prompt."""
         self._indices.pop(request_id, None)
         scope = self._scopes.pop(request_id, None)
         if scope is None or self._past is None:
@@ -150,7 +154,7 @@ class Suffix(Weightless):
             self._remembered.popitem(last=False)
 
     def propose(self, step: DraftStep) -> list[list[int]]:
-        """Draft for each request. Requests whose last tokens have no earlier occurrence get no drafts."""
+        """Draft tokens for each request. Requests whose last tokens did not occur earlier get no drafts."""
         return [self._draft(request) if request.num_drafts else [] for request in step.requests]
 
     def _draft(self, request: DraftRequest) -> list[int]:
@@ -169,7 +173,7 @@ class Suffix(Weightless):
         return self._likeliest(places, count)
 
     def _longest(self, tail: list[int], places: list[tuple[list[int], int]]) -> tuple[int, list[tuple[list[int], int]]]:
-        """Return the longest match length among ``_LENGTHS``, and the positions with that length."""
+        """Return the longest match length among ``_LENGTHS``, and the positions after the matches of that length."""
         lengths = self._lengths
         size, level = len(tail), 0
         best, alike = tail[-_WIDTH:], list[tuple[list[int], int]]()

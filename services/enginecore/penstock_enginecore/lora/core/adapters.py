@@ -1,5 +1,5 @@
-"""LoRA adapters of an engine's requests. This module tracks which adapters are in memory, are being loaded, and are
-running. Requests wait until their adapter is ready.
+"""LoRA adapters of an engine's requests. The module tracks which adapters are in memory, which are being loaded, and
+which are used by running requests. A request waits until its adapter is ready.
 """
 
 import enum
@@ -28,14 +28,14 @@ from penstock_enginecore.core.utility import utility
 from penstock_enginecore.lora.core.cache import LoraCache, LoraRoom, LoraSlots, NotWantedError, Reservation, Want
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, PartlyLoadedError
 
-# The adapters that the engine reports to the cluster, and the measured cost of loading an adapter.
+# Report of the engine's adapters to the cluster, with the measured time that loading an adapter takes.
 
 _LATEST = 0.25
 """Weight of the latest load in the moving average of loading times."""
 
 
 class LoraHoldings:
-    """Builds the report of adapters for the cluster. Builds a new report only after a change.
+    """Builds the report about this engine's adapters for the cluster. A new report is built only after a change.
 
     Only the busy loop's thread may call the methods, except for ``of``, which any thread may call.
     """
@@ -50,10 +50,10 @@ class LoraHoldings:
         self._request_seconds = 0.0
         self._told_at: tuple[int, Sequence[bytes]] = (-1, ())
         self._told = LoraHeld()
-        self._lock = threading.Lock()  # Protects the last report.
+        self._lock = threading.Lock()  # This lock protects the last report.
 
     def changed(self) -> None:
-        """Record that adapters were added, removed, or started to load."""
+        """Record that adapters were added or removed, or that the load of an adapter has started."""
         self._changes += 1
 
     def loaded(self, seconds: float) -> None:
@@ -107,7 +107,7 @@ class LoraHoldings:
 
 
 class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a loaded adapter, for operators.
+    """Description of an adapter that is in memory, for operators.
 
     Attributes:
         rank: Largest rank of the adapter's layers.
@@ -121,7 +121,7 @@ class HeldLora(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call(NamedTuple):
-    """A utility call that has requested an adapter and waits for the adapter's description."""
+    """A utility call that has requested the load of an adapter, and waits for the adapter's description."""
 
     answer: "Future[HeldLora]"
     pinned: bool
@@ -132,7 +132,7 @@ class Load:
     """A load of one adapter that is in progress.
 
     Attributes:
-        number: Sequence number of the load command among all commands to workers.
+        number: Sequence number of the command that starts this load, among all commands to workers.
         began: Monotonic start time, in seconds.
         requests: Unfinished requests that wait for the adapter, by key.
     """
@@ -171,7 +171,7 @@ class Usable(enum.Enum):
 
 class LoraAdapters(StepResource):
     """Manages the adapters of an engine's requests: adapters in host memory, adapters that are being loaded, and
-    adapters that run.
+    adapters with running requests.
 
     Only the busy loop's thread may call the methods, except for ``check`` and ``stats``. A request is held with
     ``Hold.LORA`` while it cannot use its adapter. If a load fails, only the requests that wait for this load end.
@@ -189,7 +189,7 @@ class LoraAdapters(StepResource):
         clock: Clock = time.monotonic,
     ) -> None:
         """Args:
-        wake: Function that is called on any thread when ``take`` has something to do.
+        wake: Function that wakes the busy loop. Any thread calls it when ``take`` has an event to process.
         """
         self._served = config.enabled
         self._executor = executor
@@ -210,8 +210,8 @@ class LoraAdapters(StepResource):
         self._waiting: dict[str, Load] = {}
         """The load for which a request waits, by the request's key."""
         self._let_go: dict[bytes, int] = {}
-        """Adapters that workers were told to free while loads were in progress. The value is the sequence number of
-        that command.
+        """Digests of adapters that workers were told to free while loads were in progress. The value is the sequence
+        number of the command to free the adapter.
         """
         self._told = 0
         """Sequence number of the last command to the workers."""
@@ -250,7 +250,7 @@ class LoraAdapters(StepResource):
 
     @property
     def has_news(self) -> bool:
-        """Whether ``take`` has events to process."""
+        """Whether there are events that ``take`` would process."""
         return not self._news.empty()
 
     def stats(self) -> LoraStats:
@@ -279,13 +279,13 @@ class LoraAdapters(StepResource):
         yield from (lora.digest for lora in list(self._loads) if lora.digest)
         yield from reversed(self.cache.digests)
 
-    # The scheduler's hooks.
+    # Methods that the scheduler calls.
 
     def attach(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def acquire(self, request: Request, lora: LoraRequest) -> Usable:
-        """Get the adapter of a request.
+        """Get the adapter of a request, or start to load it.
 
         The adapter stays in memory from the end of its load until the request ends. The request occupies the adapter's
         slot from its start. A request that must wait is released once it can start.
@@ -317,7 +317,9 @@ class LoraAdapters(StepResource):
                 self._scheduler.release(self._users[key], Hold.LORA)
 
     def may_start(self, request: Request) -> Hold:
-        """Return NONE if the request's adapter has a slot or can get a slot now."""
+        """Return ``Hold.NONE`` if the request's adapter has a slot or can get a slot now. Otherwise return the reason
+        why the request must wait.
+        """
         lora = request.lora
         return Hold.NONE if lora is None or self.acquire(request, lora) is Usable.READY else Hold.LORA
 
@@ -331,7 +333,7 @@ class LoraAdapters(StepResource):
         self._slots.leave(request.key)
 
     def all_preempted(self) -> None:
-        """Empty all slots. Release every waiting request, so that it requests a slot again."""
+        """Empty all slots. Release every request that waits for a slot, so that the request asks for a slot again."""
         for key in self._slots.reset():
             self._scheduler.release(self._users[key], Hold.LORA)
 
@@ -361,7 +363,7 @@ class LoraAdapters(StepResource):
         self.check(adapter)
         answer: Future[HeldLora] = Future()
         if digest and digest in self.cache:
-            self.cache.add(digest, self._loaded[digest].num_bytes)  # This cancels a pending removal.
+            self.cache.add(digest, self._loaded[digest].num_bytes)  # Using the adapter cancels a pending removal.
             self._answer(Call(answer, pinned), digest)
         else:
             self._load(LoraRequest(name, path, digest)).calls.append(Call(answer, pinned))
@@ -399,7 +401,7 @@ class LoraAdapters(StepResource):
             pinned=self.cache.is_pinned(digest),
         )
 
-    # Loads.
+    # Loads of adapters, from the request for a load to its end.
 
     def _load(self, lora: LoraRequest) -> Load:
         """Return the load of ``lora`` that is in progress, or start a new one."""
@@ -417,7 +419,7 @@ class LoraAdapters(StepResource):
         future.add_done_callback(lambda done: self._put((load, done)))
 
     def _again(self, load: Load) -> None:
-        """Repeat a load, because requests or calls wait for its adapter."""
+        """Repeat a load whose adapter is missing, because requests or calls still wait for this adapter."""
         known = self._loads.get(_what(load.lora))
         if known is None:
             known = load
@@ -432,7 +434,7 @@ class LoraAdapters(StepResource):
         self._waiting[request.key] = load
 
     def _want(self, load: Load, reservation: Reservation, num_bytes: int, made: "Future[None]") -> None:
-        """Queue a load's request for cache memory. Thread-safe."""
+        """Queue the request of a load for memory in the adapter cache. Thread-safe."""
         self._put(Want(reservation, num_bytes, made, lambda: load.is_wanted))
 
     def _put(self, news: "tuple[Load, Future[LoadedLora]] | Want") -> None:
@@ -458,7 +460,7 @@ class LoraAdapters(StepResource):
             else:
                 self._hold(loaded, load)
         except NotWantedError:
-            if load.is_wanted:  # A request or a call requested the adapter meanwhile.
+            if load.is_wanted:  # While the load ended, another request or call has requested the adapter.
                 self._again(load)
         except Exception as e:
             self._fail(load, e)
@@ -468,7 +470,8 @@ class LoraAdapters(StepResource):
     def _hold(self, loaded: LoadedLora, load: Load) -> None:
         """Give a loaded adapter to the requests and calls that wait for it.
 
-        Raises the errors of ``LoraCache.add``. In that case, the workers free the adapter.
+        Raises the errors of ``LoraCache.add``. If an error is raised, this method first tells the workers to free the
+        adapter.
         """
         digest = loaded.digest
         try:
@@ -529,8 +532,8 @@ class LoraAdapters(StepResource):
             call.answer.set_exception(error)
 
     def _fail_one(self, request: Request, error: Exception) -> None:
-        """End a request with an error. An error that the adapter did not cause is an incident, and gets an incident
-        number.
+        """End a request with an error. If the adapter did not cause the error, the error is reported as an incident,
+        with an incident number.
         """
         if request.finished:
             return
@@ -543,5 +546,5 @@ class LoraAdapters(StepResource):
 
 
 def _what(lora: LoraRequest) -> LoraRequest:
-    """Return the key of a load: path and digest, without the name."""
+    """Return the reference that identifies a load: it has the path and the digest, but no name."""
     return LoraRequest("", lora.path, lora.digest)

@@ -1,4 +1,6 @@
-"""Cache of adapters in host memory, and the limit on the number of adapters that run together."""
+"""Cache of adapters in host memory, and the limit on the number of adapters that running requests use at the same
+time.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +11,7 @@ from typing import NamedTuple
 from penstock_common.errors import FailedPrecondition, NotFound, RequestFailed, ResourceExhausted
 
 RETRY_AFTER = 1.0
-"""Seconds after which clients may retry when the adapter cache is full."""
+"""Delay in seconds after which clients may retry, if the adapter cache is full."""
 
 
 @dataclass(slots=True)
@@ -26,20 +28,20 @@ class LoraCache:
     To free memory, the cache evicts the least recently used adapter that is neither in use nor pinned. If an adapter is
     removed while it is in use, it stays until the last request that uses it ends.
 
-    Before memory is allocated for an adapter, the caller must reserve the adapter's bytes. The bytes of cached adapters
-    plus the reserved bytes never exceed ``capacity``. Methods that evict adapters return the digests of the evicted
+    Before memory is allocated for an adapter, the caller must reserve the adapter's size. The size of cached adapters
+    plus the reserved size never exceeds ``capacity``. Methods that evict adapters return the digests of the evicted
     adapters. The caller must then tell the workers to free these adapters.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_bytes = 0
-        """Bytes of the cached adapters."""
+        """Size of all cached adapters in bytes."""
         self.num_reserved = 0
-        """Bytes reserved for adapters that are being loaded."""
+        """Number of bytes that are reserved for adapters that are being loaded."""
         self.num_evictions = 0
         """Number of adapters evicted since the engine started."""
-        self._held: dict[bytes, _Held] = {}  # Least recently used first.
+        self._held: dict[bytes, _Held] = {}  # The least recently used adapter is first.
 
     def __len__(self) -> int:
         return len(self._held)
@@ -49,7 +51,7 @@ class LoraCache:
 
     @property
     def full(self) -> bool:
-        """Whether another adapter of mean size would not fit without an eviction."""
+        """Whether an additional adapter, of the mean size of cached adapters, would fit only after an eviction."""
         return bool(self._held) and self.num_bytes * (1 + 1 / len(self._held)) > self.capacity
 
     @property
@@ -109,8 +111,8 @@ class LoraCache:
 
         Args:
             digest: Digest of the adapter.
-            num_bytes: Bytes of the adapter.
-            reserved: Bytes that were reserved for this adapter.
+            num_bytes: Size of the adapter in bytes.
+            reserved: Number of bytes that were reserved for this adapter.
         """
         if (held := self._held.get(digest)) is not None:
             held.leaving = False
@@ -164,8 +166,8 @@ class LoraCache:
         self._touch(digest)
 
     def release(self, digest: bytes) -> list[bytes]:
-        """Remove a user from an adapter. If the adapter has a pending removal and no more users, it is freed and its
-        digest is returned.
+        """Remove a user from an adapter. If the adapter has a pending removal and no other users, the cache frees the
+        adapter and returns its digest.
         """
         held = self._held[digest]
         if held.users == 0:
@@ -182,8 +184,8 @@ class LoraCache:
         held.leaving = held.leaving and not pinned
 
     def remove(self, digest: bytes) -> list[bytes]:
-        """Remove an adapter once it is unused. Returns the digest if the adapter is freed immediately. Does nothing if
-        the adapter is not cached.
+        """Remove an adapter when no request uses it any more. If no request uses it now, the cache frees the adapter
+        and returns its digest. Does nothing if the adapter is not cached.
         """
         held = self._held.get(digest)
         if held is None:
@@ -200,7 +202,7 @@ class LoraCache:
         return [digest]
 
 
-# Cache memory for adapters that are being loaded.
+# Reservation of memory in the cache for adapters that are being loaded.
 
 
 @dataclass(slots=True)
@@ -208,7 +210,8 @@ class Reservation:
     """The bytes that a load has reserved in the cache.
 
     Attributes:
-        number: Sequence number of the last command that workers must execute before they use these bytes.
+        number: Sequence number of the last command that workers must execute before they use the reserved memory,
+            because earlier commands free it.
         ended: Whether the load has ended and needs no more bytes.
     """
 
@@ -222,7 +225,7 @@ class NotWantedError(Exception):
 
 
 class Want(NamedTuple):
-    """A load's request for cache memory.
+    """Request of a load for memory in the adapter cache.
 
     Attributes:
         made: Future that completes when the bytes are reserved, or fails if they cannot be reserved.
@@ -236,9 +239,8 @@ class Want(NamedTuple):
 
 
 class LoraRoom:
-    """Reserves cache memory for loads, in the order in which the loads request it.
-
-    If too little memory is available, a load waits for the earlier loads, because an earlier load may fail and free its
+    """Reserves memory in the adapter cache for loads, in the order of the loads' requests. If too little memory is
+    available, a load waits until the earlier loads have ended, because an earlier load may fail and free its
     reservation.
 
     Args:
@@ -267,7 +269,7 @@ class LoraRoom:
         while self._wants:
             reservation, num_bytes, made, is_wanted = self._wants[0]
             if reservation.ended:
-                made.cancel()  # The workers have ended meanwhile.
+                made.cancel()  # The workers may have ended in the meantime.
             elif not is_wanted() and not self._cache.has_room_for(num_bytes):
                 made.set_exception(NotWantedError("no request waits for the adapter any more"))
             elif self._cache.num_reserved and self._cache.is_full_for(num_bytes):
@@ -283,8 +285,8 @@ class LoraRoom:
             self._wants.popleft()
 
 
-# Slots of adapters that run together, as a state machine. The inputs are requests that start, wait or leave. The
-# outputs are requests that may start.
+# Slots of the adapters that running requests use at the same time, as a state machine. Its inputs are requests that
+# start, wait or leave. Its outputs are requests that may start.
 
 
 @dataclass(slots=True)
@@ -295,7 +297,7 @@ class _Slot:
         running: Running requests with this adapter.
         granted: Requests that waited for the slot and may start now, but have not started yet. The slot is reserved for
             these requests.
-        closing: Whether the slot admits no more requests.
+        closing: Whether the slot admits no more requests, so that it becomes free for another adapter.
     """
 
     name: str
@@ -337,7 +339,7 @@ class LoraSlots:
     def __init__(self, max_loras: int, max_wait: float) -> None:
         self._max_loras = max_loras
         self._max_wait = max_wait
-        self._slots: dict[bytes, _Slot] = {}  # Longest active first.
+        self._slots: dict[bytes, _Slot] = {}  # The adapter that has been active for the longest time is first.
         self._lines: dict[bytes, _Line] = {}
         self._digests: dict[str, bytes] = {}
 
@@ -427,7 +429,7 @@ class LoraSlots:
         """Assign slots to waiting adapters, longest wait first, until no slot is free."""
         released: list[str] = []
         for digest, slot in self._slots.items():
-            if digest in self._lines and not slot.closing:  # The slot has opened again.
+            if digest in self._lines and not slot.closing:  # The slot of this adapter admits requests again.
                 released += self._grant(slot, self._lines.pop(digest))
         while self._lines and (len(self._slots) < self._max_loras or not self._lines.keys().isdisjoint(self._slots)):
             digest = min(self._lines, key=lambda waiting: self._lines[waiting].oldest)
@@ -451,14 +453,14 @@ class LoraSlots:
         """
         overdue = sum(line.oldest + self._max_wait <= now for line in self._lines.values())
         closing = [slot for slot in self._slots.values() if slot.closing]
-        for slot in closing[overdue:]:  # Fewer adapters are overdue now.
+        for slot in closing[overdue:]:  # Fewer adapters are overdue than before, so fewer slots must be closed.
             slot.closing = False
         if len(closing) >= overdue:
             return
         others = [(digest, slot) for digest, slot in self._slots.items() if not slot.closing and digest not in fresh]
         for digest, slot in others[: overdue - len(closing)]:
             slot.closing = True
-            for key in slot.granted:  # These requests did not start while they were allowed to.
+            for key in slot.granted:  # These requests did not start while the slot admitted them, so they wait again.
                 del self._digests[key]
             slot.granted.clear()
             if slot.empty:

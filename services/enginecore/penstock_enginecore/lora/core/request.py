@@ -11,8 +11,8 @@ from penstock_common.lora_registry import LoraAdapter
 MakeRoom: TypeAlias = "Callable[[int, Future[None]], None]"
 """Function that requests a number of bytes of ``lora.cpu_memory`` and gets a future. Thread-safe.
 
-The future completes once the workers were told to free evicted adapters. It completes on the thread that calls the
-executor. If the bytes are not available, the future fails with ResourceExhausted or FailedPrecondition.
+The future completes once the workers were told to free evicted adapters. The future completes on the thread that calls
+the executor. If so many bytes are not available, the future fails with ResourceExhausted or FailedPrecondition.
 """
 
 
@@ -42,7 +42,7 @@ class LoadedLora(msgspec.Struct, frozen=True, tag="loaded_lora"):
     Attributes:
         max_rank: Largest rank of the adapter's layers.
         modules: Names of the modules that the adapter changes.
-        num_bytes: Bytes of the adapter's matrices.
+        num_bytes: Size of the adapter's matrices in bytes.
     """
 
     digest: bytes

@@ -1,1 +1,3 @@
-"""Choice of the number of tokens to draft and to verify, from the cost of steps and the acceptance of drafts."""
+"""Choice of the number of tokens to draft and to verify, from the measured time of steps and the fraction of drafts
+that the model accepts.
+"""

@@ -52,10 +52,10 @@ class DraftPlanner(StepResource):
             self._stats, num_accepted_tokens_per_pos=self._stats.num_accepted_tokens_per_pos.copy()
         )
 
-    # Drafts that a step verifies.
+    # Choice of the drafts that a step verifies.
 
     def plan(self, requests: Sequence[Request]) -> None:
-        """Choose how many drafts of the running ``requests`` a step should verify."""
+        """Choose how many drafts of each of the running ``requests`` a step should verify."""
         self._planned = {}
         drafting = []
         num_rows = 0
@@ -67,7 +67,8 @@ class DraftPlanner(StepResource):
             return
         num_rows = min(num_rows, self._max_num_tokens)
         histories = [_history(request, self._policy, forced=request.drafts_forced) for request, _ in drafting]
-        # Forced text can be longer than drafts. States of recurrent layers are lost if a step verifies more tokens.
+        # Forced text can be longer than the maximum number of drafts. If a step verified more tokens than this maximum,
+        # states of recurrent layers would be lost.
         limits = [min(len(drafts), self._max_drafts, _room(request)) for request, drafts in drafting]
         chosen = self._policy.choose(histories, limits, num_rows, drafting=False)
         beside_prompts = num_rows > len(requests) or len(self._waiting) > self._waiting.num_held
@@ -93,8 +94,8 @@ class DraftPlanner(StepResource):
             output.add_blocks(request, block_ids)
 
     def _drafts_of(self, request: Request) -> Sequence[int]:
-        """Return the tokens to verify: text that the grammar forces, or else drafts. Sets ``drafts_forced``
-        accordingly.
+        """Return the tokens of a request to verify: tokens that the grammar forces, or else the request's drafts. Sets
+        ``drafts_forced`` of the request accordingly.
         """
         request.drafts_forced = False
         if request.max_drafts == 0 or request.status is not RequestStatus.RUNNING:
@@ -121,10 +122,12 @@ class DraftPlanner(StepResource):
                 return count, block_ids
         return max(min(left, count), 0), ()
 
-    # Drafts to make after a step.
+    # Choice of the number of tokens to draft after a step.
 
     def want(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
-        """Set the number of tokens to draft after the step. The step must be scheduled and count as computed."""
+        """Set the number of tokens to draft after the step, for each request. The step must already be scheduled, and
+        its tokens must already count as computed.
+        """
         if self.failure:
             return
         sampling = []
@@ -151,14 +154,15 @@ class DraftPlanner(StepResource):
         """Set the maximum number of drafts of a new request."""
         asked = request.sampling_params.num_speculative_tokens
         most = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        # The drafter cannot process prompts with embeddings, or prompts with media if it drafts ahead.
+        # The drafter cannot process prompts with embeddings. A drafter that drafts ahead cannot process prompts with
+        # media either.
         unread = request.prompt_embeds is not None or (request.mm_features and self._drafts_ahead)
         request.max_drafts = 0 if request.pooling_params is not None or unread else most
 
     # Results of drafting and verification.
 
     def take_drafts(self, step: SchedulerOutput, drafts: DraftTokenIds, requests: Mapping[str, Request]) -> None:
-        """Store the drafts that were made after a step whose results have arrived."""
+        """Store the drafts that a drafter made after a step, when the results of this step have arrived."""
         self.failure = self.failure or drafts.failure
         for key in step.num_drafts_wanted:
             request = requests.get(key)

@@ -1,5 +1,5 @@
-"""Choice of the number of drafts with the best throughput. It depends on the acceptance of each request's drafts, and
-on the cost of a step by its number of tokens.
+"""Choice of the number of drafts with the best throughput. The choice depends on the acceptance of each request's
+drafts, and on how the time of a step grows with its number of tokens.
 """
 
 import time
@@ -9,19 +9,21 @@ from collections.abc import Callable, Mapping, Sequence
 _SCALE_RATE = 0.05
 _PLAUSIBLE = 4.0
 _UNKNOWN = {1: 1.0, 64: 2.0}
-"""Assumed cost by number of rows, if steps were not timed. The unit is arbitrary, and additional rows are cheap."""
+"""Assumed time of a step by its number of rows (tokens), if steps were not timed. The unit is arbitrary. The values
+assume that additional rows need little time.
+"""
 
 
 class StepCost:
-    """Estimates the seconds of a step by its number of rows.
-
-    Between and beyond the sizes that were timed at start-up, the estimate is linear. A scale factor covers effects that
-    were not timed: long contexts, sampling, and other load on the machine. Each step updates the scale factor.
+    """Estimates the time of a step in seconds from its number of rows (tokens). Between and beyond the numbers that
+    were timed at start-up, the estimate is linear. A scale factor covers effects that were not timed: long contexts,
+    sampling, and other load on the machine. Each step updates the scale factor.
     """
 
     def __init__(self, points: Mapping[int, float]) -> None:
         """Args:
-        points: Seconds by number of rows. If more rows were measured as cheaper, the higher cost is used.
+        points: Measured seconds by number of rows. If a larger number of rows took less time than a smaller number, the
+            longer time is used for both.
         """
         known = sorted((points if len(points) > 1 else _UNKNOWN).items())
         self._rows = [rows for rows, _ in known]
@@ -41,8 +43,8 @@ class StepCost:
         return self._scale * self._timed(rows)
 
     def took(self, rows: int, seconds: float) -> None:
-        """Update the scale with a measured step. Steps with far more rows than were timed, and implausibly slow steps,
-        are ignored.
+        """Update the scale factor with the time of a measured step. Steps with far more rows than were timed at
+        start-up, and implausibly slow steps, are ignored.
         """
         if rows > self.most_rows:
             return
@@ -63,9 +65,9 @@ class StepCost:
 # Timing of steps at start-up.
 
 _CAREFUL_SECONDS, _MAX_SECONDS = 0.2, 0.4
-"""Two time limits in seconds. Before the first limit, each number of tokens is timed in three passes; after it, in two
-passes. After the second limit, timing stops. The first pass of each size is slow, because it enlarges buffers: with 32
-rows it takes twice as long as the second.
+"""Two time limits in seconds. Before the first limit, each number of tokens is timed in three passes; after the first
+limit, in two passes. After the second limit, timing stops. The first pass with each number of tokens is slow, because
+it enlarges buffers: with 32 tokens, the first pass takes twice as long as the second.
 """
 
 
@@ -75,16 +77,17 @@ def time_steps(
     max_len: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[int, float]:
-    """Return the seconds of forward passes by number of tokens, for as many sizes as fit into half a second.
+    """Return the time of forward passes in seconds, by number of tokens, for as many of these numbers as can be timed
+    within half a second.
 
     The engine decides by its own clock how many passes to run. Workers with shards of the same model wait for each
     other in each pass, so all workers must run the same number of passes. If each worker decided by its own clock, a
     worker could wait forever.
 
     Args:
-        fastest: Function with the arguments number of tokens and number of passes. It runs the passes and returns the
-            seconds of the fastest pass.
-        num_tokens: Numbers of tokens, in ascending order.
+        fastest: Function that gets the number of tokens and the number of passes. The function runs the passes and
+            returns the time of the fastest pass in seconds.
+        num_tokens: Numbers of tokens to time, in ascending order.
         max_len: Maximum sequence length in tokens.
         clock: Function that returns seconds.
     """
@@ -104,19 +107,21 @@ _FIRST_REST, _LONGEST_REST = 32, 512
 _SLOWEST, _QUICKEST = 0.12, 0.5
 _SHARED_RATE = 0.02
 TRIAL = 2
-"""Number of drafts in a trial, after a pause in which a request got no drafts."""
+"""Number of drafts in a trial, which comes after a rest in which a request got no drafts."""
 
 
 class Prior:
-    """Acceptance at each draft position over all requests. A new request starts with these values."""
+    """Acceptance probability at each draft position, measured over all requests. A new request starts with these
+    values.
+    """
 
     def __init__(self, num_places: int, held: float = 0.6) -> None:
         self.held = [held] * num_places
 
 
 class DraftHistory:
-    """Tracks the acceptance of one request's drafts. For each draft position, it has the probability that the draft is
-    accepted if all drafts before it are accepted.
+    """Tracks the acceptance of one request's drafts. For each draft position, the history has the probability that the
+    draft is accepted if all earlier drafts are accepted.
 
     If drafts make a request slower, the request rests, which means that it gets no drafts for 32 tokens. Then drafts
     are tried again. Each rest is twice as long as the previous rest, up to 512 tokens.
@@ -148,7 +153,7 @@ class DraftHistory:
             self.next_rest = _FIRST_REST
 
     def passed(self, num_tokens: int) -> None:
-        """Record that ``num_tokens`` tokens were generated without drafts."""
+        """Record that ``num_tokens`` tokens of the request were generated without drafts."""
         if self.rest_left:
             self.rest_left -= num_tokens
             if self.rest_left <= 0:
@@ -167,10 +172,13 @@ _FALLING_RATE = 0.5
 have other causes, such as prompts or other load on the machine.
 """
 _FADING_RATE = 0.005
-"""Decay of an estimate that is so high that nothing is drafted. After some decay, drafting is tried and measured again.
+"""Decay of an estimate of the drafting time that is so high that nothing is drafted. When the estimate has become low
+enough, drafting is tried and measured again.
 """
 _MARGIN = 1.01
-"""Minimum ratio by which drafts must increase the throughput, because estimates are not exact."""
+"""Minimum factor by which drafts must increase the expected throughput. The factor is above 1, because estimates are
+not exact.
+"""
 
 
 class DraftPolicy:
@@ -179,7 +187,8 @@ class DraftPolicy:
     The draft positions of all requests compete. The gain of a draft position is the probability that its draft and all
     drafts before it are accepted. The policy adds draft positions in order of probability, as long as the expected
     tokens per second of the step grow. With many requests, an additional row can cost as much time as its expected
-    token saves. The engine then drafts less or not at all. If ``adaptive`` is False, the limits are always used.
+    token saves. The engine then drafts less or not at all. If ``adaptive`` is False, each request always gets its
+    maximum number of drafts.
     """
 
     def __init__(self, max_drafts: int, adaptive: bool, cost: StepCost) -> None:
@@ -190,10 +199,11 @@ class DraftPolicy:
         self._seconds_per_draft = 0.0
 
     def begin(self, kind: str = "") -> DraftHistory:
-        """Return the history of a new request. ``kind`` groups drafts with a similar acceptance."""
+        """Return the history of a new request. Requests of the same ``kind`` have drafts with a similar acceptance."""
         prior = self._priors.get(kind)
         if prior is None:
-            # Forced text is almost always accepted. It is rejected only if the model tokenizes the text differently.
+            # The model almost always accepts text that a grammar forces. A rejection means that the model tokenizes the
+            # text differently.
             prior = self._priors[kind] = Prior(self._max_drafts, 0.9 if kind == "forced" else 0.6)
         return DraftHistory(prior)
 
@@ -205,7 +215,7 @@ class DraftPolicy:
         Args:
             histories: History of each request.
             limits: Maximum number of tokens for each request.
-            num_rows: Number of other rows in the step.
+            num_rows: Number of rows in the step that are not drafts.
             drafting: True if the tokens must still be drafted. False if the drafts exist, so that only verifying them
                 costs time.
         """
@@ -256,8 +266,8 @@ class DraftPolicy:
         *,
         drafting: bool,
     ) -> None:
-        """Start rests of requests that get no drafts, if drafts with certain acceptance would be chosen. Start trials
-        of requests whose rest has ended.
+        """Start the rest of each request that gets no drafts although drafts would be chosen if their acceptance were
+        certain. Start trials of requests whose rest has ended.
         """
         certain = (num_rows + 1) / (self.cost.seconds(num_rows + 1) + per_draft)
         pays = certain > _MARGIN * num_rows / self.cost.seconds(num_rows)
