@@ -244,17 +244,17 @@ NO_EXPERTS = "mtp.layers.0.mlp.experts"
         (
             "qwen3_5",
             {"mtp.fc.weight": torch.zeros(HIDDEN, HIDDEN)},
-            r"mtp\.fc\.weight is \[48, 48\] in .* \[48, 96\] by",
+            r"mtp\.fc\.weight has shape \[48, 48\] in .* requires \[48, 96\]",
         ),
         (
             "qwen3_5",
             {"mtp.embed_tokens.weight": torch.zeros(1)},
-            r"the tensor mtp\.embed_tokens\.weight, which the method does not",
+            r"the tensor mtp\.embed_tokens\.weight, which the method 'mtp' does not",
         ),
         (
             "qwen3_5",
             {"mtp.layers.1.mlp.up_proj.weight": torch.zeros(1)},
-            "have 2 MTP layers; the method serves 1; set speculative.method",
+            "have 2 MTP layers; the method 'mtp' supports 1; set speculative.method",
         ),
         ("qwen3_next", {f"{NO_EXPERTS}.2.up_proj.weight": None}, r"no tensor mtp\.layers\.0\.mlp\.experts\.2\.up_proj"),
         ("qwen3_next", {f"{NO_EXPERTS}.3.down_proj.weight": torch.zeros(2, 2)}, r"experts\.\* have different shapes"),
@@ -279,7 +279,7 @@ def test_a_checkpoint_without_the_layer_is_refused_with_a_remedy(tmp_path: Path)
 
 def test_other_models_are_refused_by_their_type(tmp_path: Path) -> None:
     save_tiny_model("llama", tmp_path)
-    with pytest.raises(ModelLoadError, match=r"a llama model; mtp serves qwen3_5_moe_text, qwen3_5_text, qwen3_next"):
+    with pytest.raises(ModelLoadError, match=r"a llama model; mtp supports qwen3_5_moe_text, qwen3_5_text, qwen3_next"):
         engine_of(tmp_path, MTP)
 
 

@@ -59,7 +59,7 @@ def _refused() -> dict[Two, Refused]:
             found[frozenset({group, way})] = Refused("a data-parallel rank needs 1")
         found[frozenset({group, Feature.SLEEP})] = Refused("sleep is not supported for ranks of a data-parallel group")
     found[frozenset({Feature.GROUP, Feature.POOLING})] = Refused("data-parallel groups need a generating model")
-    found[frozenset({Feature.EXPERTS, Feature.POOLING})] = Refused("such models are not shared yet")
+    found[frozenset({Feature.EXPERTS, Feature.POOLING})] = Refused("expert parallelism does not support this task yet")
     found[frozenset({Feature.EXPERTS, Feature.MEDIA})] = Refused(
         "experts of such models cannot be shared between ranks yet"
     )

@@ -1,5 +1,5 @@
-"""Runs an engine: ``python -m penstock_enginecore --config engine.yaml``. With ``worker`` as the first argument, runs a
-node of an engine on another host.
+"""Runs an engine: ``python -m penstock_enginecore --config engine.yaml``. With ``worker`` as the first argument, the
+program runs a node (the workers on one host) of an engine whose node 0 is on another host.
 """
 
 import os
@@ -27,7 +27,9 @@ _NODE = "Runs workers of an engine on another host. Attaches to executor.nodes.l
 
 
 def main() -> int:
-    """Return the exit code: 0 after a requested stop, 2 for an invalid configuration, 1 if loading or a step failed."""
+    """Run the program and return its exit code: 0 after a requested stop, 2 for an invalid configuration, 1 if loading
+    or a step failed.
+    """
     try:
         if sys.argv[1:2] == [WORKER]:
             _be_a_node()
@@ -52,13 +54,13 @@ def _be_an_engine() -> None:
         )
     children = Children(config_file.running.structured_output)
     use_few_arenas()
-    children.start_early()  # The child processes import their modules while this process continues.
+    children.start_early()  # Start the child processes early: they import their modules while this process continues.
     run(config_file, make_executor, partial(make_grammar_backend, children=children), _make_meets)
 
 
 def _make_meets(config: DataParallelConfig, rank: str, secret: SharedSecret | None) -> Meets:
-    """Create the connections of the data-parallel group. Imports torch only when called, so that the port is open
-    before.
+    """Create the object that connects the ranks of the data-parallel group. This function imports torch only when it is
+    called, so that the port opens before the import.
     """
     from penstock_enginecore.parallel.group_collectives import SocketLinks
 
@@ -81,6 +83,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is stopped. Skip the interpreter's teardown, in which native libraries would only report irrelevant
-    # errors.
+    # All threads and processes of the engine have stopped. Skip the interpreter's teardown, in which native libraries
+    # would only report irrelevant errors.
     os._exit(code)

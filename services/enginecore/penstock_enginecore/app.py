@@ -46,7 +46,7 @@ from penstock_enginecore.step_dump import dump_step
 from penstock_enginecore.structured_output.core.base import GrammarBackendFactory
 
 # Python runs a signal handler on the main thread, between two bytecodes. If a signal arrives just before the main
-# thread blocks in C code, the handler waits until another event wakes the thread. In an idle engine, there may be no
+# thread blocks in C code, the handler does not run until another event wakes the thread. In an idle engine, there may be no
 # such event. Therefore a thread of this module reads the wakeup file descriptor, to which the signal is written
 # immediately, whatever the main thread does.
 
@@ -80,13 +80,15 @@ def signals_handled(numbers: tuple[signal.Signals, ...], handle: Callable[[], No
 
 
 def _ignore(*_: object) -> None:
-    """Do nothing. Python writes to the wakeup file descriptor only if a Python handler is installed."""
+    """Do nothing. This handler must be installed, because Python writes a signal to the wakeup file descriptor only if
+    the signal has a Python handler.
+    """
 
 
 log = get_logger()
 
 GENERATES = ("generate", "prefix_caching", "chunked_prefill")
-"""Capabilities of a generating engine. The capabilities of a pooling engine are its tasks."""
+"""Capabilities that an engine reports if it generates text. A pooling engine reports its tasks as capabilities."""
 
 
 def run(
@@ -95,11 +97,11 @@ def run(
     make_grammars: GrammarBackendFactory | None = None,
     make_meets: MakeMeets | None = None,
 ) -> None:
-    """Serve until a shutdown after SIGTERM or SIGINT is complete.
+    """Load the model and serve requests, until a shutdown after SIGTERM or SIGINT is complete.
 
-    While the model loads, the port is open, and the health status is NOT_SERVING. The beginning of each phase is logged
-    with the seconds since the process started. A signal during loading ends the process immediately, because there are
-    no requests to drain. Raises ConfigError, ModelLoadError, or the error that ended the busy loop.
+    While the model loads, the port is open, and the health status is NOT_SERVING. At the beginning of each phase, a log
+    line has the seconds since the process started. A signal during loading ends the process immediately, because there
+    are no requests to drain. Raises ConfigError, ModelLoadError, or the error that ended the busy loop.
     """
     config = config_file.running
     configure(config.log, service="enginecore")
@@ -133,9 +135,8 @@ def build_engine(
     progress: Progress,
     inputs: MediaInputs = MediaInputs(),  # noqa: B008 - it is immutable
 ) -> EngineCore:
-    """Load the model. ``progress`` gets a message at the beginning of each phase.
-
-    Raises ConfigError and ModelLoadError, after the executor has been shut down.
+    """Load the model and return the engine. ``progress`` gets a message at the beginning of each phase. Before this
+    function raises ConfigError or ModelLoadError, it shuts the executor down.
     """
     try:
         return EngineCore(
@@ -162,8 +163,8 @@ def serve(
 ) -> None:
     """Run the busy loop of a loaded engine on this thread.
 
-    ``started`` is in monotonic seconds, for the log. ``make_meets`` and ``secret`` let a rank connect to its
-    data-parallel group. Raises ConfigError if a group is configured without ``make_meets``.
+    ``started`` is the start time of the process in monotonic seconds, for the log. ``make_meets`` and ``secret`` let a
+    rank connect to its data-parallel group. Raises ConfigError if a group is configured without ``make_meets``.
     """
     ready = describe(config, engine)
     if ready.shared_memory_id:
@@ -222,7 +223,7 @@ def _serve(
 
 
 def media_inputs(io: IoThread) -> MediaInputs:
-    """Return an object with access to the media that sessions have cached."""
+    """Return an object that measures and clears the media inputs that the engine has cached for frontends' sessions."""
     return MediaInputs(lambda: io.sessions.received.num_bytes, io.sessions.clear_media)
 
 
@@ -241,7 +242,7 @@ def _capabilities(config: EngineCoreConfig, engine: EngineCore) -> tuple[str, ..
 
 
 def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
-    """Return the names and values of all properties on which an engine's tokens depend."""
+    """Return the names and values of all properties of the engine that can change its tokens."""
     return config_of(
         config.model,
         Loaded(
@@ -258,8 +259,8 @@ def computes_of(config: EngineCoreConfig, model: ModelInfo) -> dict[str, str]:
 
 
 def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConfig, plan: StorePlan) -> BlockStore:
-    """Open a file of the disk tier, for KV blocks or states. The fingerprint of the file covers the model, the cache, the
-    states and the kernels.
+    """Open a file of the disk tier, for KV blocks or for states of recurrent layers. The fingerprint of the file covers
+    the model, the KV cache, the states and the kernels.
     """
     from penstock_enginecore.kv_transfer.disk_file import FILE_NAME, STATES_FILE_NAME, DiskFile  # torch is imported.
 
@@ -285,7 +286,7 @@ def _open_disk(config: EngineCoreConfig, model: ModelInfo, kv_cache: KVCacheConf
 
 
 def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
-    """Return the engine's identity and limits."""
+    """Return the description of the engine that frontends get: its identity and its limits."""
     model = engine.model
     computes = computes_of(config, model)
     takes_tensors = bool(model.media or model.hidden_size)
@@ -319,7 +320,7 @@ def _media(config: EngineCoreConfig, engine: EngineCore) -> dict[str, Any]:
     if not engine.model.media:
         return {}
     most = config.multimodal.limit_per_prompt
-    limits = (  # Each item has at least one position.
+    limits = (  # Each media item has at least one position in the prompt.
         MediaLimits(
             modality=each.modality,
             max_items=most.get(each.modality, engine.max_model_len),

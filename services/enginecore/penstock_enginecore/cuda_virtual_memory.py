@@ -1,4 +1,6 @@
-"""GPU memory for weights and KV cache that is freed while an engine sleeps, and mapped again at the same addresses."""
+"""GPU memory for weights and KV cache. While an engine sleeps, this memory is freed. When the engine wakes, memory is
+mapped again at the same addresses.
+"""
 
 import gc
 import logging
@@ -11,17 +13,18 @@ from penstock_common.memory import in_units
 
 
 class Driver(Protocol):
-    """Low-level calls for GPU virtual memory, for use by ``Region``.
-
-    Addresses and byte counts are multiples of ``granularity``. Every call raises MemoryError if the device has too
-    little memory, and RuntimeError after any other failure.
+    """Low-level calls for GPU virtual memory, for use by ``Region``. All addresses and sizes are multiples of
+    ``granularity`` bytes. Every call raises MemoryError if the device has too little memory, and RuntimeError after any
+    other failure.
     """
 
     device: torch.device
     granularity: int
 
     def reserve(self, num_bytes: int) -> int:
-        """Reserve an address range of ``num_bytes`` and return its start. This uses no device memory."""
+        """Reserve an address range of ``num_bytes`` bytes and return its start. A reserved range uses no device
+        memory.
+        """
 
     def free(self, address: int, num_bytes: int) -> None:
         """Free a reserved address range. No memory may be mapped in it."""
@@ -30,13 +33,13 @@ class Driver(Protocol):
         """Allocate device memory and return its handle."""
 
     def release(self, handle: int) -> None:
-        """Free the memory of a handle. It may not be mapped at any address."""
+        """Free the device memory of a handle. The memory must not be mapped at any address."""
 
     def map(self, address: int, num_bytes: int, handle: int) -> None:
         """Map the memory of ``handle`` at ``address``, for reading and writing."""
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Unmap memory after the device has finished its queued work."""
+        """Wait until the device has finished its queued work, then unmap the memory."""
 
     def tensor(self, address: int, num_bytes: int) -> torch.Tensor:
         """Return a uint8 tensor ``[num_bytes]`` at ``address``. At least its first byte must be mapped."""
@@ -55,7 +58,7 @@ class CudaDriver:
             raise RuntimeError(f"the CUDA bindings cannot be imported: {e}") from e
         self._cuda: Any = driver
         self.device = device
-        torch.cuda.synchronize(device)  # Creates the CUDA context that the calls below need.
+        torch.cuda.synchronize(device)  # This call creates the CUDA context that the calls below need.
         location = driver.CUmemLocation()
         location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         location.id = device.index or 0
@@ -99,8 +102,8 @@ class CudaDriver:
         return torch.as_tensor(_Memory(address, num_bytes), device=self.device)
 
     def _done(self, answer: tuple[Any, ...]) -> Any:
-        """Return the value that a driver call returned after its status. Raises an error if the status reports a
-        failure.
+        """Return the value after the status in the results of a driver call, or None if there is no such value. Raises
+        an error if the status reports a failure.
         """
         status, *values = answer
         results = self._cuda.CUresult
@@ -141,12 +144,12 @@ class Region:
         self.num_bytes = _whole(num_bytes, driver.granularity)
         self._address = driver.reserve(self.num_bytes)
         self._handles: list[int] = []
-        """Handles of the chunks that have memory, in order."""
+        """Handles of the chunks of the region that have device memory, in the order of addresses."""
         self._memory: torch.Tensor | None = None
 
     @property
     def mapped_bytes(self) -> int:
-        """Number of bytes that have memory, counted from the start of the region."""
+        """Number of bytes of the region that have device memory, counted from the start of the region."""
         return min(len(self._handles) * self._chunk, self.num_bytes)
 
     @property
@@ -170,15 +173,16 @@ class Region:
             self._unmap_from(had)
             raise
         if self._memory is None:
-            with torch.inference_mode(False):  # The tensor can then be written to inside and outside inference mode.
+            # A tensor that is created outside inference mode can be written to inside and outside this mode.
+            with torch.inference_mode(False):
                 self._memory = self._driver.tensor(self._address, self.num_bytes)
 
     def unmap(self) -> None:
-        """Free all memory and keep the addresses."""
+        """Free all device memory of the region, but keep its address range."""
         self._unmap_from(0)
 
     def close(self) -> None:
-        """Free the memory and the addresses. The region's tensor must not be used afterwards."""
+        """Free the device memory and the address range. The region's tensor must not be used afterwards."""
         self.unmap()
         self._memory = None
         self._driver.free(self._address, self.num_bytes)
@@ -207,8 +211,8 @@ def _whole(count: int, unit: int) -> int:
     return -(-max(count, 1) // unit) * unit
 
 
-# Weights and KV cache whose device memory is freed while an engine sleeps, and is mapped at the same addresses after
-# that.
+# Weights and KV cache of an engine that can sleep. During the sleep, their device memory is freed. After the sleep, memory is
+# mapped at the same addresses.
 #
 # Captured CUDA graphs contain these addresses, so an engine can replay its graphs after it wakes.
 
@@ -222,7 +226,7 @@ class KeptMemory:
     """State machine for the weights and KV caches of one worker across sleep and wake.
 
     Args:
-        give_back: Function that makes the device's allocator return its unused memory to the device.
+        give_back: Function that makes torch's memory allocator return unused memory to the device.
         chunk: Number of bytes that are allocated or freed in one call.
     """
 
@@ -239,7 +243,7 @@ class KeptMemory:
     def move_in(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move the memory of ``tensors`` into a region, one chunk at a time. May be called only once.
 
-        All other tensors of this process that share the memory are moved as well.
+        All other tensors of this process that share memory with ``tensors`` are moved as well.
         """
         sizes = _storages(tensors, self._driver.device)
         if not sizes:
@@ -286,7 +290,7 @@ class KeptMemory:
         """Map the weights' memory again. Returns False if the weights must be read from the checkpoint.
 
         After reading the weights, the caller must call ``weights_are_read``. Raises MemoryError if the device has too
-        little memory. In that case, the weights stay asleep.
+        little memory. In that case, the weights stay without device memory.
         """
         if self._weights is None or self.weights == "here":
             return True
@@ -303,7 +307,7 @@ class KeptMemory:
 
     def wake_cache(self) -> None:
         """Map the caches' memory again and fill it with zeros. Raises MemoryError if the device has too little memory.
-        In that case, the caches stay asleep.
+        In that case, the caches stay without device memory.
         """
         if self.cache == "here":
             return
@@ -321,14 +325,15 @@ class KeptMemory:
         self.cache = "here"
 
     def close(self) -> None:
-        """Free all memory and addresses. The tensors must not be used afterwards."""
+        """Free all device memory and address ranges. The tensors of weights and caches must not be used afterwards."""
         for region in (*self._caches, *([] if self._weights is None else [self._weights])):
             region.close()
         self._caches.clear()
         self._weights = self._host = None
 
     def _copy_of(self, region: Region) -> torch.Tensor:
-        # Page-locked memory would be faster, but torch rounds it up to a power of two and never frees it.
+        # Copies to page-locked host memory would be faster, but torch rounds its size up to a power of two and never
+        # frees it.
         host = torch.empty(region.num_bytes, dtype=torch.uint8)
         host.copy_(region.memory)
         logger.info("copied weights to host memory: %s", in_units(region.num_bytes))
@@ -346,7 +351,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int
 
 
 def _lying_in(addresses: Iterable[int]) -> dict[int, list[torch.Tensor]]:
-    """Return all tensors of this process whose storage begins at one of ``addresses``, grouped by address."""
+    """Return all tensors of this process whose storage begins at one of ``addresses``, grouped by this address."""
     found: dict[int, list[torch.Tensor]] = {address: [] for address in addresses}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided and thing.device.type != "meta":

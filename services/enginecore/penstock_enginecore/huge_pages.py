@@ -9,8 +9,8 @@ _HUGE_PAGE = 2 * 1024 * 1024
 
 
 def huge_empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return an uninitialized CPU tensor ``[*shape]``, on huge pages if the system has them and the tensor fills at least
-    one.
+    """Return an uninitialized CPU tensor ``[*shape]``, on huge pages if the operating system has huge pages and the
+    tensor fills at least one of them.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize
@@ -18,5 +18,6 @@ def huge_empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE, 0, size // _HUGE_PAGE * _HUGE_PAGE)  # the last page would not be full
+        # use normal pages for the rest, because the last huge page would not be full
+        memory.madvise(mmap.MADV_HUGEPAGE, 0, size // _HUGE_PAGE * _HUGE_PAGE)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)

@@ -1,4 +1,4 @@
-"""Returning of freed memory to the operating system while an engine is idle."""
+"""Return of freed memory to the operating system while an engine is idle."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,27 +8,29 @@ from typing import Protocol
 from penstock_common import memory as allocator
 
 _LOOK = 0.5
-"""Seconds between two checks of the engine."""
+"""Time between two checks whether the engine is idle, in seconds."""
 _WORTH_IT = 64 * 1024 * 1024
-"""Minimum number of freed bytes to return. For fewer bytes, the page faults of the next step would cost too much."""
+"""Minimum number of freed bytes that are returned. For fewer bytes, the page faults in the next step would take too
+much time for the gain.
+"""
 
 
 class Loop(Protocol):
     """The attributes of a BusyLoop that ``IdleMemory`` reads from another thread."""
 
     last_step_time: float
-    """Time at which the last step ended."""
+    """Time at which the engine's last step ended."""
 
     @property
     def has_work(self) -> bool:
-        """Whether the engine has something to do."""
+        """Whether the engine has requests or events to process."""
 
 
 class IdleMemory:
     """Returns freed memory to the operating system. ``look`` must be called periodically.
 
-    Memory is returned if the engine was idle in two consecutive checks. Since memory was last returned, the engine must
-    also have run a step or dropped tensors of frontends.
+    Memory is returned only under two conditions. The engine was idle in two consecutive checks. Since the last return
+    of memory, the engine has run a step or dropped tensors that frontends had sent.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class IdleMemory:
         free_bytes: Callable[[], int] = allocator.free_bytes,
         give_back: Callable[[], None] = allocator.give_back_free,
     ) -> None:
-        """Create the check. ``num_drops`` returns how often unused tensors of frontends were dropped."""
+        """Create the check. ``num_drops`` returns how often the engine has dropped unused tensors that frontends had
+        sent.
+        """
         self._loop = loop
         self._num_drops = num_drops
         self._free_bytes = free_bytes
@@ -47,7 +51,9 @@ class IdleMemory:
         self._seen = self._done = self._state()
 
     def look(self) -> None:
-        """Check the engine, and return freed memory if the conditions are met and enough memory is freed."""
+        """Check whether the engine is idle. Return freed memory to the operating system if the conditions of this class
+        are met and the amount is worth it.
+        """
         last, self._seen = self._seen, self._state()
         if self._loop.has_work or last != self._seen or self._seen == self._done:
             return

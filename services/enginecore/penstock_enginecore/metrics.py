@@ -21,8 +21,8 @@ _C, _G, _H, _S = CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, 
 
 
 def _memory(worker: WorkerStats) -> dict[tuple[str, str], int]:
-    """Return bytes by kind of memory. If the device has its own memory, the total and used bytes of the device are
-    included.
+    """Return the number of bytes of each kind of memory. If the device has its own memory, the result includes the
+    total and the used memory of the device.
     """
     device = {"total": worker.total_memory, "used": worker.used_memory} if worker.total_memory else {}
     kinds = {**device, "weights": worker.weight_bytes, "kv_cache": worker.kv_cache_bytes}
@@ -68,7 +68,7 @@ _TIMES = (
 
 
 def worker_families(labels: Sequence[str], workers: Sequence[WorkerStats]) -> Iterator[Metric]:
-    """Yield the metrics of workers. ``labels`` are the engine's label values."""
+    """Yield the metrics of workers. ``labels`` are the label values of the engine."""
     ranked = [([*labels, str(worker.rank)], worker) for worker in workers]
     replaying = [(values, worker.graphs) for values, worker in ranked if worker.total_memory]
     for table, sources in ((_UP, ranked), (_GRAPHS, replaying), (_TIMES, ranked)):
@@ -97,7 +97,7 @@ _STATE = (
 
 
 class EngineCollector(Collector):
-    """Reads the engine's statistics at each scrape, so that steps have no extra cost."""
+    """Collector that reads the engine's statistics at each scrape, so that metrics take no time in steps."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ _GROUP_STATE = (
 
 
 def group_families(state: GroupState, target_size: int, ready: EngineReady) -> Iterator[Metric]:
-    """Yield the metrics of the group to which the engine ``ready`` belongs."""
+    """Yield the metrics of the data-parallel group to which the engine ``ready`` belongs."""
     target = Reading(
         _G,
         "penstock:group_target_ranks",

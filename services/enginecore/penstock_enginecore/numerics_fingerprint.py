@@ -1,9 +1,9 @@
 """Names and values of all properties on which an engine's tokens depend. Engines of one model with equal values form
 one variant.
 
-Limits, block sizes, threads, devices and kernels are left out. If a request moves to an engine where these differ, it
-continues with the same tokens, up to floating-point rounding. File paths are also left out, so a copy of a checkpoint
-in another directory counts as the same checkpoint.
+Limits, block sizes, threads, devices and kernels are left out. If a request moves to an engine where these properties
+differ, the request continues with the same tokens, up to floating-point rounding. File paths are also left out, so a
+copy of a checkpoint in another directory counts as the same checkpoint.
 """
 
 import hashlib
@@ -25,7 +25,9 @@ from penstock_enginecore.config import ModelConfig
 _NOT_COMPUTED_WITH = frozenset(
     {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "id2label", "label2id"}
 )
-"""Keys of config.json that never change a token. The compute dtype has a separate key."""
+"""Keys of config.json whose values never change a token. The fingerprint has the dtype of the computation under another
+key.
+"""
 _PIECE = 4096
 _PIECES = 64
 _MAX_VALUE = 200
@@ -41,9 +43,9 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
         max_len: Maximum sequence length in tokens, before the limit is lowered to fit the available memory.
         eos_token_ids: Tokens that end an output.
         enable_in_reasoning: Whether constraints also apply to the model's reasoning.
-        tensor_parallel_size: Number of partial sums, which changes their rounding.
+        tensor_parallel_size: Number of ranks whose partial sums are added. This number changes the rounding of sums.
         cache_dtype: The dtype of the KV cache, or "auto" for the model's dtype.
-        batch_invariant: Whether the kernels sum in a fixed order.
+        batch_invariant: Whether the kernels add numbers in an order that does not depend on the batch.
     """
 
     dtype: str
@@ -61,11 +63,11 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
 
     Weights are identified by the names, dtypes and shapes of all tensors, and by 4 KiB from the middle of each tensor.
     This identification distinguishes different trainings of a model, and does not depend on how the weights are split
-    into files. It takes milliseconds, because the files were read just before.
+    into files. Computing it takes milliseconds, because the files were read just before.
     """
     values = _settings(config, loaded)
     folder = _folder(config)
-    if folder is None:  # There are no checkpoint files to read.
+    if folder is None:  # The checkpoint's folder does not exist, so no file can be read.
         return values | {"weights": config.path}
     if (
         folder.parent.name == "snapshots"
@@ -123,7 +125,8 @@ def _folder(config: ModelConfig) -> Path | None:
         return None
     try:
         file = huggingface_hub.try_to_load_from_cache(config.path, "config.json", revision=config.revision or None)
-    except huggingface_hub.errors.HFValidationError:  # The path is not a valid id of the hub.
+    # The path is neither a folder nor a valid id of the Hugging Face hub.
+    except huggingface_hub.errors.HFValidationError:
         return None
     return Path(file).parent if isinstance(file, str) else None
 
@@ -145,8 +148,8 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield a description and a piece of each tensor in a file. For a file without a header, yield pieces of the
-    complete file.
+    """Yield a description and a piece of the bytes of each tensor in a file. For a file without a safetensors header,
+    yield pieces of the complete file.
     """
     with opened_input(file) as opened:
         if file.suffix != ".safetensors":
@@ -166,7 +169,7 @@ def _tensors(folder: Path, file: Path) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str]:
-    """Return hashes of the other files that affect the computation."""
+    """Return hashes of the files other than weights that affect the computation."""
     patterns = {"code": ("*.py",) if config.trust_remote_code else (), "pooling": _POOLING_FILES if pooling else ()}
     return {
         key: _digest(*(part for file in files for part in (file.name.encode(), read_input(file))))
@@ -176,8 +179,8 @@ def _files(folder: Path, config: ModelConfig, *, pooling: bool) -> dict[str, str
 
 
 def _rotary_length(model: Mapping[str, Any], length: int) -> str:
-    """Return the effect of the served length on rotary scaling (see ``models/rope.py``), or ``""`` if there is no
-    effect.
+    """Return a text that differs if two served lengths lead to different rotary scaling (see ``models/rope.py``).
+    Return ``""`` if the served length has no effect.
     """
     found = model.get("rope_parameters") or model.get("rope_scaling") or {}
     for scaling in (found, *found.values()):
@@ -195,7 +198,7 @@ def _short(text: str) -> str:
 
 
 def _digest(*parts: bytes) -> str:
-    """Return a hash that also covers the boundaries of the parts."""
+    """Return a hash of all parts. The hash also covers the length of each part."""
     hashed = hashlib.blake2b(digest_size=8)
     for part in parts:
         hashed.update(len(part).to_bytes(8, "little"))

@@ -16,9 +16,8 @@ log = get_logger()
 
 
 def load_plugins(wanted: Sequence[str] | None) -> list[str]:
-    """Call the plugins with these names, or all installed plugins for None. Return the names.
-
-    Raises ConfigError if a name is not installed, or if a plugin raises an error.
+    """Call the plugins with these names, or all installed plugins if ``names`` is None. Return the names of the called
+    plugins. Raises ConfigError if a plugin is not installed, or if a plugin raises an error.
     """
     installed = {point.name: point for point in entry_points(group=GROUP)}
     names = sorted(installed) if wanted is None else list(wanted)

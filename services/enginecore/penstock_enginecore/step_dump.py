@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats, *, config: ErrorDumpConfig) -> None:
     """Write a failed step to a JSON file, if a directory is configured. A failed write is logged.
 
-    The file has ids, counts and blocks. It has users' tokens only if ``include_tokens`` is set.
+    The file has ids, counts and block tables. The file contains users' tokens only if ``include_tokens`` is set.
     """
     if not config.directory:
         return
@@ -34,7 +34,8 @@ def dump_step(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStat
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_private(path, json.dumps(dump, indent=1).encode())
-    except OSError as e:  # Only log this error, because the step's own error is more important.
+    # Log an error of the write and do not raise it, because the error of the step is more important.
+    except OSError as e:
         logger.error("error_dump.directory: the dump of the failed step cannot be written to %s: %s", path, e)
     else:
         logger.error("wrote the scheduler output of the failed step to %s", path)

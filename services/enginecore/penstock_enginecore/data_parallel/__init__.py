@@ -1,1 +1,1 @@
-"""A rank of a data-parallel group, and its metrics."""
+"""Data-parallel groups: an engine as one rank of a group, and the metrics of the rank."""

@@ -19,7 +19,7 @@ name, and the secret that authenticates ranks.
 
 
 class EngineRank:
-    """An engine's rank: the group driver, and the rank's registration at the coordinator."""
+    """Data-parallel rank of an engine: the group driver, and the rank's registration with the coordinator."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class EngineRank:
 
     @property
     def registration(self) -> GroupRegistration:
-        """The rank's registration, with its current state."""
+        """Registration of the rank with the coordinator, including the rank's current state."""
         return GroupRegistration(
             size=self._config.size,
             min_size=self._config.min_size,

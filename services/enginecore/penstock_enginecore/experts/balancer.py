@@ -13,15 +13,20 @@ from penstock_enginecore.experts.layer import SpreadExperts
 from penstock_enginecore.experts.placement import Placement
 
 # Placement policy that balances the load of ranks. The policy is stateless and deterministic. First, the experts with
-# the highest load get the spare slots, with at most one replica per rank. Then replicas are assigned to ranks, highest
-# load first. A replica stays on its rank, except if that rank would be overloaded. In that case, the replica is
+# the highest load get the spare slots, with at most one replica on each rank. Then replicas are assigned to ranks,
+# highest load first. A replica stays on its rank, except if that rank would be overloaded. In that case, the replica is
 # assigned to the rank with the least load. Finally, the rank with the highest load swaps experts with other ranks.
-# DeepSeek's EPLB replicates and packs in the same way, but ignores current placements.
+# DeepSeek's EPLB (expert parallelism load balancer) replicates and assigns experts in the same way, but ignores the
+# current placement.
 
 _SLACK = 1.04
-"""Maximum load of a rank, as a multiple of the mean load, with which the rank keeps its experts."""
+"""Limit for the load of a rank, as a multiple of the mean load. Up to this limit, the rank keeps its current
+experts.
+"""
 _WORTH = 0.05
-"""Minimum improvement of the balance for which weights are moved."""
+"""Minimum increase of the balance (mean load divided by highest load). If the increase is smaller, no weights are
+moved.
+"""
 
 
 class Move(msgspec.Struct, frozen=True):
@@ -34,7 +39,8 @@ class Move(msgspec.Struct, frozen=True):
 
 
 def balance(counts: Sequence[int], experts: Sequence[int], size: int) -> float:
-    """Return the mean load of all ranks divided by the highest load of a rank. Return 1 if there are no tokens.
+    """Return the balance: the mean load of all ranks divided by the highest load of a rank. Return 1 if there are no
+    tokens.
 
     ``counts`` has the number of tokens of each expert. ``experts`` has the expert in each slot of ``size`` ranks. The
     load of an expert is divided equally among its replicas.
@@ -63,8 +69,8 @@ def rebalanced(counts: Sequence[int], experts: Sequence[int], size: int) -> tupl
 def moves_between(before: Placement, after: Placement, layer: int) -> list[Move]:
     """Return the moves of a layer, in order of slots.
 
-    If the receiving rank already has the expert in another slot, the receiving rank is the source. If several other
-    ranks have the expert, they are used as sources in turn.
+    If the receiving rank already has the expert in another slot, the receiving rank itself is the source. If several
+    other ranks have the expert, they are used as sources in turn.
     """
     old, new = before.physical[layer], after.physical[layer]
     sources: dict[int, list[int]] = {}
@@ -92,7 +98,7 @@ def _rank_loads(counts: Sequence[int], experts: Sequence[int], size: int) -> lis
 
 
 def _replicas(counts: Sequence[int], num_slots: int, size: int) -> list[int]:
-    """Return the number of slots of each expert. Each spare slot is given to the expert with the most tokens per
+    """Return the number of slots that each expert gets. Each spare slot goes to the expert with the most tokens per
     replica.
     """
     replicas = [1] * len(counts)
@@ -107,7 +113,7 @@ def _replicas(counts: Sequence[int], num_slots: int, size: int) -> list[int]:
 
 
 def _pack(counts: Sequence[int], replicas: Sequence[int], held: Sequence[set[int]], slots: int) -> list[list[int]]:
-    """Return the experts of each rank."""
+    """Assign the replicas of experts to ranks, and return the experts of each rank."""
     size = len(held)
     limit = _SLACK * sum(counts) / size
     loads, packed = [0.0] * size, [[] for _ in range(size)]  # type: tuple[list[float], list[list[int]]]
@@ -164,15 +170,16 @@ def _in_their_slots(own: Sequence[int], before: Sequence[int]) -> list[int]:
     return [left.pop(0) if expert is None else expert for expert in placed]
 
 
-# Transfer of experts' weights between ranks.
+# Transfer of the weights of experts between ranks.
 
 
 class ExpertMoves:
     """Moves experts from their current placement to ``after``, layer by layer. All ranks call ``step`` between the same
     steps.
 
-    Received weights are buffered until a layer is complete. Until then, steps use the old placement. Then all ranks
-    write the weights into their slots and switch to the new placement between the same two steps.
+    Received weights stay in a buffer until all weights of a layer have arrived. Until then, steps use the old
+    placement. Then all ranks write the weights into their slots and switch to the new placement between the same two
+    steps.
     """
 
     def __init__(self, experts: SpreadExperts, after: Placement, bytes_per_step: int) -> None:
@@ -194,9 +201,7 @@ class ExpertMoves:
 
     def step(self) -> int:
         """Transfer some experts of a layer. Returns the number of new experts that this rank computes from the next
-        step on.
-
-        Raises CollectiveBroken. In that case, the old placement of the layer stays valid.
+        step on. If CollectiveBroken is raised, the old placement of the layer stays valid.
         """
         if self.done:
             return 0
@@ -264,11 +269,13 @@ class ExpertBalancer:
         self._steps = 0
         self._moves: ExpertMoves | None = None
         self.balance = 1.0
-        """Mean number of tokens per rank divided by the highest number, averaged over layers, in the last window."""
+        """Mean number of tokens per rank divided by the highest number of a rank, averaged over layers, in the last
+        window of steps.
+        """
 
     def after_step(self) -> int:
-        """Count the step, and move experts if necessary. Return the number of experts that moved to this rank. This
-        rank computes them from the next step on. Raises CollectiveBroken.
+        """Count the tokens of a step, and move experts if necessary. Return the number of experts that moved to this
+        rank, which computes them from the next step on. Raises CollectiveBroken.
         """
         if not self._config.window:
             return 0
@@ -276,7 +283,8 @@ class ExpertBalancer:
             num_arrived = self._moves.step()
             if self._moves.done:
                 self._moves = None
-                self._experts.routed()  # Drop counts that partly belong to the old placement.
+                # Drop the token counts of this window, because some of them belong to the old placement.
+                self._experts.routed()
             return num_arrived
         self._steps += 1
         if self._steps % self._config.window == 0:

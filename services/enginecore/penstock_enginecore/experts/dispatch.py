@@ -1,4 +1,6 @@
-"""Dispatch methods, selected by name. They send tokens to the ranks that have the tokens' experts."""
+"""Dispatch methods, which send tokens to the ranks that have the tokens' experts. A setting selects the method by
+name.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,12 +23,12 @@ A row of the output depends only on its own state and slot.
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """Tokens of one rank at a layer.
+    """Tokens of one rank at the input of a layer of experts, with the experts that the router chose.
 
     Attributes:
-        states: ``[tokens, hidden]``.
-        slots: int64 ``[tokens, top]``: slots of the chosen experts, numbered over all ranks.
-        weights: ``[tokens, top]``: weights of the chosen experts in the sum.
+        states: ``[tokens, hidden]``: hidden states.
+        slots: int64 ``[tokens, top]``: slots of the ``top`` chosen experts, numbered over all ranks.
+        weights: ``[tokens, top]``: weights with which the outputs of the chosen experts are summed.
     """
 
     states: torch.Tensor
@@ -36,8 +38,8 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Ranks of a group. ``counts`` has the number of tokens of each rank, and ``slots`` is the number of slots per
-    rank.
+    """Ranks of a group. ``counts`` has the number of tokens of each rank in this step, and ``slots`` is the number of
+    slots per rank.
     """
 
     group: GroupCollectives
@@ -46,11 +48,13 @@ class Ranks:
 
 
 class Dispatch(Protocol):
-    """Dispatch method. All ranks call the method for the same layers of the same steps."""
+    """Method that sends tokens to the ranks with their experts. All ranks call the method for the same layers of the
+    same steps.
+    """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
-        """Return the weighted sums of this rank's tokens, ``[tokens, hidden]``. ``compute`` is called once, with pairs
-        of tokens and experts from all ranks.
+        """Return the weighted sum of the experts' outputs for each token of this rank, ``[tokens, hidden]``.
+        ``compute`` is called once, with pairs of tokens and experts from all ranks.
         """
 
 
@@ -58,8 +62,8 @@ _DISPATCHES: dict[str, Callable[[], Dispatch]] = {}
 
 
 def register_dispatch(name: str, make: Callable[[], Dispatch]) -> None:
-    """Register a value of ``expert_parallel.dispatch``. A method with the same name is replaced. Plugins call this
-    function.
+    """Register a dispatch method under a name, which is then a value of ``expert_parallel.dispatch``. A method with the
+    same name is replaced. Plugins call this function.
     """
     _DISPATCHES[name] = make
 
@@ -74,8 +78,8 @@ def make_dispatch(name: str) -> Dispatch:
 def in_routing_order(received: torch.Tensor, ranks_of_pairs: torch.Tensor) -> torch.Tensor:
     """Return the received outputs ``[pairs, hidden]`` as ``[tokens, top, hidden]``.
 
-    Outputs arrive sorted by rank, and for each rank in the order of tokens and chosen experts. ``ranks_of_pairs`` is
-    int64 ``[tokens, top]``.
+    The received outputs are sorted by rank, and for each rank they are in the order of tokens and chosen experts.
+    ``ranks_of_pairs``, int64 ``[tokens, top]``, has the rank that computed each pair.
     """
     outputs = torch.empty_like(received)
     outputs[torch.argsort(ranks_of_pairs.flatten(), stable=True)] = received
@@ -89,10 +93,9 @@ _WORD = 8
 
 
 class AllGather:
-    """Dispatch that gathers states and routing of all tokens.
-
-    The output of each pair of token and expert is sent back unchanged. The rank of the token computes the weighted sum
-    of the outputs. Results are therefore bit-identical to those of a single rank with all experts.
+    """Dispatch method in which every rank gathers the states and routing of all tokens. The output of each pair of
+    token and expert is sent back unchanged to the token's rank. The rank of the token computes the weighted sum of the
+    outputs. Results are therefore bit-identical to those of a single rank with all experts.
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
@@ -109,7 +112,7 @@ class AllGather:
 
 
 class ReduceScatter:
-    """Dispatch that gathers states, routing and weights of all tokens.
+    """Dispatch method in which every rank gathers the states, routing and weights of all tokens.
 
     Each rank computes the weighted sum of its experts' outputs for each token, and sends back one row per token. The
     rank of the token adds the rows of all ranks. Results equal those of a single rank up to rounding.
@@ -122,7 +125,7 @@ class ReduceScatter:
         tokens, positions = own.nonzero(as_tuple=True)
         outputs = compute(states[tokens], slots[tokens, positions] % ranks.slots)
         sums = states.new_zeros(states.shape)
-        for position in range(slots.shape[1]):  # A token occurs at most once per position.
+        for position in range(slots.shape[1]):  # In one column of the routing, each token occurs at most once.
             here = positions == position
             sums[tokens[here]] += (outputs[here] * weights[tokens[here], position, None]).to(sums.dtype)
         count = counts[group.rank]
@@ -154,9 +157,9 @@ register_dispatch("reduce_scatter", ReduceScatter)
 
 
 class AllToAll:
-    """Dispatch that gathers only the routing, and sends each token's state once to each rank with experts of the token.
-
-    As with ``AllGather``, outputs are sent back unchanged, so results are bit-identical to those of a single rank.
+    """Dispatch method in which every rank gathers only the routing of all tokens, and sends each token's state once to
+    each rank that has one of the token's experts. As with ``AllGather``, outputs are sent back unchanged, so results
+    are bit-identical to those of a single rank.
     """
 
     def __call__(self, routed: Routed, ranks: Ranks, compute: Compute) -> torch.Tensor:
@@ -170,7 +173,7 @@ class AllToAll:
         receive = [int(part.sum()) for part in torch.split(comes, list(counts))]
         states = group.all_to_all_rows(routed.states[goes.T.nonzero()[:, 1]], send, receive)
         tokens, positions = here.nonzero(as_tuple=True)
-        rows = comes.cumsum(0) - 1  # Row of each token among the received states.
+        rows = comes.cumsum(0) - 1  # Index of each token's row among the received states.
         outputs = compute(states[rows[tokens]], slots[tokens, positions] % ranks.slots)
         back = [int(part.sum()) for part in torch.split(here, list(counts))]
         come = torch.bincount(holders.flatten(), minlength=group.size).tolist()

@@ -1,4 +1,4 @@
-"""Experts of a rank across changes of its data-parallel group."""
+"""Experts that a rank keeps when the members of its data-parallel group change."""
 
 import logging
 import threading
@@ -68,22 +68,24 @@ def _layer(held: Sequence[Sequence[int]], num_experts: int) -> tuple[int, ...]:
 
 
 def _once_each(rank: Sequence[int]) -> list[int]:
-    """Return a rank's experts. If an expert occurs twice, its second slot becomes ``EMPTY``."""
+    """Return a rank's experts. If an expert occurs more than once, all its slots except the first become ``EMPTY``."""
     return [EMPTY if expert in rank[:slot] else expert for slot, expert in enumerate(rank)]
 
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 8
-"""Number of experts that are read together. While they are copied into slots, these experts are in memory twice."""
+"""Number of experts that are read from the checkpoint at a time. While these experts are copied into slots, they are in
+memory twice.
+"""
 
 
 @dataclass(slots=True)
 class _Prepared:
     """Placement for the next group.
 
-    ``aside`` has packed experts, by layer and expert, which only need to be copied into slots. They were read while
-    another group served, or were replaced in their slots during that time.
+    ``aside`` is the buffer with packed experts, by layer and expert, which only need to be copied into slots. These
+    experts were read while another group served, or were replaced in their slots during that time.
     """
 
     placement: Placement
@@ -92,13 +94,14 @@ class _Prepared:
 
 
 class GroupExperts:
-    """Experts of this rank across groups (see ``SharedExperts``). Before the first group, the rank has no experts.
+    """Experts that this rank keeps from one group to the next (see ``SharedExperts``). Before the first group, the rank
+    has no experts.
 
     Ranks exchange lists of the experts that they have. Therefore no rank needs to know how the previous group ended,
-    even if experts were being moved or ranks are new. A rank reads missing experts from the checkpoint. If no group
-    serves, the rank reads the experts into its slots. While a group serves, the slots belong to that group, so the rank
-    reads the experts into a buffer. If an expert is replaced in a slot, but the next group needs it in that slot, the
-    rank also copies the expert to the buffer.
+    even if the group was moving experts at that time or some ranks are new. A rank reads missing experts from the
+    checkpoint. If no group serves, the rank reads the experts into its slots. While a group serves, the slots belong to
+    that group, so the rank reads the experts into a buffer. If an expert is replaced in a slot, but the next group
+    needs it in that slot, the rank also copies the expert to the buffer.
     """
 
     def __init__(self, experts: SpreadExperts, reader: ExpertReader, config: ExpertParallelConfig) -> None:
@@ -137,7 +140,7 @@ class GroupExperts:
                     raise CollectiveBroken("a later group is already being prepared")
                 before, serving = self.num_read, self.spread.joined
                 self._prepared[epoch] = (
-                    prepared  # Set this first, so that experts that are replaced from now on are kept.
+                    prepared  # Set this first, so that ``_keep`` saves experts that are replaced from now on.
                 )
                 try:
                     for layer in self.spread.layers:
@@ -197,8 +200,8 @@ class GroupExperts:
     def _fetch(
         self, prepared: _Prepared, layer: DispatchedExperts, given_up: Callable[[], bool], *, aside: bool
     ) -> None:
-        """Read the experts that are missing in the layer's slots. Read them into the slots, or into the buffer if
-        ``aside``.
+        """Read the experts that are missing in the layer's slots. If ``aside``, read these experts into the buffer
+        instead of the slots.
         """
         wanted = prepared.placement.held(prepared.rank, layer.layer)
         lacking = [(slot, expert) for slot, expert in enumerate(wanted) if layer.held[slot] != expert]

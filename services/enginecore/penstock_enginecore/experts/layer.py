@@ -1,4 +1,4 @@
-"""Layer of experts of which this rank has only some, and models whose experts are distributed over ranks."""
+"""Layer that has only some of a model's experts on this rank, and models whose experts are distributed over ranks."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,9 @@ from penstock_enginecore.parallel.group_collectives import GroupCollectives
 
 @dataclass(slots=True)
 class Membership:
-    """Membership of this rank in a group. ``counts`` has the number of tokens of each rank in the current step."""
+    """Membership of this rank in a group: the group's collectives, the placement of experts, and the dispatch method.
+    ``counts`` has the number of tokens of each rank in the current step.
+    """
 
     group: GroupCollectives
     placement: Placement
@@ -44,8 +46,8 @@ class Membership:
         self._tables.pop(layer, None)
 
     def _table(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the slots of each expert ``[experts, most replicas]``, and the number of slots of each expert
-        ``[experts]``.
+        """Return a table with the slots of each expert ``[experts, most replicas]``, and the number of slots of each
+        expert ``[experts]``.
         """
         if layer not in self._tables:
             replicas = self.placement.replicas(layer)
@@ -58,7 +60,7 @@ class Membership:
 MAX_TOKENS = 2048
 """Maximum number of tokens of a rank in one dispatch. Longer steps are split, to limit the size of gathered tensors."""
 EMPTY = -1
-"""Content of a slot without an expert."""
+"""Value that stands for no expert in lists of the experts in slots."""
 
 
 class DispatchedExperts(torch.nn.Module):
@@ -71,10 +73,10 @@ class DispatchedExperts(torch.nn.Module):
         layer: Number of the layer of experts.
         num_experts: Number of experts in the model's layer.
         experts: Module of the replaced class, with one expert per slot of this rank.
-        held: Expert in each slot, or ``EMPTY``.
+        held: Number of the expert in each slot, or ``EMPTY``.
 
     Attributes:
-        routed: Number of tokens of this rank by expert, since the last reset.
+        routed: Number of this rank's tokens that were routed to each expert, since the last reset.
     """
 
     has_routed_experts = True
@@ -90,7 +92,9 @@ class DispatchedExperts(torch.nn.Module):
         self.hold(held)
 
     def hold(self, held: Sequence[int]) -> None:
-        """Set the expert in each slot. ``held`` has an expert number for each slot, or ``EMPTY`` for an unused slot."""
+        """Record which expert is in each slot, without changing weights. ``held`` has an expert number for each slot,
+        or ``EMPTY`` for an unused slot.
+        """
         self.held = tuple(held)
         self._own_slots = torch.full((self._num_experts,), EMPTY)
         for slot, expert in enumerate(held):
@@ -137,11 +141,11 @@ class DispatchedExperts(torch.nn.Module):
         self.hold([*self.held[:slot], expert, *self.held[slot + 1 :]])
 
     def join(self, membership: Membership | None) -> None:
-        """Use this group for later steps. If ``membership`` is None, compute without a group."""
+        """Use this group for later steps. If ``membership`` is None, later steps compute without a group."""
         self._membership = membership
 
     def slot_memory(self, slot: int) -> list[torch.Tensor]:
-        """Return the memory of the expert in a slot of this rank, as writable bytes uint8 ``[n]``."""
+        """Return the memory of a slot of this rank as tensors of writable bytes, uint8 ``[n]``."""
         experts: Any = self.experts
         if hasattr(experts, "slot_memory"):
             memory: list[torch.Tensor] = experts.slot_memory(slot)
@@ -155,7 +159,9 @@ class DispatchedExperts(torch.nn.Module):
         return getattr(experts, "layout", "") or ", ".join(str(weight.dtype) for weight in experts.parameters())
 
     def take_part(self) -> None:
-        """Take part in a step in which this rank has no tokens. Raises RuntimeError if the layer has never run."""
+        """Compute tokens of other ranks in a step in which this rank has no tokens. Raises RuntimeError if the layer
+        has never run.
+        """
         if self._none is None:
             raise RuntimeError(f"the expert layer {self.layer} has never run, so the shape of its tokens is unknown")
         self._dispatch(*self._none)
@@ -163,8 +169,9 @@ class DispatchedExperts(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the experts. The inputs are ``[tokens, hidden]``, ``[tokens, top]`` and ``[tokens, top]``, and the
-        output is ``[tokens, hidden]``. Raises CollectiveBroken.
+        """Return the weighted sum of the outputs of each token's experts, ``[tokens, hidden]``. The inputs are the
+        states ``[tokens, hidden]``, and the chosen experts and their weights, each ``[tokens, top]``. Raises
+        CollectiveBroken.
         """
         if self._none is None:
             self._none = hidden_states[:0], top_k_index[:0], top_k_weights[:0]
@@ -206,20 +213,23 @@ _COUNT = struct.Struct("<q")
 
 
 class SpreadExperts:
-    """Dispatched layers of a model, in order. All ranks of a group call the same methods between the same steps."""
+    """All layers of a model whose experts are distributed over ranks, in order. All ranks of a group call the same
+    methods between the same steps.
+    """
 
     def __init__(self, layers: Sequence[DispatchedExperts], dispatch: str) -> None:
-        """Prepare the layers. Raises ConfigError if ``dispatch`` is unknown."""
+        """Prepare the layers for the dispatch method ``dispatch``. Raises ConfigError if this method is unknown."""
         self.layers = tuple(layers)
         self._dispatch = make_dispatch(dispatch)
         self._membership: Membership | None = None
         self.leaving: Callable[[DispatchedExperts, int], None] = lambda *_: None
-        """Callback with a layer and a slot, whose expert is about to be replaced while the group serves."""
+        """Function that is called with a layer and a slot before the expert in this slot is replaced while the group
+        serves.
+        """
 
     def join(self, group: GroupCollectives, placement: Placement) -> None:
-        """Use this group, from the next step on.
-
-        The slots must already have the experts that this rank has in ``placement``. Raises ValueError otherwise.
+        """Use this group from the next step on. The slots must already have the experts that ``placement`` assigns to
+        this rank. Raises ValueError otherwise.
         """
         for layer in self.layers:
             wanted = placement.held(group.rank, layer.layer)
@@ -230,12 +240,12 @@ class SpreadExperts:
         self._set(Membership(group, placement, self._dispatch))
 
     def leave(self) -> None:
-        """Compute without a group from now on."""
+        """Leave the group. From now on, the layers compute without a group."""
         self._set(None)
 
     @property
     def group(self) -> GroupCollectives:
-        """The current group. Raises RuntimeError without a group."""
+        """The current group. Raises RuntimeError if there is no group."""
         return self._in_group().group
 
     def place(self, layer: int, experts: Sequence[int]) -> None:
@@ -253,7 +263,7 @@ class SpreadExperts:
 
     @property
     def joined(self) -> bool:
-        """Whether there is a group."""
+        """Whether this rank is in a group."""
         return self._membership is not None
 
     def begin_step(self, num_tokens: int) -> Sequence[int]:
@@ -267,8 +277,8 @@ class SpreadExperts:
         return counts
 
     def take_part(self) -> Sequence[int]:
-        """Take part in a step in which this rank has no tokens. Call this instead of ``begin_step`` and the layers.
-        Returns the token count of each rank.
+        """Compute tokens of other ranks in a step in which this rank has no tokens. Call this method instead of
+        ``begin_step`` and the layers. Returns the token count of each rank.
 
         Raises CollectiveBroken.
         """
@@ -291,7 +301,9 @@ class SpreadExperts:
             self._set(membership)
 
     def routed(self) -> torch.Tensor:
-        """Return and reset this rank's tokens by layer and expert, int64 ``[layers, experts]``."""
+        """Return the number of this rank's tokens by layer and expert, int64 ``[layers, experts]``, and reset these
+        numbers to 0.
+        """
         counts = torch.stack([layer.routed for layer in self.layers])
         for layer in self.layers:
             layer.routed = torch.zeros_like(layer.routed)
@@ -309,5 +321,5 @@ class SpreadExperts:
 
 
 def dispatched_layers(module: PreTrainedModel) -> list[DispatchedExperts]:
-    """Return the dispatched layers of a model that was loaded for a group."""
+    """Return the layers of a model that dispatch tokens to ranks. The model must have been loaded for a group."""
     return [child for child in module.modules() if isinstance(child, DispatchedExperts)]

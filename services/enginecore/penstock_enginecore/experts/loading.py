@@ -1,5 +1,5 @@
-"""Partial loading of a checkpoint. All weights except experts are read before the rank's number is known. Single
-experts are read later.
+"""Partial loading of a checkpoint. All weights except experts are read before the number of the rank is known. Single
+experts are read later, when the rank needs them.
 """
 
 import re
@@ -23,20 +23,21 @@ from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import first_line, weights_progress
 from penstock_enginecore.models.quantization.weights import StoredTensor, open_tensors
 
-# Modules of experts that can be distributed over ranks, by transformers' own plan.
+# Modules of experts that can be distributed over ranks. transformers' own plan for expert parallelism names these
+# modules.
 
 _DISPATCHED = "ep_dispatch_experts"
 _SHARED_OUT = "grouped_gemm"
-"""Value in the plan for weights of experts modules. These weights have one row per expert, and a rank has some of the
-rows.
+"""Value in transformers' plan that marks weights of experts modules. These weights have one row per expert, and a rank
+has some of the rows.
 """
 
 
 def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """Return the modules of experts by name, in order.
 
-    Raises ModelLoadError, with the model's name, if there is no plan, if layers have different numbers of experts, or
-    if the experts are not supported.
+    Raises ModelLoadError, with the model's name, if transformers has no plan for the model, if layers have different
+    numbers of experts, or if the experts are not supported.
     """
     model_name = type(module).__name__
     plan: Mapping[str, str] = getattr(module, "_ep_plan", None) or {}
@@ -67,7 +68,7 @@ def expert_modules(module: PreTrainedModel) -> dict[str, torch.nn.Module]:
 
 
 def num_experts_of(experts: torch.nn.Module) -> int:
-    """Return the number of experts with weights in ``experts``."""
+    """Return the number of experts whose weights are in the module ``experts``."""
     return len(next(experts.parameters(recurse=False)))
 
 
@@ -88,7 +89,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class _Rows:
-    """Rows of a tensor in a file, one row per expert. A row is read on access."""
+    """Tensor in a file that has one row for each expert. A row is read from the file only when it is accessed."""
 
     def __init__(self, tensor: StoredTensor, rows: Sequence[int]) -> None:
         self._tensor = tensor
@@ -110,9 +111,9 @@ class ExpertShare:
     """Part of a model that a rank reads before it joins a group: all weights except experts, and the first expert of
     each layer.
 
-    The first expert is read into every slot, so that the computation of experts can be checked. ``slots`` returns the
-    number of slots per rank for a number of experts. Raises ModelLoadError if the experts cannot be distributed, and
-    the errors of ``slots``.
+    The first expert is read into every slot, so that the computation of experts can be checked. The function ``slots``
+    returns the number of slots per rank for a given number of experts. Raises ModelLoadError if the experts cannot be
+    distributed, and the errors of ``slots``.
     """
 
     def __init__(
@@ -131,8 +132,8 @@ class ExpertShare:
         self._index = {_layer_of(name): index for index, name in enumerate(self.names)}
 
     def tensors(self, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
-        """Return the tensors in the files for a model that was created in ``made_small``. The number of an expert is
-        the number of its slot.
+        """Return the tensors in the files for a model that was created in ``made_small``. In the names of the result,
+        the number of an expert is the number of its slot.
         """
         held = (0,) * self.slots
         found: dict[str, Any] = {}
@@ -170,7 +171,7 @@ class ExpertShare:
             experts.__init__ = whole
 
     def install(self, module: PreTrainedModel) -> list[DispatchedExperts]:
-        """Replace the experts modules of a small model by layers that dispatch tokens."""
+        """Replace the experts modules of a model that was created in ``made_small`` by layers that dispatch tokens."""
         layers = []
         for index, name in enumerate(self.names):
             held = (0,) * self.slots
@@ -179,7 +180,9 @@ class ExpertShare:
         return layers
 
     def _layer(self, name: str, tensor: StoredTensor) -> int | None:
-        """Return the layer to whose experts a tensor belongs, or None."""
+        """Return the number of the layer to whose experts a tensor belongs, or None if the tensor does not belong to
+        experts.
+        """
         layer = self._index.get(_layer_of(name))
         if layer is None or _ONE_EXPERT.fullmatch(name):
             return layer
@@ -189,7 +192,9 @@ class ExpertShare:
 
 
 def _in_slots(name: str, tensor: StoredTensor, held: Sequence[int]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an experts tensor for the ``held`` experts, with the names of the parts in the small model."""
+    """Yield the parts of a tensor of experts that belong to the ``held`` experts, with the names of the parts in the
+    model with fewer experts.
+    """
     single = _ONE_EXPERT.fullmatch(name)
     if single is None:
         yield name, _Rows(tensor, held)
@@ -227,7 +232,7 @@ class ExpertReader:
     def read(self, layer: int, experts: Sequence[int]) -> dict[str, torch.Tensor]:
         """Return the weights of these experts of a layer, ``[len(experts), ...]``, by name in the experts module.
 
-        Raises ModelLoadError if the files do not contain them or can no longer be read.
+        Raises ModelLoadError if the files do not contain these weights or can no longer be read.
         """
         module = self._skeleton.get_submodule(self._share.names[layer])
         whole = dict(module.named_parameters(recurse=False))
@@ -257,7 +262,7 @@ def _untold(_: str) -> None:
     """Ignore progress messages. Reading a few experts is fast, and transformers would log a progress bar for each read."""
 
 
-# Number of slots for the loaded model.
+# Choice of the number of slots per rank when a model is loaded.
 
 
 class SharedModel:
@@ -282,7 +287,9 @@ class SharedModel:
         return self._share
 
     def _slots(self, num_experts: int) -> int:
-        """Return the number of slots per rank with which the smallest group can have all experts."""
+        """Return the number of slots per rank: the configured number, or the number that a group of the minimum size
+        needs for all experts.
+        """
         sizes, slots = self._config.data_parallel, self._config.expert_parallel.slots
         if sizes.size > num_experts:
             raise ConfigError(
@@ -294,14 +301,16 @@ class SharedModel:
 
 
 def check_shared(config: EngineCoreConfig, device: torch.device, task: str) -> None:
-    """Raise ConfigError if expert parallelism does not support this engine."""
+    """Raise ConfigError if expert parallelism does not support the device, task or executor of this engine."""
     if device.type != "cpu":
         raise ConfigError(
             f"expert_parallel.enabled is true and model.device is {device.type!r}, but expert parallelism is only "
             "supported on CPUs"
         )
     if task != "generate":
-        raise ConfigError(f"expert_parallel.enabled is true, but the task is {task}; such models are not shared yet")
+        raise ConfigError(
+            f"expert_parallel.enabled is true, but the task is {task}; expert parallelism does not support this task yet"
+        )
     if config.executor.resolved_kind != "uniproc":
         raise ConfigError(
             f"expert_parallel.enabled is true and executor.kind is {config.executor.kind!r}; it must be 'uniproc'"

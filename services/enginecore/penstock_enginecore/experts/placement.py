@@ -1,4 +1,4 @@
-"""Placement of experts on ranks."""
+"""Placement of a model's experts in the slots of a group's ranks."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -18,7 +18,7 @@ class Placement(msgspec.Struct, frozen=True):
     num_experts: int
     size: int
     slots: int
-    """Number of slots of a rank in a layer."""
+    """Number of slots that each rank has in a layer."""
     physical: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
@@ -35,8 +35,8 @@ class Placement(msgspec.Struct, frozen=True):
 
     @classmethod
     def even(cls, num_layers: int, num_experts: int, size: int, slots: int) -> Self:
-        """Return a placement that assigns the experts in order to the slots of all ranks, repeatedly. Raises
-        ConfigError.
+        """Return a placement that assigns the experts in order to the slots of all ranks, and starts again with the
+        first expert until all slots are used. Raises ConfigError.
         """
         check_slots(num_experts, size, slots)
         layer = tuple(slot % num_experts for slot in range(size * slots))
@@ -65,7 +65,7 @@ def fewest_slots(num_experts: int, size: int) -> int:
 
 
 def check_slots(num_experts: int, size: int, slots: int) -> None:
-    """Check that all experts fit into ``size`` ranks with ``slots`` slots each. Raise ConfigError, with the limit, if
+    """Check that all experts fit into ``size`` ranks with ``slots`` slots each. Raises ConfigError, with the limit, if
     there are too few slots, or if a rank would need the same expert twice.
     """
     if size > num_experts:

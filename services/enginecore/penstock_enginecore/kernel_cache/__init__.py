@@ -1,1 +1,1 @@
-"""Cache of Triton kernels that are compiled in advance, also for GPUs that are not present."""
+"""Cache of Triton kernels that are compiled in advance. The GPUs for which they are compiled need not be present."""

@@ -1,4 +1,4 @@
-"""Compile Triton kernels for GPUs, which need not be present, or check that they are compiled."""
+"""Program that compiles Triton kernels for GPUs, which need not be present, or checks that the kernels are compiled."""
 
 import argparse
 import os
@@ -43,7 +43,7 @@ def main() -> int:
         args.directory.mkdir(parents=True, exist_ok=True)
     failed = False
     for shape in args.shapes:
-        for capability in args.capabilities:  # Triton supports only one capability per process
+        for capability in args.capabilities:  # in one process, Triton can compile for only one compute capability
             alone = [*sys.argv[1:], "--one", "--shapes", shape, "--capabilities", str(capability)]
             command = [sys.executable, "-m", "penstock_enginecore.kernel_cache", *alone]
             failed |= subprocess.run(command, check=False).returncode != 0  # noqa: S603 - this program

@@ -1,6 +1,5 @@
-"""Advance compilation of Triton's launcher, a C module that Triton otherwise compiles at its first run.
-
-Container images lack the compiler that this needs.
+"""Advance compilation of Triton's launcher, a C module that Triton otherwise compiles when a kernel first runs.
+Container images lack the C compiler that this compilation needs.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ def build_driver_module() -> Path:
     include, libraries = (str(Path(nvidia.__path__[0]) / name) for name in ("include", "lib"))
     with tempfile.TemporaryDirectory() as folder:
         _stand_in(Path(folder))
-        with contextlib.suppress(ImportError):  # loading the module needs a GPU driver
+        with contextlib.suppress(ImportError):  # the module cannot be loaded here, because loading needs a GPU driver
             compile_module_from_src(source, _NAME, [libraries, folder], [include], [_LIBRARY])
     found = sorted(Path(knobs.cache.dir).glob(f"*/{_NAME}*.so"))
     if not found:
@@ -35,7 +34,7 @@ def build_driver_module() -> Path:
 
 
 def _stand_in(folder: Path) -> None:
-    """Create an empty library with the name of the driver's library."""
+    """Create an empty library with the name of the GPU driver's library, so that the linker finds this name."""
     empty = folder / "empty.c"
     empty.touch()
     compiler = os.environ.get("CC", "cc")

@@ -1,11 +1,11 @@
-"""Counts of kernels that were compiled in advance or when needed."""
+"""Numbers of kernels that were found in the cache, and of kernels that had to be compiled while the engine ran."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Lookups:
-    """Kernels that were ``found`` in the cache, and kernels that were ``compiled``."""
+    """Number of kernels that were ``found`` in the cache, and number of kernels that were ``compiled``."""
 
     found: int = 0
     compiled: int = 0

@@ -10,8 +10,8 @@ from penstock_enginecore.kernel_cache.lookups import Lookups
 
 
 def open_cache(path: str, device: torch.device) -> Lookups | None:
-    """Look up kernels for ``device`` in the directory ``path`` from now on. Raises ConfigError if ``path`` is not a
-    directory.
+    """Make Triton look up kernels for ``device`` in the directory ``path`` from now on. Returns the numbers of found
+    and compiled kernels. Raises ConfigError if ``path`` is not a directory.
 
     Returns None if ``path`` is empty, the device is not a GPU, or Triton is not installed.
     """
@@ -21,7 +21,7 @@ def open_cache(path: str, device: torch.device) -> Lookups | None:
         raise ConfigError(f"kernels.cache is {path!r}, which is not a directory on this machine")
     if importlib.util.find_spec("triton") is None:
         return None
-    # Triton is imported only if there is a device for its kernels.
+    # Import Triton only here, because a process without a GPU does not need it.
     from penstock_enginecore.kernel_cache.two_layer_cache import use_cache
 
     return use_cache(Path(path))

@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SMALL_VOCAB = 512
-"""Vocabulary size of the model that is loaded for compilation. Kernels that read logits are compiled separately."""
+"""Vocabulary size of the model that is loaded for compilation. Kernels that read logits are compiled separately, for
+the real vocabulary size.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Shape of a model's layer and its ``vocab``. The model is a Llama, or a Qwen 3, which has norms of queries and
-    keys.
+    """Sizes of a model's layer and of its vocabulary (``vocab``). The model is a Llama, or a Qwen 3, which has norms of
+    queries and keys.
     """
 
     hidden: int
@@ -24,7 +26,9 @@ class Shape:
     max_len: int = 32_768
 
     def write(self, directory: Path) -> Path:
-        """Write a checkpoint of one layer without weights, for ``model.load_format: dummy``. Returns the directory."""
+        """Write the files of a checkpoint with one layer and without weights, for ``model.load_format: dummy``. Returns
+        the directory of the files.
+        """
         architecture = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
         config = {
             "architectures": [architecture],
@@ -52,4 +56,4 @@ SHAPES = {
     "qwen3-32b": Shape(5120, 64, 8, 128, 25_600, 151_936, "qwen3"),
     "tiny": Shape(64, 4, 2, 16, 128, 512, max_len=2048),
 }
-"""Shapes by name. ``tiny`` is for tests."""
+"""Known shapes by name. The shape ``tiny`` is for tests."""

@@ -1,4 +1,6 @@
-"""Triton cache with two layers: kernels compiled in advance, which are never written, and kernels compiled when needed."""
+"""Triton cache with two layers: a read-only directory with kernels that were compiled in advance, and a directory with
+kernels that were compiled when needed.
+"""
 
 import json
 import logging
@@ -16,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class LayeredCache(FileCacheManager):  # type: ignore[misc]
-    """Triton cache that looks in ``shipped`` first and then in Triton's own directory. Both have one folder per key.
-
-    Hits and misses are counted per group of files, because each kernel is a group.
+    """Triton cache that looks in the directory ``shipped`` first and then in Triton's own directory. Both directories
+    have one folder for each key. Hits and misses are counted by group of files, because the files of one kernel are a
+    group.
     """
 
     shipped: ClassVar[Path]
@@ -31,12 +33,14 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
         self.key = key
 
     def get_file(self, filename: str) -> str | None:
-        """Return the path of a file, or None."""
+        """Return the path of a file in one of the two directories, or None if neither has the file."""
         before = self._before / filename
         return str(before) if before.is_file() else self._own().get_file_here(filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Return the paths of a group by name, wherever the group was compiled, or None."""
+        """Return the paths of a group's files by name, from the directory that has the group, or None if neither has
+        it.
+        """
         group = self._shipped_group(filename)
         if group is None:
             group = super(LayeredCache, self._own()).get_group(filename)
@@ -51,12 +55,12 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
         return str(super(LayeredCache, self._own()).put(data, filename, binary))
 
     def get_file_here(self, filename: str) -> str | None:
-        """Return the path of a file in Triton's own directory, or None."""
+        """Return the path of a file in Triton's own directory, or None if this directory does not have the file."""
         found: str | None = super().get_file(filename)
         return found
 
     def _own(self) -> "LayeredCache":
-        """Return this cache after creating its folder in Triton's own directory."""
+        """Create the folder of this cache's key in Triton's own directory, and return this cache."""
         if not self._has_place:
             super().__init__(*self._arguments)
             self._has_place = True
@@ -72,7 +76,7 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
 
 
 def use_cache(shipped: Path) -> Lookups:
-    """Make Triton look in ``shipped`` first, from now on in this process.
+    """From now on in this process, make Triton look for kernels in the directory ``shipped`` first.
 
     Triton still compiles into its own directory, or into a temporary directory if that directory is not writable.
     """

@@ -1,4 +1,4 @@
-"""Compilation of the fused decoder's kernels for a shape, by launching the steps of an engine."""
+"""Compilation of the fused decoder's kernels for a model shape, by launching the kernels of an engine's steps."""
 
 import logging
 import tempfile
@@ -32,7 +32,7 @@ from penstock_enginecore.lora.adapter import BLANK, LoraSegment
 from penstock_enginecore.lora.device_slots import SlotLimits
 from penstock_enginecore.models.loader import load_model
 
-# Launches that only compile kernels. The GPU may be absent.
+# Kernel launches that only compile the kernel. The GPU need not be present.
 
 _WARP = 32
 
@@ -54,8 +54,8 @@ class _Driver:
 
 
 class _NoProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which matrix products into buffers are skipped, because their results are not needed and take minutes on
-    a CPU.
+    """Torch mode that skips matrix products into buffers, because the results are not needed and the products take
+    minutes on a CPU.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,11 +66,9 @@ class _NoProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def compile_only(capability: int) -> Iterator[None]:
-    """Return a context in which launches with tensors on the CPU only compile the kernel, as for a GPU of this
-    ``capability``.
-
-    A capability of 90 means 9.0. Outputs are unchanged. Use it only once per process, because Triton caches compiled
-    kernels for all GPUs.
+    """Return a context in which kernel launches with tensors on the CPU only compile the kernel, for a GPU of this
+    compute ``capability``. A value of 90 means capability 9.0. Launches do not change their output tensors. Use the
+    context only once per process, because Triton caches compiled kernels for all GPUs together.
     """
     launch = KernelInterface.__getitem__
 
@@ -93,7 +91,7 @@ _BLOCK_SIZE = 16
 _FLOAT8_FROM = 89
 _SLOTS = SlotLimits(max_loras=1, max_rank=16)
 _PROMPTS = ((24,), (512,), (1024,), (1023,), (300, 301), (700, 1, 1))
-"""New tokens per request of steps that are not decodes."""
+"""Number of new tokens of each request, for each compiled step that is not a decode step."""
 
 
 @torch.inference_mode()
@@ -113,8 +111,8 @@ def warm(
         capability: Compute capability, for example 90 for 9.0.
         dtype: The dtype of weights and activations.
         sizes: Request counts of decode steps, or empty for all captured sizes.
-        float8_cache: Whether to compile for an fp8 cache, too, if GPUs of this capability support it.
-        lora: Whether to compile for adapters too, for a ``lora.max_lora_rank`` that is a multiple of 16.
+        float8_cache: Whether to compile also for an fp8 KV cache, if GPUs of this capability support it.
+        lora: Whether to compile also for LoRA adapters, for every ``lora.max_lora_rank`` that is a multiple of 16.
     """
     caches = [None, FLOAT8] if float8_cache and capability >= _FLOAT8_FROM else [None]
     with tempfile.TemporaryDirectory() as folder:

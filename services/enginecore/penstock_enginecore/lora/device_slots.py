@@ -271,7 +271,7 @@ class DeviceSlots:
         """
         wanted = frozenset(digests)
         if len(wanted) > self._count:
-            raise ValueError(f"a step has {len(wanted)} adapters, and there are slots for {self._count}")
+            raise ValueError(f"a step has {len(wanted)} adapters, but there are only {self._count} slots")
         fresh = {}
         for digest in dict.fromkeys(digests):
             if digest in self._slots:

@@ -120,7 +120,7 @@ class Patterns:
             # Put this pattern first, because the error names the first pattern if the process is killed.
             answer = self._ask(key, list(dict.fromkeys([pattern, *others])), name, around)
         if answer.wrong:
-            raise self._refused(key, f"this is no regular expression, {answer.wrong}", pattern[:100])
+            raise self._refused(key, f"this is not a valid regular expression: {answer.wrong}", pattern[:100])
         return answer.found.get(name)
 
     def _out_of_bounds(self, key: str, pattern: str) -> LoraError | None:

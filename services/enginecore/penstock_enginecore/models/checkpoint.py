@@ -51,8 +51,8 @@ def check_shapes(directory: Path, make: Callable[[], PreTrainedModel], where: st
 def mismatch(where: str, name: str, found: Iterable[int], wanted: Iterable[int]) -> str:
     """Return the error text for a tensor whose shape differs from the shape of the model's parameter."""
     return (
-        f"{where}: tensor {name} has shape {list(found)} in the files, but {list(wanted)} by config.json; the "
-        "files do not belong to this configuration: take both from the same version of the checkpoint"
+        f"{where}: tensor {name} has shape {list(found)} in the files, but config.json requires "
+        f"{list(wanted)}; files and config.json do not belong together: take both from the same version of the checkpoint"
     )
 
 

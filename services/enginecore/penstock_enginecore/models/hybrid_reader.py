@@ -176,7 +176,9 @@ class _HybridReader(_RecurrentReader):
             self.expect(rotary, "RotaryEmbedding", ())
         attentions = [layer.self_attn for layer in base.layers if getattr(layer, "self_attn", None) is not None]
         if [call.module for call in calls] != attentions or not attentions:
-            raise UnsuitableError("the model's layers have no attention, or are not called in order")
+            raise UnsuitableError(
+                "the model has no attention layers, or does not call them in the order in which it lists them"
+            )
         kinds = {each: UNROTATED if rotary is None else rotary_variant(rotary, each) for each in attentions}
         variants, by_module = sorted(set(kinds.values())), {call.module: call for call in calls}
 
@@ -300,7 +302,9 @@ class _BlockReader(_RecurrentReader):
         self.expect(base, "Model", ("embeddings", "layers", "norm_f"))
         attentions = [block.mixer for block in base.layers if block.block_type == "full_attention"]
         if [call.module for call in calls] != attentions or not attentions:
-            raise UnsuitableError("the model's layers have no attention, or are not called in order")
+            raise UnsuitableError(
+                "the model has no attention layers, or does not call them in the order in which it lists them"
+            )
         by_module = {call.module: call for call in calls}
         layers: list[LayerPlan] = []
         blocks = list(base.layers)

@@ -250,7 +250,9 @@ def config_max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
     """
     length = longest_sequence(hf_config, config.max_model_len) or config.max_model_len
     if length is None:
-        raise ModelLoadError(f"the configuration of {config.path!r} names no maximum length; set model.max_model_len")
+        raise ModelLoadError(
+            f"the configuration of {config.path!r} has no maximum sequence length; set model.max_model_len"
+        )
     return int(length)
 
 

@@ -110,7 +110,7 @@ class PlanReader:
         """Return the plan of a model. ``calls`` are the attention calls of one forward pass, in order."""
         base, layers = self._base, _own_layers(self._base)
         if [call.module for call in calls] != [layer.self_attn for layer in layers]:
-            raise UnsuitableError("the model's layers are not called in order")
+            raise UnsuitableError("the model does not call its layers in the order in which it lists them")
         self.expect(base.rotary_emb, "RotaryEmbedding", ())
         kinds = [rotary_variant(base.rotary_emb, layer.self_attn) for layer in layers]
         variants = sorted(set(kinds))
@@ -164,10 +164,10 @@ class PlanReader:
             raise UnsuitableError("the model clips queries, keys and values")
         (_, num_heads, head_size), num_kv_heads = call.query.shape, call.key.shape[1]
         if call.value.shape[1:] != (num_kv_heads, head_size):
-            raise UnsuitableError(f"in {name}, values differ in size from keys")
+            raise UnsuitableError(f"in {name}, the head size of values differs from the head size of keys")
         qkv = tuple(self.linear(getattr(attention, projection)) for projection in projections)
         if sum(each.out_features for each in qkv) != head_size * (num_heads * (1 + names.gated) + 2 * num_kv_heads):
-            raise UnsuitableError(f"the projections of {name} do not match its heads")
+            raise UnsuitableError(f"the sizes of the projections of {name} do not match its number and size of heads")
         query_norm, key_norm = (self.norm(getattr(attention, norm, None)) for norm in names.norms)
         return AttentionPlan(
             qkv=qkv,

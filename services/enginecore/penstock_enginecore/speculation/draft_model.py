@@ -132,7 +132,7 @@ def check_vocabulary(model: Path, drafter: Path) -> None:
         if ours.get(token_id) != theirs.get(token_id):
             raise ModelLoadError(
                 f"speculative.model is {str(drafter)!r}, but its token {token_id} is {_said(theirs.get(token_id))} and the "
-                f"model's is {_said(ours.get(token_id))}; the draft model must have the model's vocabulary"
+                f"model's is {_said(ours.get(token_id))}; the draft model must have the same vocabulary"
             )
 
 

@@ -126,18 +126,20 @@ def read_mtp(target: Any, tensors: Mapping[str, torch.Tensor]) -> MtpHead:
     tensors = _merged(tensors)
     layers = {int(found.group(1)) for name in tensors if (found := _LAYER.match(name))}
     if layers - {0}:
-        raise ModelLoadError(f"the files have {max(layers) + 1} MTP layers; the method serves 1; {_OTHER}")
+        raise ModelLoadError(f"the files have {max(layers) + 1} MTP layers; the method 'mtp' supports 1; {_OTHER}")
     head = MtpHead(target, has_experts=_DENSE not in tensors)
     places = {name: list(parameter.shape) for name, parameter in head.named_parameters()}
     for name in sorted(places.keys() - tensors.keys()):
         raise ModelLoadError(f"the files have no tensor {_PREFIX}{name}; take them from the checkpoint's author")
     for name in sorted(tensors.keys() - places.keys()):
-        raise ModelLoadError(f"the files have the tensor {_PREFIX}{name}, which the method does not know; {_OTHER}")
+        raise ModelLoadError(
+            f"the files have the tensor {_PREFIX}{name}, which the method 'mtp' does not know; {_OTHER}"
+        )
     for name, shape in places.items():
         if (own := list(tensors[name].shape)) != shape:
             raise ModelLoadError(
-                f"the tensor {_PREFIX}{name} is {own} in the files, but {shape} by "
-                "config.json; take both from the same version of the checkpoint"
+                f"the tensor {_PREFIX}{name} has shape {own} in the files, but config.json "
+                f"requires {shape}; take both from the same version of the checkpoint"
             )
     head.load_state_dict(tensors, assign=True)
     return head.eval().requires_grad_(False)
@@ -197,7 +199,7 @@ def load_mtp(
     where = f"speculative.method is 'mtp', and model.path is {config.model.path!r}"
     module, kind = model.module, model.module.config.model_type
     if kind not in SERVED:
-        raise ModelLoadError(f"{where}, a {kind} model; mtp serves {', '.join(SERVED)}; {_OTHER}")
+        raise ModelLoadError(f"{where}, a {kind} model; mtp supports {', '.join(SERVED)}; {_OTHER}")
     if config.model.load_format == "dummy":
         raise ModelLoadError(f"{where}, but model.load_format is 'dummy', which reads no MTP layer; set it to 'auto'")
     progress(f"loading the MTP layer of {config.model.path}")

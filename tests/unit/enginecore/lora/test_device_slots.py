@@ -48,7 +48,7 @@ def test_a_slot_is_free_when_its_adapter_is_gone() -> None:
 
 def test_more_adapters_than_slots_are_refused() -> None:
     slots = DeviceSlots(2)
-    with pytest.raises(ValueError, match="a step has 3 adapters, and there are slots for 2"):
+    with pytest.raises(ValueError, match="a step has 3 adapters, but there are only 2 slots"):
         slots.begin_step([A, B, C])
     assert A not in slots
 

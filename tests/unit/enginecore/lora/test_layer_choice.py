@@ -182,7 +182,7 @@ def test_what_is_no_expression_for_peft_is_none_here(pattern: str) -> None:
 
 @pytest.mark.parametrize("pattern", ["\\", "*", "+q_proj"])
 def test_what_is_an_expression_only_behind_others_is_none_on_its_own(pattern: str) -> None:
-    with pytest.raises(LoraError, match="no regular expression"):
+    with pytest.raises(LoraError, match="not a valid regular expression"):
         Patterns("adapter_config.json").full("target_modules", pattern, NAMES[0])
 
 

@@ -38,7 +38,7 @@ def test_a_tensor_of_another_shape_is_named_with_both(checkpoint: Path) -> None:
     size, width = config["vocab_size"], config["hidden_size"]
     edit_config(checkpoint, vocab_size=size + 8)
     assert f"tensor model.embed_tokens.weight has shape [{size}, {width}] in the files" in problem(checkpoint)
-    assert f"but [{size + 8}, {width}] by config.json" in problem(checkpoint)
+    assert f"but config.json requires [{size + 8}, {width}]" in problem(checkpoint)
 
 
 def test_nothing_is_read_where_a_shape_is_wrong(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def call_in_another_order(model: Any) -> None:
         (replace_a_linear, r"model\.layers\.0\.mlp\.up_proj is a .*\.Quantized, not a Linear of torch\.nn"),
         (replace_a_norm, r"model\.norm is a torch\.nn\..*\.RMSNorm, not a RMSNorm of transformers"),
         (scale_by_position, r"model\.layers\.1\.self_attn scales queries by position"),
-        (call_in_another_order, "the model's layers are not called in order"),
+        (call_in_another_order, "the model does not call its layers in the order"),
     ],
 )
 def test_an_unknown_module_is_refused_by_name(change: Any, reason: str, tmp_path: Path) -> None:

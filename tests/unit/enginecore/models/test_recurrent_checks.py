@@ -192,7 +192,9 @@ def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_refused_by_
     )
     shape = [len(tensors[name]), 1, 5]
     message = message_of(tensors | {name: torch.ones(shape)})
-    assert f"tensor {name} has shape {shape} in the files, but {list(tensors[name].shape)} by config.json" in message
+    assert (
+        f"tensor {name} has shape {shape} in the files, but config.json requires {list(tensors[name].shape)}" in message
+    )
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

@@ -1,1 +1,3 @@
-"""Logic of a data-parallel rank: state machine, driver, and links to other ranks."""
+"""Logic of a data-parallel rank: the state machine, the driver that carries out its effects, and the connections to
+other ranks.
+"""

@@ -51,15 +51,15 @@ from penstock_enginecore.data_parallel.core.rank import (
     unpack_row,
 )
 
-# Durations of group changes. During a group change, a rank computes no steps.
+# Durations of changes of a group's members. During such a change, a rank computes no steps.
 
 
 class Standstill:
-    """Measures the time without steps, during planned changes of a group and after losses.
+    """Measures the time in which a rank computes no steps: during planned changes of the group, and after losses of ranks.
 
-    Both kinds of intervals end with the first exchange of the new group. A planned change begins with the exchange in
-    which all ranks agree to switch. The old group's last step has then ended. A loss begins when this rank detects the
-    loss, even during a planned change.
+    Both kinds of intervals end with the first exchange of the new group. The interval of a planned change begins with
+    the exchange in which all ranks agree to switch, when the old group's last step has ended. The interval of a loss
+    begins when this rank detects the loss, even during a planned change.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -68,9 +68,9 @@ class Standstill:
         self._switching_since: float | None = None
         self._lost_at: float | None = None
         self.num_switches = self.num_recoveries = 0
-        """Number of completed planned changes, and of recovered losses."""
+        """Number of completed planned changes, and number of losses after which the rank has a group again."""
         self.switch_seconds = self.recovery_seconds = 0.0
-        """Total seconds of planned changes, and total seconds after losses."""
+        """Total duration of planned changes, and total time without steps after losses, both in seconds."""
 
     @property
     def seconds_since_loss(self) -> float:
@@ -78,7 +78,7 @@ class Standstill:
         return 0.0 if self._lost_at is None else self._clock() - self._lost_at
 
     def exchanging(self) -> None:
-        """Record that an exchange begins, so that the step before it has ended."""
+        """Record that an exchange begins, which means that the step before the exchange has ended."""
         self._step_ended_at = self._clock()
 
     def switching(self) -> None:
@@ -86,7 +86,9 @@ class Standstill:
         self._switching_since = self._step_ended_at
 
     def lost(self) -> None:
-        """Record the loss of the group. Until the next group has opened, more calls have no effect."""
+        """Record the loss of the group. Further calls have no effect until the first exchange of the next group has
+        ended.
+        """
         self._switching_since = None
         if self._lost_at is None:
             self._lost_at = self._clock()
@@ -109,12 +111,12 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a rank and its group, for metrics.
 
     Attributes:
-        recovery_seconds: Total seconds from the loss of a group to the first exchange of the next group.
-        switch_seconds: Total seconds of planned changes, from the old group's last step to the end of the new group's
-            first exchange.
-        exchange_seconds: Total seconds in exchanges, including waiting for other ranks.
-        expert_balance: Balance of experts, or None without expert parallelism.
-        num_experts_moved: Number of moved experts, or None without expert parallelism.
+        recovery_seconds: Total time from the loss of a group to the first exchange of the next group, in seconds.
+        switch_seconds: Total duration of planned changes in seconds, each from the end of the old group's last step to
+            the end of the new group's first exchange.
+        exchange_seconds: Total time in exchanges in seconds, including the time in which this rank waits for others.
+        expert_balance: Mean load of the ranks' experts divided by the highest load, or None without expert parallelism.
+        num_experts_moved: Number of experts moved to this rank for load balance, or None without expert parallelism.
     """
 
     epoch: int = 0
@@ -135,17 +137,16 @@ class GroupState(msgspec.Struct, frozen=True, kw_only=True):
 logger = logging.getLogger(__name__)
 
 REPEAT_INTERVAL = 0.5
-"""Seconds after which messages that may have been lost are repeated."""
+"""Time after which the rank repeats a message that may have been lost, in seconds."""
 
 ToCoordinator = StartWave | WaveComplete | PeerLost | PrepareFailed | RankReport
 
 
 class GroupDriver:
-    """The busy loop's interface to a rank. Only the busy loop's thread may call the methods, except for the methods
-    under "From any thread".
-
-    The loop passes events to the driver, and runs a step whenever ``wants_step`` is true. Exchanges run on the links'
-    threads, so the loop continues to process input while this rank waits for other ranks.
+    """Interface through which the busy loop uses a rank. Only the busy loop's thread may call the methods, except for
+    the methods under "From any thread". The loop passes events to the driver, and runs a step whenever ``wants_step``
+    is true. Exchanges run on separate threads, one for each link to a group, so the loop continues to process input
+    while this rank waits for other ranks.
     """
 
     def __init__(
@@ -165,9 +166,10 @@ class GroupDriver:
             engine_name: Name of the rank.
             engine: The engine.
             links: Connections to other ranks.
-            experts: Experts that are distributed over the ranks, or None. ``links`` prepare the experts.
-            prefill_interval: Interval, in steps, between steps in which requests may start.
-            move_after: Seconds after which a stopped group's requests are moved to other engines.
+            experts: Experts that are distributed over the ranks, or None. When a link has connected, it prepares the
+                experts.
+            prefill_interval: Number of steps from one step in which requests may start to the next such step.
+            move_after: Time in seconds after which requests are moved to other engines if the group computes no steps.
             clock: Returns monotonic seconds.
         """
         self.links = links
@@ -189,7 +191,7 @@ class GroupDriver:
         self._num_dummy_steps = 0
         self._exchanged = (0, 0.0)
 
-    # From any thread.
+    # From any thread: methods that any thread may call.
 
     def named(self, event: Named) -> None:
         """Handle the announcement of a group. If the new group replaces the current group immediately, collectives of
@@ -200,8 +202,8 @@ class GroupDriver:
         self.links.post(event)
 
     def refused(self, epoch: int, wave: int) -> None:
-        """Handle a request that was refused before it reached the loop. The request's frontend may have told other
-        ranks to join a wave.
+        """Handle a request that was refused before it reached the busy loop. The frontend of the request may already
+        have told other ranks to join a wave.
         """
         self.links.post(Refused(epoch, wave))
 
@@ -212,7 +214,7 @@ class GroupDriver:
 
     @property
     def state(self) -> GroupState:
-        """State for metrics."""
+        """State of this rank and its group, for metrics."""
         rank, standstill = self._rank, self._standstill
         members = rank.group.members
         return GroupState(
@@ -231,7 +233,7 @@ class GroupDriver:
             num_experts_moved=None if self._experts is None else self._experts.num_moved,
         )
 
-    # The busy loop's thread.
+    # Methods that only the busy loop's thread calls.
 
     @property
     def wants_step(self) -> bool:
@@ -244,7 +246,7 @@ class GroupDriver:
         return max(self._repeat_at - self._clock(), 0.0)
 
     def look(self) -> None:
-        """Between steps, end expired requests, and repeat messages that may have been lost."""
+        """Between steps, end requests whose deadline has passed, and repeat messages that may have been lost."""
         self._scheduler.end_expired()
         self._move_from_standstill()
         self.settle()
@@ -267,11 +269,11 @@ class GroupDriver:
             self._scheduler.abort_all(RequestError.from_exception(failure), keep_blocks=True)
 
     def added(self, epoch: int, wave: int, *, refused: bool = False) -> None:
-        """Handle a request that was queued, or refused."""
+        """Handle a new request, after the scheduler has queued or refused it."""
         self._apply(*self._rank.add(epoch, wave, refused=refused))
 
     def take(self, event: GroupEvent) -> None:
-        """Handle an event of the group."""
+        """Handle an event of the group, such as the end of an exchange."""
         rank = self._rank
         match event:
             case Gathered(epoch, rows, seconds):
@@ -304,7 +306,7 @@ class GroupDriver:
             logger.info("the data-parallel group works again after a failure epoch=%d", rank.group.epoch)
 
     def _joined(self, epoch: int) -> bool:
-        """Switch the experts to the group of this epoch. Return False if that fails."""
+        """Switch the experts to the group of this epoch. Return False if the switch fails."""
         if self._experts is None:
             return True
         try:
@@ -321,7 +323,7 @@ class GroupDriver:
             self._apply(*rank.prepare_failed(epoch))
         elif epoch == rank.group.epoch:
             logger.warning("a collective operation of the data-parallel group failed epoch=%d reason=%s", epoch, why)
-            # Otherwise other ranks would wait for results that this rank does not compute.
+            # Abort the group, because other ranks would wait for results that this rank does not compute.
             self.links.give_up_before(epoch + 1)
             self._standstill.lost()
             self._apply(*rank.peer_lost())
@@ -329,7 +331,7 @@ class GroupDriver:
                 self.to_coordinator(PrepareFailed(rank.engine, epoch))
 
     def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
-        """Compute the step on which the ranks agreed. Return the outputs by client id."""
+        """Compute the step on which the ranks agreed. Return the step's outputs by the id of the frontend."""
         forward, self._forward = self._forward, None
         if forward is None:
             raise RuntimeError("step was called, but the ranks have not agreed on a step")
@@ -344,7 +346,9 @@ class GroupDriver:
         return self._scheduler.take_outputs()
 
     def settle(self) -> None:
-        """Update the rank after requests may have ended, and complete pending pauses."""
+        """Tell the state machine if the rank's last unfinished or held request has ended, and complete pending calls of
+        ``pause``.
+        """
         rank, scheduler = self._rank, self._scheduler
         if rank.paused and scheduler.pause_state is not PauseState.PAUSED:
             scheduler.pause(PauseState.PAUSED)
@@ -366,11 +370,11 @@ class GroupDriver:
         held = requests if paused else self._scheduler.num_held_by_pause
         return requests - held, held
 
-    # Pauses.
+    # Pauses and resumes of the group.
 
     def pause(self, mode: PauseMode) -> "Future[None]":
-        """Pause the group. The Future is done once all ranks know about the pause and no more steps will run before a
-        resume.
+        """Pause the group. The returned Future completes when all ranks know about the pause and no step will run
+        before a resume.
         """
         done: Future[None] = Future()
         self._pausing.append(done)
@@ -388,7 +392,7 @@ class GroupDriver:
             )
         self.settle()
 
-    # Effects.
+    # Effects of the state machine, which the driver carries out.
 
     def _apply(self, rank: Rank, effects: Effects) -> None:
         self._rank = rank
@@ -404,7 +408,8 @@ class GroupDriver:
                 self._forward = effect
             case RollBack():
                 self._forward = (
-                    None  # The step has not begun, because a step's results are processed before any other event.
+                    # The agreed step has not begun, because the loop processes a step's results before any other event.
+                    None
                 )
             case AbortCollective():
                 self.links.give_up_before(self._rank.group.epoch)

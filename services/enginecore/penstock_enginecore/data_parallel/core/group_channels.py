@@ -1,4 +1,6 @@
-"""Connections of a rank to its group: links for the current epoch and the next epoch, and the events that links report."""
+"""Connections of a rank to its group: one link for each epoch (membership of the group), and the events that links
+report.
+"""
 
 import logging
 import queue
@@ -12,7 +14,7 @@ import msgspec
 from penstock_common.types.data_parallel import RankGroup, Reconfigure, StartDpWave
 from penstock_enginecore.core.collective_errors import CollectiveBroken, UnpreparedError
 
-# Events for a rank's driver, in the order of the engine's input queue.
+# Events for a rank's driver, which gets them in order through the engine's input queue.
 
 
 class Connected(msgspec.Struct, frozen=True):
@@ -26,9 +28,9 @@ class Gathered(msgspec.Struct, frozen=True):
 
     epoch: int
     rows: list[bytes]
-    """Rows of all members, in order."""
+    """Row of each member of the group, in the order of ranks."""
     seconds: float = 0.0
-    """Seconds from the time at which this rank entered the exchange."""
+    """Duration of the exchange in seconds, from the time at which this rank entered the exchange."""
 
 
 class Broke(msgspec.Struct, frozen=True):
@@ -37,7 +39,7 @@ class Broke(msgspec.Struct, frozen=True):
     epoch: int
     why: str
     unprepared: bool = False
-    """Whether the reason is that this rank cannot join the group."""
+    """Whether the group broke because this rank cannot join it."""
 
 
 class Named(msgspec.Struct, frozen=True):
@@ -48,7 +50,9 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class Refused(msgspec.Struct, frozen=True):
-    """Event: a request with this epoch and wave was refused before it reached the busy loop."""
+    """Event: the engine refused a request before the request reached the busy loop. The request had this epoch and
+    wave.
+    """
 
     epoch: int
     wave: int
@@ -57,7 +61,7 @@ class Refused(msgspec.Struct, frozen=True):
 GroupEvent = Connected | Gathered | Broke | Named | Refused | StartDpWave
 
 
-# Links to the ranks of an epoch, and the thread that waits for these ranks.
+# Link to the ranks of one epoch's group, and the thread that waits for these ranks.
 
 
 class GroupLink(Protocol):
@@ -66,31 +70,31 @@ class GroupLink(Protocol):
     """
 
     collectives: Any
-    """Collectives for the tensors of steps. Calls of these collectives never overlap with exchanges."""
+    """Collective operations for tensors within steps. They never run at the same time as an exchange."""
 
     def connect(self) -> None:
-        """Wait for all ranks. Raises an error if they do not connect, or after ``abort``."""
+        """Wait until all ranks have connected. Raises an error if a rank does not connect, or after ``abort``."""
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """Return the rows of all ranks, in order. All rows have the same length. Raises an error if a rank is lost, or
-        after ``abort``.
+        """Send this rank's row, and return the rows of all ranks, in the order of ranks. All rows have the same length.
+        Raises an error if a rank is lost, or after ``abort``.
         """
 
     def abort(self) -> None:
         """Make all waiting calls fail, on this rank and on other ranks, without blocking. Thread-safe."""
 
     def close(self) -> None:
-        """Free the group's resources. No call may be in progress."""
+        """Free the resources of the link. No call may be in progress."""
 
 
 Prepare = Callable[[int, GroupLink, Callable[[], bool]], None]
 """Function that is called on all ranks of an epoch, once they have connected. The last argument is a function that
-returns whether the epoch was given up meanwhile. Raises UnpreparedError if this rank cannot join the group.
+returns whether the group was given up in the meantime. Raises UnpreparedError if this rank cannot join the group.
 """
 
 
 def prepare_nothing(epoch: int, link: GroupLink, given_up: Callable[[], bool]) -> None:
-    """Do nothing, because connected ranks need no preparation."""
+    """Do nothing. Used if ranks need no preparation after they have connected."""
 
 
 class LinkThread:
@@ -118,20 +122,18 @@ class LinkThread:
         self._thread.start()
 
     def exchange(self, row: bytes) -> None:
-        """Enter an exchange, after all exchanges that were begun before."""
+        """Enter an exchange. The exchange starts when all exchanges that were entered before have ended."""
         self._begun += 1
         self._rows.put(row)
 
     def abort(self) -> None:
-        """Make calls in progress fail. Thread-safe."""
+        """Make all calls of the link that are in progress fail. Thread-safe."""
         self._given_up.set()
         self.link.abort()
 
     def close(self) -> None:
-        """Make calls in progress fail, and end the thread.
-
-        If no call is in progress, the link is not aborted, because other ranks may still be completing the last
-        exchange.
+        """Make all calls of the link that are in progress fail, and end the thread. If no call is in progress, the link
+        is not aborted, because other ranks may still be completing the last exchange.
         """
         if self._over < self._begun:
             self.abort()
@@ -150,7 +152,8 @@ class LinkThread:
                 self._post(Gathered(self.epoch, rows, time.perf_counter() - began))
         except UnpreparedError as e:
             self._post(Broke(self.epoch, str(e), unprepared=True))
-        except Exception as e:  # The coordinator decides how the group continues.
+        # Report every error as an event, because the coordinator decides how the group continues.
+        except Exception as e:
             self._post(Broke(self.epoch, f"{type(e).__name__}: {e}"))
         finally:
             self.link.close()
@@ -159,19 +162,19 @@ class LinkThread:
 logger = logging.getLogger(__name__)
 
 MakeLink = Callable[[RankGroup, Mapping[str, str]], GroupLink]
-"""Function that creates the link of a group that includes this rank. The mapping has the address of each rank's meeting
-store.
+"""Function that creates the link of a group that includes this rank. The mapping has the address of each rank's
+rendezvous store.
 """
 
 
 class Meets(Protocol):
-    """Connects a rank to other ranks."""
+    """Creates links between a rank and the other ranks of a group."""
 
     meeting_address: str
     """The host:port of this rank's rendezvous store. A group connects through the rendezvous store of its first rank."""
     lease: float
-    """Seconds after which a silent rank counts as dead. The coordinator uses this value, and so do links that are
-    created after it is set. 0 if unknown.
+    """Time in seconds after which a rank that sends nothing counts as dead. The coordinator uses the same value. Links
+    use the value that is set when they are created. 0 if the value is unknown.
     """
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> GroupLink:
@@ -179,10 +182,10 @@ class Meets(Protocol):
 
 
 class Links:
-    """The links of a rank, one per epoch. A link lives until a later epoch has begun."""
+    """The links of a rank, one for each epoch. A link stays open until a later epoch has begun."""
 
     def __init__(self, make: MakeLink, post: Callable[[GroupEvent], None], prepare: Prepare = prepare_nothing) -> None:
-        """Create an empty set. ``post`` is called on the links' threads."""
+        """Create an object without links. The threads of the links call ``post`` with each event."""
         self.post = post
         self._make = make
         self._prepare = prepare
@@ -190,7 +193,7 @@ class Links:
         self._threads: dict[int, LinkThread] = {}
 
     def open(self, group: RankGroup, meetings: Mapping[str, str]) -> None:
-        """Begin to connect to the ranks of a group, if this has not begun."""
+        """Begin to connect to the ranks of a group, unless a link of this epoch already exists."""
         with self._lock:
             if group.epoch in self._threads:
                 return
@@ -202,32 +205,32 @@ class Links:
                 self._threads[group.epoch] = LinkThread(group.epoch, link, self.post, self._prepare)
 
     def exchange(self, epoch: int, row: bytes) -> None:
-        """Enter an exchange of an open epoch. If the epoch could not be opened, do nothing, because the failure was
-        already reported.
+        """Enter an exchange with the group of an epoch. If the link of this epoch could not be created, do nothing,
+        because the failure was already reported.
         """
         if (thread := self._threads.get(epoch)) is not None:
             thread.exchange(row)
 
     def link(self, epoch: int) -> GroupLink:
-        """Return the link of an open epoch."""
+        """Return the link of an epoch. The link must exist."""
         return self._threads[epoch].link
 
     def give_up_before(self, epoch: int) -> None:
-        """Abort collectives of earlier epochs, as if a peer were lost. Thread-safe."""
+        """Abort the collectives of all epochs before this epoch, as if another rank were lost. Thread-safe."""
         with self._lock:
             threads = [thread for number, thread in self._threads.items() if number < epoch]
         for thread in threads:
             thread.abort()
 
     def close_before(self, epoch: int) -> None:
-        """Close the links of earlier epochs. They must not be in use any more."""
+        """Close the links of all epochs before this epoch. These links must not be in use any more."""
         with self._lock:
             old = [self._threads.pop(number) for number in list(self._threads) if number < epoch]
         for thread in old:
             thread.close()
 
     def close(self) -> None:
-        """Leave all groups. Idempotent."""
+        """Close the links to all groups. Idempotent."""
         with self._lock:
             threads = list(self._threads.values())
             self._threads.clear()
@@ -239,8 +242,8 @@ class Links:
 
 
 class SharedExperts(Protocol):
-    """The experts of a rank, across changes of its group. ``prepare`` is called on the links' threads. All other
-    methods are called on the busy loop's thread.
+    """The experts of a rank, across changes of its group. The thread of a link calls ``prepare``. Only the busy loop's
+    thread calls the other methods.
 
     If a step fails on this rank alone, ``EngineCore.step_together`` raises CollectiveBroken, because other ranks wait
     for this rank's results.
@@ -250,8 +253,8 @@ class SharedExperts(Protocol):
         """Distribute the experts of an epoch. All ranks of the epoch call this method once they have connected.
 
         The ranks agree on the placement of experts, and each rank gets the experts that it does not have yet.
-        Meanwhile, a serving group continues with its current experts. Raises UnpreparedError if this rank cannot join.
-        Raises CollectiveBroken if a rank is lost, or soon after ``given_up`` returns True.
+        Meanwhile, a serving group continues with its current experts. Raises UnpreparedError if this rank cannot join
+        the epoch's group. Raises CollectiveBroken if a rank is lost, or soon after ``given_up`` returns True.
         """
 
     def leave(self) -> None:
@@ -261,17 +264,19 @@ class SharedExperts(Protocol):
         """Use the group of this epoch for later steps. The epoch must be prepared. Raises UnpreparedError."""
 
     def after_step(self) -> None:
-        """Run the balancer. All ranks call this after the same steps. Raises CollectiveBroken."""
+        """Run the load balancer of the experts. All ranks call this method after the same steps. Raises
+        CollectiveBroken.
+        """
 
     @property
     def balance(self) -> float:
-        """Mean number of tokens per rank divided by the maximum, in the last window. 1 before the end of the first
-        window.
+        """Mean number of tokens per rank divided by the highest number of a rank, in the last window of steps. 1 before
+        the end of the first window.
         """
 
     @property
     def num_moved(self) -> int:
-        """Number of experts that this rank received from other ranks for load balance, over all layers."""
+        """Number of experts that this rank has received from other ranks for load balance, summed over all layers."""
 
     @property
     def num_experts(self) -> int:

@@ -21,35 +21,39 @@ from penstock_common.types.data_parallel import (
     WaveComplete,
 )
 
-# A rank's contribution to an exchange.
+# The row that a rank contributes to an exchange.
 
 
 class Row(msgspec.Struct, frozen=True, cache_hash=True):
-    """A rank's row of the all-gather. A sent row is final. Later events are in the rank's next row."""
+    """Row that a rank contributes to the all-gather of an exchange. A row that was sent does not change. Events after
+    that are in the rank's next row.
+    """
 
     epoch: int
     wave: int
     step: int
     unfinished: bool
-    """Whether a step would advance a request."""
+    """Whether the rank has a request that a step would advance."""
     pauses: Pauses
-    """The newest pause or resume that the rank knows."""
+    """The newest pause or resume of which the rank has been told."""
     prepared: int = 0
-    """The prepared epoch to which the rank can switch, or 0."""
+    """Number of the epoch for which the rank is prepared, so that it can switch to this epoch, or 0."""
 
 
-# Effects, except for messages to the coordinator.
+# Effects that a rank's driver carries out. Messages to the coordinator are effects too, but are defined elsewhere.
 
 
 class Exchange(msgspec.Struct, frozen=True):
-    """Enter the exchange with this row. ``Rank.gathered`` gets the result."""
+    """Effect: enter the exchange with this row, then call ``Rank.gathered`` with the result."""
 
     group: RankGroup
     row: Row
 
 
 class Forward(msgspec.Struct, frozen=True):
-    """Run the forward pass, with a dummy batch if there is nothing to compute. Then call ``Rank.stepped``."""
+    """Effect: run the forward pass of a step, with a dummy batch if the rank has nothing to compute. Then call
+    ``Rank.stepped``.
+    """
 
     epoch: int
     wave: int
@@ -60,43 +64,45 @@ class Forward(msgspec.Struct, frozen=True):
 
 
 class AbortCollective(msgspec.Struct, frozen=True):
-    """Abort the collective in which this rank waits, because other ranks may never join it."""
+    """Effect: abort the collective in which this rank waits, because other ranks may never join the collective."""
 
 
 class RollBack(msgspec.Struct, frozen=True):
-    """Undo the step in flight, with its tokens and cached blocks."""
+    """Effect: undo the step in flight, including its tokens and the blocks that it cached."""
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """Hold new requests. Existing requests finish, freeze or end, according to the mode."""
+    """Effect: hold new requests. Existing requests finish, freeze or end, as the mode of the pause says."""
 
     mode: PauseMode
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Effect: release held and frozen requests."""
+    """Effect: let held and frozen requests run again."""
 
 
 class ResumeRefused(msgspec.Struct, frozen=True):
-    """A resume was refused because the pause is not complete."""
+    """Effect: report that a resume was refused, because the pause is not complete."""
 
     pauses: Pauses
 
 
 class Prepare(msgspec.Struct, frozen=True):
-    """Prepare this group while the current group serves. Then call ``Rank.prepared`` or ``Rank.prepare_failed``."""
+    """Effect: prepare this group while the current group serves. Then call ``Rank.prepared`` or
+    ``Rank.prepare_failed``.
+    """
 
     group: RankGroup
 
 
 class Join(msgspec.Struct, frozen=True):
-    """Make this group the rank's current group."""
+    """Effect: make this group the rank's current group."""
 
     group: RankGroup
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """Leave the group. The rank's requests end on this engine, and resume on other engines."""
+    """Effect: leave the group. The rank's requests end on this engine, and resume on other engines."""
 
 
 Effect = (
@@ -127,16 +133,16 @@ class Agreement(msgspec.Struct, frozen=True):
     wave: int
     pauses: Pauses
     run: bool
-    """Whether all ranks compute a step. If not, the wave has ended."""
+    """Whether all ranks compute a step now. False means that the wave has ended."""
     switch_to: int
-    """The epoch to which all ranks switch now, or 0."""
+    """Number of the epoch to which all ranks switch now, or 0."""
 
 
 def agree(rows: Sequence[Row]) -> Agreement:
-    """Compute the agreement. A pure function of the gathered rows.
+    """Return what the ranks agree on in an exchange, as a pure function of the rows of all ranks.
 
     The newest pause or resume that any rank knows applies to all ranks. After a pause with mode WAIT, the wave
-    continues until no rank has work. An epoch begins when every rank is prepared for it.
+    continues until no rank has work. The next epoch begins when every rank is prepared for it.
     """
     pauses = max(row.pauses for row in rows)
     prepared = {row.prepared for row in rows}
@@ -155,7 +161,7 @@ _NO_GROUP = RankGroup()
 
 
 class Phase(enum.Enum):
-    """Phase of a rank."""
+    """Phase of a rank. Each value completes the sentence "the rank is in ..."."""
 
     OUTSIDE = "no group"
     IDLE = "no wave"
@@ -170,18 +176,18 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     Either all ranks of a group run or all ranks are idle, because a step needs every rank. A wave begins with an
     exchange, which is a small all-gather on the CPU. In a wave, there is another exchange before every ``interval``-th
     step. A rank decides from the rows of the last exchange whether to enter a collective. All ranks have the same rows,
-    so they decide the same. The wave ends when no row has work.
+    so they decide the same. The wave ends when no row says that its rank has work.
 
     An idle rank enters the first exchange of a wave for one of three reasons: it has work, it has news, or another rank
     started the wave. News is a pause, a resume, or a standby group that was not yet in an exchange. It is enough if one
-    rank knows the news. That rank need not reach all other ranks or stay alive. While a rank waits in a first exchange,
+    rank knows the news: this rank need not reach all other ranks or stay alive. While a rank waits in a first exchange,
     it repeats its announcement (``repeat``), and every idle rank that receives the announcement joins. A paused rank
-    joins as well, but then no step runs. While a rank waits in an exchange, it handles all other events.
+    joins as well, but no step runs during a pause. While a rank waits in an exchange, it handles all other events.
 
     A group changes in one of two ways. A planned change is prepared while the current group serves. All ranks switch
     after the exchange in which every row says that the rank is prepared. Any other change is immediate: the rank aborts
-    its collective and undoes its step. After both kinds of changes, the new group begins with an exchange. Each rank
-    then uses the maximum wave and the newest pause of all ranks.
+    the collective in which it waits, and undoes its step in flight. After both kinds of changes, the new group begins
+    with an exchange. Each rank then uses the maximum wave and the newest pause of all ranks.
     """
 
     engine: str
@@ -196,13 +202,13 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     agreed: Pauses = Pauses()
     """The pause or resume on which all ranks agreed in the last exchange."""
     opening: bool = False
-    """Whether the exchange is the first exchange of the epoch."""
+    """Whether the current exchange is the first exchange of the epoch."""
     unfinished: bool = False
     """Whether the rank has requests that steps advance."""
     held: bool = False
     """Whether the rank has requests that wait for a resume."""
     start_at: int = 0
-    """A later wave that was announced during this one, or 0."""
+    """Number of a later wave that was announced during the current wave, or 0."""
     standby: RankGroup = _NO_GROUP
     """The group that is being prepared."""
     ready: bool = False
@@ -210,11 +216,11 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
     unable: bool = False
     """Whether this rank cannot prepare the standby group."""
     told: int = 0
-    """The prepared epoch in the rank's row of the last exchange."""
+    """Value of ``prepared`` in the row that this rank sent in the last exchange."""
 
     @property
     def place(self) -> Place:
-        """The rank's position: epoch, wave, step and pause number."""
+        """Position of the rank in the group's history: epoch, wave, step and pause number."""
         return Place(self.group.epoch, self.wave, self.step, self.pauses.number)
 
     @property
@@ -230,12 +236,11 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         prepared = self.standby.epoch if self.ready else 0
         return RankReport(self.engine, self.group, self.place, self.pauses, running, self.opening, prepared)
 
-    # Requests.
+    # Events: requests.
 
     def add(self, epoch: int, wave: int, *, refused: bool = False) -> tuple[Self, Effects]:
-        """Handle a new request with this epoch and wave.
-
-        A refused request starts a wave as well, because its frontend may have told the other ranks to join a wave.
+        """Handle a new request with this epoch and wave. A request that the engine refuses starts a wave as well,
+        because its frontend may have told the other ranks to join a wave.
         """
         after = self
         if not refused:
@@ -246,13 +251,15 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after._with(wave=max(after.wave, newer))._start(report=True)
 
     def left_with(self, *, unfinished: bool, held: bool) -> tuple[Self, Effects]:
-        """Record whether unfinished and held requests are left, after requests have ended outside of a step."""
+        """Record whether the rank still has unfinished and held requests, after requests have ended outside of a
+        step.
+        """
         return self._with(unfinished=unfinished, held=held), ()
 
-    # Waves.
+    # Events: waves.
 
     def start_dp_wave(self, message: StartDpWave) -> tuple[Self, Effects]:
-        """Handle the announcement that another rank is in a wave, or is about to enter a wave."""
+        """Handle the announcement that another rank is in this wave, or is about to enter it."""
         current = message.epoch == self.group.epoch and message.wave >= self.wave
         if not current or self.phase in (Phase.OUTSIDE, Phase.BROKEN):
             return self, ()
@@ -265,7 +272,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after, effects
 
     def gathered(self, rows: Sequence[Row]) -> tuple[Self, Effects]:
-        """Handle the end of an exchange. ``rows`` are the rows of all members, in order."""
+        """Handle the end of an exchange. ``rows`` has the row of each member, in the order of ranks."""
         agreement = agree(rows)
         opened = self.opening
         told = rows[self.group.members.index(self.engine)].prepared
@@ -280,12 +287,14 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after, effects + more + ((after.report,) if opened and not agreement.switch_to else ())
 
     def stepped(self, *, unfinished: bool) -> tuple[Self, Effects]:
-        """Handle the end of a forward pass. ``unfinished`` says whether requests that are not held need more steps."""
+        """Handle the end of a forward pass. ``unfinished`` says whether the rank has requests that need more steps, not
+        counting held requests.
+        """
         after = self._with(step=self.step + 1, unfinished=unfinished)
         return after._exchange() if after.step % after.interval == 0 else after._forward()
 
     def repeat(self) -> tuple[Self, Effects]:
-        """Repeat messages that may have been lost. Called after some time."""
+        """Repeat the messages that may have been lost. The driver calls this method again after ``REPEAT_INTERVAL``."""
         unable = (PrepareFailed(self.engine, self.standby.epoch),) if self.unable else ()
         if self.phase is Phase.BROKEN:
             return self, (self.report, PeerLost(self.engine, self.group.epoch), *unable)
@@ -293,23 +302,23 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
             return self, (self._start_wave(), *unable)
         return self, (self.report, *unable)
 
-    # Pauses.
+    # Events: pauses.
 
     def pause(self, pauses: Pauses) -> tuple[Self, Effects]:
-        """Handle a caller's pause. A pause older than the known state has no effect."""
+        """Handle a pause. A pause that is older than the newest pause or resume of this rank has no effect."""
         after, effects = self._raise_pauses(pauses)
         started, more = after._come()
         return started, effects + more
 
     def resume(self, pauses: Pauses) -> tuple[Self, Effects]:
-        """Handle a caller's resume. The resume is refused while the pause is not complete on this rank."""
+        """Handle a resume. While the pause is not complete on this rank, the resume is refused."""
         if pauses > self.pauses and self.pauses.on and not self.paused:
             return self, (ResumeRefused(self.pauses),)
         after, effects = self._raise_pauses(pauses)
         started, more = after._come()
         return started, effects + more
 
-    # Groups.
+    # Events: groups.
 
     def peer_lost(self) -> tuple[Self, Effects]:
         """Handle a failed collective. The rank waits until the coordinator announces the next group."""
@@ -319,10 +328,9 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(phase=Phase.BROKEN), (*forget, PeerLost(self.engine, self.group.epoch))
 
     def reconfigure(self, message: Reconfigure) -> tuple[Self, Effects]:
-        """Handle the announcement of a group. An epoch that is not newer has no effect.
-
-        If the prepared standby group is announced as immediate, other ranks have already switched to it, so this rank
-        switches as well.
+        """Handle the announcement of a group. A group whose epoch is not newer than the current epoch has no effect. If
+        the standby group, which is being prepared, is announced as immediate, other ranks have already switched to it.
+        This rank then switches as well.
         """
         begun = message.group == self.standby and self.ready and not message.base
         if message.group.epoch <= max(self.group.epoch, self.standby.epoch) and not begun:
@@ -338,8 +346,8 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return opened, effects + more
 
     def prepared(self, epoch: int) -> tuple[Self, Effects]:
-        """Handle the completed preparation of the standby group of this epoch. A rank without a group joins the standby
-        group, and waits for the other ranks in the group's first exchange.
+        """Handle the end of the preparation of the standby group with this epoch. A rank without a group joins the
+        standby group, and waits for the other ranks in the group's first exchange.
         """
         if epoch != self.standby.epoch or self.ready:
             return self, ()
@@ -347,7 +355,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return after._open(after.standby) if after.phase is Phase.OUTSIDE else after._come()
 
     def prepare_failed(self, epoch: int) -> tuple[Self, Effects]:
-        """Handle the failed preparation of the standby group of this epoch."""
+        """Handle an error in the preparation of the standby group with this epoch."""
         if epoch != self.standby.epoch or self.ready:
             return self, ()
         return self._with(unable=True), (PrepareFailed(self.engine, epoch),)
@@ -362,7 +370,7 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return msgspec.structs.replace(self, **changes)
 
     def _come(self) -> tuple[Self, Effects]:
-        """Start a wave if this rank has work or news."""
+        """Start a wave if this rank is idle and has work or news."""
         works = self.unfinished and (not self.pauses.on or self.pauses.mode is PauseMode.WAIT)
         if self.phase is Phase.IDLE and (works or self._has_news):
             return self._start(report=True)
@@ -391,8 +399,8 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(phase=Phase.FORWARD), (step,)
 
     def _stop(self, *, completed: bool) -> tuple[Self, Effects]:
-        """Become idle after an exchange. ``completed`` says whether a wave ended. It is false if an epoch opened
-        without work.
+        """Become idle after an exchange. ``completed`` says whether a wave has ended. If a new epoch began and no rank
+        has work, ``completed`` is False.
         """
         done: Effects = ()
         if completed and self._is_rank_0:
@@ -434,19 +442,21 @@ class Rank(msgspec.Struct, frozen=True, cache_hash=True):
         return joined, (*left, Join(group), *entered)
 
 
-# Encoding of rows for the all-gather. All rows have the same length.
+# Encoding of rows for the all-gather. All encoded rows have the same length.
 
 _ROW = struct.Struct("<QQQQQBB")
 
 
 def pack_row(row: Row) -> bytes:
-    """Encode a row."""
+    """Return the encoded row."""
     pauses = row.pauses
     numbers = (row.epoch, row.wave, row.step, pauses.number, row.prepared)
     return _ROW.pack(*numbers, pauses.mode, row.unfinished)
 
 
 def unpack_row(data: bytes) -> Row:
-    """Decode a row. Raises struct.error, or ValueError if the mode is unknown."""
+    """Return the row that was encoded. Raises struct.error for a wrong length, or ValueError if the pause mode is
+    unknown.
+    """
     epoch, wave, step, number, prepared, mode, unfinished = _ROW.unpack(data)
     return Row(epoch, wave, step, bool(unfinished), Pauses(number, PauseMode(mode)), prepared)

@@ -212,7 +212,9 @@ class TowerEncoder:
                 raise ItemError(f"the model accepts {' and '.join(self._family.by_modality)}, but not {item.modality}")
             tensors = read_tensors(item.data, intake.specs)
             if (rows := intake.count(tensors)) != item.num_embeds:
-                raise ItemError(f"the tensors make {rows} embeddings, but the prompt has {item.num_embeds}")
+                raise ItemError(
+                    f"the tensors give {rows} embeddings, but the prompt has positions for {item.num_embeds}"
+                )
             tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
             run = SlicedRun(lambda: intake.encode(tensors), len(self._family.blocks))
             self._begun = _Begun(item, run)

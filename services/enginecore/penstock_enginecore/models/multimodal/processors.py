@@ -50,7 +50,7 @@ class Normalization:
         if pixels.dtype != torch.uint8:
             return pixels.float()
         if (count := pixels.shape[channels]) != len(self.table):
-            raise ValueError(f"pixels have {count} colours; the checkpoint's processor has {len(self.table)}")
+            raise ValueError(f"pixels have {count} colours; the checkpoint's processor normalizes {len(self.table)}")
         row = torch.arange(0, count * _LEVELS, _LEVELS, dtype=torch.int32, device=pixels.device)
         places = pixels + row.view(-1, *[1] * (pixels.dim() - channels - 1))
         return self.table.flatten().index_select(0, places.flatten()).view(pixels.shape)

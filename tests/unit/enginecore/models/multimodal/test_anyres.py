@@ -99,7 +99,7 @@ def test_one_of_several_images_in_tiles_is_refused(onevision: tuple[Path, Any]) 
     tensors = image_tensors("llava_onevision", onevision[0], (50, 40))
     encoder.start(item({**tensors, "batch_num_images": torch.tensor([2])}, 17))
     (done,) = encoder.advance(0)
-    assert done.failure == "pixel_values has 5 tiles; each of several images must have 1"
+    assert done.failure == "pixel_values has 5 tiles; if a prompt has several images, each image must have 1 tile"
 
 
 def test_a_squeezed_image_counts_by_what_is_left(onevision: tuple[Path, Any]) -> None:

@@ -168,7 +168,7 @@ def test_a_modality_that_the_model_does_not_take_is_refused(encoder: MediaEncode
 def test_a_number_of_rows_that_the_prompt_has_no_room_for_is_refused(encoder: MediaEncoder, image: Any) -> None:
     encoder.start(EncoderItem("a", "image", 17, image("a").data))
     (done,) = finish(encoder)
-    assert done.failure == "the tensors make 16 embeddings, but the prompt has 17"
+    assert done.failure == "the tensors give 16 embeddings, but the prompt has positions for 17"
 
 
 @pytest.mark.parametrize("block", range(BLOCKS))

@@ -68,7 +68,7 @@ def test_floats_are_normalized_already(dtype: torch.dtype) -> None:
 
 
 def test_other_numbers_of_colours_are_refused() -> None:
-    with pytest.raises(ValueError, match="pixels have 4 colours; the checkpoint's processor has 3"):
+    with pytest.raises(ValueError, match="pixels have 4 colours; the checkpoint's processor normalizes 3"):
         Normalization.of(SETTINGS).apply(torch.zeros(1, 4, 2, 2, dtype=torch.uint8), 1)
 
 

@@ -143,7 +143,7 @@ def test_images_that_stand_side_by_side_are_two(model: Model) -> None:
 def test_a_grid_that_does_not_fill_its_positions_is_refused(model: Model) -> None:
     tokens, features = prompt(model, [Part(height=2, width=3)])
     wrong = MultiModalFeature(modality="image", identifier="0" * 64, offset=0, length=5, data=features[0].data)
-    with pytest.raises(ValueError, match="a grid has 6 embeddings, but 5 positions"):
+    with pytest.raises(ValueError, match="a grid has 6 embeddings, but the prompt has 5 positions"):
         model.encoder.rope_positions(tokens, [wrong])
 
 

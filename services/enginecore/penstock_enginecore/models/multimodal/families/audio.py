@@ -52,10 +52,10 @@ class _MaskedWindow(_Audio):
         mask = tensors[_MASK][0].bool()
         length = int(mask.sum())
         if not bool(mask[:length].all()):
-            raise ItemError(f"{_MASK} is not contiguous")
+            raise ItemError(f"{_MASK} must be 1 from the first time step to the end of the sound, and 0 after the end")
         rows = self._lengths(length)[1]
         if rows < 1:
-            raise ItemError(f"{_MASK} selects {length} time steps, too few for an embedding")
+            raise ItemError(f"{_MASK} selects {length} time steps, which are too few for one embedding")
         return rows
 
     def encode(self, tensors: Tensors) -> torch.Tensor:

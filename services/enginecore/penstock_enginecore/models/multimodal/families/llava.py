@@ -173,7 +173,7 @@ class _OneVisionImages(_Images):
         if not _is_one_of_several(tensors):
             return super().count(tensors)
         if (found := tensors[_PIXELS].shape[1]) != 1:
-            raise ItemError(f"{_PIXELS} has {found} tiles; each of several images must have 1")
+            raise ItemError(f"{_PIXELS} has {found} tiles; if a prompt has several images, each image must have 1 tile")
         return positions_of_square(self.config) + 1
 
     def _options(self, tensors: Tensors) -> dict[str, Any]:

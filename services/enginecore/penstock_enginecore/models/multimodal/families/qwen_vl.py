@@ -159,7 +159,7 @@ class Qwen2VL(Family):
             parts.append(_text(start - at, position))
             position += start - at
             if (made := grid.time * grid.height * grid.width) != count:
-                raise ValueError(f"a grid has {made} embeddings, but {count} positions")
+                raise ValueError(f"a grid has {made} embeddings, but the prompt has {count} positions for them")
             parts.append(_vision(grid, position))
             position += max(grid.height, grid.width)
             at = start + count
