@@ -76,7 +76,7 @@ class LayeredCache(FileCacheManager):  # type: ignore[misc]
 
 
 def use_cache(shipped: Path) -> Lookups:
-    """From now on in this process, make Triton look for kernels in the directory ``shipped`` first.
+    """Make Triton look for kernels in the directory ``shipped`` first, from now on in this process.
 
     Triton still compiles into its own directory, or into a temporary directory if that directory is not writable.
     """

@@ -1,8 +1,8 @@
 """Attention function that transformers' models call instead of their own attention function.
 
-Models run on a flat ``[1, tokens]`` batch, without a cache or mask. Each attention module calls ``penstock_attention``,
-which passes the call to the context set by ``use_context``. transformers builds no mask, because this function has no
-entry in its table of mask functions.
+Models run on a flat batch ``[1, tokens]``, which has the tokens of all requests, without transformers' cache or mask.
+Each attention module calls ``penstock_attention``, which passes the call to the context set by ``use_context``.
+transformers builds no mask, because this function has no entry in its table of mask functions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -48,7 +48,7 @@ class AttentionContext(Protocol):
     """Handler of the attention calls in a forward pass."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return the output ``[tokens, num_heads, head_size_v]``."""
+        """Return the output of attention, ``[tokens, num_heads, head_size_v]``."""
 
 
 class StepContext:
@@ -103,7 +103,7 @@ def penstock_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention, with the signature of transformers' ``AttentionInterface``.
 
-    Inputs are ``[1, heads, tokens, head size]``. The output is ``[1, tokens, heads, head size]``.
+    Queries, keys and values are ``[1, heads, tokens, head size]``. The output is ``[1, tokens, heads, head size]``.
     """
     params = AttentionParams(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),

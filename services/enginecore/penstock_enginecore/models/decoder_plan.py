@@ -18,7 +18,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 approximation. ``relu2`` is the squared ReLU of MLPs without a gate.
 """
 UNROTATED = ("unrotated",)
-"""Rotary variant of layers without positions."""
+"""Rotary variant of layers that do not rotate queries and keys."""
 
 T = TypeVar("T")
 
@@ -65,7 +65,9 @@ class AttentionPlan:
 
     @property
     def norms_all_heads(self) -> bool:
-        """Whether one norm covers all heads together."""
+        """Whether the norm of queries covers all heads together, and not each head separately. The same applies to
+        keys.
+        """
         return self.norms is not None and len(self.norms[0].weight) != self.head_size
 
 
@@ -126,8 +128,8 @@ class GatedNorm:
 class RecurrentPlan:
     """Recurrent layer that replaces the attention of a layer. The outputs of all linear layers in ``inputs``,
     concatenated, are one row for each token. ``channels_at``, ``gate_at``, ``step_at`` and ``beta_at`` are the indices
-    in a row at which the convolution's inputs, the gate, the steps and beta begin. A short convolution multiplies its
-    inputs by the ``channels`` elements at ``step_at``.
+    in a row at which the convolution's inputs, the gate, the steps and the beta values of the recurrence begin. A short
+    convolution multiplies its inputs by the ``channels`` elements at ``step_at``.
 
     Attributes:
         convolution: Weight ``[channels, 1, kernel]`` of the convolution, and its bias ``[channels]`` or None.
@@ -259,8 +261,8 @@ class LayerPlan:
     out some of the norms.
 
     ``norms_before`` are the norms before attention and MLP. ``norms_after`` are the norms before each add.
-    ``residual_scale`` multiplies the values that are added. A recurrent layer may replace attention.
-    A layer without MLP ends after the first addition.
+    ``residual_scale`` multiplies the outputs of attention and MLP before each add. A recurrent layer may replace
+    attention. A layer without MLP ends after the first addition.
     """
 
     name: str
@@ -335,7 +337,7 @@ class ModelPlan:
         """Return cosines and sines float32 ``[tokens, rotary size]`` for a rotary variant, computed by the model's own
         rotary embedding.
 
-        ``positions`` is int64 ``[tokens]``, or ``[3, tokens]`` in sections.
+        ``positions`` is int64 ``[tokens]``, or ``[3, tokens]`` if each token has three rotary positions.
         """
         if variant == UNROTATED:
             cosines, _ = self.turns((), positions, like)
@@ -356,7 +358,7 @@ class ModelPlan:
 
 
 def present(part: T | None, name: str) -> T:
-    """Return ``part``. Raises UnsuitableError with the part's ``name`` if it is None."""
+    """Return ``part``. If ``part`` is None, raises UnsuitableError with the part's ``name``."""
     if part is None:
         raise UnsuitableError(f"the model has no {name}")
     return part

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BFLOAT16_FEATURES = ("avx512_bf16", "amx_bf16", "bf16")
-"""CPU instruction sets for bfloat16, by torch's names."""
+"""Names that torch uses for CPU instruction sets with bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)

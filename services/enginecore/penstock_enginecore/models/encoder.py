@@ -189,7 +189,9 @@ class EncoderContext:
         return output
 
     def _mask(self, length: int, window: int | None) -> torch.Tensor | None:
-        """Return a mask ``[length, length]``, True where a query attends to a key, or None if all pairs attend."""
+        """Return a mask ``[length, length]``, True where a query attends to a key, or None if every query attends to
+        every key.
+        """
         if window is None or length <= window:
             return None
         if (length, window) not in self._masks:

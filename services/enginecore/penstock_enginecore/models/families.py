@@ -100,11 +100,11 @@ SOFTMAX_ROUTERS = _ALWAYS_NORMALIZE | {
     "Qwen2MoeTopKRouter",
     "Qwen3MoeTopKRouter",
 }
-"""Router classes that choose the largest values of a softmax over all experts."""
+"""Names of router classes that choose the experts with the largest values of a softmax over all experts."""
 
 
 def is_known(module: torch.nn.Module) -> bool:
-    """Return whether a model's class is known."""
+    """Return whether a model's class is in ``FAMILIES``."""
     return type(module).__name__ in FAMILIES
 
 

@@ -364,7 +364,7 @@ def _from_files(
                 dtype=dtype,
                 attn_implementation=attention,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # ``check_weights`` raises an error for these
+                ignore_mismatched_sizes=True,  # ``check_weights`` raises an error for weights of another size
             )
     found = QuantizedCheckpoint(_model_class(hf_config, config, auto_class), hf_config, directory, scheme)
     return load_quantized(found, dtypes.dense, keep=keep(scheme), dtype=dtype, attn_implementation=attention)

@@ -308,7 +308,7 @@ class PlanReader:
         return Norm(norm.weight, float(eps), self._family.norm_offset)
 
     def linear(self, linear: Any) -> Linear:
-        """Return the linear layer, quantized or not. Raises UnsuitableError for other modules."""
+        """Return ``linear`` if it is a linear layer, quantized or not. Raises UnsuitableError for other modules."""
         if type(linear) is QuantizedLinear:
             return linear
         if type(linear) is not torch.nn.Linear:
@@ -351,7 +351,7 @@ def is_gated(mlp: torch.nn.Module) -> bool:
 
 
 def rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:
-    """Return the arguments of ``rotary`` for a layer, other than positions."""
+    """Return the arguments other than positions with which a layer calls the rotary embedding."""
     # If some layers of an EXAONE 4 model have sliding windows, only these layers have rotary positions.
     windowed = hasattr(attention, "sliding_window_pattern") and attention.sliding_window is not None
     if not getattr(attention, "use_rope", True) or (windowed and not attention.is_sliding):
@@ -362,8 +362,8 @@ def rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:
 
 
 def is_of_transformers(module: torch.nn.Module, kind: str) -> bool:
-    """Return whether the module's class name ends in ``kind`` and the class is transformers', or one of this project's
-    text models.
+    """Return whether the module's class name ends in ``kind``, and the class belongs to transformers or is one of this
+    project's text models.
     """
     found = type(module)
     rooms = ("transformers.", "penstock_enginecore.models.multimodal.")

@@ -116,7 +116,7 @@ def _replace(modeling: Any, function: str) -> None:
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     try:
         return frozenset(inspect.signature(function).parameters)
-    except ValueError:  # inspect finds no signature for some builtins
+    except ValueError:  # ``inspect`` finds no signature for some builtins
         return frozenset()
 
 

@@ -270,7 +270,7 @@ def most_differ(one: torch.Tensor, other: torch.Tensor, tolerance: float = _TOLE
 
 
 class ProbeContext:
-    """``AttentionContext`` that records the calls and returns zeros."""
+    """``AttentionContext`` that records the attention calls and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []

@@ -22,7 +22,7 @@ from penstock_enginecore.core.model_info import MediaInfo
 
 @dataclass(frozen=True, slots=True)
 class EncoderItem:
-    """Item to encode.
+    """Media item to encode.
 
     Attributes:
         identifier: Id of the item.
@@ -79,8 +79,7 @@ class MediaEncoder(Protocol):
     rope_positions: RopeIndex | None
     """Function that returns rotary positions of a prompt with sections, or None if each token has a single position."""
     modules: Sequence[torch.nn.Module]
-    """All modules that have weights, in the model's order. When the engine sleeps, these modules move to host
-    memory.
+    """All modules that have weights, in the model's order. The memory of these modules moves when the engine sleeps.
     """
 
     def start(self, item: EncoderItem) -> None:

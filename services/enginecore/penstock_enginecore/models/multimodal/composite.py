@@ -96,7 +96,7 @@ class Separated(NamedTuple):
 class Composite:
     """Checkpoint whose configuration contains a text model's configuration.
 
-    The loader uses it like one of transformers' auto classes.
+    The loader uses an object of this class in the same way as one of transformers' auto classes.
 
     Attributes:
         checkpoint: Configuration of the checkpoint.
@@ -117,7 +117,7 @@ class Composite:
 
         Args:
             config: Configuration of the checkpoint.
-            with_towers: Also load the media encoders. Otherwise the text model is served alone.
+            with_towers: Whether to load the media encoders too. Otherwise the text model is served alone.
 
         Raises:
             ModelLoadError: The text model or, if ``with_towers``, the encoders are not supported. If only the encoders
@@ -149,7 +149,7 @@ class Composite:
         return {type(self.checkpoint): self._class()}
 
     def from_pretrained(self, **options: Any) -> Any:
-        """Return a model like transformers' auto classes. ``attn_implementation`` applies to the text model."""
+        """Return a model, in the same way as transformers' auto classes. ``attn_implementation`` applies to the text model."""
         make: Any = self._class()
         return make.from_pretrained(**options)
 
@@ -161,7 +161,7 @@ class Composite:
         trust_remote_code: bool,  # noqa: ARG002 - the classes are transformers' own
         **options: Any,
     ) -> Any:
-        """Return a model like transformers' auto classes. ``attn_implementation`` applies to the text model."""
+        """Return a model, in the same way as transformers' auto classes. ``attn_implementation`` applies to the text model."""
         make: Any = self._class()._from_config
         return make(config, attn_implementation=self._sections(attn_implementation), **options)
 

@@ -35,8 +35,8 @@ from penstock_enginecore.models.multimodal.families.base import Family
 class SlicedRun:
     """Run of a media encoder that pauses after a given number of blocks.
 
-    The encoder's forward pass runs in a greenlet with separate context variables. The same thread must call each time.
-    torch's modes are per thread, so each slice enters inference mode.
+    The encoder's forward pass runs in a greenlet with separate context variables. All calls must come from the same
+    thread. torch's modes belong to a thread and not to a greenlet, so each call enters inference mode.
     """
 
     def __init__(self, compute: Callable[[], torch.Tensor], num_blocks: int) -> None:

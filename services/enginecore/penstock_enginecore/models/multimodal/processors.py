@@ -45,7 +45,7 @@ class Normalization:
 
     def apply(self, pixels: torch.Tensor, channels: int) -> torch.Tensor:
         """Return normalized pixels, float32, in the same shape. ``channels`` is the index of the dimension with the
-        colours. Floating-point pixels are returned unchanged, because they are already normalized.
+        colours. Floating-point pixels are only converted to float32, because they are already normalized.
         """
         if pixels.dtype != torch.uint8:
             return pixels.float()

@@ -63,7 +63,7 @@ def groups_of(in_features: int, group_size: int, device: torch.device) -> torch.
 
 
 def num_groups(in_features: int, group_size: int) -> int:
-    """Return the number of groups."""
+    """Return the number of groups of consecutive columns."""
     return 1 if group_size < 0 else -(-in_features // group_size)
 
 
@@ -94,11 +94,11 @@ class Awq:
 
     @property
     def dense(self) -> str:
-        """Suffix of a linear layer's weight."""
+        """Suffix that the name of a linear layer's weight has without quantization."""
         return ".weight"
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Return ``[out_features, in_features]``."""
+        """Return the shape of the weight, ``[out_features, in_features]``."""
         in_features, words = matrix(".qweight", shapes[".qweight"])
         groups = num_groups(in_features, self.group_size)
         expect(".qzeros", shapes[".qzeros"], (groups, words))
@@ -157,11 +157,11 @@ class Gptq:
 
     @property
     def dense(self) -> str:
-        """Suffix of a linear layer's weight."""
+        """Suffix that the name of a linear layer's weight has without quantization."""
         return ".weight"
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Return ``[out_features, in_features]``."""
+        """Return the shape of the weight, ``[out_features, in_features]``."""
         per_word = WORD // self.bits
         words, out_features = matrix(".qweight", shapes[".qweight"])
         in_features = words * per_word
@@ -243,11 +243,13 @@ class Packed:
 
     @property
     def dense(self) -> str:
-        """Suffix of the weight's name, which is empty."""
+        """Suffix that the weight's name has without quantization, which is empty."""
         return ""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Return ``[out_features, in_features]``. Raises ValueError if the last word of a row is not full."""
+        """Return the shape of the weight, ``[out_features, in_features]``. Raises ValueError if the last word of a row
+        is not full.
+        """
         per_word = WORD // self.bits
         out_features, words = matrix(_PACKED, shapes[_PACKED])
         in_features = words * per_word

@@ -40,7 +40,7 @@ class Float8:
 
     @property
     def dense(self) -> str:
-        """Suffix of the weight's name, which is empty."""
+        """Suffix that the weight's name has without quantization, which is empty."""
         return ""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:

@@ -51,7 +51,7 @@ class Scheme(Protocol):
 
     @property
     def dense(self) -> str:
-        """Suffix of the weight's name if it is not quantized."""
+        """Suffix that the weight's name has without quantization."""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """Return the shape of the weight whose parts have ``shapes``. Raises ValueError if the parts' shapes do not
@@ -87,8 +87,8 @@ def matrix(name: str, shape: Shape) -> tuple[int, int]:
 
 
 class QuantizedLinear(torch.nn.Module):
-    """Replacement of ``linear`` that dequantizes its weight in every call, to the dtype of the input. The bias is that
-    of ``linear``.
+    """Replacement of ``linear`` that dequantizes its weight in every call, to the dtype of the input. The bias is the
+    bias of ``linear``.
 
     ``tensors`` are the weight's parts in ``scheme``, by suffix.
     """

@@ -35,11 +35,11 @@ class Mxfp4:
 
     @property
     def dense(self) -> str:
-        """Suffix of the weight's name, which is empty."""
+        """Suffix that the weight's name has without quantization, which is empty."""
         return ""
 
     def dense_shape(self, shapes: Mapping[str, Shape]) -> Shape:
-        """Return ``[experts, in_features, out_features]``."""
+        """Return the shape of the weight, ``[experts, in_features, out_features]``."""
         blocks = shapes["_blocks"]
         if len(blocks) != 4 or blocks[3] != _BLOCK // 2:
             raise ValueError(

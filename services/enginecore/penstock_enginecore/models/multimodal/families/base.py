@@ -134,7 +134,7 @@ class Family:
 
     @classmethod
     def unsupported(cls, config: PretrainedConfig) -> str | None:  # noqa: ARG003 - subclasses use it
-        """Return why a checkpoint of this family is not supported, or None if it is."""
+        """Return why a checkpoint of this family is not supported, or None if it is supported."""
         return None
 
     @property
@@ -168,7 +168,9 @@ class Family:
         return min(max(*chosen, 1), total)
 
     def _skip_blocks(self) -> None:
-        """Replace the unused blocks at the end by pass-through blocks without weights."""
+        """Replace the last blocks, whose hidden states are not used, by blocks without weights that return their
+        input.
+        """
         for block in self._all_blocks[self._num_used() :]:
             block.forward = _unchanged  # transformers recognizes blocks by their class when it collects hidden states
             block._modules.clear()
