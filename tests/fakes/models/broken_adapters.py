@@ -119,7 +119,7 @@ def renamed(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 BROKEN = {
     # Requested features that are not supported
-    "dora": config(R.DORA, "use_dora is not served", "True", use_dora=True),
+    "dora": config(R.DORA, "use_dora has an unsupported value", "True", use_dora=True),
     "modules_to_save": config(R.MODULES_TO_SAVE, "['embed_tokens']", modules_to_save=["embed_tokens"]),
     "biases": config(R.BIAS, "'lora_only'", "only 'none'", bias="lora_only"),
     "lora_bias": config(R.LORA_BIAS, "lora_bias", lora_bias=True),
@@ -131,7 +131,7 @@ BROKEN = {
     "qalora": config(R.SETTING, "use_qalora", use_qalora=True),
     "block-diagonal": config(R.SETTING, "use_bdlora", use_bdlora={"nblocks": 2}),
     "monteclora": config(R.SETTING, "monteclora_config", monteclora_config={"num_samples": 8}),
-    "a setting of tomorrow": config(R.SETTING, "use_quantum is not served", "'yes'", use_quantum="yes"),
+    "a setting of tomorrow": config(R.SETTING, "use_quantum has an unsupported value", "'yes'", use_quantum="yes"),
     "pissa": config(R.CHANGED_BASE, "'pissa_niter_16'", "path_initial_model", init_lora_weights="pissa_niter_16"),
     "olora": config(R.CHANGED_BASE, "'olora'", init_lora_weights="olora"),
     "corda": config(R.CHANGED_BASE, "'corda'", init_lora_weights="corda"),
@@ -145,7 +145,7 @@ BROKEN = {
     "rank above the limit in a layer": config(
         R.RANK, "17 (at most 16: lora.max_lora_rank)", "layers.1.mlp.down_proj", rank_pattern={"1.mlp.down_proj": 17}
     ),
-    "rank 0": config(R.RANK, "r is not served: 0 (from 1 to 16)", r=0),
+    "rank 0": config(R.RANK, "r has an unsupported value: 0 (from 1 to 16)", r=0),
     "rank -1 in a pattern": config(R.RANK, "rank_pattern['q_proj']", "-1", rank_pattern={"q_proj": -1}),
     "rank of another kind": config(R.CONFIG, "$.r", "int", r="four"),
     "rank that is a fraction": config(R.CONFIG, "$.r", r=4.5),

@@ -93,7 +93,7 @@ class TensorFile:
     byte.
 
     Args:
-        name: File name, for errors.
+        name: Name of the file, for error messages.
         size: Size of the file in bytes.
     """
 
@@ -280,7 +280,9 @@ def _why(error: Exception) -> str:
 
 
 class FileState(NamedTuple):
-    """State that identifies a file's content: device and inode, size, and times in nanoseconds."""
+    """State of a file that tells whether its content has changed: device and inode, size, and times of changes in
+    nanoseconds.
+    """
 
     device: int
     inode: int

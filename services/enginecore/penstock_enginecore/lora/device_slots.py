@@ -126,7 +126,8 @@ def row_stride(rank: int) -> int:
 def pack(
     shape: ProductShape, updates: Sequence[LowRankUpdate | None], memory: torch.Tensor, start: int, table: IntArray
 ) -> int:
-    """Write the matrices of ``updates`` to ``memory`` and their offsets to ``table``. Returns the end offset.
+    """Write the matrices of ``updates`` to ``memory`` and their offsets to ``table``. Returns the offset after the last
+    element that was written.
 
     A contains the rows of all projections, one projection after the other. B contains one row for each feature. The
     length of a row is the projection's rank, padded with zeros.

@@ -51,13 +51,15 @@ class _Answer(NamedTuple):
 
 
 class Patterns:
-    """Matches the expressions of one adapter. All methods raise LoraError. The error names the setting ``key``."""
+    """Matches the regular expressions in the settings of one adapter. All methods raise LoraError if an expression
+    cannot be matched. The error names the setting ``key``.
+    """
 
     def __init__(self, file: str, names: Iterable[str] = ()) -> None:
         """Create a matcher. A process starts only when an expression must be matched.
 
         Args:
-            file: Name of the file that has the settings, for errors.
+            file: Name of the file that has the settings, for error messages.
             names: Names to match with expressions. One process matches all these names with an expression.
         """
         self._file = file

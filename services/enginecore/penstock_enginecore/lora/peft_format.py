@@ -221,7 +221,9 @@ _SWITCHES: Mapping[str, tuple[LoraReason, str]] = {
 
 
 def _refused(reason: LoraReason, key: str, value: object, limit: str = "", remedy: str = "") -> LoraError:
-    return LoraError(reason, f"{key} is not served", CONFIG_FILE, value=_short(value), limit=limit, remedy=remedy)
+    return LoraError(
+        reason, f"{key} has an unsupported value", CONFIG_FILE, value=_short(value), limit=limit, remedy=remedy
+    )
 
 
 def _garbled(what: str, value: str = "", limit: str = "") -> LoraError:

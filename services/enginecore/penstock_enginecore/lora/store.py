@@ -184,7 +184,7 @@ def _called(lora: LoraRequest) -> str:
 
 
 def _refused(lora: LoraRequest, error: Exception) -> RequestFailed:
-    why = f"{_called(lora)} at {lora.path!r} is not served: {error}"
+    why = f"{_called(lora)} at {lora.path!r} cannot be served: {error}"
     return FailedPrecondition(why, field="lora", reason="LORA_REFUSED")
 
 

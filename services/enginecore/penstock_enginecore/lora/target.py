@@ -43,7 +43,7 @@ class BaseSample:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Self:
-        """Sample rows at equal distances, including the first and the last."""
+        """Return a sample of a weight: rows at equal distances, including the first and the last row."""
         count = min(_COMPARED_ROWS, len(weight))
         indices = torch.linspace(0, len(weight) - 1, count, device=weight.device).long()
         rows = weight.detach()[indices].to("cpu", torch.float32, copy=True)

@@ -8,8 +8,8 @@ A sum over columns of A adds the sums of chunks, and the size of a chunk depends
 the ranks of an update runs from the first to the last. A row's result is therefore bit-identical alone and in any
 batch.
 
-Both grids depend on the maximum number of tiles, so that steps can be captured and replayed. Programs for unused tiles,
-ranks and projections return immediately.
+The launch grids of both kernels depend only on the maximum number of tiles, so that steps can be captured and replayed.
+Programs for unused tiles, ranks and projections return immediately.
 """
 
 import torch

@@ -101,7 +101,7 @@ def test_notes_and_settings_of_training_are_passed_over(tmp_path: Path, caplog: 
     assert "ignoring 'unsloth_fixed'" in caplog.text
     assert "ignoring '_commit_hash'" in caplog.text
     edit_config(folder, use_something=True)
-    with pytest.raises(LoraError, match="use_something is not served"):
+    with pytest.raises(LoraError, match="use_something has an unsupported value"):
         read_adapter(folder, target_of(tmp_path / "model"), LIMITS)
 
 
