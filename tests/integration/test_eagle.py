@@ -185,19 +185,22 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
     [
         (
             {"fc.weight": torch.zeros(HIDDEN, 3 * 48)},
-            r"its fc expects 144 inputs, but .* have 3 of 64 numbers; .* another hidden size",
+            r"the head's fc expects 144 inputs, but .* have 3 of 64 numbers; .* another hidden size",
         ),
-        ({"norm.weight": None}, "it has no tensor norm.weight, which speculative.method 'eagle3' needs"),
-        ({"midlayer.self_attn.q_norm.weight": torch.ones(16)}, r"it has a tensor layers\.0\.self_attn\.q_norm\.weight"),
-        ({"norm.weight": torch.ones(65)}, r"its norm.weight has shape \[65\], but .* must be \[64\]"),
+        ({"norm.weight": None}, "the head has no tensor norm.weight, which speculative.method 'eagle3' needs"),
+        (
+            {"midlayer.self_attn.q_norm.weight": torch.ones(16)},
+            r"the head has a tensor layers\.0\.self_attn\.q_norm\.weight",
+        ),
+        ({"norm.weight": torch.ones(65)}, r"the head's norm.weight has shape \[65\], but .* requires shape \[64\]"),
         (
             {"d2t": torch.arange(VOCAB_SIZE // 2) + 2},
-            rf"its d2t maps token \d+ to token {VOCAB_SIZE}, but the model has only",
+            rf"the head's d2t maps token \d+ to token {VOCAB_SIZE}, but the model has only",
         ),
-        ({"d2t": None}, "but it has no d2t that maps the tokens"),
+        ({"d2t": None}, "but the head has no tensor d2t that maps the tokens"),
         (
             {"embed_tokens.weight": torch.zeros(99, HIDDEN)},
-            f"its embed_tokens has 99 tokens, but the model has {VOCAB_SIZE}",
+            f"the head's embed_tokens has 99 tokens, but the model has {VOCAB_SIZE}",
         ),
     ],
 )
@@ -218,10 +221,10 @@ def test_tensors_that_do_not_fit_are_refused_by_name(
             "has 2, but the model has only layers 0 to 1",
         ),
         ({"eagle_config": None}, "the default has layer 2, but the model has only layers 0 to 1"),
-        ({"model_type": "mamba"}, "model_type of its layers is 'mamba'; supported: llama, qwen3"),
-        ({"norm_before_fc": True}, "its norm_before_fc is True; heads with this setting are not supported"),
+        ({"model_type": "mamba"}, "model_type of the head's layers is 'mamba'; supported: llama, qwen3"),
+        ({"norm_before_fc": True}, "the head's norm_before_fc is True; heads with this setting are not supported"),
         ({"architectures": ["EagleLlamaForCausalLM"]}, "describes an 'eagle' head, but speculative.method is 'eagle3'"),
-        ({"hidden_size": 48}, "its hidden_size is 48 and the model's hidden_size is 64"),
+        ({"hidden_size": 48}, "the head's hidden_size is 48 and the model's hidden_size is 64"),
     ],
 )
 def test_configurations_that_do_not_fit_are_refused_by_name(
@@ -238,7 +241,7 @@ def test_an_eagle_head_whose_states_are_of_another_width_is_refused(model: Path,
     save_head(HEADS["eagle"], tmp_path, "SafeAILab", **SIZE, hidden_size=48)
     changed(tmp_path, **{"fc.weight": torch.zeros(48, HIDDEN + 48), "embed_tokens.weight": torch.zeros(VOCAB_SIZE, 48)})
     with pytest.raises(
-        ModelLoadError, match="its hidden_size is 48, but the model's hidden_size is 64; an EAGLE head needs"
+        ModelLoadError, match="the head's hidden_size is 48, but the model's hidden_size is 64; an EAGLE head needs"
     ):
         engine_of(model, asked)
 

@@ -304,8 +304,9 @@ def test_a_draft_model_with_recurrent_layers_is_refused(
 ) -> None:
     save_tiny_model(architecture, tmp_path)
     message = (
-        r"speculative\.model '.*' cannot draft for this model: its layers are recurrent \(model_type '.*'\), and drafters keep "
-        r"no recurrent states; use a model that has only attention layers, or set speculative\.method to 'ngram'"
+        r"speculative\.model '.*' cannot draft for this model: the checkpoint's layers are recurrent "
+        r"\(model_type '.*'\), and drafters keep no recurrent states; "
+        r"use a model that has only attention layers, or set speculative\.method to 'ngram'"
     )
     with pytest.raises(ModelLoadError, match=message):
         engine_of(attention_model, speculative=speculative(5, "draft_model", model=str(tmp_path)))

@@ -37,8 +37,9 @@ class Arms:
     """Chooses between coupled and greedy drafts for one request.
 
     Coupled drafts are sampled with the request's own random numbers. Coupled drafts equal the model's tokens if the
-    distributions of drafter and model are similar. Greedy drafts are the drafter's most likely tokens. At first, the
-    two ways are tried alternately. After that, the better way is used, and the other way is tried from time to time.
+    distributions of drafter and model are similar. Greedy drafts are the drafter's most likely tokens. At first,
+    coupled and greedy drafts are tried alternately. After that, the kind with the better acceptance is used, and the
+    other kind is tried from time to time.
 
     Attributes:
         coupled: Whether the current drafts are coupled.
@@ -177,9 +178,10 @@ class _Tokens:
 class DraftModel(WithLayers, Stateless):
     """A ``Drafter`` with its own model.
 
-    Before the drafter drafts for a request, it computes all tokens of the request that it has not computed yet.
-    Requests that want no drafts therefore need no time of the drafter. If a request starts with cached blocks, the
-    drafter computes it from the first token, because the blocks may lack the drafter's keys and values.
+    Before the drafter drafts for a request, it first computes the request's tokens that are not in the drafter's KV
+    cache yet. Requests that want no drafts therefore need no time of the drafter. If a request starts with cached
+    blocks, the drafter computes the request from the first token, because the cached blocks may lack the drafter's keys
+    and values.
     """
 
     name = "draft_model"
@@ -341,7 +343,7 @@ def load_draft_model(
     checkpoint = draft_checkpoint(config)
     try:
         if (task := resolve_task(checkpoint)) != "generate":
-            raise ModelLoadError(f"it is a model that {task}s and cannot generate")
+            raise ModelLoadError(f"the checkpoint is a model that {task}s and cannot generate")
         check_vocabulary(Path(config.model.path), Path(speculative.model))
         _check_attends(checkpoint)
         drafter = load_model(checkpoint, forward.device, progress)
@@ -359,8 +361,8 @@ def _check_attends(checkpoint: ModelConfig) -> None:
     text_config = read_config(checkpoint).get_text_config()
     if is_recurrent(text_config):
         raise ModelLoadError(
-            f"its layers are recurrent (model_type {text_config.model_type!r}), and drafters keep no recurrent states; "
-            "use a model that has only attention layers, or set speculative.method to 'ngram'"
+            f"the checkpoint's layers are recurrent (model_type {text_config.model_type!r}), and drafters keep no "
+            "recurrent states; use a model that has only attention layers, or set speculative.method to 'ngram'"
         )
 
 

@@ -87,7 +87,7 @@ less time than many passes over one position each.
 
 
 class _Followed:
-    """The drafter's state of a request.
+    """State that the drafter keeps for a request.
 
     Attributes:
         pending: Hidden states of positions whose keys and values are not computed yet.
@@ -256,8 +256,8 @@ class Eagle(WithLayers):
             drafts[i] = chosen[:count]
 
     def _catch_up(self, step: DraftStep, waiting: Mapping[int, int]) -> None:
-        """Compute keys and values of pending positions in several passes. ``waiting`` has the number of positions by
-        request index.
+        """Compute keys and values of pending positions in several passes. ``waiting`` has the number of pending
+        positions by request index.
         """
         left = {i: count for i, count in waiting.items() if count > 0}
         while left:

@@ -66,10 +66,10 @@ def read_head_config(directory: Path, kind: Kind, num_layers: int) -> HeadConfig
     given = _read(directory)
     named = str(given.get("speculators_model_type") or "")
     if (found := named or _kind_of(given)) and found != kind:
-        raise ModelLoadError(f"its config.json describes an {found!r} head, but speculative.method is {kind!r}")
+        raise ModelLoadError(f"the head's config.json describes an {found!r} head, but speculative.method is {kind!r}")
     for switch in _UNSERVED:
         if given.get(switch):
-            raise ModelLoadError(f"its {switch} is {given[switch]}; heads with this setting are not supported")
+            raise ModelLoadError(f"the head's {switch} is {given[switch]}; heads with this setting are not supported")
     layer = _layer_config(given["transformer_layer_config"] if named else given)
     return HeadConfig(
         kind=kind,
@@ -92,9 +92,9 @@ def _read(directory: Path) -> Mapping[str, Any]:
     try:
         given = read_json(directory / "config.json")
     except (OSError, ValueError) as e:
-        raise ModelLoadError(f"its config.json cannot be read: {e}") from e
+        raise ModelLoadError(f"the head's config.json cannot be read: {e}") from e
     if not isinstance(given, dict):
-        raise ModelLoadError("its config.json is not a JSON object")
+        raise ModelLoadError("the head's config.json is not a JSON object")
     return given
 
 
@@ -107,14 +107,14 @@ def _kind_of(given: Mapping[str, Any]) -> str:
 def _layer_config(given: Mapping[str, Any]) -> PretrainedConfig:
     model_type = given.get("model_type", "llama")
     if model_type not in _PARTS:
-        raise ModelLoadError(f"the model_type of its layers is {model_type!r}; supported: {', '.join(_PARTS)}")
+        raise ModelLoadError(f"the model_type of the head's layers is {model_type!r}; supported: {', '.join(_PARTS)}")
     fields = {
         key: value for key, value in given.items() if key not in ("model_type", "architectures", "dtype", "torch_dtype")
     }
     try:
         layer: PretrainedConfig = AutoConfig.for_model(model_type, **fields)
     except (TypeError, ValueError, KeyError) as e:
-        raise ModelLoadError(f"its configuration cannot be read: {e}") from e
+        raise ModelLoadError(f"the head's configuration cannot be read: {e}") from e
     return layer
 
 
@@ -129,7 +129,11 @@ def _state_layers(given: Mapping[str, Any], kind: Kind, num_layers: int) -> tupl
     layers = tuple(named or (2, num_layers // 2, num_layers - 3))
     for layer in layers:
         if not isinstance(layer, int) or not 0 <= layer < num_layers:
-            where = f"its {key} has {layer!r}" if named else f"it does not set {key}, and the default has layer {layer}"
+            where = (
+                f"the head's {key} has {layer!r}"
+                if named
+                else f"the head does not set {key}, and the default has layer {layer}"
+            )
             raise ModelLoadError(f"{where}, but the model has only layers 0 to {num_layers - 1}")
     return layers
 
@@ -287,33 +291,36 @@ def _check_sizes(tensors: dict[str, torch.Tensor], config: HeadConfig, hidden_si
     if fc is not None and fc.shape[1] != expected:
         states = f"{count} of {hidden_size}" if count > 1 else f"{hidden_size}"
         raise ModelLoadError(
-            f"its fc expects {fc.shape[1]} inputs, but the model's hidden states of a token have {states} numbers; the head is "
-            "for a model with another hidden size"
+            f"the head's fc expects {fc.shape[1]} inputs, but the model's hidden states of a token have {states} numbers; "
+            "the head is for a model with another hidden size"
         )
     if config.kind == "eagle" and own != hidden_size:
         raise ModelLoadError(
-            f"its hidden_size is {own}, but the model's hidden_size is {hidden_size}; an EAGLE head needs the model's hidden_size"
+            f"the head's hidden_size is {own}, but the model's hidden_size is {hidden_size}; "
+            "an EAGLE head needs the model's hidden_size"
         )
     embeds = tensors.get("embed_tokens.weight")
     if embeds is None and own != hidden_size:
         raise ModelLoadError(
-            f"its hidden_size is {own} and the model's hidden_size is {hidden_size}, so its own embed_tokens is required"
+            f"the head's hidden_size is {own} and the model's hidden_size is {hidden_size}, so the head needs its own "
+            "embed_tokens"
         )
     if embeds is not None and len(embeds) != vocab_size:
-        raise ModelLoadError(f"its embed_tokens has {len(embeds)} tokens, but the model has {vocab_size}")
+        raise ModelLoadError(f"the head's embed_tokens has {len(embeds)} tokens, but the model has {vocab_size}")
 
 
 def _load(head: EagleHead, tensors: dict[str, torch.Tensor]) -> None:
     """Copy all tensors into the head. Raises ModelLoadError if a tensor is missing, is unknown or has a wrong shape."""
     places = dict(head.state_dict())
     for name in sorted(places.keys() - tensors.keys()):
-        raise ModelLoadError(f"it has no tensor {name}, which speculative.method {head.kind!r} needs")
+        raise ModelLoadError(f"the head has no tensor {name}, which speculative.method {head.kind!r} needs")
     for name in sorted(tensors.keys() - places.keys()):
-        raise ModelLoadError(f"it has a tensor {name}, which speculative.method {head.kind!r} does not support")
+        raise ModelLoadError(f"the head has a tensor {name}, which speculative.method {head.kind!r} does not support")
     for name, tensor in tensors.items():
         if tensor.shape != places[name].shape:
             raise ModelLoadError(
-                f"its {name} has shape {list(tensor.shape)}, but by its config.json the shape must be {list(places[name].shape)}"
+                f"the head's {name} has shape {list(tensor.shape)}, but its config.json requires shape "
+                f"{list(places[name].shape)}"
             )
     head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
@@ -337,16 +344,19 @@ def _target_tokens(offsets: torch.Tensor | None, config: HeadConfig, vocab_size:
     if offsets is None:
         if config.vocab_size != vocab_size:
             raise ModelLoadError(
-                f"it predicts {config.vocab_size} tokens and the model has {vocab_size}, but it has no d2t that maps the tokens"
+                f"the head predicts {config.vocab_size} tokens and the model has {vocab_size}, but the head has no "
+                "tensor d2t that maps the tokens"
             )
         return None
     if len(offsets) != config.vocab_size:
-        raise ModelLoadError(f"its d2t has {len(offsets)} tokens, but its draft_vocab_size is {config.vocab_size}")
+        raise ModelLoadError(
+            f"the head's d2t has {len(offsets)} tokens, but the head's draft_vocab_size is {config.vocab_size}"
+        )
     tokens = torch.arange(len(offsets)) + offsets.to(torch.int64)
     outside = torch.nonzero((tokens < 0) | (tokens >= vocab_size))
     if len(outside):
         first = int(outside[0])
         raise ModelLoadError(
-            f"its d2t maps token {first} to token {int(tokens[first])}, but the model has only {vocab_size} tokens"
+            f"the head's d2t maps token {first} to token {int(tokens[first])}, but the model has only {vocab_size} tokens"
         )
     return tokens

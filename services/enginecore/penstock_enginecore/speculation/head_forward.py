@@ -194,7 +194,7 @@ class HeadForward:
     Args:
         embed: Function that returns embeddings of tokens, see ``ForwardPass.embed``.
         dtype: Dtype of weights and states.
-        packed_bytes: Bytes of packed weights in the modules, in addition to parameters.
+        packed_bytes: Size in bytes of the packed weights in the modules, which are not parameters.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ def build_head(
         head: The head, on the host.
         model: The model that verifies.
         config: Config of the head's forward pass.
-        target: The forward pass of ``model``. It embeds tokens if the head has no embedding.
+        target: The forward pass of ``model``. This pass computes the embeddings of tokens if the head has no embedding.
 
     Raises:
         ModelLoadError: The head cannot run.

@@ -179,7 +179,7 @@ class Ngram(Weightless):
         self._indices: dict[str, TokenIndex] = {}
 
     def begin(self, request: NewRequestData) -> None:
-        """Add a request. Its tokens are indexed when tokens are drafted for it."""
+        """Add a request. The drafter indexes the request's tokens when it drafts for the request."""
         self._indices[request.request_id] = TokenIndex(self._shortest)
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:  # noqa: ARG002

@@ -45,7 +45,7 @@ class Place:
         self.num_followed = 0
 
     def follow(self, tokens: Iterable[int]) -> None:
-        """Process the next tokens of the output."""
+        """Update the position in the prediction with the next tokens of the output."""
         for token in tokens:
             self._take(token)
             self._last = token
@@ -126,7 +126,7 @@ class Predicted:
             self._inner.begin(request)
 
     def end(self, request_id: str, token_ids: npt.NDArray[np.int32], *, num_prompt_tokens: int) -> None:
-        """Forget the request."""
+        """Delete the prediction of the request, and remove the request from the inner drafter."""
         self._places.pop(request_id, None)
         if self._inner is not None:
             self._inner.end(request_id, token_ids, num_prompt_tokens=num_prompt_tokens)

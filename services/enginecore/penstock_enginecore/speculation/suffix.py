@@ -136,7 +136,7 @@ class Suffix(Weightless):
         return 0 if self._past is None else self._past.num_bytes
 
     def begin(self, request: NewRequestData) -> None:
-        """Add a request. Its tokens are indexed when it drafts."""
+        """Add a request. The drafter indexes the request's tokens when it drafts for the request."""
         self._indices[request.request_id] = TokenIndex(_WIDTH)
         self._scopes[request.request_id] = request.context.cache_salt
 
@@ -192,7 +192,9 @@ class Suffix(Weightless):
         return len(best), alike
 
     def _likeliest(self, places: Sequence[tuple[list[int], int]], count: int) -> list[int]:
-        """Return the most likely tokens after ``places``, up to ``count``, as long as their probability is high enough."""
+        """Return the most likely tokens after ``places``, up to ``count``, as long as the probability of each token is
+        at least the minimum.
+        """
         drafts: list[int] = []
         if len(places) == 1:
             tokens, place = places[0]

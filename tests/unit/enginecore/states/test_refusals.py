@@ -69,6 +69,7 @@ def test_a_draft_model_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
     save_tiny_model("lfm2", tmp_path / "drafter")
     speculative = {"method": "draft_model", "model": str(tmp_path / "drafter")}
     with pytest.raises(
-        ModelLoadError, match=r"speculative\.model '.*drafter' cannot draft for this model: its layers are recurrent"
+        ModelLoadError,
+        match=r"speculative\.model '.*drafter' cannot draft for this model: the checkpoint's layers are recurrent",
     ):
         build_engine(tmp_path / "model", cache={"block_size": 16}, speculative=speculative)

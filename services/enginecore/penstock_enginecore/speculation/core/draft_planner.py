@@ -1,7 +1,7 @@
 """Planner of drafts: chooses the number of drafts that a step verifies, and the number of tokens to draft after the
 step.
 
-Drafts do not delay other requests. They use no block that a running or waiting request could use. While prompts are
+Drafts do not delay other requests: drafts use no block that a running or waiting request could use. While prompts are
 being computed, drafts use at most an eighth of the token budget.
 """
 
@@ -47,7 +47,7 @@ class DraftPlanner(StepResource):
         self.failure = ""
 
     def stats(self) -> SpecDecodingStats:
-        """Return counts over all requests since the engine started."""
+        """Return statistics of drafts and accepted drafts over all requests since the engine started."""
         return msgspec.structs.replace(
             self._stats, num_accepted_tokens_per_pos=self._stats.num_accepted_tokens_per_pos.copy()
         )
@@ -133,7 +133,7 @@ class DraftPlanner(StepResource):
         sampling = []
         for key in output.num_scheduled_tokens:
             request = requests[key]
-            limit = min(request.max_drafts, _room(request) - 1)  # The step adds at least one token.
+            limit = min(request.max_drafts, _room(request) - 1)  # The step adds at least one token to the request.
             if request.sampled_step == output.step and limit > 0:
                 sampling.append((request, limit))
         if not sampling:
@@ -189,7 +189,7 @@ class DraftPlanner(StepResource):
         request.spec_token_ids = []
 
     def stepped(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> None:
-        """Update the cost model after a step."""
+        """Update the estimates of step times after a step."""
         if results.seconds and not step.encoder_budget:
             self._policy.cost.took(step.total_num_scheduled_tokens, results.seconds)
         for key in step.num_scheduled_tokens:
