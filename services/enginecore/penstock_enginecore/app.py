@@ -46,8 +46,8 @@ from penstock_enginecore.step_dump import dump_step
 from penstock_enginecore.structured_output.core.base import GrammarBackendFactory
 
 # Python runs a signal handler on the main thread, between two bytecodes. If a signal arrives just before the main
-# thread blocks in C code, the handler does not run until another event wakes the thread. In an idle engine, there may be no
-# such event. Therefore a thread of this module reads the wakeup file descriptor, to which the signal is written
+# thread blocks in C code, the handler does not run until another event wakes the thread. In an idle engine, there may
+# be no such event. Therefore a thread of this module reads the wakeup file descriptor, to which the signal is written
 # immediately, whatever the main thread does.
 
 
@@ -316,7 +316,7 @@ def describe(config: EngineCoreConfig, engine: EngineCore) -> EngineReady:
 
 
 def _media(config: EngineCoreConfig, engine: EngineCore) -> dict[str, Any]:
-    """Return the media fields of ``EngineReady``."""
+    """Return the values of the fields of ``EngineReady`` that describe media."""
     if not engine.model.media:
         return {}
     most = config.multimodal.limit_per_prompt

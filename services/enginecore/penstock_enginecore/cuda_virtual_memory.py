@@ -211,8 +211,8 @@ def _whole(count: int, unit: int) -> int:
     return -(-max(count, 1) // unit) * unit
 
 
-# Weights and KV cache of an engine that can sleep. During the sleep, their device memory is freed. After the sleep, memory is
-# mapped at the same addresses.
+# Weights and KV cache of an engine that can sleep. While the engine sleeps, their device memory is freed. After that,
+# memory is mapped at the same addresses.
 #
 # Captured CUDA graphs contain these addresses, so an engine can replay its graphs after it wakes.
 
@@ -341,7 +341,9 @@ class KeptMemory:
 
 
 def _storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, int]:
-    """Return the start address and size in bytes of each storage on ``device``, without duplicates, in order."""
+    """Return the start address and the size in bytes of each storage on ``device`` that ``tensors`` use. Each storage
+    is included once, in the order of ``tensors``.
+    """
     found: dict[int, int] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.device == device:

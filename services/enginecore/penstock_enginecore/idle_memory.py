@@ -52,7 +52,7 @@ class IdleMemory:
 
     def look(self) -> None:
         """Check whether the engine is idle. Return freed memory to the operating system if the conditions of this class
-        are met and the amount is worth it.
+        are met and at least the minimum number of bytes can be returned.
         """
         last, self._seen = self._seen, self._state()
         if self._loop.has_work or last != self._seen or self._seen == self._done:

@@ -79,7 +79,7 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         model = read_json(folder / "config.json")
     except (OSError, ValueError) as e:
         get_logger().warning(
-            "cannot read the checkpoint's files again, so this engine counts as having another configuration",
+            "cannot read the checkpoint's files again, so this engine is treated as a separate variant",
             reason=str(e),
         )
         return values | {"weights": f"unreadable: {type(e).__name__}"}

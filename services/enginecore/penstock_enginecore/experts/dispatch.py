@@ -71,7 +71,7 @@ def register_dispatch(name: str, make: Callable[[], Dispatch]) -> None:
 def make_dispatch(name: str) -> Dispatch:
     """Return the dispatch method with this name. Raises ConfigError if the name is unknown."""
     if name not in _DISPATCHES:
-        raise ConfigError(f"expert_parallel.dispatch is {name!r}; known: {', '.join(sorted(_DISPATCHES))}")
+        raise ConfigError(f"expert_parallel.dispatch is {name!r}; registered methods: {', '.join(sorted(_DISPATCHES))}")
     return _DISPATCHES[name]()
 
 

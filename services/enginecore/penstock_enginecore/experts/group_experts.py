@@ -49,8 +49,8 @@ def _layer(held: Sequence[Sequence[int]], num_experts: int) -> tuple[int, ...]:
         num_new[slot // slots] += 1
 
     def reluctance(slot: int) -> tuple[int, int, int]:
-        """Return a sort key. Empty slots are first, in order. After that come the slots of experts with the most
-        replicas, on the rank with the fewest new experts.
+        """Return a sort key. Empty slots are first, in order. Next are the slots of the experts with the most replicas;
+        among these, the slots on the rank with the fewest new experts are first.
         """
         if placed[slot] == EMPTY:
             return -len(placed) - 1, 0, slot

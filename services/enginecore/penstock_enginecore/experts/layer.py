@@ -41,7 +41,7 @@ class Membership:
         return slots[chosen, turns % number[chosen]]
 
     def place(self, layer: int, experts: Sequence[int]) -> None:
-        """Set the experts in the layer's slots from now on."""
+        """Set which experts are in the slots of a layer from now on."""
         self.placement = self.placement.with_layer(layer, experts)
         self._tables.pop(layer, None)
 
@@ -311,7 +311,9 @@ class SpreadExperts:
 
     def _in_group(self) -> Membership:
         if self._membership is None:
-            raise RuntimeError("the experts are used without a data-parallel group; join one first")
+            raise RuntimeError(
+                "the experts are distributed over ranks, but this rank is in no data-parallel group; join a group first"
+            )
         return self._membership
 
     def _set(self, membership: Membership | None) -> None:

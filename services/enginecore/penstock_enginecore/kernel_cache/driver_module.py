@@ -29,7 +29,7 @@ def build_driver_module() -> Path:
             compile_module_from_src(source, _NAME, [libraries, folder], [include], [_LIBRARY])
     found = sorted(Path(knobs.cache.dir).glob(f"*/{_NAME}*.so"))
     if not found:
-        raise RuntimeError(f"{_NAME} was not compiled")
+        raise RuntimeError(f"Triton did not compile its launcher module {_NAME}")
     return found[-1]
 
 

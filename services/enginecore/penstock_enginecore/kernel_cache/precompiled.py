@@ -10,7 +10,7 @@ from penstock_enginecore.kernel_cache.lookups import Lookups
 
 
 def open_cache(path: str, device: torch.device) -> Lookups | None:
-    """Make Triton look up kernels for ``device`` in the directory ``path`` from now on. Returns the numbers of found
+    """Make Triton look up kernels for ``device`` in the directory ``path`` from now on. Returns the counters of found
     and compiled kernels. Raises ConfigError if ``path`` is not a directory.
 
     Returns None if ``path`` is empty, the device is not a GPU, or Triton is not installed.

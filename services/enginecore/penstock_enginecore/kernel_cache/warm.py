@@ -104,13 +104,14 @@ def warm(
     float8_cache: bool = False,
     lora: bool = False,
 ) -> None:
-    """Compile kernels for decode steps, prompts and sampling. Call it only once per process.
+    """Compile kernels for decode steps, prompts and sampling. Call this function only once per process.
 
     Args:
         shape: Shape of the model.
         capability: Compute capability, for example 90 for 9.0.
         dtype: The dtype of weights and activations.
-        sizes: Request counts of decode steps, or empty for all captured sizes.
+        sizes: Numbers of requests in the decode steps to compile, or empty for all sizes that CUDA graphs are captured
+            for.
         float8_cache: Whether to compile also for an fp8 KV cache, if GPUs of this capability support it.
         lora: Whether to compile also for LoRA adapters, for every ``lora.max_lora_rank`` that is a multiple of 16.
     """

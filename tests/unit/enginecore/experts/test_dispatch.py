@@ -159,7 +159,9 @@ def test_steps_before_a_group_or_before_a_model_was_looked_at_are_errors() -> No
 
 
 def test_a_dispatch_goes_by_its_name_and_an_unknown_one_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expert_parallel.dispatch is 'deepep'; known: allgather, alltoall"):
+    with pytest.raises(
+        ConfigError, match="expert_parallel.dispatch is 'deepep'; registered methods: allgather, alltoall"
+    ):
         make_dispatch("deepep")
     with patch.dict(dispatch_module._DISPATCHES):
         register_dispatch("of-a-plugin", AllGather)

@@ -170,7 +170,7 @@ class GroupDriver:
                 experts.
             prefill_interval: Number of steps from one step in which requests may start to the next such step.
             move_after: Time in seconds after which requests are moved to other engines if the group computes no steps.
-            clock: Returns monotonic seconds.
+            clock: Function that returns monotonic seconds.
         """
         self.links = links
         self.to_coordinator: Callable[[ToCoordinator], None] = lambda _: None
@@ -242,7 +242,7 @@ class GroupDriver:
 
     @property
     def seconds_to_repeat(self) -> float:
-        """Seconds until ``look`` should be called."""
+        """Time in seconds until ``look`` should be called."""
         return max(self._repeat_at - self._clock(), 0.0)
 
     def look(self) -> None:

@@ -70,7 +70,7 @@ class GroupLink(Protocol):
     """
 
     collectives: Any
-    """Collective operations for tensors within steps. They never run at the same time as an exchange."""
+    """Collective operations for tensors within steps. These operations never run at the same time as an exchange."""
 
     def connect(self) -> None:
         """Wait until all ranks have connected. Raises an error if a rank does not connect, or after ``abort``."""
