@@ -30,37 +30,56 @@ def _memory(worker: WorkerStats) -> dict[tuple[str, str], int]:
 
 
 _UP = (
-    Reading(_G, "penstock:worker_up", "1 while the worker computes", "up"),
-    Reading(_G, "penstock:device_memory_bytes", "Memory by kind", _memory, ("device", "kind")),
+    Reading(_G, "penstock:worker_up", "1 while the worker runs", "up"),
+    Reading(
+        _G,
+        "penstock:device_memory_bytes",
+        "Bytes of memory on the worker's device, by kind",
+        _memory,
+        ("device", "kind"),
+    ),
 )
 _GRAPHS = (
-    Reading(_G, "penstock:cuda_graphs", "Captured CUDA graphs", "captured"),
-    Reading(_C, "penstock:cuda_graph_replays", "Steps replayed", "replays"),
+    Reading(_G, "penstock:cuda_graphs", "Number of captured CUDA graphs", "captured"),
+    Reading(_C, "penstock:cuda_graph_replays", "Number of steps that replayed a CUDA graph", "replays"),
     Reading(
-        _C, "penstock:launched_steps", "Steps launched kernel by kernel on a device that replays graphs", "launched"
+        _C,
+        "penstock:launched_steps",
+        "Number of steps launched without a CUDA graph, on a device that replays graphs",
+        "launched",
     ),
-    Reading(_C, "penstock:replayed_tokens", "Tokens computed by replayed steps", "tokens"),
-    Reading(_C, "penstock:padding_tokens", "Padding tokens computed by replayed steps", "padding_tokens"),
-    Reading(_C, "penstock:padding_rows", "Padding rows of logits computed by replayed steps", "padding_rows"),
+    Reading(_C, "penstock:replayed_tokens", "Number of tokens computed by steps that replayed a CUDA graph", "tokens"),
+    Reading(
+        _C,
+        "penstock:padding_tokens",
+        "Number of padding tokens computed by steps that replayed a CUDA graph",
+        "padding_tokens",
+    ),
+    Reading(
+        _C,
+        "penstock:padding_rows",
+        "Number of padding rows of logits computed by steps that replayed a CUDA graph",
+        "padding_rows",
+    ),
 )
 _TIMES = (
     Reading(
         _G,
         "penstock:stage_idle_ratio",
-        "Fraction of the last second with steps in which the stage computed nothing",
+        "Fraction of time in which the pipeline stage computed nothing, in the last second that had steps",
         lambda w: {} if w.stage_idle is None else {str(w.stage): w.stage_idle},
         ("stage",),
     ),
     Reading(
         _H,
         "penstock:step_broadcast_seconds",
-        "Seconds that a step takes from the engine to a waiting worker",
+        "Seconds from the time the engine sends a step until a waiting worker has received the step",
         lambda w: {} if w.step_broadcast is None else w.step_broadcast,
     ),
     Reading(
         _H,
         "penstock:collective_seconds",
-        "Seconds of collectives between workers, by operation",
+        "Seconds of each collective operation between workers, including the wait for the slowest worker",
         "collectives",
         ("operation",),
     ),
@@ -78,19 +97,24 @@ def worker_families(labels: Sequence[str], workers: Sequence[WorkerStats]) -> It
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 """Names of the sleep levels, as in vLLM."""
 _STATE = (
-    Reading(_G, "penstock:engine_paused", "1 while nothing is scheduled", "paused"),
+    Reading(_G, "penstock:engine_paused", "1 while the engine is paused and schedules no requests", "paused"),
     Reading(
         _G,
         "vllm:engine_sleep_state",
-        "1 for the state the engine is in",
+        "1 for the current sleep state of the engine, 0 for the other states",
         lambda s: {name: level == s.sleep_level for level, name in enumerate(_SLEEP_STATES)},
         ("sleep_state",),
     ),
-    Reading(_C, "penstock:nan_logits", "Logits of sampled rows that were NaN or infinite", "num_nan_logits"),
+    Reading(
+        _C,
+        "penstock:nan_logits",
+        "Number of NaN or infinite logits in rows from which tokens were sampled",
+        "num_nan_logits",
+    ),
     Reading(
         _G,
         "penstock:spec_decode_drafter_up",
-        "0 after the drafter has failed and was switched off",
+        "1 while the drafter of speculative decoding works, 0 after it has failed and was switched off",
         lambda s: None if s.drafter_failure is None else not s.drafter_failure,
     ),
 )
@@ -126,7 +150,7 @@ class EngineCollector(Collector):
             stats=self._stats(),
         )
         yield from engine_families([load])
-        tokens = Reading(_H, "vllm:iteration_tokens_total", "Tokens computed by a step", Buckets.counts)
+        tokens = Reading(_H, "vllm:iteration_tokens_total", "Number of tokens that a step computes", Buckets.counts)
         yield from families([tokens], [(labels, self._step_tokens)])
         yield from families(_STATE, [(labels, self._state())])
         yield from worker_families(labels, self._workers())
@@ -135,40 +159,55 @@ class EngineCollector(Collector):
 # Metrics of the data-parallel group.
 
 _GROUP = (
-    Reading(_G, "penstock:group_epoch", "Epoch of the group, which increases with each change of its members", "epoch"),
-    Reading(_G, "penstock:group_ranks", "Ranks of the group", "num_ranks"),
+    Reading(
+        _G,
+        "penstock:group_epoch",
+        "Epoch of the data-parallel group, which increases with each change of its members",
+        "epoch",
+    ),
+    Reading(_G, "penstock:group_ranks", "Number of ranks in the data-parallel group", "num_ranks"),
 )
 _GROUP_STATE = (
-    Reading(_G, "penstock:group_suspended", "1 while the rank is in no group that can run", "suspended"),
+    Reading(
+        _G,
+        "penstock:group_suspended",
+        "1 while the rank is in no data-parallel group that can compute steps",
+        "suspended",
+    ),
     Reading(
         _G,
         "penstock:expert_balance",
-        "Mean number of expert tokens per rank divided by the maximum, in the last window",
+        "Mean number of expert tokens per rank divided by the highest number of a rank, in the last window of steps",
         "expert_balance",
     ),
-    Reading(_C, "penstock:dummy_steps", "Steps without own requests, run for the other ranks", "num_dummy_steps"),
+    Reading(
+        _C,
+        "penstock:dummy_steps",
+        "Number of steps that this rank ran for the other ranks without own requests",
+        "num_dummy_steps",
+    ),
     Reading(
         _C,
         "penstock:experts_moved",
-        "Experts that this rank received from others for balance, over all layers",
+        "Number of experts that this rank received from other ranks for load balance, over all layers",
         "num_experts_moved",
     ),
     Reading(
         _S,
         "penstock:group_recovery_seconds",
-        "Seconds from the loss of a group to the first exchange of the next one",
+        "Seconds from the loss of a data-parallel group to the first exchange of the next group",
         lambda s: (s.num_recoveries, s.recovery_seconds),
     ),
     Reading(
         _S,
         "penstock:group_switch_seconds",
-        "Seconds of planned group changes, from the last step to the end of the first exchange",
+        "Seconds of planned group changes, from the old group's last step to the end of the new group's first exchange",
         lambda s: (s.num_switches, s.switch_seconds),
     ),
     Reading(
         _S,
         "penstock:exchange_seconds",
-        "Seconds in exchanges before steps, including waiting for other ranks",
+        "Seconds in exchanges between ranks before steps, including the wait for other ranks",
         lambda s: (s.num_exchanges, s.exchange_seconds),
     ),
 )
@@ -179,7 +218,7 @@ def group_families(state: GroupState, target_size: int, ready: EngineReady) -> I
     target = Reading(
         _G,
         "penstock:group_target_ranks",
-        "Ranks that the group should have, as far as known",
+        "Number of ranks that the data-parallel group should have, 0 if unknown",
         lambda _: target_size,
     )
     return families([*_GROUP, target, *_GROUP_STATE], [([ready.model, ready.engine_id], state)])

@@ -25,10 +25,19 @@ def main() -> int:
         default=[80, 89, 90, 100],
         help="Compute capabilities, for example 80 for 8.0 (A100)",
     )
-    parser.add_argument("--shapes", nargs="+", default=["llama-8b"], help="Model shapes to compile for, see shapes.py")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        default=["llama-8b"],
+        help="Names of the model shapes to compile for; shapes.py has all names",
+    )
     parser.add_argument("--dtype", default="bfloat16", help="Dtype of weights and activations")
     parser.add_argument(
-        "--sizes", type=int, nargs="*", default=[], help="Request counts of decode steps to compile for (default: all)"
+        "--sizes",
+        type=int,
+        nargs="*",
+        default=[],
+        help="Numbers of requests in the decode steps to compile (default: all)",
     )
     parser.add_argument("--fp8-cache", action="store_true", help="Also compile for an fp8 KV cache")
     parser.add_argument("--lora", action="store_true", help="Also compile for LoRA adapters")

@@ -216,7 +216,7 @@ class AdapterFolder:
         except FileNotFoundError as e:
             raise LoraError(LoraReason.NOT_FOUND, checkpoint.no_directory(str(path)), str(path)) from e
         except NotADirectoryError as e:
-            what = "it is no directory; give the directory that contains adapter_config.json"
+            what = "it is not a directory; give the directory that contains adapter_config.json"
             raise LoraError(LoraReason.NOT_FOUND, what, str(path)) from e
         except (OSError, ValueError) as e:
             raise LoraError(LoraReason.UNREADABLE, "it cannot be opened", str(path), value=_why(e)) from e

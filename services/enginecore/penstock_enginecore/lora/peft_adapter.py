@@ -205,7 +205,7 @@ def _surplus(layer: str, name: str, tensors: PeftTensors, target: AdapterTarget)
     if why := target.unserved.get(known):
         return LoraError(why.reason, f"its layer is {why.what}", TENSORS_FILE, name)
     if tensors.naming.of_media and not known:
-        what = "it is of the part of the model that reads media, which does not support adapters"
+        what = "it belongs to the part of the model that reads media, which does not support adapters"
         remedy = "train only the text model, with exclude_modules or an expression for target_modules"
         return LoraError(LoraReason.MODULE, what, TENSORS_FILE, name, remedy=remedy)
     if ".experts." in f".{layer}.":

@@ -12,7 +12,7 @@ from penstock_enginecore.lora.errors import LoraReason
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
 from penstock_enginecore.models.state_hook import ReadLinear
 
-_OF_EXPERTS = "experts or what belongs to them"
+_OF_EXPERTS = "an expert or another part of a mixture of experts"
 _COMPARED_ROWS = 64
 _ROUNDING = 2.0**-8
 """Maximum relative difference between two numbers that count as copies of the same number, if one was rounded to 16

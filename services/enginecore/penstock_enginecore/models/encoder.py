@@ -109,7 +109,7 @@ def check_encoder(config: PretrainedConfig, model_class: type[PreTrainedModel]) 
     elif types := sorted(_rope_types(config) - {"default"}):
         reason = f"its rotary scaling is {types[0]!r}; supported: 'default'"
     elif getattr(config, "quantization_config", None) is not None:
-        reason = "its checkpoint is quantized, which is served for decoders only"
+        reason = "its checkpoint is quantized, which is supported only for decoders"
     if reason is not None:
         raise ModelLoadError(f"{model_class.__name__} is not supported: {reason}")
 

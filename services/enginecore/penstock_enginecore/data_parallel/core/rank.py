@@ -167,7 +167,7 @@ class Phase(enum.Enum):
     IDLE = "no wave"
     EXCHANGE = "an exchange"
     FORWARD = "a forward pass"
-    BROKEN = "a group of which a collective broke off"
+    BROKEN = "a group in which a collective failed"
 
 
 class Rank(msgspec.Struct, frozen=True, cache_hash=True):

@@ -183,17 +183,19 @@ def _difference(expected: Probed, found: Probed, *, scaled: bool) -> str | None:
     ``scaled``, logits that differ only by a constant factor count as equal.
     """
     if [call.module for call in expected.calls] != [call.module for call in found.calls]:
-        return f"it attends {len(found.calls)} times, but {len(expected.calls)} times as a part of the whole model"
+        return (
+            f"it calls attention {len(found.calls)} times, but {len(expected.calls)} times as a part of the whole model"
+        )
     for index, (call, alone) in enumerate(zip(expected.calls, found.calls, strict=True)):
         if not _is_causal(call.mask):
             return "tokens attend to later tokens in the whole model"
         for part in ("query", "key", "value"):
             if most_differ(getattr(call, part), getattr(alone, part), _TOLERANCE):
-                return f"the {part} of attention call {index} differs in the whole model"
+                return f"the {part} of attention call {index} differs from that in the whole model"
     one, other = (each.output.logits[0].float() for each in (expected, found))
     if scaled:
         one, other = (torch.nn.functional.normalize(each, dim=-1) for each in (one, other))
-    return "its logits differ in the whole model" if most_differ(one, other, _TOLERANCE) else None
+    return "its logits differ from those of the whole model" if most_differ(one, other, _TOLERANCE) else None
 
 
 def _is_causal(mask: object) -> bool:

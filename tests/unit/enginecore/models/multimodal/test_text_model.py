@@ -121,7 +121,9 @@ def test_other_logits_of_the_whole_are_found(made: tuple[Any, Composite]) -> Non
         output.logits = output.logits.sin()
 
     whole.register_forward_hook(bend)
-    with pytest.raises(ModelLoadError, match="cannot be served alone, because its logits differ in the whole model"):
+    with pytest.raises(
+        ModelLoadError, match="cannot be served alone, because its logits differ from those of the whole model"
+    ):
         composite.separate(whole)
 
 
@@ -153,7 +155,9 @@ def test_a_layer_that_only_the_whole_calls_is_found(made: tuple[Any, Composite])
     expected = probe_text(whole)
     text = composite.separate(whole).text
     more = expected._replace(calls=[*expected.calls, expected.calls[0]])
-    with pytest.raises(ModelLoadError, match="because it attends 2 times, but 3 times as a part of the whole model"):
+    with pytest.raises(
+        ModelLoadError, match="because it calls attention 2 times, but 3 times as a part of the whole model"
+    ):
         check_same_text(text, more, "X")
 
 
