@@ -23,7 +23,9 @@ class _Tiles(Intake):
 
     pixels_name = _PIXELS
     between = 1
-    """Maximum numbers of tokens that are not embeddings: around each tile, and around the whole item."""
+    """Maximum number of tokens around the embeddings of each tile. The whole item may have the same number of tokens in
+    addition.
+    """
 
     @property
     @abstractmethod
