@@ -21,8 +21,8 @@ from penstock_enginecore.native.states import NativeStates
 from tests.fakes.engines.in_process import answer, generate
 from tests.fakes.engines.worker_threads import use_threads
 from tests.fakes.models.adapters import save_adapter
-from tests.fakes.models.quick_architectures import QUICK_SPLIT_RECURRENT, RECURRENT_KINDS, SPLIT_RECURRENT_KINDS
-from tests.fakes.models.tiny_models import UNSPLIT_ARCHITECTURES, save_narrow_model, save_tiny_model
+from tests.fakes.models.quick_architectures import QUICK_RECURRENT, RECURRENT_KINDS
+from tests.fakes.models.tiny_models import save_narrow_model, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 from tests.integration.test_recurrent_parity import (
     NEW_TOKENS,
@@ -38,7 +38,7 @@ from tests.integration.test_recurrent_parity import (
 pytestmark = pytest.mark.usefixtures("warm_processes")
 
 
-@pytest.fixture(scope="module", params=QUICK_SPLIT_RECURRENT)
+@pytest.fixture(scope="module", params=QUICK_RECURRENT)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(request.param)
@@ -133,14 +133,22 @@ def test_a_bfloat16_checkpoint_on_several_ranks_gives_the_tokens_of_float32(case
     check_turns(engine_of(tmp_path, executor=tensor(), scheduler={"max_num_batched_tokens": 40}), narrow)
 
 
+TARGETS = {
+    "jamba": ["in_proj", "x_proj", "out_proj", "q_proj", "o_proj", "lm_head"],
+    "kimi_linear": [f"{name}_proj" for name in ("q", "k", "v", "b", "f_a", "f_b", "g_a", "g_b", "kv_b", "o")],
+    "mamba2": ["in_proj", "lm_head"],  # PEFT refuses Mamba-2's out_proj
+}
+"""Layers with updates, for model types of which adapters cannot update all linear layers."""
+
+
 @pytest.mark.quick("granitemoehybrid-ranks", "qwen3_5-stages")
 @pytest.mark.parametrize("ways", ["ranks", "stages"])
-@pytest.mark.parametrize("architecture", SPLIT_RECURRENT_KINDS)
+@pytest.mark.parametrize("architecture", RECURRENT_KINDS)
 def test_adapters_of_all_linear_layers_on_several_workers_give_peft_s_tokens(
     architecture: str, ways: str, tmp_path: Path
 ) -> None:
     model = save_tiny_model(architecture, tmp_path / "model")
-    targets = ["in_proj", "lm_head"] if architecture == "mamba2" else "all-linear"  # PEFT refuses Mamba-2's out_proj
+    targets = TARGETS.get(architecture, "all-linear")
     adapted = save_adapter(model, tmp_path / "adapter", r=3, lora_alpha=6, target_modules=targets)
     assert any(name.endswith(".lora_A.default") and ".layers.0." in name for name, _ in adapted.named_modules())
     prompts, expected = answers(adapted)
@@ -277,6 +285,10 @@ def test_dummy_steps_between_steps_do_not_touch_states(architecture: str, tmp_pa
             r"to 1, 2, 4 workers",
         ),
         (
+            "mamba",
+            r"executor\.tensor_parallel_size is 3; backbone\.layers\.0\.mixer has \d+ channels, which can be distributed to 1, 2",
+        ),
+        (
             "mamba2",
             r"executor\.tensor_parallel_size is 3; config\.json: num_heads is 8 and n_groups is 2, which can be "
             r"distributed to 1, 2, 4, 8 workers; use one of these sizes",
@@ -289,13 +301,6 @@ def test_heads_that_cannot_be_distributed_are_refused_with_the_possible_sizes(
     save_tiny_model(architecture, tmp_path)
     with pytest.raises(ModelLoadError, match=message):
         engine_of(tmp_path, executor=tensor(3))
-
-
-@pytest.mark.parametrize("architecture", UNSPLIT_ARCHITECTURES)
-def test_layers_that_ranks_cannot_share_are_refused_by_name(architecture: str, tmp_path: Path) -> None:
-    save_tiny_model(architecture, tmp_path)
-    with pytest.raises(ModelLoadError, match=r"executor\.tensor_parallel_size"):
-        engine_of(tmp_path, executor=tensor())
 
 
 def test_drafts_in_stages_are_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.models.tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES, UNSPLIT_ARCHITECTURES
+from tests.fakes.models.tiny_models import ARCHITECTURES, RECURRENT_ARCHITECTURES
 
 KINDS = (
     "deepseek_v3",  # latent keys and values
@@ -39,8 +39,6 @@ RECURRENT_KINDS = (
     "qwen3_5",  # gated delta rule
 )
 """One architecture of each kind of recurrent layer."""
-SPLIT_RECURRENT_KINDS = tuple(name for name in RECURRENT_KINDS if name not in UNSPLIT_ARCHITECTURES)
-"""Those that tensor-parallel ranks can share."""
 
 
 def _quick(names: tuple[str, ...]) -> tuple[Any, ...]:
@@ -53,8 +51,6 @@ QUICK_EVICTED_RECURRENT = _quick(
     tuple(name for name in RECURRENT_ARCHITECTURES if name not in ("falcon_mamba", "mamba"))
 )
 """Those whose states can be evicted in small tests. The rows of the others need so much memory that all states fit."""
-QUICK_SPLIT_RECURRENT = _quick(tuple(name for name in RECURRENT_ARCHITECTURES if name not in UNSPLIT_ARCHITECTURES))
-"""Those that tensor-parallel ranks can share."""
 
 
 def skip_most_of_others(request: pytest.FixtureRequest, fixture: str) -> None:

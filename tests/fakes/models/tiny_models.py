@@ -263,8 +263,6 @@ _RECURRENT: dict[str, dict[str, Any]] = {
 _LONG_MEMORY = ("bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba")
 _TIME_STEPS = ("dt_bias", "dt_proj.bias")
 """Biases of time steps. With larger biases, states of ``_LONG_MEMORY`` would decay to nothing within a span."""
-UNSPLIT_ARCHITECTURES = ("bailing_hybrid", "falcon_mamba", "jamba", "kimi_linear", "mamba")
-"""Model types with recurrent layers that tensor-parallel ranks cannot share."""
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2")
 """Model types without attention layers."""
 RECURRENT_ARCHITECTURES = tuple(_RECURRENT)

@@ -95,7 +95,9 @@ class WorkerCopies:
         if self._thread is not None:
             self._thread.stop()
 
-    def _run(self, memory: list[torch.Tensor] | None, ready: Any, call: Callable[..., T], arguments: Sequence[Any]) -> T:
+    def _run(
+        self, memory: list[torch.Tensor] | None, ready: Any, call: Callable[..., T], arguments: Sequence[Any]
+    ) -> T:
         if memory is None:
             raise RuntimeError("the KV cache is not allocated, or the engine sleeps")
         if ready is None:

@@ -27,10 +27,21 @@ _LFM2 = {
     **_attention("model.layers.*.self_attn", "out_proj"),
     **_gated("model.layers.*.feed_forward", "w1", "w3", "w2"),
 }
+_KIMI = {
+    **_WORDS,
+    **dict.fromkeys((f"model.layers.*.self_attn.{each}_proj" for each in ("q", "q_b", "kv_b")), "colwise"),
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    **_gated("model.layers.*.mlp"),
+    **_gated("model.layers.*.mlp.shared_experts"),
+    **_experts("model.layers.*.mlp.experts"),
+}
+_MAMBA = {"backbone.embeddings": "embedding_rowwise", "lm_head": "colwise_gather_output"}
 _ADAPTERS = "model.layers.*.shared_transformer.self_attn.linear_{}_adapter_list.*.1"
 HYBRID_PLANS: Mapping[str, Mapping[str, str]] = {
+    "BailingHybridForCausalLM": {**_KIMI, "model.layers.*.self_attn.g_proj": "colwise"},
     "BambaForCausalLM": _BAMBA,
     "FalconH1ForCausalLM": _BAMBA,
+    "FalconMambaForCausalLM": _MAMBA,
     "GraniteMoeHybridForCausalLM": {
         **_WORDS,
         **_attention("model.layers.*.self_attn"),
@@ -38,6 +49,8 @@ HYBRID_PLANS: Mapping[str, Mapping[str, str]] = {
         "model.layers.*.shared_mlp.input_linear": "packed_colwise",
         "model.layers.*.shared_mlp.output_linear": "rowwise",
     },
+    "JambaForCausalLM": {**_BAMBA, **_experts("model.layers.*.feed_forward.experts")},
+    "KimiLinearForCausalLM": _KIMI,
     "Lfm2ForCausalLM": _LFM2,
     "Lfm2MoeForCausalLM": {**_LFM2, **_experts("model.layers.*.feed_forward.experts")},
     "Lfm3ForCausalLM": {
@@ -46,7 +59,8 @@ HYBRID_PLANS: Mapping[str, Mapping[str, str]] = {
         "model.layers.*.self_attn.g_proj": "colwise",
         **_gated("model.layers.*.feed_forward", "w1", "w3", "w2"),
     },
-    "Mamba2ForCausalLM": {"backbone.embeddings": "embedding_rowwise", "lm_head": "colwise_gather_output"},
+    "Mamba2ForCausalLM": _MAMBA,
+    "MambaForCausalLM": _MAMBA,
     "NemotronHForCausalLM": {
         "model.embeddings": "embedding_rowwise",
         "lm_head": "colwise_gather_output",

@@ -3,6 +3,9 @@
 The input projection and the convolution have several segments, such as queries, keys and values. A rank keeps a part of
 each segment. If there are fewer key heads (Mamba-2: groups of B and C) than ranks, several ranks compute the same key
 head. The output projection sums over the ranks.
+
+In Mamba-1, each channel is a head. All channels share B, C and the inputs of the time steps. The projection that
+computes these inputs also sums over the ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +18,21 @@ from transformers import PreTrainedModel
 from penstock_enginecore.lora.adapter import OwnFeatures
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.recurrent_checks import fields_of
-from penstock_enginecore.models.state_hook import find_mixers
+from penstock_enginecore.models.state_hook import ReadLinear, find_mixers
 from penstock_enginecore.parallel.collectives import Collectives
 from penstock_enginecore.parallel.cuts import Heads, even, keep_outputs, parameter, rows, split_inputs
 
 Ranges = tuple[range, ...]
-_OUTPUTS = ("out_proj", "o_proj")
-"""Names of output projections."""
+_SUMMED = ("out_proj", "o_proj", "x_proj")
+"""Names of projections of a rank's own features, whose outputs the ranks add up."""
+_WHOLE = frozenset({"dt_layernorm", "b_layernorm", "c_layernorm", "f_a_proj", "g_a_proj"})
+"""Names of layers that every rank computes completely."""
 _OF_HEADS = frozenset({"A_log", "D", "dt_bias"})
-"""Names of parameters with one number per head."""
+"""Names of parameters with one number per head, or with the same count of numbers for each head."""
 _DELTA = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
 _DUALITY = ("num_heads", "n_groups", "head_dim", "ssm_state_size", "intermediate_size")
+_ROW_DELTA = ("num_heads", "head_dim", "qkv_dim", "conv_dim")
+_SELECTIVE = ("intermediate_size", "time_step_rank", "ssm_state_size")
 """Attributes by which a kind of mixer is recognized."""
 
 
@@ -38,7 +45,9 @@ def check_mixers(module: PreTrainedModel, size: int) -> None:
         if (heads := _heads(mixer)) is None or heads.fits(size):
             continue
         given = f"{name} has {heads.query} heads and {heads.kv} key heads"
-        if fields is not None and fields.heads:
+        if _is_selective(mixer):
+            given = f"{name} has {heads.query} channels"
+        elif fields is not None and fields.key_heads:
             given = f"config.json: {fields.heads} is {heads.query} and {fields.key_heads} is {heads.kv}"
         raise ModelLoadError(
             f"executor.tensor_parallel_size is {size}; {given}, which can be distributed to {heads.fitting} workers; use one "
@@ -51,20 +60,29 @@ def split_mixer(name: str, mixer: Any, collectives: Collectives) -> dict[str, Ow
 
     Raises ModelLoadError, with the name of the layer, if the layer has a part that is not known.
     """
-    share = _share(name, mixer, collectives)
+    return _split(name, mixer, _share(name, mixer, collectives), collectives)
+
+
+def _split(name: str, mixer: Any, share: "_Share", collectives: Collectives) -> dict[str, OwnFeatures]:
+    """Keep ``share`` of a recurrent layer, or of its forget gate."""
     features: dict[str, OwnFeatures] = {}
     for child_name, child in list(mixer.named_children()):
         full_name = f"{name}.{child_name}"
-        if type(child) is torch.nn.Linear and child_name in share.inputs:
+        is_linear = type(child) in (torch.nn.Linear, ReadLinear)
+        if is_linear and child_name in share.inputs:
             keep_outputs(child, share.inputs[child_name])
             features[full_name] = OwnFeatures(outputs=share.inputs[child_name])
-        elif type(child) is torch.nn.Linear and child_name in _OUTPUTS:
+        elif child_name == "forget_gate":
+            features |= _split(full_name, child, share, collectives)
+        elif is_linear and child_name in _SUMMED:
             own = split_inputs(full_name, child, collectives, whole=False)
             features[full_name] = OwnFeatures(inputs=own)
         elif isinstance(child, torch.nn.Conv1d):
             _keep_channels(child, share.channels)
         elif child_name in ("norm", "o_norm"):
             setattr(mixer, child_name, _own_norm(full_name, child, share, collectives))
+        elif child_name in _WHOLE:
+            features[full_name] = OwnFeatures()
         elif [*child.parameters(), *child.buffers()]:
             raise _refusal(full_name, f"is {type(child).__name__}")
     _keep_numbers(name, mixer, share)
@@ -77,9 +95,11 @@ def split_mixer(name: str, mixer: Any, collectives: Collectives) -> dict[str, Ow
 def _keep_numbers(name: str, mixer: Any, share: "_Share") -> None:
     """Keep the parameters and buffers of the mixer itself that belong to its heads."""
     for own_name, whole in list(mixer.named_parameters(recurse=False)):
-        if own_name not in _OF_HEADS or whole.dim() != 1:
+        dim = next((dim for dim, size in enumerate(whole.shape) if size > 1), 0)
+        size, rest = divmod(whole.shape[dim], share.num_heads) if share.num_heads else (0, 1)
+        if own_name not in _OF_HEADS or rest:
             raise _refusal(f"{name}.{own_name}", f"has the shape {list(whole.shape)}")
-        setattr(mixer, own_name, parameter(rows(whole, (share.heads,))))
+        setattr(mixer, own_name, parameter(rows(whole, (_run(0, share.heads, size),), dim)))
     for own_name, buffer in list(mixer.named_buffers(recurse=False)):
         if own_name != "mup_vector":  # Falcon-H1: factors of the outputs of the input projection
             raise _refusal(f"{name}.{own_name}", f"has the shape {list(buffer.shape)}")
@@ -101,6 +121,7 @@ class _Share:
 
     Attributes:
         heads: State heads.
+        num_heads: Number of state heads of all ranks.
         inputs: Outputs of each input projection, by name.
         channels: Channels of the convolution.
         inner: Features after the recurrence: inputs of the output projection.
@@ -108,6 +129,7 @@ class _Share:
     """
 
     heads: range
+    num_heads: int
     inputs: Mapping[str, Ranges]
     channels: Ranges
     inner: range
@@ -118,7 +140,15 @@ def _heads(mixer: Any) -> Heads | None:
     """Return the state heads and key heads of a mixer, or None for a short convolution."""
     if _has(mixer, _DELTA):
         return Heads(mixer.num_v_heads, mixer.num_k_heads)
-    return Heads(mixer.num_heads, mixer.n_groups) if _has(mixer, _DUALITY) else None
+    if _has(mixer, _DUALITY):
+        return Heads(mixer.num_heads, mixer.n_groups)
+    if _has(mixer, _ROW_DELTA):
+        return Heads(mixer.num_heads, mixer.num_heads)
+    return Heads(mixer.intermediate_size, 1) if _is_selective(mixer) else None
+
+
+def _is_selective(mixer: Any) -> bool:
+    return _has(mixer, _SELECTIVE) and not hasattr(mixer, "num_heads")
 
 
 def _has(mixer: Any, attributes: tuple[str, ...]) -> bool:
@@ -131,7 +161,12 @@ def _share(name: str, mixer: Any, collectives: Collectives) -> _Share:
         return _share_of_convolution(name, mixer, collectives)
     own = heads.own(collectives.rank, collectives.size)
     keys = heads.kv_heads(collectives.rank, collectives.size)
-    share = _share_of_delta(mixer, own, keys) if _has(mixer, _DELTA) else _share_of_duality(mixer, own, keys)
+    if _has(mixer, _DELTA):
+        share = _share_of_delta(mixer, own, keys)
+    elif _has(mixer, _DUALITY):
+        share = _share_of_duality(mixer, own, keys)
+    else:
+        return _share_of_row_delta(mixer, own) if _has(mixer, _ROW_DELTA) else _share_of_selective_scan(mixer, own)
     if sum(map(len, share.channels)) != share.sizes["conv_dim"] or mixer.conv1d.in_channels != mixer.conv_dim:
         raise _refusal(name, f"has a convolution of {mixer.conv1d.in_channels} channels")
     return share
@@ -175,7 +210,26 @@ def _share_of_delta(mixer: Any, heads: range, keys: range) -> _Share:
         "value_dim": value_dim,
         "conv_dim": 2 * key_dim + value_dim,
     }
-    return _Share(heads, inputs, channels, values, sizes)
+    return _Share(heads, num_heads, inputs, channels, values, sizes)
+
+
+def _share_of_row_delta(mixer: Any, heads: range) -> _Share:
+    """Return the share of a Kimi delta attention with ``heads``. Its queries, keys and values have the same size."""
+    own = _run(0, heads, mixer.head_dim)
+    channels = tuple(_run(segment * mixer.qkv_dim, own, 1) for segment in range(3))
+    inputs: dict[str, Ranges] = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj", "g_proj", "g_b_proj", "f_proj", "f_b_proj"), (own,)),
+        "b_proj": (heads,),
+    }
+    sizes = {"num_heads": len(heads), "qkv_dim": len(own), "conv_dim": 3 * len(own)}
+    return _Share(heads, mixer.num_heads, inputs, channels, own, sizes)
+
+
+def _share_of_selective_scan(mixer: Any, channels: range) -> _Share:
+    """Return the share of a Mamba-1 layer with ``channels``."""
+    whole = mixer.intermediate_size
+    inputs = {"in_proj": (channels, _run(whole, channels, 1)), "dt_proj": (channels,)}
+    return _Share(channels, whole, inputs, (channels,), channels, {"intermediate_size": len(channels)})
 
 
 def _share_of_duality(mixer: Any, heads: range, groups: range) -> _Share:
@@ -194,7 +248,7 @@ def _share_of_duality(mixer: Any, heads: range, groups: range) -> _Share:
         "conv_dim": len(inner) + 2 * own,
         "groups_time_state_size": own,
     }
-    return _Share(heads, {"in_proj": (inner, *mixed, steps)}, channels, inner, sizes)
+    return _Share(heads, mixer.num_heads, {"in_proj": (inner, *mixed, steps)}, channels, inner, sizes)
 
 
 def _share_of_convolution(name: str, mixer: Any, collectives: Collectives) -> _Share:
@@ -206,7 +260,7 @@ def _share_of_convolution(name: str, mixer: Any, collectives: Collectives) -> _S
     each = even(name, "channels", whole, collectives.size)
     inner = range(collectives.rank * each, (collectives.rank + 1) * each)
     inputs = {"in_proj": tuple(_run(segment * whole, inner, 1) for segment in range(3))}
-    return _Share(range(0), inputs, (inner,), inner, {})
+    return _Share(range(0), 0, inputs, (inner,), inner, {})
 
 
 def _keep_channels(convolution: torch.nn.Conv1d, own: Ranges) -> None:

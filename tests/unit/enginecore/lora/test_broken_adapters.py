@@ -89,7 +89,7 @@ def test_a_path_without_anything_is_told_with_the_nearest_name(
 def test_a_path_of_a_file_is_told(good: Path, target: AdapterTarget) -> None:
     error = refused(good / TENSORS, target)
     assert error.reason == R.NOT_FOUND
-    assert "no directory" in str(error)
+    assert "is not a directory" in str(error)
 
 
 def test_a_path_that_cannot_be_one_is_told(target: AdapterTarget) -> None:

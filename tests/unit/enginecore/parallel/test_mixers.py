@@ -14,11 +14,11 @@ from penstock_enginecore.models.state_hook import find_mixers
 from penstock_enginecore.parallel.mixers import SpreadNorm, check_mixers, split_mixer
 from penstock_enginecore.parallel.tensor_parallel import SplitModel, split_model
 from tests.fakes.engines.thread_collectives import thread_ranks
-from tests.fakes.models.tiny_models import RECURRENT_ARCHITECTURES, UNSPLIT_ARCHITECTURES, VOCAB_SIZE, save_tiny_model
+from tests.fakes.models.tiny_models import RECURRENT_ARCHITECTURES, VOCAB_SIZE, save_tiny_model
 
 TOKENS = torch.arange(1, 25)[None] * 7 % VOCAB_SIZE
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in RECURRENT_ARCHITECTURES if name not in UNSPLIT_ARCHITECTURES},
+    **{name: (name, {}) for name in RECURRENT_ARCHITECTURES},
     "one group": ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
     "norm first": (
         "falcon_h1",
