@@ -302,7 +302,7 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         active: Names of the adapters of running requests.
         waiting: Names of adapters that wait for a slot, at most ``MAX_WAITING_NAMES``.
-        num_found: Number of requests whose adapter was already in memory.
+        num_found: Number of requests whose adapter was in memory when the frontend received the request.
     """
 
     max_loras: int = 0

@@ -235,7 +235,7 @@ class EngineCore:
         grammars: GrammarBackend | None = None
         if make_grammars is not None:
             grammars = make_grammars(config, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
-        self.loras = LoraAdapters(config.lora, executor, self.queues.wake, monotonic_clock)
+        self.loras = LoraAdapters(config.lora, executor, self.queues.wake, monotonic_clock, wall_clock)
         self.connector = make_connector(config, model, self.queues.wake, monotonic_clock)
         self.scheduler: Scheduler = create_scheduler(
             self._scheduler_context(monotonic_clock=monotonic_clock, wall_clock=wall_clock)

@@ -187,20 +187,25 @@ class LoraAdapters(StepResource):
         executor: Executor,
         wake: Callable[[], None],
         clock: Clock = time.monotonic,
+        wall_clock: Clock = time.time,
     ) -> None:
         """Args:
         wake: Function that wakes the busy loop. Any thread calls it when ``take`` has an event to process.
+        wall_clock: Function that returns the seconds since the epoch, as the arrival times of requests.
         """
         self._served = config.enabled
         self._executor = executor
         self._wake = wake
         self._clock = clock
+        self._wall_clock = wall_clock
         self.cache = LoraCache(config.cpu_memory)
         self._slots = LoraSlots(config.max_loras, config.max_wait)
         self._max_loras = config.max_loras
         self._holdings = LoraHoldings(config.max_loras, clock)
         self._room = LoraRoom(self.cache, self._unload)
         self._loaded: dict[bytes, LoadedLora] = {}
+        self._loaded_at: dict[bytes, float] = {}
+        """Time at which each adapter was loaded, in seconds since the epoch."""
         self._digests: dict[str, bytes] = {}
         """Digests of loaded adapters, by path."""
         self._users: dict[str, Request] = {}
@@ -305,7 +310,10 @@ class LoraAdapters(StepResource):
             return
         self._num_requests += 1
         if (digest := lora.digest or self._digests.get(lora.path, b"")) in self.cache:
-            self._num_found += 1
+            # The frontend lets an engine read an adapter with an unknown digest before it sends the request. Such a
+            # request waited for the load, although the adapter is in memory now.
+            arrival = request.context.arrival_time
+            self._num_found += not arrival or self._loaded_at[digest] <= arrival
             self._let_go_on(request, lora, digest)
         else:
             self.acquire(request, lora)
@@ -481,6 +489,7 @@ class LoraAdapters(StepResource):
             self._unload([digest])
             raise
         self._loaded[digest] = loaded
+        self._loaded_at.setdefault(digest, self._wall_clock())
         self._digests[load.lora.path] = digest
         seconds = self._clock() - load.began
         self._num_loads += 1
@@ -515,6 +524,7 @@ class LoraAdapters(StepResource):
         for digest in digests:
             self._holdings.changed()
             self._loaded.pop(digest, None)
+            self._loaded_at.pop(digest, None)
             self._digests = {path: other for path, other in self._digests.items() if other != digest}
             self._told += 1
             if self._loads:

@@ -34,13 +34,20 @@ def adapter(number: int, *, known: bool = True) -> LoraAdapter:
     return LoraAdapter(f"a{number}", f"/a{number}", bytes([number]) * 16 if known else b"")
 
 
-def engine_of(*, max_loras: int = 4, cpu_memory: int = 8 * MIB, at_once: bool = True, **config: Any) -> EngineCore:
+def engine_of(
+    *,
+    max_loras: int = 4,
+    cpu_memory: int = 8 * MIB,
+    at_once: bool = True,
+    clock: FakeClock | None = None,
+    **config: Any,
+) -> EngineCore:
     executor = FakeExecutor()
     executor.loads_at_once = at_once
     for number in range(1, 9):
         executor.adapters[f"/a{number}"] = LoadedLora(bytes([number]) * 16, number, ("m",), MIB)
     lora = LoraConfig(max_loras=max_loras, cpu_memory=cpu_memory, max_wait=10.0)
-    return make_engine(executor, FakeClock(), lora=lora, **config)
+    return make_engine(executor, clock or FakeClock(), lora=lora, **config)
 
 
 def executor_of(engine: EngineCore) -> FakeExecutor:
@@ -115,6 +122,25 @@ def test_a_request_by_content_or_path_does_not_load_an_adapter_again() -> None:
         request = make_request(5, lora=adapter(1, known=known))
         run_to_end(engine, request)
     assert len(executor_of(engine).loads) == 1
+
+
+def test_requests_that_arrived_before_the_end_of_a_load_did_not_find_their_adapter() -> None:
+    clock = FakeClock()
+    engine = engine_of(clock=clock)
+    engine.loras.add_lora("a1", "/a1")  # A frontend lets an engine read the adapter while the first requests wait.
+    engine.loras.take()
+    early = [make_request(5, lora=adapter(1), arrival_time=clock.now - 1.0) for _ in range(2)]
+    late = make_request(5, lora=adapter(1), arrival_time=clock.now + 1.0)
+    unloaded = make_request(5, lora=adapter(2), arrival_time=clock.now + 1.0)
+    run_to_end(engine, *early, late, unloaded)
+    stats = engine.loras.stats()
+    assert (stats.num_requests, stats.num_found) == (4, 1)
+    engine.loras.remove_lora(adapter(1).digest)
+    clock.now += 5.0
+    engine.loras.add_lora("a1", "/a1")
+    engine.loras.take()
+    run_to_end(engine, make_request(5, lora=adapter(1), arrival_time=clock.now - 1.0))
+    assert engine.loras.stats().num_found == 1
 
 
 def test_a_request_aborted_while_its_adapter_is_loaded_leaves_nothing_in_use() -> None:
