@@ -220,6 +220,8 @@ async def test_a_request_names_an_adapter_and_is_told_what_is_wrong_with_it(serv
     ready = await client.hello()
     assert "lora" in ready.capabilities
     assert ready.lora == pb.LoraLimits(max_loras=2, max_lora_rank=16, cpu_memory=2**21)
+    first = (await client.read()).outputs.scheduler_stats
+    assert (first.lora.max_loras, first.lora.num_cached) == (2, 0)
     await client.call.write(
         pb.SessionRequest(
             utility=pb.UtilityCall(

@@ -135,6 +135,8 @@ class BusyLoop:
         self._cache_followers: frozenset[str] = frozenset()
         self._leases_ended = False
         """Whether leases have ended since the loop last sent the engine's load to frontends."""
+        self._lora_changes = 0
+        """Number of changes of adapters when the loop last became idle."""
         self.last_step_time = clock()
         engine.executor.watch(lambda error: self._queues.put(ExecutorFailed(error)))
         self._group = group
@@ -235,8 +237,9 @@ class BusyLoop:
         idle = not self._may_step
         block = idle and (self._engine.has_requests or bool(self._engine.leases) or not self._shutdown.leaves)
         self._idle = block
-        if block and self._leases_ended:  # Leases can end while no step runs, so send the engine's load here.
-            self._leases_ended = False
+        # Leases can end, and adapters can be loaded and freed, while no step runs. Send the engine's load here.
+        if block and (self._leases_ended or self._lora_changes != self._engine.loras.num_changes):
+            self._leases_ended, self._lora_changes = False, self._engine.loras.num_changes
             self._sink.broadcast(EngineCoreOutputs(scheduler_stats=self.stats(), timestamp=self._clock()))
         message = self._queues.get(block=block, timeout=self._time_to_next_event())
         if block:

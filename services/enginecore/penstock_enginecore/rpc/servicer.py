@@ -57,9 +57,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         if hello.follows_cache:
             busy_loop.follow_cache(session.client_id)
         load = busy_loop.stats()
-        if load.wedged or (
-            load.lora is not None and load.lora.num_cached
-        ):  # All other statistics are sent with outputs.
+        # The frontend exports the metrics of adapters from the start. All other statistics are sent with outputs.
+        if load.wedged or load.lora is not None:
             session.put_outputs(EngineCoreOutputs(scheduler_stats=load))
         reader = asyncio.create_task(self._read(request_iterator, session, busy_loop))
         try:

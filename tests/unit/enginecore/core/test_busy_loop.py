@@ -15,10 +15,12 @@ import pytest
 
 from penstock_common.types.outputs import FinishReason
 from penstock_enginecore.app import signals_handled
+from penstock_enginecore.config import LoraConfig
 from penstock_enginecore.core import steps_in_flight
 from penstock_enginecore.core.busy_loop import BusyLoop
 from penstock_enginecore.core.control import EngineControl
 from penstock_enginecore.core.steps_in_flight import EngineDeadError
+from penstock_enginecore.lora.core.request import LoadedLora
 from tests.fakes.engines.engine_harness import (
     CLIENT,
     FakeClock,
@@ -574,6 +576,21 @@ def test_all_frontends_hear_that_an_idle_engine_keeps_nothing_any_more():
         rig.sink.wait(lambda: rig.sink.told)
     [told] = rig.sink.told
     assert told.scheduler_stats.kv_cache_usage == 0
+
+
+def test_all_frontends_hear_of_the_adapters_of_an_idle_engine():
+    digest = bytes(16)
+    executor = FakeExecutor()
+    executor.adapters["/a"] = LoadedLora(digest, 8, ("m",), 2**20)
+
+    def last():
+        return rig.sink.told[-1].scheduler_stats.lora if rig.sink.told else None
+
+    with running(executor, lora=LoraConfig(max_loras=1)) as rig:
+        rig.loop.call_utility(CLIENT, 1, "add_lora", msgspec.msgpack.encode(["a", "/a"]))
+        rig.sink.wait(lambda: last() is not None and (last().num_cached, last().cached_bytes) == (1, 2**20))
+        rig.loop.call_utility(CLIENT, 2, "remove_lora", msgspec.msgpack.encode([digest]))
+        rig.sink.wait(lambda: (last().num_cached, last().cached_bytes) == (0, 0))
 
 
 def test_leases_end_with_the_drains_deadline():

@@ -43,7 +43,8 @@ class LoraHoldings:
     def __init__(self, max_loras: int, clock: Callable[[], float]) -> None:
         self._max_loras = max_loras
         self._clock = clock
-        self._changes = 0
+        self.num_changes = 0
+        """Number of calls of ``changed``."""
         self._rate = DrainRate()
         self._num_requests = 0
         self._load_seconds = 0.0
@@ -54,7 +55,7 @@ class LoraHoldings:
 
     def changed(self) -> None:
         """Record that adapters were added or removed, or that the load of an adapter has started."""
-        self._changes += 1
+        self.num_changes += 1
 
     def loaded(self, seconds: float) -> None:
         """Record that an adapter was loaded in ``seconds``."""
@@ -84,7 +85,7 @@ class LoraHoldings:
             full: Whether the cache has no room for another adapter.
         """
         with self._lock:
-            changes, told = self._changes, self._told
+            changes, told = self.num_changes, self._told
             if (changes, active) == self._told_at:
                 return told
             news = changes != self._told_at[0]
@@ -257,6 +258,11 @@ class LoraAdapters(StepResource):
     def has_news(self) -> bool:
         """Whether there are events that ``take`` would process."""
         return not self._news.empty()
+
+    @property
+    def num_changes(self) -> int:
+        """Number of times that adapters were added, removed, or started to load."""
+        return self._holdings.num_changes
 
     def stats(self) -> LoraStats:
         """Return statistics of adapters and loads. Thread-safe."""
