@@ -3,6 +3,7 @@ which are used by running requests. A request waits until its adapter is ready.
 """
 
 import enum
+import logging
 import queue
 import threading
 import time
@@ -27,6 +28,8 @@ from penstock_enginecore.core.scheduler.base import Clock, Scheduler, StepResour
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.lora.core.cache import LoraCache, LoraRoom, LoraSlots, NotWantedError, Reservation, Want
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, PartlyLoadedError
+
+logger = logging.getLogger(__name__)
 
 # Report of the engine's adapters to the cluster, with the measured time that loading an adapter takes.
 
@@ -203,7 +206,7 @@ class LoraAdapters(StepResource):
         self._slots = LoraSlots(config.max_loras, config.max_wait)
         self._max_loras = config.max_loras
         self._holdings = LoraHoldings(config.max_loras, clock)
-        self._room = LoraRoom(self.cache, self._unload)
+        self._room = LoraRoom(self.cache, self._evict)
         self._loaded: dict[bytes, LoadedLora] = {}
         self._loaded_at: dict[bytes, float] = {}
         """Time at which each adapter was loaded, in seconds since the epoch."""
@@ -489,7 +492,7 @@ class LoraAdapters(StepResource):
         """
         digest = loaded.digest
         try:
-            self._unload(self.cache.add(digest, loaded.num_bytes, load.reservation.num_bytes))
+            self._evict(self.cache.add(digest, loaded.num_bytes, load.reservation.num_bytes))
             load.reservation.num_bytes = 0
         except RequestFailed:
             self._unload([digest])
@@ -498,6 +501,16 @@ class LoraAdapters(StepResource):
         self._loaded_at.setdefault(digest, self._wall_clock())
         self._digests[load.lora.path] = digest
         seconds = self._clock() - load.began
+        logger.info(
+            "LoRA adapter loaded",
+            extra={
+                "adapter": load.lora.name,
+                "path": load.lora.path,
+                "digest": digest.hex(),
+                "seconds": round(seconds, 3),
+                "bytes": loaded.num_bytes,
+            },
+        )
         self._num_loads += 1
         self._load_seconds += seconds
         self._holdings.loaded(seconds)
@@ -524,6 +537,14 @@ class LoraAdapters(StepResource):
         if call.pinned:
             self.cache.pin(digest)
         call.answer.set_result(self._facts(digest))
+
+    def _evict(self, digests: list[bytes]) -> int:
+        """Log evicted adapters, and do the same as ``_unload``."""
+        for digest in digests:
+            paths = [path for path, other in self._digests.items() if other == digest]
+            extra = {"paths": paths, "digest": digest.hex(), "bytes": self._loaded[digest].num_bytes}
+            logger.info("LoRA adapter evicted", extra=extra)
+        return self._unload(digests)
 
     def _unload(self, digests: list[bytes]) -> int:
         """Tell the workers to free adapters. Returns the sequence number of the last command to the workers."""

@@ -143,6 +143,19 @@ def test_requests_that_arrived_before_the_end_of_a_load_did_not_find_their_adapt
     assert engine.loras.stats().num_found == 1
 
 
+def test_loads_and_evictions_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(cpu_memory=2 * MIB)
+    with caplog.at_level("INFO", logger="penstock_enginecore.lora"):
+        for number in (1, 2, 3):
+            run_to_end(engine, make_request(5, lora=adapter(number)))
+    loads = [vars(record) for record in caplog.records if record.message == "LoRA adapter loaded"]
+    assert [(load["adapter"], load["path"], load["bytes"], load["seconds"]) for load in loads] == [
+        (f"a{number}", f"/a{number}", MIB, 0.0) for number in (1, 2, 3)
+    ]
+    (eviction,) = (vars(record) for record in caplog.records if record.message == "LoRA adapter evicted")
+    assert (eviction["paths"], eviction["digest"], eviction["bytes"]) == (["/a1"], adapter(1).digest.hex(), MIB)
+
+
 def test_a_request_aborted_while_its_adapter_is_loaded_leaves_nothing_in_use() -> None:
     engine = engine_of(at_once=False)
     request = make_request(5, lora=adapter(1))
