@@ -313,11 +313,13 @@ class Parser(argparse.ArgumentParser):
         return [flag for flag in flags if flag not in self._option_string_actions]
 
     def _unknown(self, left: Sequence[str]) -> str:
-        flags = [text.partition("=")[0] for text in left if text.startswith("-")]
-        hints = (self.suggest(flags[0]) if self.suggest else "") if flags else ""
-        if flags and not hints:
-            hints = nearest(flags[0], self._option_string_actions)
-        return f"unrecognized arguments: {' '.join(left)}{hints}"
+        flags = list(dict.fromkeys(text.partition("=")[0] for text in left if text.startswith("-")))
+        flags_of: dict[str, list[str]] = {}
+        for flag in flags:
+            if hint := (self.suggest(flag) if self.suggest else "") or nearest(flag, self._option_string_actions):
+                flags_of.setdefault(hint.removeprefix("; "), []).append(flag)
+        hints = [hint if len(flags) == 1 else f"{', '.join(of)}: {hint}" for hint, of in flags_of.items()]
+        return "; ".join([f"unrecognized arguments: {' '.join(left)}", *hints])
 
 
 # Flags and values of ``vllm serve``, and the equivalents of ``penstock serve``.

@@ -85,7 +85,13 @@ def test_a_name_that_the_library_does_not_have_is_said_so() -> None:
         (["serve", "m", "--enable-auto-tool-choice"], "if the chat template supports tools"),
         (["serve", "m", "--enforce-eager"], "leave it out"),
         (["serve", "m", "-tp", "2"], "use --tensor-parallel-size N"),
-        (["serve", "m", "--enable-lora"], "--lora NAME=PATH"),
+        (["serve", "m", "--enable-lora"], "arguments: --enable-lora; load adapters with --lora NAME=PATH"),
+        (
+            ["serve", "m", "--enable-lora", "--max-loras", "1", "--lora-modules", "a=b"],
+            "--enable-lora, --lora-modules: load adapters with --lora NAME=PATH or --lora-directory DIR; "
+            "--max-loras: it is a setting: --set engine.lora.max_loras=VALUE",
+        ),
+        (["serve", "m", "--engine", "2", "--xyzzy"], "arguments: --engine 2 --xyzzy; --engine: did you mean"),
         (["generate", "hi", "--max-token", "3"], "did you mean '--max-tokens'?"),
         (["bench", "--concurency", "3"], "did you mean '--concurrency'?"),
         (["serve", "m", "other"], "unrecognized arguments: other"),
