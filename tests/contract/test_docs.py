@@ -59,6 +59,7 @@ OTHER_PROGRAMS = frozenset(
         "go",
         "grpc_health_probe",
         "helm",
+        "hf",
         "kubectl",
         "mkdir",
         "mvn",

@@ -62,6 +62,7 @@ PROGRAMS_NOT_RUN = {
     "aider": "is not installed here",
     "apt-get": "installs into the machine",
     "cline": "tests/e2e/test_agents.py runs it where it is",
+    "hf": "downloads from the hub",
     "pip": "installs into the environment",
     "smg": "tests/e2e/test_gateway.py runs it where it is",
     "source": "the shell's own",

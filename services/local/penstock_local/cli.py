@@ -19,16 +19,16 @@ from penstock_local.batch.options import BatchOptions
 from penstock_local.bench.options import BenchOptions
 from penstock_local.console import fail
 from penstock_local.flags import Parser
-from penstock_local.serving.serve_options import ServeOptions
+from penstock_local.serving.serve_options import MAX_LORAS, ServeOptions
 
 
-def _add_adapter(group: argparse._ArgumentGroup) -> None:
+def _add_adapter(group: argparse._ArgumentGroup, more: str = "") -> None:
     group.add_argument(
         "--lora",
         action="append",
         dest="lora",
         metavar="NAME=PATH",
-        help="Serve the LoRA adapter in the directory PATH under the name NAME. May be repeated.",
+        help=f"Serve the LoRA adapter in the local directory PATH under the name NAME. May be repeated.{more}",
     )
 
 
@@ -326,13 +326,14 @@ def _add_serve(commands: Any) -> None:
     flags.add_options(engines, ServeOptions, host_cache="SIZE", disk_cache="DIR", disk_cache_size="SIZE")
     flags.add_options(drafts, ServeOptions, speculative="METHOD", speculative_model="PATH", speculative_tokens="K")
     flags.add_options(drafts, ServeOptions, speculative_config="JSON")
-    _add_adapter(adapters)
+    at_once = f"Sets engine.lora.max_loras, the maximum number of different adapters in one batch, to {MAX_LORAS}."
+    _add_adapter(adapters, f" {at_once} --set engine.lora.max_loras=N sets another number.")
     adapters.add_argument(
         "--lora-directory",
         metavar="DIR",
         help=(
             "Serve each subdirectory of DIR as a LoRA adapter of that name, and follow later changes to DIR. "
-            "Adapters inside DIR can also be loaded by request."
+            f"Adapters inside DIR can also be loaded by request. {at_once}"
         ),
     )
     flags.add_options(media, ServeOptions, no_media="", limit_mm_per_prompt="JSON")

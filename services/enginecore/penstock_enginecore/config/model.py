@@ -213,7 +213,8 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             le=4096,
             description=(
                 "Maximum number of different adapters among running requests. Requests without an adapter do not "
-                "count. 0: requests with an adapter are refused."
+                "count. 0: requests with an adapter are refused. The flags --lora and --lora-directory of penstock "
+                "serve set this to 8."
             ),
         ),
     ] = 0

@@ -14,7 +14,7 @@ from penstock_local.rpc.connect import API_KEY, PUBLIC
 from penstock_local.serving import speculation
 from penstock_local.serving.hub_check import check_hub
 from penstock_local.serving.machine_resources import LOOPBACK, assign, check_cache_memory, check_free, check_host
-from penstock_local.serving.serve_options import ServeOptions, given
+from penstock_local.serving.serve_options import MAX_LORAS, ServeOptions, given
 from penstock_local.serving.supervisor import ProcessSpec
 from penstock_local.settings import apply_settings, check_config, check_parsers
 
@@ -22,8 +22,6 @@ DRAIN_SECONDS = 30.0
 """Seconds that running requests have to finish when engines and frontends stop."""
 _STOP_MARGIN = 10.0
 """Seconds after the end of the drain until a service that has not stopped is killed."""
-_MAX_LORAS = 8
-"""Default number of different adapters in one batch. Override it with --set engine.lora.max_loras."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -64,6 +62,7 @@ def check(
         count=options.num_engines * options.workers_per_engine,
     )
     _check_tiers(options)
+    _check_adapters(options)
     check_model(
         options.model,
         trust_remote_code=bool(model.get("trust_remote_code")),
@@ -122,6 +121,31 @@ def _check_tiers(options: ServeOptions) -> None:
             f"--disk-cache is {options.disk_cache or 'empty'} and --disk-cache-size {options.disk_cache_size}; a disk cache "
             "needs a directory and a size"
         )
+
+
+def max_loras(options: ServeOptions) -> int:
+    """Return the setting ``lora.max_loras`` of the engines."""
+    lora = with_settings(options, "engine", _engine_config(options, 0, 0, "", 1)).get("lora", {})
+    return lora.get("max_loras", 0)  # type: ignore[no-any-return]
+
+
+def _check_adapters(options: ServeOptions) -> None:
+    """Check that the engines support adapters if the frontend serves adapters."""
+    if max_loras(options):
+        return
+    lora = with_settings(options, "frontend", _frontend_config(options, "", 0)).get("lora", {})
+    if options.lora:
+        serves = f"--lora serves {', '.join(options.lora)}"
+    elif options.lora_directory:
+        serves = f"--lora-directory serves the adapters in {options.lora_directory}"
+    elif setting := next((name for name in ("enabled", "adapters", "directory") if lora.get(name)), ""):
+        serves = f"--set frontend.lora.{setting} is given"
+    else:
+        return
+    raise ConfigError(
+        f"{serves}, but engine.lora.max_loras is 0, so engines would refuse every request with an adapter; use "
+        f"--set engine.lora.max_loras=N with N from 1, e.g. {MAX_LORAS}"
+    )
 
 
 def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True, media: bool = True) -> None:
@@ -329,7 +353,7 @@ def _engine_config(
             kv_transfer={"transport": options.transport, "port": 0} if options.transport != "off" else None,
             multimodal=None if options.takes_media else {"enabled": False},
             speculative=options.speculation(),
-            lora={"max_loras": _MAX_LORAS} if options.lora or options.lora_directory else None,
+            lora={"max_loras": MAX_LORAS} if options.lora or options.lora_directory else None,
             data_parallel={"size": options.data_parallel_size} if options.data_parallel_size > 1 else None,
         ),
     }

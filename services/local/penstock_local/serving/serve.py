@@ -21,7 +21,15 @@ from penstock_local.flags import DEFAULT_ADMIN_ADDRESS
 from penstock_local.rpc.client import client_of, pools
 from penstock_local.rpc.connect import SERVICE
 from penstock_local.serving.machine_resources import LOOPBACK, free_ports, visible_gpus
-from penstock_local.serving.plan import check, check_configs, engine_spec, needs_secret, num_internal_ports, plan
+from penstock_local.serving.plan import (
+    check,
+    check_configs,
+    engine_spec,
+    max_loras,
+    needs_secret,
+    num_internal_ports,
+    plan,
+)
 from penstock_local.serving.serve_options import ServeOptions
 from penstock_local.serving.supervisor import GroupRanks, ProcessSpec, StopRequest, Supervisor, first_of, run
 
@@ -166,11 +174,13 @@ def _operators_lines(options: ServeOptions) -> str:
 
 
 def _adapters_line(options: ServeOptions) -> str:
-    """Return the line with the adapter names that requests can use as the model. Empty if there are none."""
+    """Return the line with the adapter names that requests can use as the model, and the maximum number of different
+    adapters in one batch. Empty if there are no adapters.
+    """
     names = [*sorted(options.lora)[:_MOST_NAMES], *(["..."] if len(options.lora) > _MOST_NAMES else [])]
     if options.lora_directory:
         names.append(f"those in {options.lora_directory}")
-    return f"    LoRA    {', '.join(names)}\n" if names else ""
+    return f"    LoRA    {', '.join(names)} ({max_loras(options)} at once)\n" if names else ""
 
 
 def _first_calls(options: ServeOptions, model: Model, host: str, elsewhere: str) -> list[str]:

@@ -19,6 +19,8 @@ from penstock_local.serving import speculation
 from penstock_local.serving.machine_resources import LOOPBACK
 
 LIMIT_FLAG = "--limit-mm-per-prompt"
+MAX_LORAS = 8
+"""Default of ``engine.lora.max_loras`` with ``--lora`` or ``--lora-directory``."""
 
 
 def parse_limits(text: str) -> dict[str, int]:

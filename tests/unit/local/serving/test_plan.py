@@ -324,6 +324,25 @@ def test_a_dense_model_is_served_by_engines_of_their_own() -> None:
         check(ServeOptions(model=str(DEMO_MODEL), data_parallel_size=2, grpc_port=1, http_port=2, admin_port=3))
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora": {"pirate": "/a", "json": "/b"}}, "--lora serves pirate, json, but"),
+        ({"lora_directory": "/live"}, "--lora-directory serves the adapters in /live, but"),
+        ({"frontend": {"lora.enabled": True}}, "--set frontend.lora.enabled is given, but"),
+    ],
+)
+def test_adapters_that_engines_would_refuse_are_refused_before_the_start(options: dict[str, Any], said: str) -> None:
+    frontend = {"frontend": options.pop("frontend", {})}
+    none, two = ({**frontend, "engine": {"lora.max_loras": count}} for count in (0, 2))
+    with pytest.raises(
+        ConfigError, match=rf"{said} engine\.lora\.max_loras is 0, .* use --set engine\.lora\.max_loras=N"
+    ):
+        check(ServeOptions(model=str(DEMO_MODEL), **options, settings=none))
+    ports = {"grpc_port": 23101, "http_port": 23102, "admin_port": 23103}
+    check(ServeOptions(model=str(DEMO_MODEL), **options, settings=two, **ports))
+
+
 def test_credentials_for_the_commands_own_calls_are_required_before_loading() -> None:
     keys = {"settings": {"frontend": {"auth.api_keys": "keys"}}}
     tls = {"settings": {"frontend": {"server.tls.certificate": "edge.crt", "server.tls.key": "edge.key"}}}
