@@ -206,6 +206,7 @@ async def test_engines_that_apply_none_are_told_of_none(model: Path) -> None:
         for fields in ({"lora": "pirate"}, {"model": "pirate"}):
             error = await failure(frontend.generate(**fields))
             assert (type(error), error.field) == (Unimplemented, next(iter(fields)))
+            assert "set lora.max_loras of the engines to at least 1" in error.message
         error = await failure(frontend.admin.LoadLora(admin_pb.LoadLoraRequest(name="n", path="/a/n")))
         assert isinstance(error, Unimplemented)
         assert not engine.requests
@@ -305,6 +306,13 @@ async def test_loads_that_are_not_allowed_are_refused(rig: Rig, fields: dict[str
     error = await failure(rig.load(**fields))
     assert (type(error), error.field) == (kind, field)
     assert not any(engine.utility_calls for engine in rig.engines)
+
+
+async def test_a_root_is_no_adapters_directory(rig: Rig) -> None:
+    error = await failure(rig.load(path="/a"))
+    assert error.message == (
+        "path is '/a'; it must be an absolute path below one of lora.roots, and not a root itself: /a"
+    )
 
 
 async def test_names_are_bounded(rig: Rig) -> None:

@@ -48,7 +48,10 @@ def _add_lora(commands: Any) -> None:
     load.add_argument(
         "path",
         metavar="PATH",
-        help=("Directory of the adapter on the engines' machines. It must be inside one of lora.roots."),
+        help=(
+            "Directory of the adapter on the engines' machines, below one of lora.roots. If a relative path exists on "
+            "this machine, the command makes it absolute."
+        ),
     )
     load.add_argument("--inplace", action="store_true", help="Replace a loaded adapter of the same name.")
     load.add_argument("--pin", action="store_true", help="Keep the adapter in memory: engines do not evict it.")

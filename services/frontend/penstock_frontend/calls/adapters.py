@@ -214,7 +214,9 @@ class AdapterCalls:
         """
         if not self._engines.view.serving(LORA) and self._engines.view.capabilities:
             raise Unimplemented(
-                f"{field} names a LoRA adapter, but the connected engines do not support adapters", field=field
+                f"{field} names a LoRA adapter, but no connected engine supports adapters; set lora.max_loras of the "
+                "engines to at least 1 (penstock serve does so with --lora and --lora-directory)",
+                field=field,
             )
 
     def _check_path(self, path: str) -> None:
@@ -223,9 +225,13 @@ class AdapterCalls:
                 f"path has {len(path)} characters; it must have from 1 to {MAX_PATH_LENGTH}", field="path"
             )
         if not self._config.allows(path):
-            roots = ", ".join(self._config.roots) or "none, so no adapter may be loaded while requests are served"
+            limit = (
+                f"it must be an absolute path below one of lora.roots, and not a root itself: {', '.join(roots)}"
+                if (roots := self._config.roots)
+                else "lora.roots is empty, so no adapter may be loaded while requests are served; add a directory to it"
+            )
             raise PermissionDenied(
-                f"path is {quoted(path, LONGEST_PATH)}; it must lie below one of lora.roots: {roots}",
+                f"path is {quoted(path, LONGEST_PATH)}; {limit}",
                 field="path",
                 reason="LORA_PATH",
             )

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock_common.errors import ConfigError, PenstockError, RequestFailed
+from penstock_common.errors import ConfigError, PenstockError
 from penstock_local.commands.models import size_text
 from penstock_local.console import fail
 from penstock_local.rpc.admin import AdminClient, ListedAdapter
@@ -65,7 +65,10 @@ def adapter_folder(path: str, *, of: str) -> str:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"{of}: directory {path} does not exist")
+        raise ConfigError(
+            f"{of}: directory {path} does not exist; an adapter is a local directory in PEFT's format, so download an "
+            "adapter of a hub first: hf download ORG/NAME --local-dir DIR"
+        )
     if not (folder / "adapter_config.json").is_file():
         model = (folder / "config.json").is_file()
         what = "it holds a model; serve it as MODEL" if model else "it is not the directory of a LoRA adapter"
@@ -105,8 +108,8 @@ async def lora(options: LoraOptions) -> int:
         try:
             text = await _done(admin, options)
         except PenstockError as e:
-            taken = isinstance(e, RequestFailed) and e.reason == "LORA_NAME_TAKEN"
-            fail(f"{of_operators_api(e)}{'; --inplace replaces it' if taken else ''}")
+            # The message names the field of the API. The command has a flag for this field.
+            fail(of_operators_api(e).replace("set load_inplace", "use --inplace"))
             return EXIT_FAILED
     sys.stdout.write(text)
     return 0

@@ -138,9 +138,10 @@ async def test_a_refusal_is_told(admin: FakeAdmin, capsys: pytest.CaptureFixture
 async def test_what_helps_where_a_name_is_taken_is_told_as_the_flag(
     admin: FakeAdmin, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    admin.error = AlreadyExists("name is taken; set load_inplace", field="name", reason="LORA_NAME_TAKEN")
+    message = "name is taken; set load_inplace to replace it"
+    admin.error = AlreadyExists(message, field="name", reason="LORA_NAME_TAKEN")
     assert await admin.run("load", "pirate", "/a/other") == 1
-    assert "set load_inplace; --inplace replaces it" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("name is taken; use --inplace to replace it\n")
 
 
 async def test_a_port_of_another_api_is_told(admin: FakeAdmin, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +178,10 @@ def test_flags_name_directories_of_adapters(adapter: Path, monkeypatch: pytest.M
         (["pirate"], "write NAME=PATH"),
         (["=x"], "write NAME=PATH"),
         (["x="], "write NAME=PATH"),
-        (["x=/none"], "--lora x=/none: directory /none does not exist"),
+        (
+            ["x=/none"],
+            "--lora x=/none: directory /none does not exist; an adapter is a local directory in PEFT's format",
+        ),
         (["x={}/.."], "/.. has no adapter_config.json: it is not the directory of a LoRA adapter"),
         (["a\tb={}"], r"the name 'a\\tb' must be printable"),
         (["x={}", "x={}"], "'x' is already given, for "),

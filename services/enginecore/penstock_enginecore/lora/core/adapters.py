@@ -406,7 +406,10 @@ class LoraAdapters(StepResource):
 
     def _check_served(self) -> None:
         if not self._served:
-            raise Unimplemented("this engine serves no LoRA adapters, because lora.max_loras is 0", field="lora")
+            raise Unimplemented(
+                "this engine serves no LoRA adapters, because lora.max_loras is 0; set lora.max_loras to at least 1",
+                field="lora",
+            )
 
     def _facts(self, digest: bytes) -> HeldLora:
         loaded = self._loaded[digest]
