@@ -105,13 +105,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make LoRA adapters of random numbers for a model.")
     parser.add_argument("model", type=Path, help="folder of the base model")
     parser.add_argument("out", type=Path, help="folder to write the adapters' folders to")
-    parser.add_argument("--number", type=int, default=1)
-    parser.add_argument("--rank", type=int, nargs="+", default=[16], help="one for all, or some that take turns")
-    parser.add_argument("--modules", nargs="+", default=list(PROJECTIONS), help="last parts of layers' names")
-    parser.add_argument("--name", default="random", help="prefix of the folders' names")
-    parser.add_argument("--strength", type=float, default=0.5, help="size of an update relative to the weights")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, default=1, help="number of adapters (default: %(default)s)")
+    parser.add_argument(
+        "--rank", type=int, nargs="+", default=[16], help="rank of all adapters, or ranks that take turns (default: 16)"
+    )
+    parser.add_argument(
+        "--modules",
+        nargs="+",
+        default=list(PROJECTIONS),
+        help=f"last parts of the names of the layers to change (default: {' '.join(PROJECTIONS)})",
+    )
+    parser.add_argument("--name", default="random", help="prefix of the folders' names (default: %(default)s)")
+    parser.add_argument(
+        "--strength", type=float, default=0.5, help="size of an update relative to the weights (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default="float32", help="data type of the tensors (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=1,
+        help="seed of the random numbers; the same seed gives the same adapters (default: %(default)s)",
+    )
     options = parser.parse_args(namespace=Options())
     if options.number < 1 or min(options.rank) < 1:
         parser.error("--number and --rank must be 1 or more")

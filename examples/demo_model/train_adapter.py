@@ -125,13 +125,31 @@ def main() -> None:
     """Parse the options, train, save, and print the results."""
     parser = argparse.ArgumentParser(description="Train an adapter of the Penstock demo model.")
     here = Path(__file__).resolve().parent
-    parser.add_argument("style", choices=tuple(STYLES))
-    parser.add_argument("--model", type=Path, default=here / "penstock-tiny", help="folder of the demo model")
-    parser.add_argument("--out", type=Path, help="folder to write to; penstock-tiny-STYLE unless given")
-    parser.add_argument("--minutes", type=float, default=4.0, help="training time, unless --steps is given")
-    parser.add_argument("--steps", type=int, default=0, help="number of steps, for runs that repeat exactly")
-    parser.add_argument("--questions", type=int, default=100, help="how many to measure it with; 0 for none")
-    parser.add_argument("--seed", type=int, default=2468)
+    parser.add_argument("style", choices=tuple(STYLES), help="style of the answers")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=here / "penstock-tiny",
+        help="folder of the base model (default: penstock-tiny beside this program)",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="folder to write the adapter to (default: penstock-tiny-STYLE beside this program)"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=4.0,
+        help="training time in minutes, unless --steps is given (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=0, help="number of steps, for runs that repeat exactly (default: use --minutes)"
+    )
+    parser.add_argument(
+        "--questions", type=int, default=100, help="number of test questions, 0 for none (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=2468, help="seed of the weights and the training data (default: %(default)s)"
+    )
     options = parser.parse_args(namespace=Options())
     torch.manual_seed(options.seed)
     base = LlamaForCausalLM.from_pretrained(options.model)

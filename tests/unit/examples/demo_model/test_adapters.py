@@ -142,3 +142,16 @@ def test_random_adapters_of_layers_that_are_not_there_are_not_made(
 ) -> None:
     with pytest.raises(SystemExit, match="no linear layer called c_attn"):
         make(demo, tmp_path, monkeypatch, "--modules", "q_proj", "c_attn")
+
+
+@pytest.mark.parametrize("program", ["train_adapter", "make_adapters"])
+def test_help_describes_every_flag_with_its_default(
+    demo: SimpleNamespace, program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "--help"])
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit):
+        getattr(demo, program).main()
+    _, *flags = capsys.readouterr().out.partition("--help")[2].split("\n  --")
+    assert len(flags) > 5
+    assert [text for text in flags if "(default: " not in text] == []
