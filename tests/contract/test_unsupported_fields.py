@@ -6,8 +6,20 @@ import re
 
 import msgspec
 
+from penstock.common.v1.pooling_pb2 import PoolingParams
+from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock.common.v1.structured_output_pb2 import StructuredOutput
+from penstock.inference.v1 import messages_pb2 as pb
 from penstock_frontend.api.ignored_fields import ignored_in
-from penstock_frontend.api.unsupported_fields import ROUTES, UNSUPPORTED, unsupported_in
+from penstock_frontend.api.unsupported_fields import (
+    CLASSIFY,
+    EMBEDDINGS,
+    GENERATING,
+    ROUTES,
+    SCORES,
+    UNSUPPORTED,
+    unsupported_in,
+)
 from tests.contract.test_ignored_fields import SOURCES, body_structs
 from tests.documents.field_tables import REFERENCE, updated
 
@@ -49,3 +61,27 @@ def test_the_remedy_of_a_field_is_a_field_of_the_same_body() -> None:
             if re.fullmatch(r"[a-z_]+(\.\w+)?", field.instead) and struct != "MessageBody":
                 first = field.instead.partition(".")[0]
                 assert first in served - unsupported_in(struct).keys(), (struct, name, field.instead)
+
+
+GRPC_MESSAGES = {
+    **dict.fromkeys(GENERATING, (pb.GenerateRequest, pb.ChatRequest, SamplingParams, StructuredOutput)),
+    **dict.fromkeys(EMBEDDINGS, (pb.EmbedRequest, PoolingParams)),
+    **dict.fromkeys(CLASSIFY, (pb.ClassifyRequest, PoolingParams)),
+    **dict.fromkeys(SCORES, (pb.ScoreRequest,)),
+    "MessageBody": (pb.ChatMessage,),
+}
+"""Messages of the gRPC API whose fields clients may send over HTTP, by struct of the HTTP body."""
+MAY_BE_UNKNOWN = {
+    "skip_reading_prefix_cache": "changes no output",
+    "dimensions": "the gRPC API has the field only for embeddings",
+    "normalize": "the gRPC API has the field only for embeddings",
+    "query": "the HTTP body without queries is refused",
+}
+
+
+def test_no_field_of_the_grpc_api_is_unknown_over_http() -> None:
+    for struct, messages in GRPC_MESSAGES.items():
+        known = {field.encode_name for field in msgspec.structs.fields(body_structs()[struct])}
+        known |= ignored_in(struct) | unsupported_in(struct).keys() | MAY_BE_UNKNOWN.keys()
+        names = {field.name for message in messages for field in message.DESCRIPTOR.fields}
+        assert names <= known, (struct, names - known)

@@ -217,6 +217,22 @@ async def test_values_that_ask_for_nothing_change_nothing(api: Api, route: str) 
             {"messages": [HI, {**HI, "prefix": True}]},
             "messages[1].prefix is not served; use continue_final_message",
         ),
+        *(
+            (
+                route,
+                {"structured_output": {"json_schema": "{}"}},
+                "structured_output is not served; use response_format or structured_outputs, in which the field "
+                "json_schema has the name json",
+            )
+            for route in ROUTES
+        ),
+        (CHAT, {"choice": ["a"]}, "choice is not served; use structured_outputs.choice"),
+        (RESPONSES, {"json_object": True}, "json_object is not served; use structured_outputs.json_object"),
+        (MESSAGES, {"json_whitespace": "any"}, "json_whitespace is not served; use structured_outputs.json_whitespace"),
+        (CHAT, {"messages": [{**HI, "parts": [{"text": "a"}]}]}, "messages[0].parts is not served; use content"),
+        (CHAT, {"detokenize": False}, "detokenize is not served; leave it out"),
+        (COMPLETIONS, {"output_kind": "OUTPUT_KIND_FINAL"}, "output_kind is not served; use stream"),
+        (COMPLETIONS, {"routing": {"priority": 1}}, "routing is not served; use the headers x-penstock-priority, "),
         (CHAT, {"structured_outputs": {"foo": 1}}, "structured_outputs.foo is not a known field; remove it"),
         (CHAT, {"response_format": {"type": "json_object", "foo": 1}}, "response_format.foo is not a known field"),
         (CHAT, {"response_format": {"type": "regex"}}, "response_format.pattern is not set"),

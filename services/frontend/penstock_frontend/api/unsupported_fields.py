@@ -1,8 +1,9 @@
 """List of request fields that are known but not supported. docs/reference/request-fields.md shows the same list as a
 table.
 
-Every field in this list would change the output or the answer, so a request that sets such a field is refused. Fields
-without effect are in ``ignored_fields.py``.
+Every field in this list would change the output, the answer or the handling of the request, so a request that sets
+such a field is refused. Fields without effect are in ``ignored_fields.py``. The fields of the gRPC API are in the list
+if the HTTP routes have them under another name.
 """
 
 from collections.abc import Mapping
@@ -118,6 +119,7 @@ _SAMPLING = (
     _F(("best_of",), "the best of several generated outputs", _AT_COMPLETIONS, structs=_NOT_COMPLETIONS, neutral=(1,)),
     _F(("bad_words_ids", "banned_tokens", "banned_token_ids", "suppress_tokens"), _BANNED, "bad_words or logit_bias"),
     _F(("begin_suppress_tokens", "custom_token_bans", "banned_strings"), _BANNED, "bad_words or logit_bias"),
+    _F(("bad_word_token_ids",), _BANNED, "bad_words or logit_bias"),
     _F(("ban_eos_token",), "an output that continues after the end-of-sequence token", "ignore_eos"),
     _F(
         ("force_words_ids", "forced_bos_token_id", "forced_eos_token_id"),
@@ -153,7 +155,15 @@ _OUTPUT = (
     _F(("json_mode", "response_mime_type", "responseMimeType"), _FORMAT, "response_format", neutral=("text/plain",)),
     _F(("structural_tag",), _FORMAT, "structured_outputs.structural_tag"),
     _F(("guided_decoding", "guided_options_request"), _FORMAT, "structured_outputs"),
+    _F(
+        ("structured_output",),
+        _FORMAT,
+        "response_format or structured_outputs, in which the field json_schema has the name json",
+    ),
+    _F(("choice",), _FORMAT, "structured_outputs.choice"),
+    _F(("json_object",), _FORMAT, "structured_outputs.json_object"),
     _F(("guided_whitespace_pattern", "whitespace_pattern"), _FORMAT, "structured_outputs.json_whitespace"),
+    _F(("json_whitespace", "disable_any_whitespace"), _FORMAT, "structured_outputs.json_whitespace"),
     _F(("grammar_lazy", "grammar_triggers"), _FORMAT, "structured_outputs.structural_tag"),
     _F(("reasoning_format",), "a different form of reasoning", neutral=("auto", "deepseek")),
     _F(("separate_reasoning", "stream_reasoning"), "a different form of reasoning", neutral=(True,), strict=True),
@@ -188,6 +198,8 @@ _OUTPUT = (
     _F(("prompt_logprobs",), _LOGPROBS, _AT_CHAT, structs=RESPONSES + MESSAGES, strict=True),
     _F(_TOKEN_IDS, "token ids in the answer", "return_token_ids", structs=CHAT + COMPLETIONS),
     _F(("return_token_ids", *_TOKEN_IDS), "token ids in the answer", _AT_CHAT, structs=RESPONSES + MESSAGES),
+    _F(("detokenize",), "an answer without text", neutral=(True,), strict=True),
+    _F(("output_kind",), "the amount of output in each message of a stream", "stream"),
     _F(("return_full_text",), "the prompt as part of the output", f"echo of {_AT_COMPLETIONS}"),
     _F(
         ("echo", "suffix"),
@@ -209,7 +221,9 @@ _PROMPT = (
     _F(("system", "preamble"), "a system message", "instructions", structs=RESPONSES),
     _F(("instructions", "preamble"), "a system message", "system", structs=MESSAGES),
     _F(("system", "instructions", "preamble"), "a system message", "messages", structs=CHAT),
-    _F(("prompt_embeds", "input_embeds"), "a prompt that consists of embeddings", "the gRPC API"),
+    _F(("prompt_embeds", "input_embeds", "embeds"), "a prompt that consists of embeddings", "the gRPC API"),
+    _F(("token_ids", "mixed"), _PROMPT_FORM, "prompt", structs=COMPLETIONS),
+    _F(("token_ids", "mixed"), _PROMPT_FORM, _AT_COMPLETIONS, structs=_NOT_COMPLETIONS),
     _F(_TEMPLATES, "a different chat template", "chat_template", structs=_NOT_COMPLETIONS),
     _F(("chat_template", *_TEMPLATES), "a different chat template", _AT_CHAT, structs=COMPLETIONS),
     _F(("raw", "context", "images"), _PROMPT_FORM, _AT_COMPLETIONS, structs=_NOT_COMPLETIONS),
@@ -235,6 +249,7 @@ _PROMPT = (
     ),
     _F(("prefix", "partial"), "an answer that continues the message", "continue_final_message", ("MessageBody",)),
     _F(("images",), "images", "parts of content", structs=("MessageBody",)),
+    _F(("parts",), "the parts of the message", "content", structs=("MessageBody",)),
     _F(_CUTS, "truncation of the prompt", "truncate_prompt_tokens", structs=CHAT + COMPLETIONS),
     _F(
         ("truncation",),
@@ -306,7 +321,10 @@ _TOOLS = (
     _F(_SERVER_TOOLS, "tools that the server would run", "tools", structs=_NOT_COMPLETIONS),
     _F(_SERVER_TOOLS, "tools that the server would run", _AT_CHAT, structs=COMPLETIONS),
 )
+_ROUTING = "a priority, a tenant or an engine"
+_HINTS = "the headers x-penstock-priority, x-penstock-tenant and x-penstock-data-parallel-rank"
 _CONVERSATION = (
+    _F(("routing",), _ROUTING, _HINTS),
     _F(("previous_response_id", "include"), "a stored response", _AT_RESPONSES, structs=_NOT_RESPONSES),
     _F(("conversation", "previous_response"), "a stored conversation", "previous_response_id", RESPONSES),
     _F(("conversation",), "a stored conversation", _AT_RESPONSES, structs=_NOT_RESPONSES),
@@ -332,6 +350,8 @@ _CONVERSATION = (
 _NOT_EMBEDDINGS = POOLING + SCORES + CLASSIFY + RERANK
 _VECTORS = EMBEDDINGS + POOLING
 _POOLING = (
+    _F(("pooling_params",), "several fields in one object", _MEMBERS, structs=POOLING_ROUTES),
+    _F(("routing",), _ROUTING, _HINTS, structs=POOLING_ROUTES),
     _F(("chat_template",), "a different chat template", structs=POOLING_ROUTES),
     _F(("mm_processor_kwargs", "chat_template_kwargs"), "options for media and templates", structs=_NOT_EMBEDDINGS),
     _F(("instruction",), "a text before each input", structs=POOLING_ROUTES),
@@ -350,6 +370,7 @@ _POOLING = (
     _F(("return_text",), "documents as part of the answer", "return_documents", structs=RERANK),
     _F(("raw_scores",), "scores without an activation", "use_activation", structs=RERANK + CLASSIFY + SCORES),
     _F(("task", "late_chunking"), "an adapter of the model, or another mode", structs=EMBEDDINGS),
+    _F(("task",), "a result for each token", "/pooling", structs=CLASSIFY, neutral=("classify",)),
     _F(("output_dimension", "output_dimensionality"), "shorter embeddings", "dimensions", structs=EMBEDDINGS + POOLING),
     _F(
         ("embedding_type", "output_dtype", "precision"),
