@@ -50,7 +50,7 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         ({"n": 0}, "n", "n is 0; it must be at least 1"),
         ({"n": 1000}, "n", "n is 1000; it must be from 1 to 128"),
         ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1 unless echo is set"),
-        ({"max_tokens": "many"}, "max_tokens", "max_tokens: expected `int | null`, got `str`"),
+        ({"max_tokens": "many"}, "max_tokens", "max_tokens is a string; it must be an integer or null"),
         ({"stop": ["a", 3]}, "stop[1]", None),
         ({"seed": 2**70}, "seed", None),
         ({"logit_bias": {"1": 200}}, "logit_bias", "logit_bias of token id 1 is 200.0; it must be from -100 to 100"),
@@ -191,6 +191,8 @@ async def test_another_model_is_not_found(api: OpenAIServer) -> None:
 async def test_another_path_and_another_method_are_refused(api: OpenAIServer) -> None:
     status, error = await error_of(api, {}, "/v1/images/generations")
     assert (status, error["message"]) == (404, "there is no /v1/images/generations")
+    status, error = await error_of(api, {}, "/v1/chat/completion")
+    assert (status, error["message"]) == (404, "there is no /v1/chat/completion; did you mean '/v1/chat/completions'?")
     status, error = await error_of(api, {}, "/v1/load_lora_adapter")
     assert (status, error["message"]) == (404, "there is no /v1/load_lora_adapter: lora.http_loading is false")
     response = await api.http.get("/v1/completions")

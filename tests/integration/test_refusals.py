@@ -63,7 +63,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
     ),
     (RESPONSES, {"input": "x" * 200}, "input", "the conversation with its template and tools is "),
     # the error for a key names the object
-    (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias", "a key of logit_bias: expected `int`, got `str`"),
+    (COMPLETIONS, {"logit_bias": {"a": 1}}, "logit_bias", "a key of logit_bias is a string; it must be an integer"),
     # the error lists the types of the client's protocol
     (
         CHAT,
@@ -85,6 +85,19 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         {"media_io_kwargs": {"image": {}}},
         "media_io_kwargs.image",
         "media_io_kwargs.image is not a known field; remove it",
+    ),
+    # the error has the HTTP name of a field of the gRPC API
+    (
+        CHAT,
+        {"structured_outputs": {"json_schema": {}}},
+        "structured_outputs.json_schema",
+        "structured_outputs.json_schema is not a known field; use json",
+    ),
+    (
+        CHAT,
+        {"structured_outputs": {"regx": "a"}},
+        "structured_outputs.regx",
+        "structured_outputs.regx is not a known field; did you mean 'regex'?",
     ),
     # the error shows values in JSON notation
     (RESPONSES, {"background": True}, "background", "background is true; only false is served"),

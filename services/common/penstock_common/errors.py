@@ -22,7 +22,7 @@ PenstockError
 import difflib
 import re
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 WRONG_MODEL_KIND = "WRONG_MODEL_KIND"
 """Error reason if a request asks a pooling model to generate, or a generative model to pool.
@@ -198,12 +198,49 @@ The time for a comparison grows with the square of the length.
 """
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean 'x'?"``, where x is the known word most similar to ``word``. Else return ``""``."""
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``"; did you mean 'x'?"``, where x is the known word most similar to ``word``. Else return ``""``.
+
+    ``cutoff`` is the similarity that x must have, from 0 to 1.
+    """
     if len(word) > _LONGEST_WORD:
         return ""
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f"; did you mean '{matches[0]}'?" if matches else ""
+
+
+_WRONG_TYPE = re.compile(r"Expected `(?P<wanted>[^`]+)`(?:, got `(?P<given>[^`]+)`)?(?P<limit>.*)", re.DOTALL)
+_TYPE_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "array": "a list",
+    "object": "an object",
+}
+
+
+class WrongType(NamedTuple):
+    """An error of msgspec about a value of the wrong type, in words.
+
+    Attributes:
+        given: The type of the value, such as ``a string``; empty if the value has the right type.
+        wanted: The type and the limit, such as ``an integer or null``.
+    """
+
+    given: str
+    wanted: str
+
+
+def wrong_type(message: str) -> WrongType | None:
+    """Return the types in msgspec's message ``Expected `int | null`, got `str```, or None for other messages."""
+    found = _WRONG_TYPE.fullmatch(message)
+    if found is None:
+        return None
+    *most, last = [_TYPE_WORDS.get(word, word) for word in found["wanted"].split(" | ")]
+    wanted = f"{', '.join(most)} or {last}" if most else last
+    given = found["given"] or ""
+    return WrongType(_TYPE_WORDS.get(given, given), wanted + found["limit"])
 
 
 LONGEST_QUOTE = 100

@@ -24,7 +24,7 @@ from penstock_common.config.settings import (
     struct_in,
     with_defaults,
 )
-from penstock_common.errors import ConfigError, nearest
+from penstock_common.errors import ConfigError, nearest, wrong_type
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -169,7 +169,7 @@ def _value_at(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _with_field_first(message: str, values: Mapping[str, Any]) -> str:
-    """Turn msgspec's "Expected `int`, got `str` - at `$.a.b`" into "a.b is 'x': expected `int`, got `str`"."""
+    """Turn msgspec's "Expected `int`, got `str` - at `$.a.b`" into "a.b is 'x'; it must be an integer"."""
     match = re.fullmatch(r"(.*) - at `\$\.(.*)`", message, flags=re.DOTALL)
     if match is None:
         missing = re.fullmatch(r"Object missing required field `(.*)`", message)
@@ -177,7 +177,10 @@ def _with_field_first(message: str, values: Mapping[str, Any]) -> str:
     missing = re.fullmatch(r"Object missing required field `(.*)`", match[1])
     if missing:
         return f"{match[2]}.{missing[1]} is required"
-    return f"{match[2]} is {_value_at(values, match[2])!r}: {match[1][0].lower()}{match[1][1:]}"
+    value = f"{match[2]} is {_value_at(values, match[2])!r}"
+    if (wrong := wrong_type(match[1])) is not None:
+        return f"{value}; it must be {wrong.wanted}"
+    return f"{value}: {match[1][0].lower()}{match[1][1:]}"
 
 
 # Command line of a service: ``--config FILE`` and a flag for each setting. The help texts come from the structs.

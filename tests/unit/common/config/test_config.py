@@ -119,7 +119,7 @@ def test_sizes_are_written_as_they_are_read(size: int) -> None:
         ("nam: x", "unknown key 'nam'; did you mean 'name'?"),
         ("name: x\ninner: {sise: 1}", "unknown key 'inner.sise'; did you mean 'size'?"),
         ("name: x\ninner: 3", "'inner' must be a mapping, not 3"),
-        ("name: x\ninner: {count: eleven}", "inner.count is 'eleven': expected `int`, got `str`"),
+        ("name: x\ninner: {count: eleven}", "inner.count is 'eleven'; it must be an integer"),
         ("name: x\ninner: {count: 11}", "inner.count is 11; it must be from 1 to 10"),
         ("name: x\ninner: {mode: quick}", "inner.mode is 'quick'; known: fast, slow"),
         ("name: x\ninner: {share: 0}", "inner.share is 0; it must be above 0 and at most 1"),

@@ -7,6 +7,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from penstock_common.errors import nearest
 from penstock_common.nesting_depth import nests_deeper
 from penstock_enginecore.structured_output.constraints.regex import MAX_REPEAT
 
@@ -193,7 +194,7 @@ def constraining(schema: Any, path: str, *, ours: bool = False) -> dict[str, Any
         elif (value is None and name != "const") or name in _ANNOTATIONS or name.startswith(("x-", "X-", "x_")):
             continue
         elif name not in _KNOWN:
-            raise SchemaError(f"{path}/{name}", "is not supported")
+            raise SchemaError(f"{path}/{name}", f"is not supported{nearest(name, _KNOWN)}")
         else:
             found[name] = value
     for name, check in _FORMS.items():

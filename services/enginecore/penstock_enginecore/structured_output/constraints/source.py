@@ -105,7 +105,8 @@ def _source(constraint: StructuredOutput, max_bytes: int, work: Work) -> Grammar
 
 def _refused(constraint: StructuredOutput, why: str) -> InvalidArgument:
     kind, _ = constraint.constraint
-    return InvalidArgument(f"{FIELD}.{kind}: {why}", field=f"{FIELD}.{kind}")
+    between = " " if why.startswith(("is ", "contains ")) else ": "
+    return InvalidArgument(f"{FIELD}.{kind}{between}{why}", field=f"{FIELD}.{kind}")
 
 
 def _printable(text: str) -> str:

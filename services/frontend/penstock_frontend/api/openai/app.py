@@ -10,6 +10,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from penstock_common.config.settings import Reread
+from penstock_common.errors import nearest
 from penstock_frontend.api.anthropic import errors as anthropic
 from penstock_frontend.api.anthropic.models import AnthropicModels
 from penstock_frontend.api.http.endpoint import REQUEST_ID, Endpoint, Gate, Handler, id_headers
@@ -120,19 +121,22 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _hint(path: str, routes: Sequence[BaseRoute]) -> str:
-    """Return a hint with the known path that contains ``path`` or that ``path`` contains; empty if there is none.
-
-    Such paths are common errors, because clients append a path to their base_url.
+    """Return a hint with the known path that contains ``path`` or that ``path`` contains. Such paths are common errors,
+    because clients append a path to their base_url. Without such a path, return a hint with the most similar known path.
     """
     known = [route.path for route in routes if isinstance(route, Route) and route.path.startswith("/v1/")]
     known = [each for each in known if "{" not in each]
     longer, shorter = [each for each in known if each.endswith(path)], [each for each in known if each in path]
-    if path == "/" or not (longer or shorter):
+    if path == "/":
         return ""
+    if not (longer or shorter):
+        return nearest(path, known, _SIMILAR)
     best = max(shorter, key=len) if shorter else min(longer, key=len)
     remedy = "without /v1, for an Anthropic client" if best.startswith(anthropic.PREFIX) else "with /v1 appended once"
     return f"; did you mean {best}? Set the client's base_url to the server's address {remedy}"
 
 
+_SIMILAR = 0.8
+"""Minimum similarity of a path in a hint. Other paths may belong to parts of OpenAI's API that are not served."""
 EXCEPTION_HANDLERS: Mapping[Any, Any] = {HTTPException: _on_http_error}
 """Exception handlers for the Starlette application that serves the routes."""

@@ -3,11 +3,12 @@
 import math
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from penstock_common.errors import InvalidArgument, RequestFailed, excerpt
+from penstock_common.errors import InvalidArgument, RequestFailed, excerpt, nearest, wrong_type
 from penstock_common.observability.logging import incident
 
 _STATUS = {
@@ -58,6 +59,10 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _PROCESSOR_KWARGS = re.compile(r"(?<![\w.])processor_kwargs\b")
 """Name of ``mm_processor_kwargs`` in the gRPC API."""
+
+
+_HTTP_NAMES = {"json_schema": "json"}
+"""Names of members over HTTP, by their names in the gRPC API."""
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
@@ -146,7 +151,7 @@ def undecodable(
     Args:
         error: the decoder's error.
         path: path of the text in the body.
-        kind: struct of the body. The types of its fields define the allowed words.
+        kind: struct of the text. The types of its fields define the allowed words and the known names.
     """
     if not isinstance(error, msgspec.ValidationError):
         return InvalidArgument(f"the body is not valid JSON: {error}", reason="INVALID_JSON")
@@ -159,12 +164,43 @@ def undecodable(
         return InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
     if (unknown := _UNKNOWN.fullmatch(what)) is not None:
         field = f"{where}.{unknown['name']}".removeprefix(".")
-        return InvalidArgument(f"{field} is not a known field; remove it", field=field, reason="UNKNOWN_FIELD")
+        hint = _hint(unknown["name"], _fields_at(kind, place["path"] if place else ""))
+        return InvalidArgument(f"{field} is not a known field{hint}", field=field, reason="UNKNOWN_FIELD")
     if what.startswith("Invalid enum value") and (words := _words(kind, where)):
         value = what.removeprefix("Invalid enum value ")
         return InvalidArgument(f"{where} is {value}; known: {', '.join(words)}", field=where, reason="INVALID_TYPE")
     subject = f"{'a key of ' if place and place['key'] else ''}{where or 'the body'}"
+    if (wrong := wrong_type(what)) is not None:
+        given = f" is {wrong.given}; it" if wrong.given else ""
+        return InvalidArgument(f"{subject}{given} must be {wrong.wanted}", field=where, reason="INVALID_TYPE")
     return InvalidArgument(f"{subject}: {what[:1].lower()}{what[1:]}", field=where, reason="INVALID_TYPE")
+
+
+def _hint(name: str, known: Collection[str]) -> str:
+    """Return the end of the error for an unknown field: the known name to use, or the advice to remove the field."""
+    if (other := _HTTP_NAMES.get(name)) in known:
+        return f"; use {other}"
+    return nearest(name, known) or "; remove it"
+
+
+def _fields_at(kind: Any, path: str) -> Collection[str]:
+    """Return the field names of the object at ``path`` in a text of ``kind``; empty if the types do not tell them.
+
+    ``path`` has msgspec's form, such as ``.tools[0].function``.
+    """
+    for step in re.findall(r"\.(\w+)|(\[)", path):
+        types = typing.get_args(kind) or (kind,)
+        if step[1]:
+            kind = next((typing.get_args(each)[0] for each in (kind, *types) if typing.get_origin(each) is list), None)
+        else:
+            fields = [field for each in types if _is_struct(each) for field in msgspec.structs.fields(each)]
+            kind = next((field.type for field in fields if field.encode_name == step[0]), None)
+    structs = [each for each in (kind, *typing.get_args(kind)) if _is_struct(each)]
+    return [field.encode_name for each in structs for field in msgspec.structs.fields(each)]
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _words(kind: type | None, name: str) -> Sequence[str]:

@@ -82,7 +82,7 @@ def read_format(raw: msgspec.Raw, head: str = "response_format") -> Constraint |
             return Constraint(head, head, "structural_tag", text.decode())
         given = msgspec.json.decode(text, type=ResponseFormat)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
-        raise undecodable(e, head) from None
+        raise undecodable(e, head, ResponseFormat) from None
     return _read(given, head)
 
 

@@ -57,7 +57,11 @@ def test_what_asks_for_nothing_is_no_constraint(value: Any) -> None:
             "schema",
             "response_format.schema is set, but response_format.type 'regex'",
         ),
-        ({"type": "json_object", "schem": {}}, "schem", "response_format.schem is not a known field; remove it"),
+        (
+            {"type": "json_object", "schem": {}},
+            "schem",
+            "response_format.schem is not a known field; did you mean 'schema'?",
+        ),
         (
             {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}},
             "schema",
