@@ -66,7 +66,7 @@ async def test_in_a_session_a_field_that_is_wrong_is_named(client: Client, serve
     assert done.err.splitlines() == [
         f"[0] INVALID_ARGUMENT: {message}",
         "  reason: INVALID_FIELD",
-        f"  field: sampling_params.temperature: {message}",
+        "  field: sampling_params.temperature",
     ]
 
 

@@ -22,7 +22,7 @@ func describe(err error) string {
 			fmt.Fprintf(&out, "  reason: %s\n", detail.GetReason())
 		case *errdetails.BadRequest:
 			for _, violation := range detail.GetFieldViolations() {
-				fmt.Fprintf(&out, "  field: %s: %s\n", violation.GetField(), violation.GetDescription())
+				fmt.Fprintf(&out, "  field: %s\n", violation.GetField())
 			}
 		case *errdetails.RetryInfo:
 			fmt.Fprintf(&out, "  retry after: %g s\n", detail.GetRetryDelay().AsDuration().Seconds())
@@ -38,7 +38,7 @@ func describeOne(failed *inferencev1.SessionError) string {
 	fmt.Fprintf(&out, "[%s] %s: %s\n", failed.GetRequestId(), err.GetCode(), err.GetMessage())
 	fmt.Fprintf(&out, "  reason: %s\n", err.GetReason())
 	if err.GetField() != "" {
-		fmt.Fprintf(&out, "  field: %s: %s\n", err.GetField(), err.GetMessage())
+		fmt.Fprintf(&out, "  field: %s\n", err.GetField())
 	}
 	if err.RetryAfter != nil {
 		fmt.Fprintf(&out, "  retry after: %g s\n", err.GetRetryAfter())

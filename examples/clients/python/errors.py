@@ -11,6 +11,6 @@ def describe(error: PenstockError) -> Iterator[str]:
     if error.reason:
         yield f"  reason: {error.reason}"
     if error.field:
-        yield f"  field: {error.field}: {error.message}"
+        yield f"  field: {error.field}"
     if error.retry_after is not None:
         yield f"  retry after: {error.retry_after:g} s"

@@ -34,7 +34,7 @@ std::string describe(const google::protobuf::Any& detail) {
     lines = "  reason: " + info.reason() + "\n";
   } else if (detail.UnpackTo(&bad)) {
     for (const auto& violation : bad.field_violations()) {
-      lines += "  field: " + violation.field() + ": " + violation.description() + "\n";
+      lines += "  field: " + violation.field() + "\n";
     }
   } else if (detail.UnpackTo(&retry)) {
     const auto& delay = retry.retry_delay();
@@ -57,7 +57,7 @@ std::string describe(const penstock::inference::v1::SessionError& failed) {
   const auto& error = failed.error();
   std::string lines = "[" + failed.request_id() + "] " + error.code() + ": " + error.message() + "\n";
   lines += "  reason: " + error.reason() + "\n";
-  if (!error.field().empty()) lines += "  field: " + error.field() + ": " + error.message() + "\n";
+  if (!error.field().empty()) lines += "  field: " + error.field() + "\n";
   if (error.has_retry_after()) lines += "  retry after: " + decimal(error.retry_after()) + " s\n";
   return lines;
 }

@@ -27,8 +27,8 @@ export function describe(error: ServiceError): string[] {
     if (type === "google.rpc.ErrorInfo") {
       lines.push(`  reason: ${decode(type, value)["reason"]}`);
     } else if (type === "google.rpc.BadRequest") {
-      const violations = decode(type, value)["fieldViolations"] as { field: string; description: string }[];
-      lines.push(...violations.map(({ field, description }) => `  field: ${field}: ${description}`));
+      const violations = decode(type, value)["fieldViolations"] as { field: string }[];
+      lines.push(...violations.map(({ field }) => `  field: ${field}`));
     } else if (type === "google.rpc.RetryInfo") {
       const { seconds, nanos } = decode(type, value)["retryDelay"] as { seconds: number; nanos: number };
       lines.push(`  retry after: ${Number(seconds) + nanos / 1e9} s`);
@@ -40,7 +40,7 @@ export function describe(error: ServiceError): string[] {
 /** The same of one request in a session, where the others go on. */
 export function describeOne(error: RequestError): string[] {
   const lines = [`${error.code}: ${error.message}`, `  reason: ${error.reason}`];
-  if (error.field) lines.push(`  field: ${error.field}: ${error.message}`);
+  if (error.field) lines.push(`  field: ${error.field}`);
   if (error.retryAfter !== undefined) lines.push(`  retry after: ${error.retryAfter} s`);
   return lines;
 }

@@ -66,7 +66,7 @@ pub fn describe(status: &Status) -> String {
             ErrorDetail::ErrorInfo(info) => line(&mut lines, "reason", &info.reason),
             ErrorDetail::BadRequest(bad) => {
                 for violation in bad.field_violations {
-                    line(&mut lines, "field", &format!("{}: {}", violation.field, violation.description));
+                    line(&mut lines, "field", &violation.field);
                 }
             }
             ErrorDetail::RetryInfo(retry) => {
@@ -85,7 +85,7 @@ pub fn describe_one(error: &RequestError) -> String {
     let mut lines = format!("{}: {}\n", error.code, error.message);
     line(&mut lines, "reason", &error.reason);
     if !error.field.is_empty() {
-        line(&mut lines, "field", &format!("{}: {}", error.field, error.message));
+        line(&mut lines, "field", &error.field);
     }
     if let Some(seconds) = error.retry_after {
         line(&mut lines, "retry after", &format!("{seconds} s"));
@@ -113,7 +113,7 @@ mod tests {
         let status = Status::with_error_details(Code::ResourceExhausted, "the queue is full", details);
         let told = describe(&status);
         assert!(told.starts_with("RESOURCE_EXHAUSTED: the queue is full\n"));
-        for line in ["  reason: QUEUE_FULL", "  field: text: is empty", "  retry after: 2.5 s"] {
+        for line in ["  reason: QUEUE_FULL", "  field: text", "  retry after: 2.5 s"] {
             assert!(told.lines().any(|told| told == line), "{told}");
         }
         assert_eq!(describe(&Status::unavailable("refused")), "UNAVAILABLE: refused\n");

@@ -40,7 +40,7 @@ final class Failure {
     text.append("[%s] %s: %s\n".formatted(failed.getRequestId(), error.getCode(), error.getMessage()));
     text.append("  reason: " + error.getReason() + "\n");
     if (!error.getField().isEmpty()) {
-      text.append("  field: " + error.getField() + ": " + error.getMessage() + "\n");
+      text.append("  field: " + error.getField() + "\n");
     }
     if (error.hasRetryAfter()) {
       text.append(retryAfter(BigDecimal.valueOf(error.getRetryAfter())));
@@ -62,7 +62,7 @@ final class Failure {
       if (detail.is(BadRequest.class)) {
         StringBuilder lines = new StringBuilder();
         for (BadRequest.FieldViolation violation : detail.unpack(BadRequest.class).getFieldViolationsList()) {
-          lines.append("  field: " + violation.getField() + ": " + violation.getDescription() + "\n");
+          lines.append("  field: " + violation.getField() + "\n");
         }
         return lines.toString();
       }

@@ -24,7 +24,7 @@ internal fun report(failed: SessionError) {
         buildList {
             add("[${failed.requestId}] ${error.code}: ${error.message}")
             add("  reason: ${error.reason}")
-            if (error.field.isNotEmpty()) add("  field: ${error.field}: ${error.message}")
+            if (error.field.isNotEmpty()) add("  field: ${error.field}")
             if (error.hasRetryAfter()) add(retryAfter(BigDecimal.valueOf(error.retryAfter)))
         }
     )
@@ -38,7 +38,7 @@ private fun describe(detail: Any): List<String> =
         when {
             detail.`is`(ErrorInfo::class.java) -> listOf("  reason: ${detail.unpack(ErrorInfo::class.java).reason}")
             detail.`is`(BadRequest::class.java) ->
-                detail.unpack(BadRequest::class.java).fieldViolationsList.map { "  field: ${it.field}: ${it.description}" }
+                detail.unpack(BadRequest::class.java).fieldViolationsList.map { "  field: ${it.field}" }
             detail.`is`(RetryInfo::class.java) -> {
                 val delay = detail.unpack(RetryInfo::class.java).retryDelay
                 listOf(retryAfter(BigDecimal.valueOf(delay.seconds) + BigDecimal.valueOf(delay.nanos.toLong(), 9)))
