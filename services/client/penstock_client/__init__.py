@@ -1,13 +1,10 @@
 """Client of Penstock's public API: ``Client`` for threads, and ``AsyncClient`` for asyncio.
 
-SamplingParams, ChatMessage, Tool and similar classes are messages of the API contract. The functions ``image``,
+SamplingParams, ChatMessage, Tool and similar classes create messages of the API contract. The functions ``image``,
 ``audio``, ``video`` and ``message`` create media and chat messages.
 """
 
-from penstock.common.v1.media_pb2 import Media
-from penstock.common.v1.sampling_pb2 import SamplingParams
-from penstock.common.v1.structured_output_pb2 import StructuredOutput
-from penstock.inference.v1.messages_pb2 import ChatMessage, Model, RoutingHints, Tool, ToolCall, ToolChoice
+from penstock.inference.v1.messages_pb2 import Model
 from penstock_client.async_client import AsyncClient, AsyncStream
 from penstock_client.connection import Keepalive, Tls
 from penstock_client.errors import (
@@ -23,6 +20,16 @@ from penstock_client.errors import (
     Unauthenticated,
     Unavailable,
     Unimplemented,
+)
+from penstock_client.messages import (
+    ChatMessage,
+    Media,
+    RoutingHints,
+    SamplingParams,
+    StructuredOutput,
+    Tool,
+    ToolCall,
+    ToolChoice,
 )
 from penstock_client.requests import audio, image, message, video
 from penstock_client.results import ChatOutput, Classes, Embeddings, Logprob, Output, Scores, Usage

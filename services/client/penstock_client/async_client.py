@@ -13,15 +13,18 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1 import service_pb2_grpc
 from penstock_client.connection import BaseClient, Options, Tls
 from penstock_client.errors import of_call
+from penstock_client.messages import build
 from penstock_client.requests import (
     CallOptions,
     ChatOptions,
     GenerateOptions,
     MixedPrompt,
     Prompt,
+    chat_request,
     generate_request,
     pooling_input,
-    prediction_of,
+    pooling_inputs,
+    request_of,
     whole,
 )
 from penstock_client.results import (
@@ -51,8 +54,9 @@ class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
     deletes the stream, or cancels the task that waits for a piece.
     """
 
-    def __init__(self, call: Any, read: Callable[[Response], Piece]) -> None:
+    def __init__(self, call: Any, read: Callable[[Response], Piece], address: str = "") -> None:
         self._call = call
+        self._address = address
         self._read = read
         self._closed = False
 
@@ -62,7 +66,7 @@ class AsyncStream(AsyncIterator[Piece], Generic[Response, Piece]):
         try:
             response: Any = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise of_call(error) from None
+            raise of_call(error, self._address) from None
         if response is EOF:
             raise StopAsyncIteration
         return self._read(response)
@@ -92,8 +96,8 @@ class AsyncClient(BaseClient):
 
     ``timeout`` is the number of seconds from the start of a call to its deadline. This time includes queueing, all
     retries, and the complete stream. If a call fails with UNAVAILABLE before the first part of its answer, the channel
-    retries the call, up to four attempts in total. Every method raises PenstockError if the call fails, and ValueError
-    for an invalid timeout.
+    retries the call, up to four attempts in total. Every method raises PenstockError if the call fails, and TypeError
+    or ValueError for a wrong argument.
     """
 
     stub: "InferenceServiceAsyncStub"
@@ -147,7 +151,7 @@ class AsyncClient(BaseClient):
         """
         request = generate_request(prompt, sampling, prediction, options)
         call = self.stub.Generate(request, timeout=self._deadline(timeout), metadata=self.metadata)
-        return AsyncStream(call, read_output)
+        return AsyncStream(call, read_output, self._address)
 
     async def chat(
         self,
@@ -178,11 +182,9 @@ class AsyncClient(BaseClient):
 
         If the caller leaves the iteration, the request is aborted.
         """
-        request = pb.ChatRequest(
-            messages=messages, sampling_params=sampling, prediction=prediction_of(prediction), **options
-        )
+        request = chat_request(messages, sampling, prediction, options)
         call = self.stub.Chat(request, timeout=self._deadline(timeout), metadata=self.metadata)
-        return AsyncStream(call, read_chat_output)
+        return AsyncStream(call, read_chat_output, self._address)
 
     async def embed(
         self,
@@ -194,8 +196,9 @@ class AsyncClient(BaseClient):
         **options: Unpack[CallOptions],
     ) -> Embeddings:
         """Return one embedding for each input."""
-        params = PoolingParams(dimensions=dimensions, normalize=normalize)
-        request = pb.EmbedRequest(inputs=map(pooling_input, inputs), pooling_params=params, **options)
+        params = build(PoolingParams, {"dimensions": dimensions, "normalize": normalize})
+        fields = {"inputs": pooling_inputs(inputs, "inputs"), "pooling_params": params}
+        request = request_of(pb.EmbedRequest, CallOptions, options, **fields)
         response = await self._call(self.stub.Embed, request, timeout)
         return Embeddings([floats(each) for each in response.embeddings], read_usage(response.usage))
 
@@ -208,8 +211,9 @@ class AsyncClient(BaseClient):
         **options: Unpack[CallOptions],
     ) -> list[Classes]:
         """Return the class probabilities of each input."""
-        params = PoolingParams(use_activation=use_activation)
-        request = pb.ClassifyRequest(inputs=map(pooling_input, inputs), pooling_params=params, **options)
+        params = build(PoolingParams, {"use_activation": use_activation})
+        fields = {"inputs": pooling_inputs(inputs, "inputs"), "pooling_params": params}
+        request = request_of(pb.ClassifyRequest, CallOptions, options, **fields)
         response = await self._call(self.stub.Classify, request, timeout)
         return [Classes(list(each.probabilities), each.label) for each in response.scores]
 
@@ -222,18 +226,19 @@ class AsyncClient(BaseClient):
         **options: Unpack[CallOptions],
     ) -> Scores:
         """Return the score of each document for the query."""
-        request = pb.ScoreRequest(query=pooling_input(query), documents=map(pooling_input, documents), **options)
+        fields = {"query": pooling_input(query, "query"), "documents": pooling_inputs(documents, "documents")}
+        request = request_of(pb.ScoreRequest, CallOptions, options, **fields)
         response = await self._call(self.stub.Score, request, timeout)
         return Scores(list(response.scores), read_usage(response.usage))
 
     async def tokenize(self, text: str, *, model: str = "", timeout: float | None = None) -> list[int]:
         """Return the token ids of a text, including special tokens."""
-        request = pb.TokenizeRequest(model=model, text=text)
+        request = build(pb.TokenizeRequest, {"model": model, "text": text})
         return list((await self._call(self.stub.Tokenize, request, timeout)).token_ids)
 
     async def detokenize(self, token_ids: Iterable[int], *, model: str = "", timeout: float | None = None) -> str:
         """Return the text of token ids, without special tokens."""
-        request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
+        request = build(pb.DetokenizeRequest, {"model": model, "token_ids": token_ids})
         return str((await self._call(self.stub.Detokenize, request, timeout)).text)
 
     async def models(self, *, timeout: float | None = None) -> list[pb.Model]:
@@ -244,4 +249,4 @@ class AsyncClient(BaseClient):
         try:
             return await method(request, timeout=self._deadline(timeout), metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
-            raise of_call(error) from None
+            raise of_call(error, self._address) from None

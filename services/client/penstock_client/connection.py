@@ -1,6 +1,7 @@
 """Connection to a Penstock server, with load balancing, health checks, retries, keepalive, TLS and authentication."""
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ If a call fails with UNAVAILABLE before the first part of its answer, it is retr
 MIN_KEEPALIVE = 5.0
 """Minimum keepalive interval in seconds. If pings are more frequent, servers close the connection."""
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024  # gRPC's default of 4 MiB is too small for long log-probabilities
+
+_URL = re.compile(r"(https?|grpcs?)://", re.IGNORECASE)
 
 Options = list[tuple[str, str | int]]
 
@@ -99,8 +102,15 @@ class BaseClient(ABC):
         """
         if not address:
             raise ValueError("address is empty; it must be host:port")
+        if channel is None and (url := _URL.match(address)) is not None:
+            remedy = " and pass tls=Tls()" if url[0].endswith("s://") else ""
+            raise ValueError(
+                f"address is {address!r}; give HOST:PORT of the gRPC port without {url[0]}{remedy}, "
+                "such as localhost:50051"
+            )
         if not (key.isascii() and key.isprintable()):
             raise ValueError("key has characters that are not printable ASCII; gRPC metadata cannot contain them")
+        self._address = address if channel is None else ""
         self._timeout = timeout
         self._deadline(timeout)
         self.metadata = (("authorization", f"Bearer {key}"),) if key else ()

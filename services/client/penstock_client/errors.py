@@ -182,11 +182,18 @@ _CLASSES = {re.sub(r"\B(?=[A-Z])", "_", each.__name__).upper(): each for each in
 _DETAILS_KEY = "grpc-status-details-bin"
 
 
-def of_call(error: grpc.RpcError) -> PenstockError:
-    """Convert the error of a stub call, sync or async. The result includes the server's details."""
+def of_call(error: grpc.RpcError, address: str = "") -> PenstockError:
+    """Convert the error of a stub call, sync or async. The result includes the server's details.
+
+    ``address`` is the address of the server, for errors of the connection.
+    """
     call: Any = error  # every error of a call has a status, but the class RpcError does not declare the status
     code, message = call.code().name, call.details() or ""
     details = read_details(next((value for key, value in call.trailing_metadata() or () if key == _DETAILS_KEY), b""))
+    if code == "UNAVAILABLE" and not details.reason and address:
+        message = f"no connection to {address}: {message}"
+        if "failed to connect" in message.lower():
+            message += "; is a server running? Start one with: penstock serve MODEL"
     return _CLASSES.get(code, PenstockError)(
         code,
         message,

@@ -1,13 +1,18 @@
 """Functions that build request messages from Python values, including images, audio and video."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
+
+from google.protobuf.message import Message
 
 from penstock.common.v1.media_pb2 import Media, MediaFrame, MediaFrames
 from penstock.common.v1.sampling_pb2 import OUTPUT_KIND_FINAL, SamplingParams
 from penstock.inference.v1 import messages_pb2 as pb
 from penstock.inference.v1.messages_pb2 import ChatMessage, ContentPart
+from penstock_client.messages import build, nearest, shown
+
+M = TypeVar("M", bound=Message)
 
 Prompt = str | Sequence[int]
 """Prompt as text or as token ids. Token ids are used unchanged."""
@@ -38,12 +43,49 @@ class ChatOptions(CallOptions, total=False):
     tool_choice: pb.ToolChoice | None
     add_generation_prompt: bool | None
     continue_final_message: bool
-    chat_template_kwargs: str
+    chat_template_kwargs: str | Mapping[str, Any]
     cache_salt: str
+
+
+_NAMED = ("sampling", "prediction", "timeout")
+"""Other arguments of the methods, for hints in errors."""
+
+
+def request_of(kind: type[M], allowed: Any, options: Mapping[str, Any], **fields: Any) -> M:
+    """Build the request of a method from its keyword arguments ``options`` and from other fields of the request.
+
+    Args:
+        kind: Class of the request.
+        allowed: TypedDict with the allowed options.
+        options: Keyword arguments of the caller.
+        fields: Other fields of the request.
+
+    Raises:
+        TypeError: An option is unknown, or a value has the wrong type.
+        ValueError: A value is out of range.
+    """
+    for name, value in options.items():
+        if name in allowed.__optional_keys__:
+            continue
+        if name in SamplingParams.DESCRIPTOR.fields_by_name and "sampling_params" in kind.DESCRIPTOR.fields_by_name:
+            remedy = f"; it is a field of SamplingParams: pass SamplingParams({name}={shown(value)}) as sampling"
+        else:
+            remedy = nearest(name, [*allowed.__optional_keys__, *_NAMED])
+        raise TypeError(f"there is no argument {name!r}{remedy}")
+    return build(kind, {**fields, **options})
+
+
+def check_sampling(sampling: object) -> None:
+    """Check the type of the argument ``sampling``. Raises TypeError."""
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return
+    given = ", ".join(f"{name}={value!r}" for name, value in sampling.items()) if isinstance(sampling, dict) else "..."
+    raise TypeError(f"sampling is {shown(sampling)}; pass penstock_client.SamplingParams({given})")
 
 
 def whole(sampling: SamplingParams | None) -> SamplingParams:
     """Return the same sampling parameters, except that the server sends a single message at the end."""
+    check_sampling(sampling)
     final = SamplingParams()
     if sampling is not None:
         final.CopyFrom(sampling)
@@ -55,31 +97,54 @@ def generate_request(
     prompt: MixedPrompt, sampling: SamplingParams | None, prediction: Prompt | None, options: GenerateOptions
 ) -> pb.GenerateRequest:
     """Build a request to continue a prompt. ``prediction`` is the output that the caller expects."""
-    request = pb.GenerateRequest(sampling_params=sampling, prediction=prediction_of(prediction), **options)
-    if isinstance(prompt, str):
-        request.text = prompt
-    elif (mixed := _mixed(prompt)) is not None:
-        request.mixed.CopyFrom(mixed)
-    else:
-        request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]  # _mixed has checked the type
-        request.token_ids.SetInParent()  # set the field even if it is empty, so that the server's error names token_ids
-    return request
+    check_sampling(sampling)
+    fields = {**_content("prompt", prompt), "sampling_params": sampling, "prediction": prediction_of(prediction)}
+    return request_of(pb.GenerateRequest, GenerateOptions, options, **fields)
+
+
+def chat_request(
+    messages: Iterable[ChatMessage], sampling: SamplingParams | None, prediction: Prompt | None, options: ChatOptions
+) -> pb.ChatRequest:
+    """Build a request to answer a conversation. ``prediction`` is the output that the caller expects."""
+    check_sampling(sampling)
+    given: object = messages
+    if isinstance(given, str | ChatMessage):
+        example = '[ChatMessage(role="user", content="...")]'
+        raise TypeError(f"messages is {shown(given)}; it must be a list of ChatMessage, such as {example}")
+    fields = {"messages": messages, "sampling_params": sampling, "prediction": prediction_of(prediction)}
+    return request_of(pb.ChatRequest, ChatOptions, options, **fields)
 
 
 def prediction_of(given: Prompt | None) -> pb.Prediction | None:
     """Build the message for the output that the caller expects."""
-    if given is None or isinstance(given, str):
-        return None if given is None else pb.Prediction(text=given)
-    return pb.Prediction(token_ids=pb.TokenIds(ids=given))
+    if given is None:
+        return None
+    return build(pb.Prediction, {"text" if isinstance(given, str) else "token_ids": given}, "prediction")
 
 
-def pooling_input(given: MixedPrompt) -> pb.PoolingInput:
-    """Build the message for one input to embed, classify or score."""
+def pooling_input(given: MixedPrompt, name: str = "input") -> pb.PoolingInput:
+    """Build the message for one input to embed, classify or score. ``name``: the argument, for errors."""
+    return pb.PoolingInput(**_content(name, given))
+
+
+def pooling_inputs(given: Sequence[MixedPrompt], name: str) -> list[pb.PoolingInput]:
+    """Build the messages for several inputs. ``name``: the argument, for errors. Raises TypeError for a single text."""
     if isinstance(given, str):
-        return pb.PoolingInput(text=given)
-    if (mixed := _mixed(given)) is not None:
-        return pb.PoolingInput(mixed=mixed)
-    return pb.PoolingInput(token_ids=pb.TokenIds(ids=given))  # type: ignore[arg-type]  # _mixed has checked the type
+        raise TypeError(f"{name} is {shown(given)}; it must be a list: pass [{shown(given)}]")
+    return [pooling_input(each, f"{name}[{index}]") for index, each in enumerate(given)]
+
+
+def _content(name: str, given: MixedPrompt) -> dict[str, Any]:
+    """Return the field for a prompt: its text, token ids or parts. ``name``: the argument, for errors."""
+    if isinstance(given, str):
+        return {"text": given}
+    try:
+        if (mixed := _mixed(given)) is not None:
+            return {"mixed": mixed}
+        return {"token_ids": pb.TokenIds(ids=given)}  # type: ignore[arg-type]  # _mixed has checked the type
+    except (TypeError, ValueError, LookupError):
+        form = "a text, a list of token ids, or a list of texts, lists of token ids and media"
+        raise TypeError(f"{name} is {shown(given)}; it must be {form}") from None
 
 
 def _mixed(given: Sequence[int] | Sequence[str | Sequence[int] | Media]) -> pb.MixedPrompt | None:

@@ -136,6 +136,16 @@ async def test_a_connection_that_ended_is_made_again(server: FakeInference) -> N
         await cable.close()
 
 
+async def test_without_a_server_the_error_names_the_address(server: FakeInference) -> None:
+    await server.stop()
+    message = f"no connection to {server.address}: .*; is a server running\\? Start one with: penstock serve MODEL"
+    async with AsyncClient(server.address, timeout=PATIENCE) as client:
+        with pytest.raises(Unavailable, match=message):
+            await client.generate("hello")
+        with pytest.raises(Unavailable, match=message):
+            await client.models()
+
+
 async def test_a_connection_is_encrypted_and_shows_the_key(tmp_path: Path) -> None:
     identity = Authority().issue("localhost")
     ca = identity.write(tmp_path / "right").ca
@@ -181,6 +191,8 @@ async def test_threads_have_the_same(server: FakeInference) -> None:
     ("wrong", "told"),
     [
         ({"address": ""}, "address is empty; it must be host:port"),
+        ({"address": "http://localhost:8000"}, "address is 'http://localhost:8000'; give HOST:PORT of the gRPC port"),
+        ({"address": "https://localhost:8000"}, "without https:// and pass tls=Tls()"),
         ({"key": "sk-a\n"}, "key has characters that are not printable ASCII"),
         ({"timeout": 0}, "timeout is 0; it must be above 0 s"),
     ],
