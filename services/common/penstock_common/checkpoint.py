@@ -47,6 +47,8 @@ _EXPERTS = (
     "num_routed_experts",
 )
 """Keys of config.json whose value is the number of experts."""
+_DYNAMIC = "dynamic"
+"""Kind of rotary scaling that allows longer sequences than ``max_position_embeddings``."""
 _PARTS = ("vision_config", "audio_config", "text_config", "thinker_config")
 """Keys of config.json that contain the parts of composite models."""
 
@@ -95,11 +97,31 @@ def problem(
 
 def has_experts(path: str) -> bool | None:
     """Return whether the model at ``path`` is a mixture-of-experts model, or None if config.json does not show it."""
+    config = _config_at(path)
+    return None if config is None else any(isinstance(n := config.get(key), int) and n > 1 for key in _EXPERTS)
+
+
+def longest_sequence(path: str) -> int | None:
+    """Return the tokens of the longest sequence that the model at ``path`` allows, or None if config.json does not show
+    it.
+
+    With dynamic scaling of rotary frequencies, the engine computes the limit.
+    """
+    config = _config_at(path) or {}
+    parts = [config, *(part for key in _PARTS if isinstance(part := config.get(key), dict))]
+    if any(_DYNAMIC in str(part.get(key)) for part in parts for key in ("rope_scaling", "rope_parameters")):
+        return None
+    lengths = [n for part in parts if isinstance(n := part.get("max_position_embeddings"), int)]
+    return max(lengths, default=None)
+
+
+def _config_at(path: str) -> dict[str, Any] | None:
+    """Return the object in config.json of the directory ``path``, or None if there is no such object."""
     try:
         config = input_files.read_json(Path(path).expanduser() / "config.json")
     except (OSError, ValueError):
         return None
-    return isinstance(config, dict) and any(isinstance(n := config.get(key), int) and n > 1 for key in _EXPERTS)
+    return config if isinstance(config, dict) else None
 
 
 def _configuration(path: str, folder: Path, *, check: bool, media: bool) -> str:

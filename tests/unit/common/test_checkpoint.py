@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock_common.checkpoint import has_experts, problem
+from penstock_common.checkpoint import has_experts, longest_sequence, problem
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/demo_model/penstock-tiny"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
@@ -160,3 +160,21 @@ def test_special_files_are_named_and_not_waited_for(checkpoint: Path, file: str,
     else:
         (checkpoint / file).symlink_to(file)
     assert f"cannot be read: {'Too many' if kind == 'loop' else 'it is no file'}" in problem(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        ({"max_position_embeddings": 2048}, 2048),
+        ({"text_config": {"max_position_embeddings": 4096}}, 4096),
+        ({"max_position_embeddings": 2048, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, None),
+        ({"max_position_embeddings": 2048, "rope_parameters": {"full": {"rope_type": "dynamic"}}}, None),
+        ({"model_type": "mamba"}, None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_the_longest_sequence_is_read_from_the_config(tmp_path: Path, config: object, length: int | None) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert longest_sequence(str(tmp_path)) == length
+    assert longest_sequence("org/model") is None

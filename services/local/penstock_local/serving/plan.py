@@ -69,6 +69,7 @@ def check(
         weights=model.get("load_format") != "dummy",
         media=options.takes_media,
     )
+    _check_length(options, model)
     if options.data_parallel_size > 1 and checkpoint.has_experts(options.model) is False:
         raise ConfigError(
             f"--data-parallel-size is {options.data_parallel_size}, but model {options.model} has no experts to "
@@ -146,6 +147,16 @@ def _check_adapters(options: ServeOptions) -> None:
         f"{serves}, but engine.lora.max_loras is 0, so engines would refuse every request with an adapter; use "
         f"--set engine.lora.max_loras=N with N from 1, e.g. {MAX_LORAS}"
     )
+
+
+def _check_length(options: ServeOptions, model: Mapping[str, Any]) -> None:
+    """Check the sequence length against config.json of the model. ``model``: the settings of the engine's model."""
+    length, limit = model.get("max_model_len", options.max_model_len), checkpoint.longest_sequence(options.model)
+    if isinstance(length, int) and limit is not None and length > limit:
+        name = "engine.model.max_model_len" if "max_model_len" in model else "--max-model-len"
+        raise ConfigError(
+            f"{name} is {length}, but model {options.model} allows {limit} tokens; lower the value, or leave it out"
+        )
 
 
 def check_model(model: str, *, trust_remote_code: bool = False, weights: bool = True, media: bool = True) -> None:

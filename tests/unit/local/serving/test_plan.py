@@ -400,3 +400,16 @@ def test_a_chat_template_that_cannot_be_read_is_refused_before_anything_starts(t
     )
     with pytest.raises(ConfigError, match="--chat-template is '.*own.jinja': line 2: Expected an expression"):
         check(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"max_model_len": 2049}, "--max-model-len"),
+        ({"settings": {"engine": {"model.max_model_len": 2049}}}, "engine.model.max_model_len"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_length_above_the_models_limit_is_refused_before_the_start(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is 2049, but model .* allows 2048 tokens; lower the value"):
+        check(ServeOptions(model=str(DEMO_MODEL), **options), memory=MEMORY)
