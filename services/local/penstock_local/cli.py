@@ -447,7 +447,12 @@ def _add_status(commands: Any) -> None:
         ),
     )
     parser.add_argument(
-        "--address", default="", help="Address of the public API to check for health (default: ask the admin API)."
+        "--address",
+        default="",
+        help=(
+            "Address of the public API whose health the first line shows (default: the admin API reports it). The table "
+            "still comes from --admin-address."
+        ),
     )
     parser.add_argument("--once", action="store_true", help="Print the table once and exit.")
     parser.add_argument("--json", action="store_true", help="Print a JSON object once and exit.")
