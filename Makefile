@@ -71,6 +71,7 @@ $(VENV)/.ready: $(VENV)/.deps $(shell find protos -name '*.proto') protos/hatch_
 	@$(PIP) install -q --no-deps --no-build-isolation --force-reinstall ./protos $(foreach d,$(DISTS),-e services/$(d)) \
 		2> >(grep -v "is ignored: it is neither" >&2)
 	@touch $@
+	@echo "setup: done; activate the environment with: source $(BIN)/activate"
 
 .PHONY: proto
 proto: setup ## Regenerate the protobuf stubs in the environment
