@@ -230,6 +230,16 @@ async def test_values_that_ask_for_nothing_change_nothing(api: Api, route: str) 
         (RESPONSES, {"json_object": True}, "json_object is not served; use structured_outputs.json_object"),
         (MESSAGES, {"json_whitespace": "any"}, "json_whitespace is not served; use structured_outputs.json_whitespace"),
         (CHAT, {"messages": [{**HI, "parts": [{"text": "a"}]}]}, "messages[0].parts is not served; use content"),
+        (
+            MESSAGES,
+            {"tools": [{"name": "f", "parameters": SCHEMA}]},
+            "tools[0].parameters is not served; use input_schema",
+        ),
+        (
+            CHAT,
+            {"tools": [{"type": "function", "function": {"name": "f", "input_schema": SCHEMA}}]},
+            "tools[0].function.input_schema is not served; use parameters",
+        ),
         (CHAT, {"detokenize": False}, "detokenize is not served; leave it out"),
         (COMPLETIONS, {"output_kind": "OUTPUT_KIND_FINAL"}, "output_kind is not served; use stream"),
         (COMPLETIONS, {"routing": {"priority": 1}}, "routing is not served; use the headers x-penstock-priority, "),

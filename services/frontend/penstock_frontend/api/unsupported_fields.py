@@ -29,6 +29,9 @@ ROUTES: Mapping[str, str] = {
     "MessagesBody": "/v1/messages",
     "ConversationBody": "/v1/messages",
     "MessageBody": "/v1/chat/completions, messages[]",
+    "FunctionBody": "/v1/chat/completions, tools[].function",
+    "FunctionTool": "/v1/responses, tools[]",
+    "ClientToolBody": "/v1/messages, tools[]",
     "EmbeddingRequest": "/v1/embeddings",
     "PoolingBody": "/pooling",
     "ScoreBody": "/v1/score",
@@ -298,6 +301,13 @@ _REASONING = (
 )
 _SERVER_TOOLS = ("connectors", "plugins", "mcp_servers", "container")
 _TOOLS = (
+    _F(("parameters",), "a schema for the arguments of a tool", "input_schema", structs=("ClientToolBody",)),
+    _F(
+        ("input_schema",),
+        "a schema for the arguments of a tool",
+        "parameters",
+        structs=("FunctionBody", "FunctionTool"),
+    ),
     _F(("functions",), "tools in OpenAI's older form", "tools", structs=_NOT_COMPLETIONS),
     _F(
         ("function_call",),
