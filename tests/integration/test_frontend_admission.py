@@ -281,7 +281,7 @@ async def test_waiting_requests_of_one_tenant_leave_room_for_another_tenant(mode
             waiting.append(asyncio.create_task(collect(frontend.generate(routing=routing))))
             await eventually(lambda: engines.num_held == len(waiting))
         error = await failure(frontend.generate(routing=pb.RoutingHints(tenant="a")))
-        assert error.message == "3 requests wait for an engine; max_held_requests is 2"
+        assert error.message == "3 requests wait for an engine; the limit max_held_requests is 2"
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -267,7 +267,7 @@ async def test_more_requests_than_may_wait_for_an_engine_are_refused(model: Path
         error = await failure(frontend.generate())
         first.cancel()
     assert isinstance(error, ResourceExhausted)
-    assert error.message == "1 requests wait for an engine; max_held_requests is 1"
+    assert error.message == "1 requests wait for an engine; the limit max_held_requests is 1"
 
 
 async def test_an_engine_whose_queue_is_full_passes_the_request_on(

@@ -320,7 +320,7 @@ async def test_names_are_bounded(rig: Rig) -> None:
     await rig.load("two")
     error = await failure(rig.load("three"))
     assert isinstance(error, ResourceExhausted)
-    assert error.message == "4 LoRA adapters have names; lora.max_registered is 4"
+    assert error.message == "4 LoRA adapters have names; the limit lora.max_registered is 4"
     await rig.load("two", load_inplace=True)
 
 

@@ -1,1 +1,3 @@
-"""Dispatch of requests to engines: connections, routing, the journal for resuming requests, drains, and KV transfer."""
+"""Dispatch of requests to engines: connections, choice of an engine, the journal from which another engine can resume a
+request, drains of engines, and KV transfer.
+"""

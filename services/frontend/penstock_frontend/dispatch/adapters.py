@@ -26,7 +26,7 @@ from penstock_frontend.config.frontend import LoraConfig, name_refusal
 class LoraSource(enum.IntEnum):
     """Source of an adapter's name.
 
-    If several sources define a name, the first of them in this order is used. The values equal
+    If several sources define the same name, the source that is first in this list has priority. The values equal
     ``penstock.admin.v1.LoraSource``.
     """
 
@@ -44,7 +44,7 @@ class NamedAdapter(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the adapter."""
+        """Name of the LoRA adapter."""
         return self.adapter.name
 
 
@@ -52,10 +52,10 @@ class Adapters:
     """Resolves adapter names from the configuration, the watched directory and run-time registration, in this order of
     precedence.
 
-    Names registered at run time are shared with other frontends. The code that exchanges these names merges names of
-    other frontends into ``registry``. ``on_change`` reports registrations on this frontend. For adapters that were not
-    registered at run time, this class stores the content digests that engines report. A digest is valid until the
-    adapter's path changes.
+    Names registered at run time are shared with other frontends. Another component merges the names that other
+    frontends registered into ``registry``. ``on_change`` is called for each registration on this frontend. For adapters
+    that were not registered at run time, this class stores the content digests that engines report. A stored digest is
+    valid until the adapter's path changes.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Adapters:
         """Args:
         config: the LoRA settings.
         model: the base model's name. A request with this name uses no adapter.
-        frontend_id: name of this frontend in registrations.
-        aliases: further names of models or adapters. The value is the name that the alias stands for.
-        on_change: called when a name was registered or removed here.
+        frontend_id: id of this frontend. The frontend adds the id to each name that it registers.
+        aliases: additional names of the base model or of adapters. Each value is the name that the alias stands for.
+        on_change: called when this frontend has registered or removed a name.
         """
         self._aliases = {name: target or model for name, target in aliases.items()}
         self.registry = LoraRegistry()
@@ -85,37 +85,41 @@ class Adapters:
             LoraSource.DIRECTORY: {},
         }
         self._digests: dict[tuple[str, str], bytes] = {}
-        """Digests that engines reported for adapters that were not registered at run time, by name and path."""
+        """Content digests that engines reported for adapters that were not registered at run time. The keys are name
+        and path of the adapter.
+        """
         self._pinned: set[tuple[str, str]] = set()
-        """Pinned adapters that were not registered at run time, by name and path."""
+        """Name and path of each pinned adapter that was not registered at run time."""
 
     @property
     def serves(self) -> bool:
-        """True if requests may name adapters."""
+        """True if requests may name LoRA adapters."""
         return self._config.serves
 
     def count(self) -> dict[str, int]:
-        """Return the number of adapter names from each source."""
+        """Return the number of adapter names by source of the name."""
         counts = Counter(named.source for named in self.all())
         return {source.name.lower(): counts[source] for source in LoraSource}
 
     @property
     def names(self) -> list[str]:
-        """Names of all adapters, sorted."""
+        """Names of all adapters in alphabetical order."""
         known = {each.name for each in self.registry.loaded()}.union(*self._paths.values())
         return sorted(known - {self._model, *self._aliases})
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Aliases and the names they stand for, sorted. An alias may stand for an adapter that does not exist (yet)."""
+        """Aliases in alphabetical order, each with the name that it stands for. An alias may name an adapter that does
+        not exist yet.
+        """
         return dict(sorted(self._aliases.items()))
 
     def all(self) -> list[NamedAdapter]:
-        """Return all adapters, sorted by name."""
+        """Return all adapters in alphabetical order of their names."""
         return [named for name in self.names if (named := self.get(name)) is not None]
 
     def get(self, name: str) -> NamedAdapter | None:
-        """Return the adapter with this name or alias, or None."""
+        """Return the adapter with this name or alias, or None if there is none."""
         name = self._aliases.get(name, name)
         if name == self._model:
             return None
@@ -130,7 +134,7 @@ class Adapters:
         return NamedAdapter(registered.adapter, LoraSource.RUN_TIME, registered.pinned)
 
     def named(self, name: str, *, field: str = "name") -> NamedAdapter:
-        """Return the adapter with this name. Raises NotFound."""
+        """Return the adapter with this name or alias. Raises NotFound if there is none."""
         if (named := self.get(name)) is None:
             names = self.names
             raise NotFound(
@@ -141,7 +145,8 @@ class Adapters:
         return named
 
     def asked_for(self, model: str, lora: str, *, field: str = "model") -> str:
-        """Return the name of the adapter that a request names by ``model`` or ``lora``; empty for the base model.
+        """Return the name of the adapter that a request names in ``model`` or ``lora``. The result is empty for the
+        base model.
 
         Raises:
             NotFound: no model or adapter has the requested name.
@@ -151,7 +156,10 @@ class Adapters:
         asked, (model, lora) = model, (self._aliases.get(name, name) for name in (model, lora))
         model, lora = ("" if name == self._model else name for name in (model, lora))
         if lora and not self.serves:
-            raise Unimplemented("lora is not served: this frontend has no LoRA adapters (lora.enabled)", field="lora")
+            raise Unimplemented(
+                "lora is not served: this frontend has no LoRA adapters; set lora.enabled to serve adapters",
+                field="lora",
+            )
         if model and self.get(model) is None:
             names = self.names
             hint = nearest(model, [self._model, *self._aliases, *names])
@@ -171,12 +179,12 @@ class Adapters:
     def check_registrable(self, name: str) -> None:
         """Check that an adapter can be registered under this name at run time.
 
-        Raises RequestFailed with the reason if not.
+        Raises RequestFailed, with the reason, if the name cannot be used.
         """
         if refusal := name_refusal(name):
             raise InvalidArgument(f"name {refusal}", field="name")
         if name == self._model:
-            raise InvalidArgument(f"name is {quoted(name)}, the model's own", field="name")
+            raise InvalidArgument(f"name is {quoted(name)}, which is the base model's name", field="name")
         if name in self._aliases:
             stands = quoted(self._aliases[name])
             raise InvalidArgument(f"name is {quoted(name)}, which model.aliases has for {stands}", field="name")
@@ -187,17 +195,20 @@ class Adapters:
             )
         if named is None and (count := len(self.names)) >= self._config.max_registered:
             raise ResourceExhausted(
-                f"{count} LoRA adapters have names; lora.max_registered is {self._config.max_registered}",
+                f"{count} LoRA adapters have names; the limit lora.max_registered is {self._config.max_registered}",
                 reason="LORA_NAMES_FULL",
             )
 
     def register(self, adapter: LoraAdapter, *, pinned: bool) -> NamedAdapter:
-        """Register an adapter at run time, on this frontend and on all frontends that share the registry."""
+        """Register an adapter at run time, for this frontend and for all frontends with which it exchanges names."""
         self._say(adapter.name, path=adapter.path, digest=adapter.digest, pinned=pinned)
         return NamedAdapter(adapter, LoraSource.RUN_TIME, pinned)
 
     def unregister(self, name: str) -> NamedAdapter:
-        """Remove a name. Raises NotFound, and FailedPrecondition if it was not registered at run time."""
+        """Remove a name that was registered at run time.
+
+        Raises NotFound if no adapter has this name, and FailedPrecondition if its name was not registered at run time.
+        """
         named = self.named(name)
         if named.source is not LoraSource.RUN_TIME:
             raise FailedPrecondition(
@@ -216,22 +227,26 @@ class Adapters:
         return NamedAdapter(adapter, named.source, pinned)
 
     def learned(self, adapter: LoraAdapter) -> None:
-        """Record the content digest that an engine reported for an adapter that was not registered at run time."""
+        """Record the content digest that an engine reported for an adapter. Used for adapters that were not registered
+        at run time.
+        """
         self._digests[adapter.name, adapter.path] = adapter.digest
 
     def forget(self, adapter: LoraAdapter) -> None:
-        """Drop the recorded digest of an adapter, because the adapter's content has changed."""
+        """Drop the recorded content digest of an adapter, because the adapter's content has changed."""
         if self._digests.get(key := (adapter.name, adapter.path)) == adapter.digest:
             del self._digests[key]
 
     def follow_directory(self, paths: Mapping[str, str], changed: Mapping[str, str]) -> list[str]:
-        """Apply a scan of the watched directory. Return the names that were refused.
+        """Replace the adapters of the watched directory by the adapters of a new scan. Return the names that were
+        refused.
 
-        A name is refused if there are too many names, if it is not valid, or if it is the model's name or an alias.
+        A name is refused if it is not valid, if it is the model's name or an alias, or if there are more names than
+        ``lora.max_registered`` allows.
 
         Args:
-            paths: path of each adapter, by name.
-            changed: path of each adapter whose content has changed, by name.
+            paths: path of each adapter in the directory, by adapter name.
+            changed: path of each adapter whose content has changed since the last scan, by adapter name.
         """
         for key in changed.items():
             self._digests.pop(key, None)
@@ -246,7 +261,7 @@ class Adapters:
         return sorted(paths.keys() - self._paths[LoraSource.DIRECTORY].keys())
 
     def others_with(self, digest: bytes) -> list[str]:
-        """Return the names of all adapters with this content digest."""
+        """Return the names of all adapters whose content has this digest."""
         return [named.name for named in self.all() if named.adapter.digest == digest]
 
     def _say(
@@ -272,13 +287,13 @@ _WORDS = {LoraSource.CONFIG: "configuration", LoraSource.DIRECTORY: "watched dir
 
 
 _LISTED = 5
-"""Maximum number of names in an error message."""
+"""Maximum number of adapter names that an error message lists."""
 
 
 def _some_of(name: str, names: Collection[str]) -> str:
-    """Return text for an error message: the number of names, and the most similar name.
+    """Return text for an error message: the number of adapter names, and the name that is most similar to ``name``.
 
-    If no name is similar, the text lists the first names.
+    If no name is similar to ``name``, the text lists the first ``_LISTED`` names instead.
     """
     hint = nearest(name, names)
     return f"there {'is 1' if len(names) == 1 else f'are {len(names)}'}{hint}" if hint else _listed(names)
@@ -292,50 +307,61 @@ def _listed(names: Collection[str]) -> str:
 # The code below decides which engine should load which LoRA adapter.
 
 LOADING = 4.0
-"""Minimum score for loading an adapter. The score equals the score of one waiting request."""
+"""Minimum score that an engine gets if it must load the adapter first. The score equals the score of one waiting
+request.
+"""
 MOST_LOADING = 64.0
 EVICTING = 8.0
-"""Additional score if loading evicts other adapters, because the evicted adapters must be loaded again later."""
+"""Additional score if the engine must evict other adapters to load this adapter, because it must load the evicted
+adapters again later.
+"""
 CACHED = 0.5
-"""Score of an adapter that is in host memory but has no slot. The score is less than the score of a running request."""
+"""Score that an engine gets if the adapter is in its host memory but has no slot. The score is lower than the score of
+one running request.
+"""
 SLOTS_FULL = 16.0
-"""Score of waiting for a free slot. The score equals the score of four waiting requests."""
+"""Additional score that an engine gets if all its slots are in use. The score equals the score of four waiting
+requests.
+"""
 MOST_HELD = 64
-"""Number of adapters that an engine is assumed to have loaded, if the engine does not report its adapters. These are
-the adapters of the requests that were last sent to the engine.
+"""Maximum number of adapters that an engine is assumed to have loaded, if the engine has not reported how many it has.
+The frontend assumes that the engine has the adapters of the latest requests that it sent to the engine.
 """
 HINT_SECONDS = 1.0
-"""Seconds for which the adapter of a sent request counts as loaded, if the engine reports its adapters. The engine's
-next report is expected within this time.
+"""Number of seconds for which the adapter of a sent request counts as loaded, on an engine that reports its adapters.
+The engine's next report is expected within this time.
 """
 _WAITING = 4.0
 """Score of a waiting request."""
 
 
 class Where(enum.Enum):
-    """State of an adapter on an engine."""
+    """State of a LoRA adapter on an engine."""
 
     ACTIVE = "active"
-    """The adapter has a slot, or a request that uses it was just sent."""
+    """The adapter has a slot on the engine, or the frontend has just sent a request with this adapter to the engine."""
     CACHED = "cached"
-    """The adapter is in memory, without a slot."""
+    """The adapter is in the engine's host memory, but has no slot."""
     ABSENT = "absent"
 
 
 class LoraPlaces:
     """Tracks which adapters each engine has loaded.
 
-    The engine reports its adapters. Before the first report, the adapters of the requests that were last sent to the
-    engine count as loaded. Rendezvous hashing gives each adapter a home engine, which is the same for all frontends. As
-    a result, few engines load the same adapter. If an engine joins or leaves, few adapters get another home engine.
+    Each engine reports its adapters. Before an engine's first report, the adapters of the latest requests that were
+    sent to the engine count as loaded. Rendezvous hashing gives each adapter a home engine, which is the same for all
+    frontends. As a result, few engines load the same adapter. If an engine joins or leaves, few adapters get another
+    home engine.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock`` returns monotonic seconds."""
+        """Create the tracker. ``clock`` returns monotonic seconds."""
         self._clock = clock
         self._told: dict[str, _Told] = {}
         self._sent: dict[str, OrderedDict[bytes, float]] = {}
-        """Time at which a request with the adapter was last sent, by engine and adapter digest."""
+        """Time at which the frontend last sent a request with this adapter to this engine. The keys are the engine and
+        the adapter's digest.
+        """
         self._most: dict[str, int] = {}
 
     def sent(self, engine: str, digest: bytes) -> None:
@@ -346,22 +372,22 @@ class LoraPlaces:
         self._cut(engine)
 
     def lacks(self, engine: str, digest: bytes) -> None:
-        """Record that an engine has not loaded this adapter."""
+        """Record that an engine has not loaded this adapter, although the frontend assumed it."""
         self._sent.get(engine, OrderedDict()).pop(digest, None)
 
     def holds(self, engine: str, count: int) -> None:
-        """Record the number of adapters that an engine has in memory or is loading, according to its report."""
+        """Record how many adapters an engine has in memory or is loading, according to the engine's report."""
         self._most[engine] = count
         self._cut(engine)
 
     def told(self, engine: str, held: LoraHeld) -> None:
-        """Record an engine's report about its adapters. Ignore a report that is older than the recorded report."""
+        """Record an engine's report of its adapters. Ignore a report that is older than the report recorded before."""
         known = self._told.get(engine)
         if known is None or known.version < held.version:
             self._told[engine] = _Told(held)
 
     def forget(self, engine: str) -> None:
-        """Forget a lost engine. After a restart, the engine has no adapters."""
+        """Forget a lost engine's adapters. After a restart, the engine has no adapters."""
         for known in (self._told, self._sent, self._most):
             known.pop(engine, None)
 
@@ -379,7 +405,7 @@ class LoraPlaces:
         return Where.CACHED if number in told.held else Where.ABSENT
 
     def term(self, engine: str, digest: bytes) -> float:
-        """Return the score that a request with this adapter adds to an engine's score."""
+        """Return the number to add to an engine's score for a request with this adapter. The router prefers low scores."""
         where = self.where(engine, digest)
         if where is Where.ACTIVE:
             return 0.0
@@ -390,7 +416,7 @@ class LoraPlaces:
         return cost + SLOTS_FULL if told.full else cost
 
     def in_order(self, engines: Iterable[str], digest: bytes) -> list[str]:
-        """Return the engines in order of their rendezvous hash with the adapter.
+        """Return the engines, ordered by the rendezvous hash of engine and adapter.
 
         The adapter's home engine comes first.
         """
@@ -403,7 +429,7 @@ class LoraPlaces:
 
 
 class _Told:
-    """Latest report of an engine about its adapters."""
+    """Latest report of an engine about its LoRA adapters."""
 
     __slots__ = ("active", "full", "held", "loading", "version")
 

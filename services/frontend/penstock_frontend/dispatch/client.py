@@ -1,4 +1,4 @@
-"""Engine client of the frontend, which sends requests, handles the engines' events, and remembers lost engines."""
+"""Engine client of the frontend. It sends requests to engines, handles the engines' events, and remembers lost engines."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ from penstock_frontend.rpc.media_transport import MediaCounts
 
 KEPT_SECONDS = 600.0
 MAX_KEPT = 20
-"""Maximum number of remembered engine losses. The oldest losses are dropped first."""
+"""Maximum number of engine losses that the frontend remembers. When there are more, it drops the oldest losses first."""
 
 
 class LostEngine(msgspec.Struct, frozen=True):
@@ -43,13 +43,16 @@ class LostEngine(msgspec.Struct, frozen=True):
     address: str
     reason: str
     at: float
-    """Time of the loss in seconds, on the clock of ``LostEngines``."""
+    """Time at which the engine was lost, in seconds on the clock of ``LostEngines``."""
     num_moved: int
     """Number of this frontend's sequences that resume on other engines because of the loss."""
 
 
 class LostEngines:
-    """Remembers lost engines for ten minutes, even if they are connected again. ``clock`` returns monotonic seconds."""
+    """Remembers lost engines for ten minutes, even if the frontend has connected to them again.
+
+    ``clock`` returns monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -60,7 +63,9 @@ class LostEngines:
         self._lost.append(LostEngine(engine_id, address, why, self._clock(), num_moved))
 
     def recent(self) -> list[tuple[LostEngine, float]]:
-        """Return the losses, latest first, each with the seconds since the loss."""
+        """Return the losses of engines in the last ten minutes, latest first. Each item has the loss and the seconds
+        since the loss.
+        """
         now = self._clock()
         while self._lost and now - self._lost[0].at > KEPT_SECONDS:
             self._lost.popleft()
@@ -68,14 +73,14 @@ class LostEngines:
 
 
 class EngineEvents:
-    """Listens to all connections, and passes their events to the other components in the required order.
+    """Listens to the connections to all engines, and passes each event to the other components in the required order.
 
     Args:
         dispatch: moves requests between engines.
-        router: tracks the engines' load.
-        loads: the frontend's view of the engines.
-        kv_events: the feed of KV cache events for external gateways.
-        caches: tracks prefix caches; None if routing does not use prefix caches.
+        router: tracks how many requests each engine has.
+        loads: limits, loads and variants of the engines, as the frontend knows them.
+        kv_events: the feed that sends KV cache events to external gateways.
+        caches: tracks the prefix cache of each engine. None if routing does not use prefix caches.
         lost: records lost engines.
         on_change: called whenever an engine may have started or stopped accepting requests.
     """
@@ -99,10 +104,15 @@ class EngineEvents:
         self._lost = lost
         self._on_change = on_change
         self._variants: list[str] = []
-        """Hashes of the variants at the last check. The list stays unchanged while no engine is connected."""
+        """Configuration hashes of the connected engines' variants at the last check. The list stays unchanged while no
+        engine is connected.
+        """
 
     def on_up(self, connection: EngineConnection) -> None:
-        """Handle a ready engine: forget the counts of earlier incarnations, and send held requests to the engine."""
+        """Handle an engine whose session is ready.
+
+        Forget the counts of the engine's earlier incarnations, and send held requests to the engine.
+        """
         self._router.forget(connection.address)
         if self._caches is not None:
             self._caches.up(connection)
@@ -110,7 +120,7 @@ class EngineEvents:
         self._on_change()
 
     def on_outputs(self, connection: EngineConnection, outputs: EngineCoreOutputs) -> None:
-        """Process a step: first the engine's load, then its cache events, then its outputs.
+        """Process the outputs of one engine step: first the engine's load, then its cache events, then its outputs.
 
         Raises EngineFaultError if the engine can no longer be trusted.
         """
@@ -135,9 +145,10 @@ class EngineEvents:
             self._dispatch.drain(connection.address, time_left)
 
     def on_down(self, connection: EngineConnection, end: SessionEnd) -> None:
-        """Handle the end of a session.
+        """Handle the end of a session with an engine.
 
-        Move the engine's requests to other engines, then forget the engine's counts. The move needs these counts.
+        Move the engine's requests to other engines, then forget the router's counts for the engine. The move reads
+        these counts.
         """
         if self._caches is not None:
             self._caches.down(connection)
@@ -152,23 +163,25 @@ class EngineEvents:
         self._kv_events.gone(connection.address)
 
     def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
-        """Resolve a loss in doubt. ``lives`` is True if the engine is alive, and False if it has died."""
+        """Handle the outcome of a lost connection to an engine. ``lives`` is True if the engine is alive, and False if
+        it has died.
+        """
         if lives:
             self._dispatch.acquit(connection.address)
         else:
             self._dispatch.accuse(connection.address)
 
     def on_start_wave(self, message: StartWave) -> None:
-        """Do nothing: the pool has already informed the other ranks."""
+        """Do nothing: the pool has already informed the other ranks of the data-parallel group."""
 
     def has_work(self, connection: EngineConnection) -> bool:
         return self._dispatch.num_on(connection.address) > 0
 
     def _cache_changed(self, connection: EngineConnection, events: list[KvCacheEvent]) -> None:
-        """Publish cache events to the frontend's own index and to external gateways.
+        """Add an engine's cache events to the frontend's own index, and publish them to external gateways.
 
-        External gateways get only events of the KV cache, and need the blocks' tokens. Some engines do not report
-        tokens.
+        External gateways get only events of the KV cache in device memory, and need the tokens of each block. Engines
+        that do not report the tokens of blocks are left out.
         """
         if self._caches is not None:
             self._caches.changed(connection, events)
@@ -182,7 +195,7 @@ class EngineEvents:
             incident(e, request="", doing=f"publishing the cache events of engine {connection.name}")
 
     def _tell_variants(self) -> None:
-        """Log the variants of the model if they have changed."""
+        """Log the variants of the connected engines if they differ from the variants at the last check."""
         variants = self._loads.variants()
         hashes = [variant.config_hash for variant in variants]
         if not hashes or hashes == self._variants:
@@ -198,7 +211,9 @@ class EngineEvents:
 
 
 _OF_GROUPS = ("pause", "resume")
-"""Methods that all ranks of a data-parallel group run together. A rank that joins later gets the current state."""
+"""Utility methods that all ranks of a data-parallel group must run together. A rank that joins later gets the current
+state of the group.
+"""
 
 
 class GrpcEngineClient:
@@ -206,14 +221,14 @@ class GrpcEngineClient:
 
     Args:
         config: the frontend's settings.
-        incarnation: incarnation of this frontend.
+        incarnation: id of this run of the frontend process.
         outputs: receives the outputs of the engines.
         on_change: called whenever ``usable`` or ``num_held`` may have changed.
-        on_moved: called with the number of sequences that have left their engines.
+        on_moved: called with the number of sequences that have left their engine to resume on another engine.
         kv_events: receives the changes of the engines' prefix caches.
-        certificates: records when the certificates of the connections expire.
-        on_planned: called with each decision about disaggregated prefill.
-        on_gap: called with the duration of each handoff in seconds.
+        certificates: records when the TLS certificates of the connections expire.
+        on_planned: called for each decision whether a request runs on one engine or on two (disaggregated prefill).
+        on_gap: called with the time from each planned handoff to the next engine's first output, in seconds.
     """
 
     def __init__(
@@ -232,12 +247,12 @@ class GrpcEngineClient:
         self._wait_timeout = config.engine_wait_timeout
         self._max_held = config.max_held_requests
         self.lost = LostEngines(time.monotonic)
-        """Recently lost engines."""
+        """Engines that this frontend lost in the last ten minutes."""
         self._waiting = TenantRoom()
         """New requests that wait for an engine."""
         self._tell_change = on_change
         self.on_first_request: Callable[[FirstRequest], None] = lambda _: None
-        """Callback that reports to the coordinator that a request was sent to an idle data-parallel group."""
+        """Callback that tells the coordinator that this frontend sent a request to an idle data-parallel group."""
         self._pool = EnginePool(
             config,
             incarnation=incarnation,
@@ -245,7 +260,8 @@ class GrpcEngineClient:
             on_first_request=lambda message: self.on_first_request(message),
         )
         routing = config.routing
-        router = Router(hash(incarnation), routing.policy)  # the hash lets each frontend start at another engine
+        # the hash makes different frontends start at different engines
+        router = Router(hash(incarnation), routing.policy)
         self.view = EngineLoads(self._pool, router)
         caches = PrefixCaches(routing.max_cached_blocks)
         follower = CacheFollower(caches) if routing.policy == "prefix_aware" else None
@@ -276,27 +292,27 @@ class GrpcEngineClient:
         self._closed = False
 
     def follow(self, addresses: Iterable[str]) -> None:
-        """Use a fixed list of engines."""
+        """Connect to a fixed list of engine addresses, instead of the engines in a coordinator's view."""
         self._pool.follow(addresses)
 
     def follow_view(self, view: ClusterView) -> None:
-        """Use the engines and the request counts of a coordinator's view."""
+        """Connect to the engines in a coordinator's view, and use the view's request counts."""
         self._pool.follow_view(view)
         self.view.report_view(view)
         self._engines_changed()
 
     def coordinator_lost(self) -> None:
-        """Handle the loss of the coordinator: no further views arrive."""
+        """Handle the loss of the coordinator: no more views arrive from it."""
         self._pool.coordinator_lost()
 
     @property
     def media_counts(self) -> MediaCounts:
-        """Counters of media sent to engines."""
+        """Counters of the media items sent to engines."""
         return self._pool.media_counts
 
     @property
     def usable(self) -> bool:
-        """True if an engine accepts requests now and this client is not closed."""
+        """True if at least one engine accepts requests now, and this client is not closed."""
         return self._usable.is_set() and not self._closed
 
     @property
@@ -306,17 +322,21 @@ class GrpcEngineClient:
 
     @property
     def num_held(self) -> int:
-        """Number of requests that wait for an engine: new requests, and sequences that lost their engine."""
+        """Number of requests that wait for an engine. The number includes new requests, and sequences that lost their
+        engine.
+        """
         return self._waiting.count + self._dispatch.num_held
 
     async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
-        """Wait until an engine accepts requests, at most ``engine_wait_timeout`` seconds.
+        """Wait at most ``engine_wait_timeout`` seconds until an engine accepts requests. Return the limits that every
+        engine supports.
 
         Return limits that every engine supports.
 
         Args:
             deadline: time at which the wait ends, in Unix seconds, or None.
-            tenant: tenant of the request. If the limit is reached, each tenant may have an equal share of it.
+            tenant: tenant of the request. If as many requests wait as ``max_held_requests`` allows, each tenant may
+                have an equal share of the waiting requests.
 
         Raises:
             Unavailable: no engine accepted requests in time, or the frontend is shutting down.
@@ -329,13 +349,13 @@ class GrpcEngineClient:
             raise Unavailable("this frontend is shutting down", reason="SHUTTING_DOWN", retry_after=1.0)
         limits = self.view.limits
         if limits is None:
-            raise Internal("an engine counts as usable, but no engine is connected")
+            raise Internal("the frontend assumed that an engine accepts requests, but no engine is connected")
         return limits
 
     async def _until_usable(self, deadline: float | None, tenant: str) -> None:
         if not self._max_held or not self._waiting.takes_count(tenant, 1.0, 1, self._max_held):
             raise ResourceExhausted(
-                f"{self._waiting.count} requests wait for an engine; max_held_requests is {self._max_held}",
+                f"{self._waiting.count} requests wait for an engine; the limit max_held_requests is {self._max_held}",
                 retry_after=1.0,
             )
         left = None if deadline is None else deadline - time.time()
@@ -344,22 +364,23 @@ class GrpcEngineClient:
         self._on_change()
         try:
             async with asyncio.timeout(wait):
-                while not self._usable.is_set():  # the event may have been cleared again before this task ran
+                while not self._usable.is_set():
+                    # the event ``_usable`` may have been cleared again before this task ran
                     await self._usable.wait()
         except TimeoutError:
             if left is not None and left < self._wait_timeout:
-                raise DeadlineExceeded("the deadline passed while no engine accepted requests") from None
+                raise DeadlineExceeded("the request's deadline passed while no engine accepted requests") from None
             raise Unavailable(f"no engine accepted requests within {self._wait_timeout:g} s", retry_after=1.0) from None
         finally:
             self._waiting.leave(tenant)
             self._on_change()
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """Start the requests of one call on one engine.
+        """Start the requests of one call, all on the same engine.
 
         If no engine accepts requests any more, the requests wait for an engine.
 
-        Raises InvalidArgument if the requests name an unknown rank.
+        Raises InvalidArgument if the requests name a rank that no engine has.
         """
         self._dispatch.add(requests)
 
@@ -382,16 +403,16 @@ class GrpcEngineClient:
         self._usable.set()
 
     async def close(self) -> None:
-        """End all sessions."""
+        """End the sessions with all engines."""
         self.refuse()
         await self._pool.close()
 
     def _engines_changed(self) -> None:
-        """Retry held requests and update ``usable`` after an engine may have started or stopped accepting requests."""
+        """Send held requests, and update ``usable``, after an engine may have started or stopped accepting requests."""
         if self._closed:
             return
         if self.view.num_engines:
-            self._dispatch.engines_changed()  # send held requests before new requests
+            self._dispatch.engines_changed()  # send held requests before ``usable`` lets new requests continue
             self._usable.set()
         else:
             self._usable.clear()
@@ -400,5 +421,5 @@ class GrpcEngineClient:
     def _on_change(self) -> None:
         try:
             self._tell_change()
-        except Exception as e:  # a failing callback must not end requests or sessions
+        except Exception as e:  # an error in the callback must not end requests or sessions
             incident(e, request="", doing="reporting that the engines changed")

@@ -1,4 +1,4 @@
-"""Connection to one engine address, which starts a new session whenever the session breaks."""
+"""Connection to one engine address. It opens a new session whenever the current session breaks."""
 
 import asyncio
 from collections.abc import Callable
@@ -25,38 +25,41 @@ _MAX_RECONNECT_DELAY = 2.0
 
 
 class ConnectionListener(Protocol):
-    """Receives the events of a connection. All methods are called on the event loop."""
+    """Receives the events of a connection to an engine. All methods are called on the event loop."""
 
     def on_up(self, connection: "EngineConnection") -> None:
-        """Handle an engine that is ready."""
+        """Handle an engine whose session is ready for requests."""
 
     def on_outputs(self, connection: "EngineConnection", outputs: EngineCoreOutputs) -> None:
-        """Handle the outputs of a step. Raises EngineFaultError if the engine can no longer be trusted."""
+        """Handle the outputs of one step of the engine. Raises EngineFaultError if the engine can no longer be trusted."""
 
     def on_draining(self, connection: "EngineConnection", time_left: float | None) -> None:
-        """Handle a draining engine. The engine stops in ``time_left`` seconds; None: the time is unknown."""
+        """Handle a draining engine. The engine stops in ``time_left`` seconds. None means that the time is unknown."""
 
     def on_down(self, connection: "EngineConnection", end: SessionEnd) -> None:
-        """Handle the end of the session. The engine has dropped the requests of this session."""
+        """Handle the end of the session with an engine. The engine has dropped the requests of this session."""
 
     def on_fate(self, connection: "EngineConnection", *, lives: bool) -> None:
-        """Handle the outcome of a broken session.
+        """Handle the answer to the question whether an engine with a broken session is alive.
 
-        ``lives`` is True if the engine is alive and only the network failed. Otherwise the engine has died.
+        ``lives`` is True if the engine is alive and only the network connection failed. ``lives`` is False if the
+        engine has died.
         """
 
     def on_start_wave(self, message: StartWave) -> None:
-        """Handle the start message of an engine that waits for the other ranks of its data-parallel group."""
+        """Handle the start message of an engine that waits until the other ranks of its data-parallel group start a
+        wave.
+        """
 
     def has_work(self, connection: "EngineConnection") -> bool:
-        """Return True if the engine has requests of this frontend."""
+        """Return True if the engine currently has requests of this frontend."""
 
 
 class EngineConnection:
-    """Keeps a session to one address open until ``close``.
+    """Keeps a session to one engine address open until ``close`` is called.
 
-    ``status`` is the engine's status in the coordinator's view. The state in ``status`` is valid only for the
-    incarnation in ``status``.
+    ``status`` is the engine's status in the coordinator's view. The state in ``status`` is valid only for the run of
+    the engine process whose incarnation ``status`` names.
     """
 
     def __init__(
@@ -70,25 +73,25 @@ class EngineConnection:
         credentials: ClientCredentials,
         media: MediaTransport,
     ) -> None:
-        """``on_lost`` is called when a session has ended, after the listener's ``on_down``."""
+        """Create the connection. ``on_lost`` is called when a session has ended, after the listener's ``on_down``."""
         self.address = address
         self.status: EngineStatus | None = None
         self.rank: int | None = None
-        """Rank by which requests may name the engine. The rank is the engine's index at the coordinator, or its
-        position in the list of engines.
+        """Rank by which requests may name the engine. It is the engine's index in the coordinator's view, or its
+        position in the fixed list of engines.
         """
         self.ready: EngineReady | None = None
         self.stats = SchedulerStats()
         """Latest load report of the engine."""
         self.session: EngineSession | None = None
-        """Session with the engine while the engine is ready, else None."""
+        """Session with the engine while the engine is ready. None if there is no such session."""
         self.draining = False
         self._config = config
         self._detection = config.detection
         self._lease_lost = False
         self._wedged = False
         self._in_doubt = False
-        """True if the last session broke, and it is not known yet whether the engine died."""
+        """True if the last session broke, and the frontend does not know yet whether the engine died."""
         self._watchdog = Watchdog(config.detection, loop_time())
         self._incarnation = incarnation
         self._listener = listener
@@ -102,7 +105,7 @@ class EngineConnection:
 
     @property
     def name(self) -> str:
-        """Name of the engine in messages: the engine's id, once it is known, and the address."""
+        """Name of the engine in messages: the engine's id, if the id is known, and the engine's address."""
         return f"{self.ready.engine_id} at {self.address}" if self.ready else f"at {self.address}"
 
     @property
@@ -112,9 +115,9 @@ class EngineConnection:
 
     @property
     def group_rank(self) -> str | None:
-        """Name of the engine's rank in a data-parallel group.
+        """Name of the engine as a rank of its data-parallel group.
 
-        None if the engine is in no group, or if its group is not known yet.
+        None if the engine is in no data-parallel group, or if the engine has not reported its group yet.
         """
         ready = self.ready
         if ready is None or ready.data_parallel_size < 2:
@@ -123,7 +126,7 @@ class EngineConnection:
 
     @property
     def state(self) -> EngineState:
-        """State of the engine, as far as this frontend knows."""
+        """State of the engine, as far as this frontend knows the state."""
         if self.ready is None:
             return EngineState.LOADING
         if self.session is None:
@@ -137,9 +140,9 @@ class EngineConnection:
         return EngineState.SERVING
 
     def in_view(self, named: bool) -> None:
-        """Record whether the coordinator's view names the engine.
+        """Record whether the coordinator's latest view lists the engine.
 
-        If the view does not name the engine, the engine has lost its lease, or the coordinator has restarted and does
+        If the view does not list the engine, the engine has lost its lease, or the coordinator has restarted and does
         not know the engine yet.
         """
         if not named and not self._lease_lost and self.session is not None:
@@ -150,7 +153,7 @@ class EngineConnection:
         self._lease_lost = not named
 
     def heard(self) -> None:
-        """Record a sign of life of the engine, so that its silence counts from now."""
+        """Record that the engine has just shown that it is alive. The time without a message is counted from now."""
         self._watchdog.heard(loop_time())
 
     def presume_dead(self) -> None:
@@ -168,7 +171,7 @@ class EngineConnection:
         await self._task
 
     async def _serve(self) -> None:
-        """Run one session, from the greeting to the session's end."""
+        """Run one session with the engine, from the greeting until the session ends."""
         if self._in_doubt and await refuses(self.address, within=self._detection.probe_timeout):
             self._settle(lives=False)
         session = EngineSession(
@@ -196,7 +199,7 @@ class EngineConnection:
             end = SessionEnd(f"{type(e).__name__}: {e}", by_engine=True)
             raise
         finally:
-            self._down(end)  # do this first, so that no further request is sent in this session
+            self._down(end)  # do this before closing, so that no further request is sent in this session
             await session.close(end.why)
 
     def _up(self, session: EngineSession, ready: EngineReady) -> None:
@@ -209,7 +212,7 @@ class EngineConnection:
         self.ready, self.session, self.draining = ready, session, False
         self._wedged = False
         self.heard()
-        self.stats = SchedulerStats()  # drop the statistics of an earlier incarnation
+        self.stats = SchedulerStats()  # drop the statistics of an earlier run of the engine
         self._reconnector.established()
         get_logger().info(
             "engine ready", engine=self.name, max_model_len=ready.max_model_len, num_kv_blocks=ready.num_kv_blocks
@@ -219,7 +222,7 @@ class EngineConnection:
 
     def _down(self, end: SessionEnd) -> None:
         if self.session is None:
-            return  # the session was never up
+            return  # the session ended before the engine was ready
         self.session = None
         self._in_doubt = not end.by_engine
         if self.draining:
@@ -230,7 +233,9 @@ class EngineConnection:
         self._on_lost(self)
 
     async def _run(self, session: EngineSession) -> SessionEnd:
-        """Process the engine's messages, and watch the engine. Return why the session has ended."""
+        """Process the engine's messages, and watch whether the engine works. Return the reason for the end of the
+        session.
+        """
         running = asyncio.create_task(session.run())
         watching = asyncio.create_task(self._watch(session))
         try:
@@ -242,7 +247,7 @@ class EngineConnection:
             await asyncio.gather(running, watching, return_exceptions=True)
 
     async def _watch(self, session: EngineSession) -> SessionEnd:
-        """Probe the engine when the watchdog has a reason. Return why the engine is lost."""
+        """Probe the engine whenever the watchdog has a reason to doubt it. Return why the engine counts as lost."""
         while True:
             await asyncio.sleep(self._detection.silence / _CHECKS_PER_SILENCE)
             session.drop_stale()

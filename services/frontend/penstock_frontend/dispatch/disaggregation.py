@@ -1,6 +1,6 @@
-"""Disaggregated prefill, which decides whether a request runs on one engine or on two.
+"""Disaggregated prefill: the decision whether a request runs on one engine or on two.
 
-A request that runs on two engines has its prompt computed by a prefill engine, and its output by a decode engine. The
+If a request runs on two engines, a prefill engine computes the prompt, and a decode engine computes the output. The
 module does no I/O.
 """
 
@@ -13,14 +13,17 @@ from penstock_frontend.dispatch.journal import JournalEntry
 from penstock_frontend.dispatch.router import Candidate, Router
 
 _FIRST_LEG_TOKENS = 1
-"""Number of output tokens that the prefill engine generates."""
+"""Number of output tokens that the prefill engine generates before it hands the request over."""
 
 Planned = Callable[[str, str], None]
-"""Callback for each plan. The arguments are the number of engines (legs), ``one`` or ``two``, and the reason."""
+"""Callback for each decision about a request. The arguments are the number of engines that the request uses, as ``one``
+or ``two``, and the reason.
+"""
 
 
 class Plan(NamedTuple):
-    """Candidate engines for a request.
+    """Engines to which a request may be sent. The chosen engine hands the request over after ``handoff_after_tokens``
+    output tokens. 0 means that it never hands the request over.
 
     The engine hands the request over after this number of output tokens; 0: never.
     """
@@ -30,15 +33,15 @@ class Plan(NamedTuple):
 
 
 class _Roles:
-    """Candidate engines grouped by role, and which of them can take over KV blocks."""
+    """Candidate engines grouped by role, and the engines that can receive KV blocks from a prefill engine."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = candidates
         self.prefill = [c for c in candidates if c.role is EngineRole.PREFILL]
         others = [c for c in candidates if c.role is not EngineRole.PREFILL]
         self.others = others if any(c.accepting for c in others) else candidates
-        """Engines that are not prefill engines. They serve second legs, and requests that run on one engine. If no such
-        engine accepts requests, this is all engines.
+        """Engines that are not prefill engines. They compute outputs after a prefill engine, and serve requests that
+        run on one engine. If no such engine accepts requests, the list has all engines.
         """
         given = {c.fingerprint for c in self.prefill if c.accepting and c.fingerprint}
         self.takers = [c for c in others if c.accepting and c.fingerprint in given]
@@ -46,20 +49,21 @@ class _Roles:
 
 
 class Legs:
-    """Decides whether a request runs in two legs.
+    """Decides whether a request runs in two legs, on a prefill engine and then on a decode engine.
 
-    The first leg computes the prompt and the first token on a prefill engine. The second leg computes the other tokens
-    on a decode engine.
+    The first leg computes the prompt and the first output token on a prefill engine. The second leg computes the other
+    output tokens on a decode engine.
 
-    Roles are preferences. If all accepting engines have the same role, they serve both legs.
+    Roles are preferences. If all engines that accept requests have the same role, these engines serve both legs.
 
-    A request runs in two legs under two conditions. A prefill engine and a decode engine have blocks with the same
-    fingerprint. The decode engine that would probably serve the request would have to compute many tokens.
+    A request runs in two legs under two conditions. First, the KV blocks of a prefill engine and of a decode engine
+    have the same fingerprint. Second, the decode engine that the router would choose has cached so little of the prompt
+    that it would have to compute many tokens.
 
     If prompts are queued at the prefill engines and the decode engine has a lower load, the request is sent directly to
-    the decode engine. The request starts sooner there, and delays few running streams. Otherwise the decode engine is
-    chosen when the prefill engine hands the request over. ``on_planned`` is called for each request while there are
-    prefill engines.
+    the decode engine. On the decode engine, the request starts sooner, and delays few running streams. In all other
+    cases, the decode engine is chosen when the prefill engine hands the request over. ``on_planned`` is called for each
+    request, as long as at least one prefill engine exists.
     """
 
     def __init__(self, config: DisaggregationConfig, router: Router, on_planned: Planned = lambda *_: None) -> None:
@@ -69,19 +73,19 @@ class Legs:
         self._roles = _Roles(())
 
     def plan(self, entry: JournalEntry, candidates: Sequence[Candidate], cached: Mapping[str, int]) -> Plan:
-        """Return the engines to which an entry may be sent now.
+        """Return the engines to which a sequence may be sent now, and when to hand it over.
 
         Args:
             entry: the sequence.
             candidates: the engines to choose from.
-            cached: number of the entry's tokens that each engine has cached.
+            cached: number of the sequence's tokens that are in each engine's prefix cache, by engine.
         """
         if self._roles.candidates is not candidates:
             self._roles = _Roles(candidates)
         roles = self._roles
         if not roles.prefill:
             return Plan(_with_its_blocks(entry, candidates))
-        if entry.request.context.kv.lease:  # an external gateway will send the second leg
+        if entry.request.context.kv.lease:  # an external gateway will send the second request, to a decode engine
             return Plan([c for c in roles.prefill if c.accepting] or candidates)
         if entry.num_handoffs or entry.kv_source is not None:
             return Plan(_with_its_blocks(entry, roles.others))
@@ -92,7 +96,9 @@ class Legs:
     def _first_leg(
         self, entry: JournalEntry, roles: _Roles, cached: Mapping[str, int]
     ) -> tuple[Sequence[Candidate], str]:
-        """Return the prefill engines for the prompt, and the reason. Return no engines if one leg is better."""
+        """Return the prefill engines that may compute the prompt, and the reason for the decision. If the request
+        should run on one engine, return no prefill engines.
+        """
         params = entry.request.sampling_params
         if entry.request.pooling_params is not None or params.prompt_logprobs is not None:
             return (), "kind"
@@ -123,9 +129,9 @@ class Legs:
 
 
 def _with_its_blocks(entry: JournalEntry, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
-    """Return the accepting engines that can fetch the blocks that another engine keeps for an entry.
+    """Return the accepting engines that can fetch the KV blocks that another engine keeps for a sequence.
 
-    If there is no such engine, return all candidates.
+    If no accepting engine can fetch the blocks, or no engine keeps blocks for the sequence, return all candidates.
     """
     source = entry.kv_source
     if source is None:

@@ -1,4 +1,4 @@
-"""Dispatch of requests to engines, with retries on other engines if an engine is lost."""
+"""Dispatch of requests to engines. If an engine is lost, the dispatch retries its requests on other engines."""
 
 import math
 from collections import Counter
@@ -23,13 +23,13 @@ from penstock_frontend.loop_yield import loop_time
 
 
 class Choice:
-    """Chooses an engine for a call.
+    """Chooses the engine for the sequences of a call.
 
-    Filters the engines by capability, applies disaggregated prefill, then asks the router.
+    This class removes engines that cannot serve the request, applies disaggregated prefill, then asks the router.
 
     A handed-over sequence goes to the same engine as the previous sequence of its call, if this engine accepts
-    requests. The engine has cached the prompt already, or will soon. ``clock`` is the clock of
-    ``JournalEntry.excluded``.
+    requests. That engine has already cached the prompt, or will have cached it soon. ``clock`` must be the clock on
+    which the times in ``JournalEntry.excluded`` are measured.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Choice:
         self._clock = clock
 
     def others(self, entry: JournalEntry) -> Sequence[Candidate]:
-        """Return the engines that an entry may be sent to."""
+        """Return the engines that can serve a sequence and are not excluded for this sequence at the moment."""
         candidates = takers(self._engines.candidates(), entry.request)
         if not entry.excluded:
             return candidates
@@ -50,10 +50,10 @@ class Choice:
         return [c for c in candidates if entry.excluded.get(c.key, now) <= now]
 
     def pick(self, entries: Sequence[JournalEntry], rank: int | None) -> Candidate | None:
-        """Return the engine for the entries of one call, or None if no engine accepts them now.
+        """Return the engine for the sequences of one call, or None if no engine accepts requests now.
 
-        If the entries already have output, engines of the same variant are preferred. Raises InvalidArgument for an
-        unknown rank.
+        If the sequences already have output, engines of the variant that produced it are preferred. Raises
+        InvalidArgument if no engine has the rank ``rank``.
         """
         first = entries[0]
         candidates = self.others(first)
@@ -75,12 +75,12 @@ class Choice:
         return picked
 
     def _cached_tokens(self, entry: JournalEntry) -> Mapping[str, int]:
-        """Return, by engine, how many tokens of the entry are cached and need no computation."""
+        """Return, by engine, how many tokens of the sequence are in the engine's caches and need no computation."""
         features = entry.request.mm_features
         try:
             cached = self._caches.cached_tokens(entry.request, entry.token_ids)
             return with_media(cached, self._engines.holding(features)) if features else cached
-        except Exception as e:  # without this information, the least loaded engine is chosen
+        except Exception as e:  # without the cached prefix, the router chooses the engine with the least load
             incident(
                 e,
                 request=entry.request.context.external_request_id,
@@ -90,7 +90,9 @@ class Choice:
 
 
 def _of_its_call(entry: JournalEntry, candidates: Sequence[Candidate], variant: str | None) -> Candidate | None:
-    """Return the engine that received the call's previous handed-over sequence, if it accepts this sequence too."""
+    """Return the engine that received the call's previous handed-over sequence, if this engine accepts the sequence of
+    ``entry`` too. Otherwise return None.
+    """
     if not entry.num_handoffs or not entry.call.taker:
         return None
     return next(
@@ -100,26 +102,26 @@ def _of_its_call(entry: JournalEntry, candidates: Sequence[Candidate], variant: 
 
 _SHORTEST_EXCLUSION = 0.1
 _USUAL_EXCLUSION = 1.0
-"""Seconds for which a request is not sent to a full engine again, if the engine gives no retry time."""
+"""Seconds for which a refused request is not sent to a full engine again, if the engine's error has no retry time."""
 
 
 class Dispatch:
-    """Sends sequences to engines, and tracks the engine of each sequence.
+    """Sends sequences to engines, and knows on which engine each sequence runs.
 
-    If an engine refuses or drops a sequence, or is lost, the sequence is retried on another engine, up to a limit. If
-    no engine accepts a sequence, it is held until an engine does.
+    If an engine refuses or drops a sequence, or the engine is lost, the sequence is retried on another engine.
+    ``retries`` limits the number of retries. If no engine accepts a sequence, it is held until an engine accepts it.
 
     Args:
         engines: all engines.
         outputs: receives the outputs of the engines.
         router: chooses among engines.
-        retries: the limits of retries.
-        caches: the known contents of the engines' prefix caches.
+        retries: how often a sequence may be retried, and when it is quarantined.
+        caches: the contents of the engines' prefix caches, as far as the frontend knows them.
         hold_timeout: maximum seconds that a sequence may wait without an engine.
         on_held: called when the number of held sequences has changed.
-        on_moved: called with the number of sequences that lost their engine.
-        legs: decides about disaggregated prefill.
-        on_gap: called with the duration of each handoff in seconds.
+        on_moved: called with the number of sequences that have left their engine to resume on another engine.
+        legs: decides whether a request runs on one engine or on two (disaggregated prefill).
+        on_gap: called with the time from each planned handoff to the next engine's first output, in seconds.
     """
 
     def __init__(
@@ -161,16 +163,19 @@ class Dispatch:
     def num_held(self) -> int:
         """Number of held sequences.
 
-        Held sequences wait for an engine, for their trial as suspects, or until it is known whether lost engines died.
+        A held sequence waits for an engine, for its turn to run as a suspect, or until the frontend knows whether a
+        lost engine died.
         """
         return len(self._waiting)
 
     def num_on(self, engine: str) -> int:
-        """Return the number of sequences on an engine."""
+        """Return the number of sequences that are currently on an engine."""
         return self._journal.num_on(engine)
 
     def add(self, requests: Sequence[EngineCoreRequest]) -> None:
-        """Start the sequences of a call on one engine. Raises InvalidArgument for an unknown rank."""
+        """Start the sequences of a call, all on the same engine. Raises InvalidArgument if the call names a rank that
+        no engine has.
+        """
         entries = self._journal.begin(requests)
         try:
             picked = self._choice.pick(entries, requests[0].context.data_parallel_rank)
@@ -192,7 +197,7 @@ class Dispatch:
         self._try_next()
 
     def take(self, engine: str, engine_id: str, frame: EngineCoreOutputs) -> None:
-        """Process the outputs of one step. Raises EngineFaultError if the engine can no longer be trusted."""
+        """Process the outputs of one step of an engine. Raises EngineFaultError if the engine can no longer be trusted."""
         accepted = self._journal.accept(engine, frame.outputs, frame.tokens)
         if accepted.outputs or accepted.tokens:
             not_needed = self._outputs.process(
@@ -221,8 +226,8 @@ class Dispatch:
     def lose(self, engine: str, why: str, *, in_doubt: bool = False) -> int:
         """Handle the loss of an engine. Return the number of its sequences that resume on other engines.
 
-        If ``in_doubt`` is True, the engine may still be alive. Once its state is known, the caller must call ``acquit``
-        (alive) or ``accuse`` (dead).
+        If ``in_doubt`` is True, only the connection is known to be lost, and the engine may still be alive. When the
+        frontend knows whether the engine is alive, the caller must call ``acquit`` (alive) or ``accuse`` (dead).
         """
         self._drains.forget(engine)
         self._journal.readmit(engine)
@@ -240,7 +245,9 @@ class Dispatch:
         return moved
 
     def acquit(self, engine: str) -> None:
-        """Remove the blame from a lost engine's requests: the engine is alive, only its connection broke."""
+        """Stop counting a lost connection against the engine's requests: the engine is alive, and only its connection
+        broke.
+        """
         for entry in self._journal.doubting(engine):
             self._retries.acquit(entry, engine)
         waiting = self._waiting
@@ -252,7 +259,9 @@ class Dispatch:
         self._try_next()
 
     def accuse(self, engine: str) -> None:
-        """Confirm that a lost engine has died. Its requests may be the cause."""
+        """Confirm that a lost engine has died. Count the death against the requests that it had, because one of them
+        may be the cause.
+        """
         for entry in self._journal.doubting(engine):
             self._quarantine(entry, self._retries.accuse(entry, engine))
         self._try_next()
@@ -263,7 +272,7 @@ class Dispatch:
         self._try_next()
 
     def _quarantine(self, entry: JournalEntry, error: RequestFailed | None) -> None:
-        """End an entry that waits until the state of its lost engines is known.
+        """End an entry with ``error``, while the entry waits to know whether its lost engines died.
 
         If ``error`` is None, the entry keeps waiting.
         """
@@ -282,7 +291,7 @@ class Dispatch:
         self._move([(entry, why, Blame.NONE) for entry in entries])
 
     def _go_on(self, handoffs: Sequence[Handoff]) -> None:
-        """Send handed-over sequences to other engines."""
+        """Send sequences that their engines have handed over to other engines."""
         going = []
         for entry, source in handoffs:
             if not entry.ended:
@@ -294,7 +303,7 @@ class Dispatch:
             self._place(going)
 
     def engines_changed(self) -> None:
-        """Retry held sequences, because an engine started or accepts requests again."""
+        """Try to send held sequences again, because an engine has connected, or accepts requests again."""
         held = self._waiting.for_engine
         if len(held):
             self._place(held.take_all())
@@ -325,9 +334,10 @@ class Dispatch:
         entry.excluded[entry.engine] = loop_time() + seconds
 
     def _exclusion(self, error: RequestFailed) -> float:
-        """Return for how many seconds a refused request is not sent to the full engine again.
+        """Return for how many seconds a request is not sent to an engine again that refused it because the engine is
+        full.
 
-        The number is the engine's retry time, but less than the hold timeout.
+        The result is the retry time in the engine's error, but at most the hold timeout.
         """
         asked = _USUAL_EXCLUSION if error.retry_after is None else error.retry_after
         return min(max(asked, _SHORTEST_EXCLUSION), self._hold_timeout)
@@ -335,7 +345,7 @@ class Dispatch:
     def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]], *, in_doubt: bool = False) -> int:
         """Move entries to other engines if their retry limits allow it. Return the number that moved.
 
-        Each item has the entry, the reason for the move, and how far the entry may be responsible for it.
+        Each item of ``entries`` has the entry, the reason for the move, and how far the entry may have caused the move.
         """
         moving = []
         for entry, why, blame in entries:
@@ -347,7 +357,7 @@ class Dispatch:
             self._journal.leave(entry)
             moving.append(entry)
         if moving:
-            # Do not count entries that a full engine refused: no engine had admitted them.
+            # Do not report entries that a full engine refused as moved, because no engine had admitted these entries.
             self._on_moved(sum(entry.admitted for entry in moving))
             self._outputs.moved([entry.request_id for entry in moving])
             self._place(moving)
@@ -355,7 +365,9 @@ class Dispatch:
         return len(moving)
 
     def _place(self, entries: Iterable[JournalEntry]) -> None:
-        """Send entries to engines, all entries of a call to the same engine. Hold entries that no engine accepts."""
+        """Send entries to engines. All entries of a call go to the same engine. Hold entries that no engine accepts
+        now.
+        """
         calls: dict[Call, list[JournalEntry]] = {}
         for entry in entries:
             if entry.ended:
@@ -410,7 +422,9 @@ class Dispatch:
                 self._end(entry, failed)
 
     def _try_next(self) -> None:
-        """Send the next suspects if the current trial is over."""
+        """Send the next suspect when the trial of the current suspect is over, until a trial is running or no suspect
+        waits.
+        """
         suspects = self._waiting.for_trial
         while len(suspects) and self._retries.trial_over():
             self._place([suspects.take_first()])

@@ -9,21 +9,23 @@ from penstock_frontend.dispatch.journal import Journal, JournalEntry
 from penstock_frontend.dispatch.router import Candidate, Engines
 from penstock_frontend.loop_yield import loop_time
 
-# The class below decides which requests must leave a draining engine before the engine stops. It does no I/O.
+# The class below decides which requests must leave a draining engine before the engine stops. The class does no I/O.
 
 _MARGIN = 1.0
-"""Seconds before the deadline at which all remaining requests leave the draining engine."""
+"""Maximum length of the margin, in seconds. All remaining requests leave the draining engine this long before its
+deadline.
+"""
 _MARGIN_PART = 0.1
-"""Fraction of the available time that is used as the margin, if the result is shorter than ``_MARGIN``."""
+"""Fraction of the drain time that is used as the margin before the deadline, if the result is shorter than ``_MARGIN``."""
 
 
 class Drain:
     """Estimates which requests of one draining engine will not finish in time. All times are on the event loop's clock.
 
-    At ``deadline``, the engine ends its remaining requests. The last check is a margin before the deadline. All
-    remaining requests leave the engine at the last check. Some requests cannot finish in time according to their
-    ``max_tokens`` and their speed so far. These requests leave earlier. Each check is half-way between the previous
-    check and the last check.
+    At ``deadline``, the engine ends its remaining requests. The last check of the requests is shortly before
+    ``deadline``. At the last check, all remaining requests leave the engine. At each earlier check, those requests
+    leave that would finish too late. The estimate uses their ``max_tokens`` and their seconds per token so far. Each
+    check is half-way between the previous check and the last check.
     """
 
     def __init__(self, now: float, time_left: float) -> None:
@@ -31,16 +33,18 @@ class Drain:
         self._last_look = self.deadline - min(_MARGIN, _MARGIN_PART * time_left)
 
     def next_look(self, now: float) -> float | None:
-        """Return the time of the next check for late requests, or None if ``now`` is the last check."""
+        """Return the time of the next check for requests that will finish too late. Return None if the check at ``now``
+        is the last check.
+        """
         if now >= self._last_look:
             return None
         half = (self._last_look - now) / 2
         return now + half if half > _MARGIN else self._last_look
 
     def late(self, entries: Iterable[JournalEntry], now: float) -> Sequence[JournalEntry]:
-        """Return the entries that will not finish in time.
+        """Return the entries whose requests will not finish before the last check.
 
-        For an entry without a measured speed, assume the median speed.
+        For an entry without a measured speed, assume the median speed of the other entries.
         """
         entries = list(entries)
         if now >= self._last_look:
@@ -54,9 +58,9 @@ class Drain:
 
 
 def _needs(entry: JournalEntry, pace: float) -> float:
-    """Return the maximum number of seconds until the entry's last token, at ``pace`` seconds per token.
+    """Return the longest time in seconds until the entry's last token, at ``pace`` seconds per token.
 
-    Return 0 if the entry has no ``max_tokens``.
+    Return 0 if the request of the entry has no ``max_tokens``.
     """
     max_tokens = entry.request.sampling_params.max_tokens
     return 0.0 if max_tokens is None else pace * (max_tokens - len(entry.token_ids))
@@ -69,16 +73,17 @@ MOST_AT_ONCE = 8
 class Drains:
     """Moves requests away from draining engines. ``Dispatch`` uses this class.
 
-    While another engine accepts requests and blocks of the same fingerprint, the draining engine hands over a few
-    requests at a time. Shortly before the deadline, the remaining requests are aborted on the draining engine and
-    resume on another engine. If the engine cannot hand blocks over, requests that will not finish in time move earlier.
+    While another engine accepts requests and can read the draining engine's KV blocks, the draining engine hands over a
+    few requests at a time. Shortly before the draining engine stops, the remaining requests are aborted on the draining
+    engine and resume on another engine. If the draining engine cannot hand its KV blocks over, requests that will not
+    finish in time move earlier.
 
     Args:
         engines: all engines.
-        journal: the sequences and their engines.
+        journal: knows on which engine each sequence runs.
         others: returns the engines to which an entry may be sent.
-        may_leave: returns True if an entry may move once more.
-        move: called with the entries that must move, and the reason.
+        may_leave: returns True if the retry limit allows an entry one more move.
+        move: called with the entries that must move to other engines, and the reason.
     """
 
     def __init__(
@@ -96,9 +101,11 @@ class Drains:
         self._may_leave = may_leave
         self._move = move
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        """Timer of the next check for late requests, by draining engine."""
+        """Timer of the next check for requests that will finish too late, by draining engine."""
         self._asked: dict[str, list[JournalEntry]] = {}
-        """Requests that have not resumed yet after a draining engine was asked to hand them over, by engine."""
+        """Entries that a draining engine was asked to hand over, and that have not resumed on another engine yet. The
+        key is the draining engine.
+        """
 
     def begin(self, engine: str, time_left: float) -> None:
         """Start to move requests away from a draining engine, which stops in ``time_left`` seconds."""
@@ -106,15 +113,16 @@ class Drains:
         self._check(engine, Drain(loop_time(), time_left))
 
     def forget(self, engine: str) -> None:
-        """Stop tracking a lost engine."""
+        """Stop tracking a draining engine that is lost."""
         self._asked.pop(engine, None)
         if (timer := self._timers.pop(engine, None)) is not None:
             timer.cancel()
 
     def look(self) -> None:
-        """Ask draining engines to hand over further requests, if the limit allows it.
+        """Ask each draining engine to hand over more requests, if fewer than ``MOST_AT_ONCE`` handovers are in
+        progress.
 
-        Called after outputs. The call costs little if no engine drains.
+        The caller calls this method after each frame of outputs. If no engine drains, the call returns at once.
         """
         for engine in list(self._asked):
             self._ask(engine)
@@ -142,7 +150,9 @@ class Drains:
         self._move(going, why)
 
     def _ask(self, engine: str) -> bool:
-        """Ask the engine to hand over requests, up to the limit. Return True if the engine can hand over requests."""
+        """Ask the engine to hand over more requests, at most ``MOST_AT_ONCE`` at a time. Return True if the engine can
+        hand over requests.
+        """
         fingerprint = self._fingerprint(engine)
         if not fingerprint:
             return False
@@ -166,7 +176,7 @@ class Drains:
         return True
 
     def _fingerprint(self, engine: str) -> bytes:
-        """Return the fingerprint of the engine's blocks, or an empty value if no accepting engine has the same
+        """Return the fingerprint of the engine's KV blocks. Return an empty value if no accepting engine has the same
         fingerprint.
         """
         candidates = self._engines.candidates()
@@ -175,5 +185,5 @@ class Drains:
 
 
 def _under_way(entry: JournalEntry, engine: str) -> bool:
-    """Return True if an engine was asked to hand an entry over, and the entry has not resumed yet."""
+    """Return True if an entry that ``engine`` was asked to hand over has not resumed on another engine yet."""
     return not entry.ended and (entry.engine == engine or not entry.progressed)

@@ -16,7 +16,7 @@ from penstock_frontend.interfaces import ModelLimits, RankLoad, Variant
 
 
 def variants_of(engines: Iterable[EngineReady]) -> list[Variant]:
-    """Return the distinct variants of these engines, sorted by hash."""
+    """Return the distinct variants of these engines, sorted by configuration hash."""
     found: dict[str, list[EngineReady]] = {}
     for engine in engines:
         found.setdefault(engine.config_hash, []).append(engine)
@@ -38,7 +38,7 @@ def _differing(configs: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def describe_variants(variants: Iterable[Variant]) -> str:
-    """Return a one-line description of the variants and their engines."""
+    """Return a one-line description of the variants, with the engines of each variant."""
     return "; ".join(
         f"{', '.join(variant.engine_ids)}: {_values(variant)} ({variant.config_hash or 'no config_hash'})"
         for variant in variants
@@ -51,10 +51,10 @@ def _values(variant: Variant) -> str:
 
 
 class EngineLoads:
-    """Implements ``EngineView`` for the engines of a pool.
+    """Limits, loads and variants of the engines of a pool. Implements ``EngineView``.
 
-    The request counts come from the router. The router uses the last frame, or a later view of the coordinator, and
-    adds the requests sent since then.
+    The request counts come from the router. For each engine, the router starts from the engine's last frame, or from a
+    later view of the coordinator. It adds the requests that this frontend has sent to the engine since then.
     """
 
     def __init__(self, pool: EnginePool, router: Router) -> None:
@@ -67,7 +67,8 @@ class EngineLoads:
     def limits(self) -> ModelLimits | None:
         """Limits that every connected engine supports, or None without engines.
 
-        ``max_model_len`` depends on an engine's memory, so this is the smallest ``max_model_len`` of all engines.
+        ``max_model_len`` depends on an engine's memory, so the result has the smallest ``max_model_len`` of all
+        engines.
         """
         ready = [ready for _, ready in self._ready()]
         if not ready:
@@ -94,10 +95,10 @@ class EngineLoads:
         return sum(candidate.accepting for candidate in self._pool.candidates())
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """Return every engine that has its own address.
+        """Return the status of every engine that has its own address.
 
-        Engines of this frontend's pool have the status that the pool knows. Other engines have the status in the
-        coordinator's view.
+        For engines of this frontend's pool, the status comes from the pool. For other engines, the status comes from
+        the coordinator's view.
         """
         known = {connection.address: self._status(connection) for connection in self._pool}
         told = self._pool.view.engines
@@ -144,7 +145,7 @@ class EngineLoads:
         ]
 
     def report(self, connection: EngineConnection, stats: SchedulerStats) -> None:
-        """Record the load that an engine reports in a frame."""
+        """Record the load that an engine reports in a frame of outputs."""
         connection.stats = stats
         self._router.report(
             connection.address,
@@ -159,10 +160,11 @@ class EngineLoads:
                 self._router.loras.told(connection.address, stats.lora.held)
 
     def report_view(self, view: ClusterView) -> None:
-        """Record the loads in a coordinator's view. Forget engines that neither the pool nor the view lists.
+        """Record the loads of the engines in a coordinator's view. Forget engines that neither the pool nor the view
+        lists.
 
-        Ignore a load that is the same as in the view before. A hung engine reports no load, and its old load must not
-        reset the count of requests that this frontend has sent to the engine since.
+        Ignore the load of an engine if it is the same as in the previous view. A hung engine reports no new load, and
+        its old load must not reset the count of requests that this frontend has sent to it since.
         """
         viewed = {status.address: _reported(status) for status in view.engines}
         before, self._viewed = self._viewed, viewed
@@ -179,20 +181,23 @@ class EngineLoads:
         self._router.keep_only(connection.address for connection in self._pool)
 
     def _take_loras(self, view: ClusterView) -> None:
-        """Record the adapters that engines reported to the coordinator. Ignore reports of an earlier incarnation."""
+        """Record the LoRA adapters that engines reported to the coordinator. Ignore reports from earlier incarnations
+        of an engine.
+        """
         incarnations = {connection.address: ready.incarnation for connection, ready in self._ready()}
         for status in view.engines:
             if status.loras is not None and incarnations.get(status.address) == status.incarnation:
                 self._router.loras.told(status.address, status.loras)
 
     def _ready(self) -> Iterator[tuple[EngineConnection, EngineReady]]:
-        """Yield each engine with a session, and the engine's greeting."""
+        """Yield each engine that has a session, with the greeting that the engine sent."""
         for connection in self._pool.connected():
             if connection.ready is not None:
                 yield connection, connection.ready
 
     def _stats(self, connection: EngineConnection) -> SchedulerStats:
-        load = self._router.load(connection.address)  # newer than the last frame if a view arrived after the frame
+        # the router's load is newer than the last frame if a coordinator's view arrived after the frame
+        load = self._router.load(connection.address)
         return msgspec.structs.replace(
             connection.stats,
             num_waiting_reqs=load.waiting,
@@ -224,7 +229,7 @@ class EngineLoads:
 
 
 def _reported(status: EngineStatus) -> tuple[object, ...]:
-    """Return the parts of a status that an engine's report of its load sets."""
+    """Return those fields of an engine's status that change when the engine reports its load."""
     return (
         status.incarnation,
         status.num_waiting_reqs,
@@ -235,7 +240,7 @@ def _reported(status: EngineStatus) -> tuple[object, ...]:
 
 
 def _media_limits(ready: Sequence[EngineReady]) -> tuple[MediaLimits, ...]:
-    """Return, for each modality, the smallest limits among the engines that accept this modality."""
+    """Return, for each modality, the smallest media limits among the engines that accept this modality."""
     limits: dict[Modality, MediaLimits] = {}
     for each in (each for engine in ready for each in engine.media):
         known = limits.get(each.modality, each)

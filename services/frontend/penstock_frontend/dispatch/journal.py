@@ -1,8 +1,8 @@
 """Journal of the requests sent to engines and of their outputs, from which another engine can resume a request.
 
-Every output carries its attempt and the offset of its first token. The journal records each token before clients
-receive the token. It drops repeated tokens and outputs of earlier attempts. It knows the token at which another engine
-must resume. The journal does no I/O.
+Every output has the number of its attempt, and the offset of its first token in the sequence. The journal records each
+token before clients receive the token. The journal drops repeated tokens, and outputs of earlier attempts. It knows
+after which token another engine must resume. The journal does no I/O.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,11 +28,11 @@ from penstock_common.types.request import EngineCoreRequest
 
 
 class EngineFaultError(Exception):
-    """Raised if an engine's outputs break the contract. The frontend then stops trusting the engine's messages."""
+    """Raised if an engine's outputs violate the protocol. The frontend then stops trusting the engine's messages."""
 
 
 class Call:
-    """State shared by the sequences of one call. ``taker`` is the engine to which the last sequence was handed over."""
+    """State shared by the sequences of one call. ``taker`` is the engine that received its last handed-over sequence."""
 
     __slots__ = ("taker",)
 
@@ -41,7 +41,7 @@ class Call:
 
 
 class JournalEntry:
-    """State of one sequence, from its first engine to its end."""
+    """State of one sequence, from its start on the first engine until the sequence ends."""
 
     __slots__ = (
         "admitted",
@@ -82,65 +82,65 @@ class JournalEntry:
         self.call = call
         """The call that the sequence belongs to."""
         self.engine = ""
-        """Key of the current engine; empty while the sequence has none."""
+        """Key of the engine on which the sequence runs. Empty while the sequence has no engine."""
         self.number = 0
-        """Number that identifies this attempt of the sequence in the engine's session; 0 while there is no engine."""
+        """Number that identifies this attempt in the session with the engine. 0 while the sequence has no engine."""
         self.attempt = request.attempt
         self.admitted = False
-        """True if any engine has admitted the sequence. Other engines must then not refuse it for lack of capacity."""
+        """True if any engine has admitted the sequence. Later engines may then not refuse it for lack of capacity."""
         self.token_ids = list(request.prior_output_token_ids)
-        """All output tokens so far."""
+        """All output tokens of the sequence so far, over all attempts."""
         self.speculation: SpecDecodingStats | None = None
-        """Statistics of speculative decoding for the current attempt."""
+        """Draft statistics (speculative decoding) of the current attempt."""
         self.speculation_before: SpecDecodingStats | None = None
-        """Sum of the statistics of all earlier attempts. A lost attempt counts with its last reported statistics."""
+        """Sum of the draft statistics of all earlier attempts. A lost attempt counts with its last reported statistics."""
         self.num_prompt_logprobs = 0
         """Number of prompt positions with known log-probabilities, over all attempts."""
         self.num_prompt_scored = 0
         """Number of prompt positions with known log-probabilities in the current attempt."""
         self.prefilled = False
-        """True if an engine has reported how it computed the prompt."""
+        """True if an engine has already reported statistics of the prompt's computation."""
         self.progressed = False
         """True if the current attempt has produced new output."""
         self.began_at: float | None = None
-        """Time of the current attempt's first new output, on the journal's clock."""
+        """Time of the current attempt's first new output, on the journal's clock. None before this output."""
         self.num_tokens_then = 0
-        """Number of output tokens at the time ``began_at``."""
+        """Number of output tokens that the sequence had at the time ``began_at``."""
         self.ended = False
         self.num_moves = 0
-        """Number of times the sequence left an engine without a planned handoff."""
+        """Number of times that the sequence left an engine without a planned handoff."""
         self.num_handoffs = 0
-        """Number of planned handoffs."""
+        """Number of times that an engine handed the sequence over by a planned handoff."""
         self.handed_at: float | None = None
-        """Time of the last handoff on the journal's clock, until the next engine produces output."""
+        """Time of the last planned handoff, on the journal's clock. None once the next engine has produced output."""
         self.handoff_after_tokens = 0
-        """Number of output tokens after which the current attempt is handed over to another engine; 0: never."""
+        """Number of output tokens after which the engine must hand the attempt over to another engine. 0: never."""
         self.asked_away = False
-        """True if the frontend has asked the engine to hand the sequence over."""
+        """True if the frontend has asked the current engine to hand the sequence over."""
         self.kv_source = request.kv_source
-        """Earlier engine that keeps the sequence's KV blocks. None once the next engine has produced output."""
+        """Earlier engine that still keeps the sequence's KV blocks. None once the next engine has produced output."""
         self.losses = 0
-        """Number of consecutive engines that were lost before they produced output for the sequence."""
+        """Number of engines in a row that were lost before they produced output for the sequence."""
         self.losses_alone = 0
-        """Number of the losses in ``losses`` in which the engine had no other requests."""
+        """Number of those losses in ``losses`` at which the engine had no requests of other calls."""
         self.doubts: dict[str, bool] = {}
-        """Lost engines that may still be alive. The value is True if the engine had no other requests."""
+        """Disconnected engines that may still be alive. The value is True if the engine had no requests of other calls."""
         self.last_loss = ""
         """Reason why the sequence left its last engine."""
         self.failed_steps = 0
-        """Number of engines on which steps with the sequence failed."""
+        """Number of engines on which every step with this sequence failed."""
         self.held_for = 0.0
-        """Seconds that the sequence has spent without an engine since its last new output."""
+        """Number of seconds that the sequence has waited for an engine since its last new output."""
         self.excluded: dict[str, float] = {}
-        """Engines that must not get the sequence. The value is the end of the exclusion on the event loop's clock."""
+        """Engines that must not get the sequence. The value is the time, on the event loop's clock, at which this ends."""
         self.variant: str | None = None
-        """Variant of the engine that produced the sequence's latest output, or None before the first output."""
+        """Variant of the engine that produced the sequence's latest output. None before the first output."""
         self.engine_variant = ""
-        """Variant of the current engine."""
+        """Variant of the engine on which the sequence runs now."""
 
     @property
     def request_id(self) -> str:
-        """Request id of the sequence on engines."""
+        """Request id that engines use for the sequence."""
         return self.request.request_id
 
     @property
@@ -150,19 +150,19 @@ class JournalEntry:
 
     @property
     def leaves_as_asked(self) -> bool:
-        """True if the frontend has asked the engine to hand the sequence over."""
+        """True if the frontend expects a handoff, because it has asked the engine to hand the sequence over."""
         return self.asked_away or self.handoff_after_tokens > 0
 
     @property
     def lora_digest(self) -> bytes:
-        """Digest of the sequence's LoRA adapter, or empty without an adapter."""
+        """Digest of the sequence's LoRA adapter. Empty if the sequence uses no adapter."""
         return b"" if self.request.lora is None else self.request.lora.digest
 
     def to_send(self) -> EngineCoreRequest:
-        """Return the engine request for the current attempt. The request has no ``data_parallel_rank``, because the
-        frontend has chosen the engine already. Tokens that the client has received are prior output, never prompt. If
-        the journal knows all prompt log-probabilities, it does not request them again. Otherwise the engine would have
-        to recompute prompt tokens that it has cached.
+        """Return the request for the engine of the current attempt. The request has no ``data_parallel_rank``, because
+        the frontend has already chosen the engine. Tokens that the client has received are prior output, never prompt.
+        If the journal knows all log-probabilities of the prompt, the request does not ask for them. Otherwise the
+        engine would have to recompute prompt tokens that it has cached.
         """
         params = self.request.sampling_params
         if params.prompt_logprobs is not None and self.num_prompt_logprobs >= len(self.request.prompt_token_ids) - 1:
@@ -183,8 +183,8 @@ class JournalEntry:
         )
 
     def take(self, output: EngineCoreOutput) -> bool:
-        """Record an output of the current attempt, and remove repeated tokens. Return True if new content remains.
-        Raises EngineFaultError if tokens are missing.
+        """Record an output of the current attempt, and remove tokens that the journal already knows. Return True if new
+        content remains. Raises EngineFaultError if tokens are missing before this output.
         """
         repeated = self._num_repeated(output.offset)
         if output.new_prompt_logprobs is not None:
@@ -203,21 +203,21 @@ class JournalEntry:
         return True
 
     def take_speculation(self, output: EngineCoreOutput) -> None:
-        """Record the attempt's draft statistics, and replace them in the output by the sum over all attempts."""
+        """Record the draft statistics of the current attempt. Replace them in the output by the sum over all attempts."""
         if output.spec_decoding_stats is not None:
             self.speculation = output.spec_decoding_stats
         output.spec_decoding_stats = _sum(self.speculation_before, self.speculation)
 
     def take_drafts(self, num_drafts: int, num_accepted: int) -> SpecDecodingStats:
-        """Add the drafts that one step of the current attempt verified. Return the statistics over all attempts."""
+        """Count the draft tokens that one step verified for the current attempt. Return the sum over all attempts."""
         if self.speculation is None:
             self.speculation = SpecDecodingStats()
         self.speculation.count(num_drafts, num_accepted)
         return _sum(self.speculation_before, self.speculation) or self.speculation
 
     def take_tokens(self, offset: int, token_ids: list[int]) -> list[int]:
-        """Record an output of the current attempt that has only tokens. Return the new tokens. Raises EngineFaultError
-        if tokens are missing. Hot path: called once per output.
+        """Record an output of the current attempt that has only tokens. Return the tokens that are new. Raises
+        EngineFaultError if tokens are missing before this output. Hot path: called once per output.
         """
         if offset != len(self.token_ids):
             token_ids = token_ids[self._num_repeated(offset) :]
@@ -240,7 +240,7 @@ class JournalEntry:
         if logprobs is None:
             return
         if self.token_ids and output.offset < len(self.token_ids):
-            # The output is a repetition, because engines send prompt log-probabilities before the first token.
+            # The output is a repetition, because engines send prompt log-probabilities before the first output token.
             output.new_prompt_logprobs = None
             return
         known = self.num_prompt_logprobs - self.num_prompt_scored
@@ -265,17 +265,17 @@ class JournalEntry:
         self.num_tokens_then = len(self.token_ids)
 
     def seconds_per_token(self, now: float) -> float | None:
-        """Return the seconds per token of the current attempt, or None before the attempt's second output."""
+        """Return the average seconds per token of the current attempt. None before the attempt's second output."""
         num_tokens = len(self.token_ids) - self.num_tokens_then
         return None if self.began_at is None or not num_tokens else (now - self.began_at) / num_tokens
 
     def leave(self) -> None:
-        """Leave an engine that is lost, drains or refused the sequence. The next engine gets a new attempt."""
+        """Leave an engine that is lost, drains, or refused the sequence. On the next engine, a new attempt begins."""
         self.num_moves += 1
         self._next_attempt()
 
     def hand_over(self, source: KvSource | None, now: float) -> None:
-        """Leave the engine by a planned handoff, which does not count as a move. ``source`` keeps the KV blocks."""
+        """Leave the engine by a planned handoff, which is not counted as a move. ``source`` keeps the KV blocks."""
         self.num_handoffs += 1
         self.handed_at = now
         self.kv_source = source or self.kv_source
@@ -306,7 +306,7 @@ def _sum(first: SpecDecodingStats | None, second: SpecDecodingStats | None) -> S
 
 
 def _drop_first(output: EngineCoreOutput, count: int) -> None:
-    """Remove the first tokens of an output and their log-probabilities."""
+    """Remove the first ``count`` tokens of an output, and the log-probabilities of these tokens."""
     output.new_token_ids = output.new_token_ids[count:]
     output.offset += count
     if (logprobs := output.new_logprobs) is not None:
@@ -315,10 +315,10 @@ def _drop_first(output: EngineCoreOutput, count: int) -> None:
 
 
 LORA_UNAVAILABLE = "LORA_UNAVAILABLE"
-"""Reason of an engine that refuses a request because it cannot read the adapter. Another engine may read it."""
+"""Error reason of an engine that cannot read the LoRA adapter. Another engine may be able to read the adapter."""
 
 _ELSEWHERE = ("QUEUE_FULL", LORA_UNAVAILABLE, "MEDIA_NOT_CACHED", "MEDIA_CACHE_FULL", "SHARED_MEMORY_UNREADABLE")
-"""Reasons for which another engine may accept the request. Media errors were already retried on the same engine."""
+"""Error reasons after which another engine may accept the request. Media errors were already retried on this engine."""
 
 _MAX_NUMBER = 2**32 - 1
 
@@ -326,7 +326,7 @@ _NOBODY: dict[str, "JournalEntry"] = {}
 
 
 class Refusal(NamedTuple):
-    """Refusal by an engine that other engines may not repeat. ``admitted``: the engine had admitted the request."""
+    """Refusal of a sequence that another engine may accept. ``admitted``: the engine had admitted the sequence."""
 
     entry: JournalEntry
     error: RequestFailed
@@ -334,15 +334,15 @@ class Refusal(NamedTuple):
 
 
 class Handoff(NamedTuple):
-    """Planned handoff of a sequence. ``source`` is the engine that keeps the sequence's blocks, or None."""
+    """Planned handoff of a sequence. ``source`` is the engine that keeps its KV blocks, or None if no engine does."""
 
     entry: JournalEntry
     source: KvSource | None
 
 
 class Accepted(NamedTuple):
-    """New content of one frame. Handle ``tokens`` before ``outputs``. ``drafts`` has the draft statistics of the
-    requests in ``tokens``. If ``fault`` is set, the engine broke the contract of its outputs and counts as lost.
+    """New content of one frame of outputs. Handle ``tokens`` before ``outputs``. ``drafts`` has the draft statistics of
+    the requests in ``tokens``. If ``fault`` is set, the outputs violated the protocol, and the engine counts as lost.
     """
 
     outputs: list[EngineCoreOutput]
@@ -356,7 +356,7 @@ class Accepted(NamedTuple):
 class Journal:
     """Tracks every sequence from its start until its end, both on engines and while it waits for an engine. ``clock``
     returns monotonic seconds. The journal calls ``on_left`` with engine and request id when a sequence leaves an
-    engine. It calls ``on_gap`` with the duration of each handoff in seconds.
+    engine. After a handoff, it calls ``on_gap`` with the seconds until the next engine's first output.
     """
 
     def __init__(
@@ -377,32 +377,32 @@ class Journal:
         return len(self._entries)
 
     def begin(self, requests: Sequence[EngineCoreRequest]) -> list[JournalEntry]:
-        """Add the sequences of a call, without an engine."""
+        """Add the sequences of a call to the journal. They have no engine yet."""
         call = Call()
         entries = [JournalEntry(request, call) for request in requests]
         self._entries.update((entry.request_id, entry) for entry in entries)
         return entries
 
     def assign(self, entry: JournalEntry, engine: str, variant: str = "") -> None:
-        """Assign an entry to an engine of this variant."""
+        """Assign a sequence to an engine. ``variant`` is the variant of this engine."""
         entry.engine, entry.engine_variant = engine, variant
         entry.number = self._unused_number()
         self._by_number[entry.number] = entry
         self._by_engine.setdefault(engine, {})[entry.request_id] = entry
 
     def num_on(self, engine: str) -> int:
-        """Return the number of sequences on an engine."""
+        """Return the number of sequences that run on an engine."""
         return len(self._by_engine.get(engine, _NOBODY))
 
     def on(self, engine: str) -> list[JournalEntry]:
-        """Return the sequences on an engine."""
+        """Return the sequences that run on an engine."""
         return list(self._by_engine.get(engine, _NOBODY).values())
 
     def accept(
         self, engine: str, outputs: Iterable[EngineCoreOutput], tokens: TokenColumns | None = None
     ) -> "Accepted":
-        """Return the new content of an engine's outputs, and remove repeated tokens from the outputs in place. If an
-        output has a fault, the content before this output still counts.
+        """Return the new content of an engine's outputs, and remove repeated tokens from these outputs in place. If an
+        output violates the protocol, the outputs before it still count.
         """
         accepted: list[EngineCoreOutput] = []
         new_tokens: list[NewTokens] = []
@@ -428,7 +428,7 @@ class Journal:
         refusals: list[Refusal],
         handoffs: list[Handoff],
     ) -> None:
-        """Accept outputs that have their own message; see ``accept``. Raises EngineFaultError."""
+        """Accept the outputs that have a message of their own, as described in ``accept``. Raises EngineFaultError."""
         on_engine = self._by_engine.get(engine, _NOBODY)
         for output in outputs:
             entry = on_engine.get(output.request_id)
@@ -463,12 +463,12 @@ class Journal:
     def _take_end(
         self, entry: JournalEntry, output: EngineCoreOutput, refusals: list[Refusal], handoffs: list[Handoff]
     ) -> None:
-        """Handle the end of an entry on its engine. For a handoff, mark the output as unfinished."""
+        """Handle an output that ends a sequence on its engine. In the case of a handoff, mark the output as unfinished."""
         if output.finish_reason is not FinishReason.HANDOFF:
             self._end(entry)
             return
         if entry.leaves_as_asked:
-            self._unassign(entry)  # ignore further outputs of this engine
+            self._unassign(entry)  # ignore further outputs of this engine for the sequence
             handoffs.append(Handoff(entry, output.kv_source))
         else:
             refusals.append(
@@ -481,7 +481,7 @@ class Journal:
         output.finish_reason = output.kv_source = None
 
     def _accept_drafts(self, engine: str, tokens: TokenColumns) -> list[Drafts]:
-        """Return the draft statistics of the requests with drafts in this step."""
+        """Return the draft statistics of the requests for which this step verified drafts."""
         return [
             (entry.request_id, entry.take_drafts(num_drafts, num_accepted))
             for number, num_drafts, num_accepted in tokens.drafted()
@@ -491,8 +491,9 @@ class Journal:
     def _accept_tokens(
         self, engine: str, tokens: TokenColumns, new: list[NewTokens], failed: list[EngineCoreOutput]
     ) -> None:
-        """Accept outputs that have only tokens; see ``accept``. Add new tokens to ``new``, and error outputs to
-        ``failed``. Ignore unknown numbers: their requests have ended or moved. Raises EngineFaultError.
+        """Accept the outputs that have only tokens, as ``accept`` describes. Add the new tokens to ``new``, and error
+        outputs to ``failed``. Ignore unknown request numbers: their requests have ended or moved. Raises
+        EngineFaultError.
         """
         by_number = self._by_number
         for number, offset, token_ids in tokens.rows():
@@ -512,7 +513,7 @@ class Journal:
                 new.append((entry.request_id, token_ids))
 
     def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
-        """Unassign all sequences of an engine, or only the given ones. Return these sequences in order of arrival."""
+        """Remove the engine from all its sequences, or from those in ``request_ids``. Return them in order of arrival."""
         on_engine = self._by_engine.get(engine, _NOBODY)
         entries = [on_engine[i] for i in (list(on_engine) if request_ids is None else request_ids) if i in on_engine]
         for entry in entries:
@@ -520,40 +521,40 @@ class Journal:
         return entries
 
     def doubting(self, engine: str) -> list[JournalEntry]:
-        """Return the sequences that lost this engine, while it is unknown whether the engine died."""
+        """Return the sequences that lost this engine, as long as the frontend does not know whether the engine died."""
         return [entry for entry in self._entries.values() if engine in entry.doubts]
 
     def readmit(self, engine: str) -> None:
-        """End all exclusions of an engine address, because a new incarnation will use the address."""
+        """End the exclusions of an engine address for all sequences, because a new incarnation will use the address."""
         for entry in self._entries.values():
             entry.excluded.pop(engine, None)
 
     def hand_over(self, entry: JournalEntry, source: KvSource | None) -> None:
-        """Record a planned handoff, and start a new attempt. ``source`` is the engine that keeps the blocks, or None."""
+        """Record a planned handoff, and start the next attempt. ``source``: engine that keeps the KV blocks, or None."""
         self._unassign(entry)
         entry.hand_over(source, self._clock())
 
     def leave(self, entry: JournalEntry) -> None:
-        """Unassign an entry from its engine, and start a new attempt."""
+        """Remove the engine from a sequence, and start the sequence's next attempt."""
         self._unassign(entry)
         entry.leave()
 
     def end(self, request_ids: Iterable[str]) -> list[JournalEntry]:
-        """Remove sequences. Return the sequences that had not ended, with ``engine`` still set."""
+        """Remove sequences from the journal. Return those that had not ended, with ``engine`` still set."""
         found = [self._entries[request_id] for request_id in request_ids if request_id in self._entries]
         for entry in found:
             self._end(entry)
         return found
 
     def _unused_number(self) -> int:
-        """Return the next unused number from 1 to 2**32 - 1."""
+        """Return the next number from 1 to 2**32 - 1 that no attempt uses."""
         while True:
             self._last_number = self._last_number % _MAX_NUMBER + 1
             if self._last_number not in self._by_number:
                 return self._last_number
 
     def _begin(self, entry: JournalEntry) -> None:
-        """Record the first new output of the entry's attempt."""
+        """Record that the current attempt of an entry has produced its first new output."""
         now = self._clock()
         entry.begin(now)
         if entry.handed_at is not None:
@@ -584,7 +585,7 @@ def _unwritten(entry: JournalEntry, error: Exception) -> EngineCoreOutput:
 
 
 def _refused(output: EngineCoreOutput) -> RequestFailed | None:
-    """Return the engine's error if the request should move to another engine, else None."""
+    """Return the error of the engine if another engine should get the request. Otherwise return None."""
     error = output.error
     if error is None:
         if output.finish_reason is FinishReason.ERROR:

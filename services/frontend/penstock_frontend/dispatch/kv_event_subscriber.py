@@ -1,4 +1,4 @@
-"""Tracking of the engines' prefix caches while the engines are connected."""
+"""Tracking of the contents of the engines' prefix caches, while the engines are connected."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,26 +13,27 @@ from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from penstock_frontend.rpc.engine_session import EngineSession
 
 _PART_BLOCKS = 131_072
-"""Approximate number of blocks per answer of an engine, which is 2 MiB of digests."""
+"""Approximate number of blocks in each answer of an engine. Their digests have 2 MiB."""
 _ANSWER_WITHIN = 30.0
-"""Timeout for each part of an answer, in seconds."""
+"""Maximum number of seconds to wait for each answer with a part of the engine's blocks."""
 
 _TELLING = frozenset({"followed_cache", "kv_events"})
-"""Capabilities of engines that report changes of their cache. An engine needs at least one of these capabilities.
-Engines of version 0.1 report their cache either to every frontend or to no frontend.
+"""Capabilities of engines that report changes of their prefix cache. An engine that reports changes has at least one of
+them. Engines of version 0.1 report changes either to every frontend or to no frontend.
 """
 
 _STATES = "states"
-"""Capability of engines whose model has recurrent layers."""
+"""Capability of engines that report states, because their model has recurrent layers."""
 
 
 class CacheFollower:
-    """Feeds ``PrefixCaches``.
+    """Keeps a ``PrefixCaches`` object up to date.
 
-    Requests the cached blocks of an engine when a session begins, then applies the engine's events.
+    When a session with an engine begins, this class requests the list of cached blocks. After that, it applies the
+    engine's cache events.
 
-    A failure here ends no request and no session. After a failure, the engine's prefixes are unknown, and the router
-    chooses the engine by load only.
+    An error in this class ends no request and no session. After an error, the engine's cached prefixes are unknown, and
+    the router rates the engine by load only.
     """
 
     def __init__(self, caches: PrefixCaches) -> None:
@@ -41,7 +42,7 @@ class CacheFollower:
         self._told_full = False
 
     def up(self, connection: EngineConnection) -> None:
-        """Start tracking the engine of a new session."""
+        """Start tracking the prefix cache of an engine whose session has begun."""
         ready, session = connection.ready, connection.session
         if ready is None or session is None or not _TELLING.intersection(ready.capabilities):
             return
@@ -50,7 +51,7 @@ class CacheFollower:
         self._asking[connection.address] = task
 
     def changed(self, connection: EngineConnection, events: Sequence[KvCacheEvent]) -> None:
-        """Apply the events of an engine."""
+        """Apply the cache events of an engine."""
         try:
             self._caches.apply(connection.address, events)
         except Exception as e:
@@ -58,13 +59,13 @@ class CacheFollower:
         self._warn_when_full()
 
     def down(self, connection: EngineConnection) -> None:
-        """Stop tracking the engine of an ended session."""
+        """Stop tracking the prefix cache of an engine whose session has ended."""
         if (task := self._asking.pop(connection.address, None)) is not None:
             task.cancel()
         self._caches.gone(connection.address)
 
     async def _ask(self, connection: EngineConnection, ready: EngineReady, session: EngineSession) -> None:
-        """Request the list of blocks that the engine had cached before the session."""
+        """Request the list of blocks that the engine had already cached when the session began."""
         try:
             answers = {KvMedium.DEVICE: await _cached_blocks(session, ready.num_kv_blocks)}
             if "kv_tier_events" in ready.capabilities:
@@ -99,9 +100,10 @@ class CacheFollower:
 
 
 async def _cached_blocks(session: EngineSession, num_blocks: int, *medium: KvMedium) -> bytes:
-    """Fetch the digests of about ``num_blocks`` blocks in the KV cache or another medium, in several calls.
+    """Fetch the digests of the blocks in the KV cache, or in another medium, in several calls. ``num_blocks`` is the
+    approximate number of blocks.
 
-    Raises RequestFailed and TimeoutError.
+    Raises RequestFailed if the engine refuses a call, and TimeoutError if it does not answer in time.
     """
     num_parts = -(-num_blocks // _PART_BLOCKS) or 1
     parts: list[bytes] = []
@@ -114,7 +116,7 @@ async def _cached_blocks(session: EngineSession, num_blocks: int, *medium: KvMed
 
 
 async def _kept_blocks(session: EngineSession, medium: KvMedium) -> bytes:
-    """Return the digests of all blocks in a medium of unknown size."""
+    """Return the digests of all blocks in a medium. Ask the engine for the number of blocks first."""
     num_blocks = await _ask(session, "num_cached_blocks", [medium])
     if not isinstance(num_blocks, int):
         raise Internal(f"the engine's answer to num_cached_blocks has type {type(num_blocks).__name__}; expected int")

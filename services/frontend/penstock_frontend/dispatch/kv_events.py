@@ -1,4 +1,4 @@
-"""KV cache events of the engines, for external gateways that route prompts by cached prefixes."""
+"""Feed of the engines' KV cache events, for external gateways that route prompts by cached prefix."""
 
 import asyncio
 import time
@@ -13,17 +13,23 @@ from penstock_common.errors import DataLoss
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 
 FIRST_SEQUENCE = 1 << 20
-"""First sequence number of changes. Batches that describe the initial state have lower numbers."""
+"""Number after which the sequence numbers of changes begin. Batches that describe the initial state of a cache have
+numbers up to this one.
+"""
 MAX_BEHIND = 10_000
-"""Maximum number of batches that may wait for a slow subscriber. A slower subscriber must subscribe again."""
+"""Maximum number of batches that may wait for a slow subscriber. If more batches wait, the subscription ends, and the
+subscriber must subscribe again.
+"""
 _BATCH_BLOCKS = 256
-"""Maximum number of blocks in a batch of the initial state, about 100 KiB."""
+"""Approximate maximum number of blocks in a batch that describes the initial state of a cache. Such a batch has about
+100 KiB.
+"""
 
 
 class KvEventBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of one engine's prefix cache.
 
-    ``timestamp`` is the time at which the frontend received them, in seconds since the Unix epoch.
+    ``timestamp`` is the time at which the frontend received the changes, in seconds since the Unix epoch.
     """
 
     rank: int
@@ -37,14 +43,15 @@ class KvEventFeed:
 
     Engines are identified by address.
 
-    The feed stores the reported state of the caches, so every subscriber starts with the current state. Each engine is
-    a rank with its own sequence numbers, without gaps. If two engines report the same rank, one engine gets another
-    rank. If an engine gets the rank of a lost engine, the sequence numbers of this rank continue.
+    The feed stores the blocks that each engine has reported, so every new subscriber first gets the current state of
+    all caches. For subscribers, each engine is a rank with its own sequence numbers, without gaps. If two engines
+    report the same rank, one of them gets an unused rank. If an engine gets the rank of a lost engine, it continues the
+    sequence numbers of this rank.
     """
 
     def __init__(self) -> None:
         self._engines: dict[str, _Cache] = {}
-        self._sequences: dict[int, int] = {}  # the last sequence number of each rank that was ever used
+        self._sequences: dict[int, int] = {}  # the last sequence number of each rank that an engine has ever used
         self._subscriptions: set[KvSubscription] = set()
 
     def publish(self, engine: str, rank: int, events: Sequence[KvCacheEvent]) -> None:
@@ -59,15 +66,17 @@ class KvEventFeed:
     def gone(self, engine: str) -> None:
         """Handle the loss of an engine.
 
-        The feed reports each block as removed. It does not report a cleared cache, because some subscribers then clear
-        the caches of all engines.
+        The feed reports each block of the engine as removed. It does not report that the cache was cleared, because
+        some subscribers would then clear the caches of all engines.
         """
         cache = self._engines.pop(engine, None)
         if cache is not None and cache.blocks:
             self._send(cache.rank, [BlockRemoved(block_hashes=list(cache.blocks))])
 
     def subscribe(self) -> "KvSubscription":
-        """Return a subscription with the current state and all later events. The caller must close it."""
+        """Return a subscription that yields the current state of all caches, then all later events. The caller must
+        close the subscription.
+        """
         subscription = KvSubscription(self._state(), on_close=self._subscriptions.discard)
         self._subscriptions.add(subscription)
         return subscription
@@ -83,7 +92,8 @@ class KvEventFeed:
             batches = list(_batches(cache.runs()))
             last = self._sequences[cache.rank]
             for index, runs in enumerate(batches):
-                sequence = last - len(batches) + 1 + index  # the last batch gets the number of the latest change
+                # the last batch gets the sequence number of the latest change
+                sequence = last - len(batches) + 1 + index
                 yield KvEventBatch(rank=cache.rank, sequence=sequence, timestamp=time.time(), events=runs)
 
     def _free_rank(self, wanted: int) -> int:
@@ -92,7 +102,7 @@ class KvEventFeed:
 
 
 class KvSubscription:
-    """Subscription of one subscriber: an endless asynchronous iterator over batches."""
+    """Subscription of one subscriber to KV cache events. It is an endless asynchronous iterator over batches."""
 
     def __init__(self, state: Iterable[KvEventBatch], on_close: "Callable[[KvSubscription], None]") -> None:
         self._batches = deque(state)
@@ -105,7 +115,9 @@ class KvSubscription:
         return self
 
     async def __anext__(self) -> KvEventBatch:
-        """Return the next batch. Raises DataLoss if the subscriber has fallen too far behind."""
+        """Return the next batch of events. Raises DataLoss if more than ``MAX_BEHIND`` batches have waited for the
+        subscriber.
+        """
         while not self._batches:
             if self._lost:
                 raise DataLoss(
@@ -116,7 +128,7 @@ class KvSubscription:
         return self._batches.popleft()
 
     def put(self, batch: KvEventBatch) -> None:
-        """Add a batch."""
+        """Add a batch to the subscription. If too many batches wait, end the subscription."""
         if len(self._batches) < self._limit:
             self._batches.append(batch)
         else:
@@ -126,7 +138,7 @@ class KvSubscription:
         self._event.set()
 
     def close(self) -> None:
-        """Stop receiving batches. Idempotent."""
+        """Stop receiving batches of events. Idempotent."""
         self._on_close(self)
 
 
@@ -138,14 +150,14 @@ class _Block(NamedTuple):
 
 
 class _Cache:
-    """The reusable blocks of one engine's cache."""
+    """Blocks in one engine's prefix cache, as reported by the engine's events."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.blocks: dict[bytes, _Block] = {}
 
     def apply(self, event: KvCacheEvent) -> None:
-        """Apply an event."""
+        """Apply an event to the recorded blocks."""
         match event:
             case BlockStored():
                 parent, size = event.parent_hash, event.block_size
@@ -161,7 +173,9 @@ class _Cache:
                 self.blocks.clear()
 
     def runs(self) -> Iterator[BlockStored]:
-        """Yield all blocks as runs of consecutive blocks. A parent block comes before its children."""
+        """Yield all blocks as runs, in which each block is the parent of the next. A parent block comes before its
+        children.
+        """
         run: list[bytes] = []
         for chain in self._chains():
             if run and (self.blocks[chain[0]].parent_hash != run[-1] or len(run) >= _BATCH_BLOCKS):
@@ -172,9 +186,9 @@ class _Cache:
             yield self._stored(run)
 
     def _chains(self) -> Iterator[list[bytes]]:
-        """Yield every block once, in chains.
+        """Yield every block once, in chains from parent to child.
 
-        A chain consists of a block and of its ancestors that were not yielded yet.
+        A chain consists of a block, and of those of its ancestors that were not in an earlier chain.
         """
         seen: set[bytes] = set()
         for block_hash in self.blocks:
@@ -199,7 +213,7 @@ class _Cache:
 
 
 def _batches(runs: Iterable[BlockStored]) -> Iterator[list[BlockStored]]:
-    """Group runs of blocks into batches, so that each batch fits into one message."""
+    """Yield batches of runs of blocks. Each batch is small enough for one message."""
     batch: list[BlockStored] = []
     count = 0
     for run in runs:

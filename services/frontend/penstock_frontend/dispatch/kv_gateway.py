@@ -1,4 +1,5 @@
-"""Parameters ``kv_transfer_params`` for external gateways that split a request between two servers.
+"""Request parameters ``kv_transfer_params``, with which external gateways split a request between two servers. The
+format is that of vLLM's NIXL connector.
 
 The format is that of vLLM's NIXL connector.
 """
@@ -16,21 +17,21 @@ from penstock_frontend.config import DisaggregationConfig
 from penstock_frontend.interfaces import EngineView
 
 CONNECTOR = "NixlConnector"
-"""Connector name that gateways receive if the engines have no custom connector."""
+"""Name of the connector that external gateways receive if the engines have no custom connector."""
 _ID_BYTES = 16
 _FLAGS = ("do_remote_decode", "do_remote_prefill")
 _OWN = "penstock"
-"""Key in ``kv_transfer_params`` for the values that only Penstock uses."""
+"""Key in ``kv_transfer_params`` under which the values are that only Penstock uses."""
 _NONE = KvParams()
 
 
 class KvGateway:
     """Reads ``kv_transfer_params`` of requests, and writes ``kv_transfer_params`` of responses.
 
-    If a request has ``do_remote_decode``, the engine keeps the KV blocks when the request ends. The client copies the
-    response's parameters into the second request. The engine of the second request then fetches the blocks. Blocks are
-    fetched only from engines in ``view`` and from allowed addresses. If the engines have a custom connector, the
-    connector gets the parameters unchanged.
+    If ``do_remote_decode`` is true in a request, the engine keeps the request's KV blocks when the request ends. The
+    client copies ``kv_transfer_params`` from the response into the second request. The engine of the second request
+    then fetches the blocks. Engines fetch blocks only from engines in ``view``, and from the addresses in
+    ``allowed_addresses``. If the engines have a custom connector, this connector gets ``kv_transfer_params`` unchanged.
     """
 
     def __init__(self, config: DisaggregationConfig, view: EngineView) -> None:
@@ -39,22 +40,23 @@ class KvGateway:
 
     @property
     def serves(self) -> bool:
-        """True if this frontend accepts ``kv_transfer_params``."""
+        """True if this frontend accepts ``kv_transfer_params`` in requests."""
         return self._config.gateway
 
     @property
     def connector(self) -> str:
-        """Name of the connector that defines the parameters."""
+        """Name of the connector that defines the format of ``kv_transfer_params``."""
         return self._config.connector or CONNECTOR
 
     def read(self, given: Any, *, n: int, field: str, of: str = "n") -> KvParams:
-        """Return the parsed parameters of a request. null and an empty object mean no parameters.
+        """Return the parsed ``kv_transfer_params`` of a request. JSON null and an empty object mean that the request
+        has no such parameters.
 
         Args:
-            given: the decoded JSON value.
-            n: number of sequences of the request.
-            field: name of the parameters in errors.
-            of: name of the field that ``n`` comes from, in errors.
+            given: the decoded JSON value of the parameters.
+            n: number of sequences that the request asks for.
+            field: name of the field with the parameters, for error messages.
+            of: name of the field that ``n`` comes from, for error messages.
 
         Raises:
             Unimplemented: this frontend does not accept the parameters.
@@ -73,7 +75,7 @@ class KvGateway:
             return KvParams(params=text.decode())
         flags = {name: _flag(given, name, field) for name in _FLAGS}
         if all(flags.values()):
-            raise InvalidArgument(f"{field} has both {' and '.join(_FLAGS)}; set one", field=field)
+            raise InvalidArgument(f"{field} sets both {' and '.join(_FLAGS)}; set only one of them", field=field)
         if flags["do_remote_decode"] and n > 1:
             raise InvalidArgument(
                 f"{field}.do_remote_decode is true and {of} is {n}; only one sequence can be handed over, "
@@ -84,7 +86,7 @@ class KvGateway:
         return KvParams(lease=flags["do_remote_decode"], source=source if self._may_ask(source) else None)
 
     def read_json(self, text: str, *, n: int, field: str) -> KvParams:
-        """Return the parsed parameters of a request from JSON text; see ``read``."""
+        """Return the parsed ``kv_transfer_params`` of a request from their JSON text, as described in ``read``."""
         if not text:
             return _NONE
         if not self.serves:
@@ -106,7 +108,9 @@ class KvGateway:
 
 
 def answer_of(finish: Finish) -> dict[str, Any] | None:
-    """Return the parameters for the response of a finished sequence, or None without parameters."""
+    """Return ``kv_transfer_params`` for the response of a finished sequence. Return None if the response has no such
+    parameters.
+    """
     if finish.kv_params:
         said: dict[str, Any] = msgspec.json.decode(finish.kv_params)
         return said
@@ -114,7 +118,7 @@ def answer_of(finish: Finish) -> dict[str, Any] | None:
 
 
 def params_of(source: KvSource) -> dict[str, Any]:
-    """Return the parameters that name the engine with the blocks, in NIXL's format."""
+    """Return ``kv_transfer_params`` that name the engine with the KV blocks, in the format of vLLM's NIXL connector."""
     host, port = split(source.address)
     return {
         "do_remote_prefill": True,
@@ -144,9 +148,9 @@ def _flag(given: dict[str, Any], name: str, field: str) -> bool:
 
 
 def _source(given: dict[str, Any], field: str) -> KvSource | None:
-    """Return the engine that keeps the blocks.
+    """Return the engine that keeps the KV blocks, as named in ``kv_transfer_params``.
 
-    Return None if the parameters come from another connector. The prompt is then recomputed.
+    Return None if the parameters come from another connector. The engine then recomputes the prompt.
     """
     own = given.get(_OWN)
     if own is None:

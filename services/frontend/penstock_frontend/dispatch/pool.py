@@ -1,4 +1,4 @@
-"""Connections to all engines, the selection of engines for this frontend, and data-parallel groups."""
+"""Connections to all engines, the selection of the engines that this frontend uses, and data-parallel groups."""
 
 import asyncio
 import hashlib
@@ -24,7 +24,11 @@ from penstock_frontend.rpc.media_transport import MediaCounts, MediaTransport
 
 
 class Subset:
-    """Selects at most ``max_engines`` engines of a view.
+    """Selects at most ``max_engines`` engines from a coordinator's view.
+
+    Engines that accept requests come first. Among these, the engines with the highest hash of frontend and engine come
+    first, so about the same number of frontends use each engine. If an engine joins or leaves, only some frontends
+    change their selection, each by one engine (rendezvous hashing, Thaler and Ravishankar 1998).
 
     Serving engines come first, then engines with the highest hash of frontend and engine.
 
@@ -38,7 +42,7 @@ class Subset:
         self._weights: dict[str, bytes] = {}
 
     def of(self, engines: Sequence[EngineStatus]) -> Sequence[EngineStatus]:
-        """Return the selected engines. If there are at most ``max_engines``, return all engines."""
+        """Return the selected engines. If there are at most ``max_engines`` engines, return all of them."""
         if len(engines) <= self._max_engines:
             return engines
         known = self._weights
@@ -52,7 +56,8 @@ class Subset:
         return hashlib.blake2b(engine_id.encode(), key=self._key, digest_size=8).digest()
 
 
-# The class below tracks which ranks of data-parallel groups accept requests, and which ranks must start a wave.
+# The class below tracks which ranks of data-parallel groups accept requests, and to which ranks the frontend must send
+# the start of a wave.
 
 Send = Callable[[FirstRequest | StartDpWave], None]
 
@@ -60,19 +65,23 @@ Send = Callable[[FirstRequest | StartDpWave], None]
 class EngineGroups:
     """Tracks the data-parallel group of each pool as the coordinator reports it, and sends wave messages.
 
-    Ranks are identified by name.
+    A rank is identified by its name, which contains engine id and incarnation.
     """
 
     def __init__(self, send: Send) -> None:
-        """``send`` sends a ``FirstRequest`` message to the coordinator, or the start of a wave to a rank."""
+        """Create the tracker. ``send`` sends a ``FirstRequest`` message to the coordinator, or a message that starts a
+        wave to a rank.
+        """
         self._send = send
         self._waves: dict[tuple[str, str], Waves] = {}
         self._routed: dict[tuple[str, str], frozenset[str]] = {}
         self._pool_of: dict[str, tuple[str, str]] = {}
-        """Pool (model and name) of each rank that is a member of a group."""
+        """Model and name of the pool of each rank that is a member of a data-parallel group."""
 
     def follow_view(self, view: ClusterView) -> None:
-        """Apply the coordinator's view of the groups. Older epochs and waves are ignored."""
+        """Apply the coordinator's view of the data-parallel groups. Groups with an older epoch or wave than the known
+        one are ignored.
+        """
         for told in view.groups:
             self._follow(told)
 
@@ -87,14 +96,15 @@ class EngineGroups:
         self._pool_of.update((rank, key) for rank in group.members)
 
     def disconnected(self) -> None:
-        """Treat all groups as idle while there is no coordinator."""
+        """Treat all data-parallel groups as idle while the frontend has no coordinator."""
         self._waves = {key: waves.disconnected()[0] for key, waves in self._waves.items()}
 
     def accepts(self, rank: str) -> bool:
-        """Return True if requests may be sent to a rank.
+        """Return True if the frontend may send requests to a rank.
 
-        The rank must be a member of its group, and must not be leaving the group. The group must not be suspended for
-        lack of ranks. Before the coordinator's first report on groups, every rank accepts requests.
+        The rank must be a member of its group, and must not be leaving the group. The group must not be suspended
+        because too few ranks are alive. Before the coordinator's first report about groups, every rank counts as
+        accepting requests.
         """
         if not self._waves:
             return True
@@ -102,18 +112,18 @@ class EngineGroups:
         return key is not None and rank in self._routed[key]
 
     def leaves_out(self, rank: str, model: str, pool: str) -> bool:
-        """Return True if the pool has a group, and this engine is not a member of it."""
+        """Return True if the pool has a data-parallel group of which this engine is not a member."""
         waves = self._waves.get((model, pool))
         members = () if waves is None else waves.view.group.members
         return bool(members) and rank not in members
 
     def stamped(self, rank: str, request: EngineCoreRequest) -> EngineCoreRequest:
-        """Return the request with the epoch and wave of the rank's group."""
+        """Return a copy of the request that carries the epoch and the wave of the rank's group."""
         view = self._believed(rank).view
         return msgspec.structs.replace(request, group_epoch=view.group.epoch, current_wave=view.wave)
 
     def sent(self, rank: str) -> None:
-        """Handle a request that was sent to a rank.
+        """Handle a request that was sent to a rank of a data-parallel group.
 
         If the rank's group counts as idle, notify the other ranks and the coordinator.
         """
@@ -121,7 +131,7 @@ class EngineGroups:
             self._tell(self._believed(rank).sent(rank)[1])
 
     def start_wave(self, message: StartWave) -> None:
-        """Handle the message of a rank that waits for the other ranks of its group."""
+        """Handle the message of a rank that waits until the other ranks of its data-parallel group start a wave."""
         key = self._pool_of.get(message.engine)
         if key is not None:
             self._waves[key], told = self._waves[key].start_wave(message)
@@ -137,24 +147,24 @@ class EngineGroups:
 
 
 def error_of_engine(engine: str, error: RequestFailed) -> RequestFailed:
-    """Return the same error with the engine's name in its message."""
+    """Return a copy of the error whose message names the engine."""
     failed = request_failed(error.code, f"engine {engine}: {error.message}", field=error.field, reason=error.reason)
     failed.retry_after = error.retry_after
     return failed
 
 
 LORA = "lora"
-"""Capability of engines that apply LoRA adapters."""
+"""Capability that engines report if they can apply LoRA adapters."""
 KV_TRANSFER = "kv_transfer"
-"""Capability of engines that hand requests over to other engines."""
+"""Capability that engines report if they can hand requests over to other engines."""
 
 
 class EnginePool:
     """Keeps one connection per engine address, and passes the connections' events to the listener.
 
-    If an engine leaves the list of engines, its connection stays open until the session breaks. A change of the
-    coordinator's view therefore breaks no stream. A live engine outside this frontend's subset gets no new requests.
-    The pool closes the connection of such an engine once the engine has no requests of this frontend.
+    If an engine is no longer in the list of engines, its connection stays open until the session breaks. Changes of the
+    coordinator's view therefore break no stream. A live engine that this frontend's ``Subset`` does not select gets no
+    new requests. The pool closes the connection of such an engine once the engine has no requests of this frontend.
     """
 
     def __init__(
@@ -167,15 +177,15 @@ class EnginePool:
     ) -> None:
         """Args:
             config: the frontend's settings.
-            incarnation: incarnation of this frontend.
-            certificates: records when the certificates of these connections expire.
+            incarnation: id of this run of the frontend process.
+            certificates: records when the TLS certificates of these connections expire.
             on_first_request: called when a request was sent to a data-parallel group that counts as idle.
 
         Raises:
             ConfigError: the TLS settings are not valid.
         """
         self.view = ClusterView()
-        """The coordinator's latest view; empty without a coordinator."""
+        """The coordinator's latest view. An empty view if there is no coordinator."""
         self._config = config
         self._credentials = ClientCredentials(config.engine_tls, field="engine_tls", certificates=certificates)
         self._incarnation = incarnation
@@ -183,21 +193,23 @@ class EnginePool:
         self._listener: ConnectionListener | None = None
         self._connections: dict[str, EngineConnection] = {}
         self._candidates: Sequence[Candidate] | None = None
-        """Cached list of candidates, or None if it must be rebuilt."""
+        """Cached result of ``candidates``. None if the list must be rebuilt."""
         self._subset = Subset(config.name, config.coordinator.max_engines)
         self._wanted: frozenset[str] = frozenset()
         self._spare: frozenset[str] = frozenset()
-        """Addresses of live engines that are not in the subset."""
+        """Addresses of live engines that this frontend's ``Subset`` does not select."""
         self._closing: set[asyncio.Task[None]] = set()
         self._groups = EngineGroups(self._tell_group)
         self._on_first_request = on_first_request
 
     def listen(self, listener: ConnectionListener) -> None:
-        """Set the listener of connection events. Must be called before the first connection."""
+        """Set the listener of connection events. The caller must call this method before the first connection is
+        opened.
+        """
         self._listener = listener
 
     def __iter__(self) -> Iterator[EngineConnection]:
-        """Iterate over all connections in a stable order, including connections without a session."""
+        """Iterate over the connections to all engines in a stable order. Connections without a session are included."""
         return iter([connection for _, connection in sorted(self._connections.items())])
 
     def candidates(self) -> Sequence[Candidate]:
@@ -229,15 +241,15 @@ class EnginePool:
         ]
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
-        """Start a request on an engine with a session. Raises Internal if there is no session.
+        """Start a request on an engine that has a session. Raises Internal if the engine has no session.
 
-        ``first`` is True if the engine had no requests of this frontend before.
+        ``first`` is True if no other request of this frontend is on the engine.
         """
         connection = self._connections.get(engine)
         if connection is None or connection.session is None:
             raise Internal(f"the router picked {engine}, which has no session")
         if first:
-            connection.heard()  # the engine had no work until now, so do not count its silence
+            connection.heard()  # until now, the engine had no work, so its silence before this request does not count
         rank = connection.group_rank
         if rank is None:
             connection.session.add(request)
@@ -254,7 +266,8 @@ class EnginePool:
                 connection.session.start_dp_wave(message)
 
     def coordinator_lost(self) -> None:
-        """Handle the loss of the coordinator.
+        """Handle the loss of the coordinator. Until the frontend has a coordinator again, this pool itself announces
+        waves to data-parallel groups.
 
         Until a coordinator returns, this pool announces waves to groups itself.
         """
@@ -272,11 +285,13 @@ class EnginePool:
 
     @property
     def media_counts(self) -> MediaCounts:
-        """Counters of media sent to engines."""
+        """Counters of the media items sent to engines."""
         return self._media.counts
 
     def holding(self, features: Sequence[MultiModalFeature]) -> dict[str, list[MultiModalFeature]]:
-        """Return, by engine, which of the features the engine has cached. Leave out engines without cached features."""
+        """Return, by engine, those of the media items ``features`` that the engine has cached. Leave out engines that
+        have cached none of them.
+        """
         held: dict[str, list[MultiModalFeature]] = {}
         for connection in self.connected():
             kept = None if connection.session is None else connection.session.media
@@ -285,11 +300,11 @@ class EnginePool:
         return held
 
     def connected(self) -> Sequence[EngineConnection]:
-        """Return the engines with a session."""
+        """Return the engines that currently have a session."""
         return [connection for connection in self if connection.session is not None]
 
     def computing(self) -> Sequence[EngineConnection]:
-        """Return the connected engines, except engines that wait to become members of a data-parallel group."""
+        """Return the engines with a session, except engines that wait to become members of a data-parallel group."""
         return [connection for connection in self.connected() if not self._has_no_place(connection)]
 
     def _has_no_place(self, connection: EngineConnection) -> bool:
@@ -297,10 +312,10 @@ class EnginePool:
         return rank is not None and status is not None and self._groups.leaves_out(rank, status.model, status.pool)
 
     def follow(self, addresses: Iterable[str]) -> None:
-        """Connect to these addresses. Close connections to other addresses once they have no session.
+        """Connect to these addresses. Close the connections to all other addresses when their session has ended.
 
-        An engine's rank is its position in the list, from 0. The rank that an engine reports cannot be used, because
-        engines outside a data-parallel group all report the same rank.
+        An engine's rank is its position in the list, from 0. The frontend cannot use the rank that an engine reports,
+        because engines outside a data-parallel group all report the same rank.
         """
         places = {address: place for place, address in enumerate(dict.fromkeys(addresses))}
         self._connect(places)
@@ -327,8 +342,8 @@ class EnginePool:
     def follow_view(self, view: ClusterView) -> None:
         """Connect to the live engines of a view, and store the status of each.
 
-        An engine that is missing in the view has lost its lease, so the frontend probes it. The engine keeps its rank
-        until another engine gets the same index.
+        A connected engine that is missing in the view has lost its lease, so the frontend probes this engine. The
+        engine keeps its rank until the view gives the same index to another engine.
         """
         self.view = view
         self._groups.follow_view(view)
@@ -358,21 +373,21 @@ class EnginePool:
         self._told.on_outputs(connection, outputs)
 
     def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
-        """Handle a draining engine: send it no further requests."""
+        """Handle a draining engine: stop sending requests to the engine."""
         self._candidates = None
         self._told.on_draining(connection, time_left)
 
     def on_down(self, connection: EngineConnection, end: SessionEnd) -> None:
-        """Pass the end of a session to the listener."""
+        """Pass the end of a session on to the listener."""
         self._candidates = None
         self._told.on_down(connection, end)
 
     def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
-        """Tell the listener whether an engine is still alive after a loss in doubt."""
+        """Tell the listener whether an engine is still alive after its connection was lost."""
         self._told.on_fate(connection, lives=lives)
 
     def on_start_wave(self, message: StartWave) -> None:
-        """Handle the message of a rank that waits for the other ranks of its group."""
+        """Handle the message of a rank that waits until the other ranks of its data-parallel group start a wave."""
         self._groups.start_wave(message)
 
     def has_work(self, connection: EngineConnection) -> bool:
@@ -388,7 +403,7 @@ class EnginePool:
         return connection.address in self._spare and not self.has_work(connection)
 
     async def close(self) -> None:
-        """End all sessions."""
+        """End the sessions with all engines."""
         self._wanted = frozenset()
         await asyncio.gather(*(connection.close() for connection in self), *self._closing)
         self._media.close()
@@ -405,6 +420,8 @@ class EnginePool:
 
 
 def _fingerprint(ready: EngineReady | None) -> bytes:
-    """Return the fingerprint of the KV blocks that an engine hands over, or empty if it hands no blocks over."""
+    """Return the fingerprint of the KV blocks that an engine can hand over. Return an empty value if the engine cannot
+    hand blocks over.
+    """
     gives = ready is not None and KV_TRANSFER in ready.capabilities and ready.kv_address
     return ready.kv_fingerprint if ready is not None and gives else b""

@@ -1,4 +1,4 @@
-"""Index of the engines' prefix caches, with the KV blocks of each engine and their media."""
+"""Index of the engines' prefix caches: which KV blocks each engine has, and in which media."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -15,20 +15,20 @@ from penstock_common.types.request import EngineCoreRequest, RequestContext
 
 
 class BlockPlaces:
-    """Tracks the blocks that one engine has in host memory or on disk, outside its KV cache. Does no I/O.
+    """Tracks the blocks that one engine has in media outside its KV cache, such as host memory and disk. Does no I/O.
 
-    Blocks that are only in the KV cache are not stored here. For an engine without host memory and disk tiers, this
+    Blocks that are only in the KV cache are not stored here. If an engine has no tiers in host memory or on disk, its
     object therefore stays empty.
     """
 
     def __init__(self) -> None:
         self._media: dict[bytes, int] = {}
-        """Media of each block as a bit mask, with one bit per medium."""
+        """Media in which each block is, as a bit mask with one bit per medium."""
 
     def stored(self, medium: KvMedium, block_hashes: Iterable[bytes], has: Callable[[bytes], bool]) -> None:
         """Record that the engine stored blocks in a medium.
 
-        ``has`` returns True if the engine was already known to have a block in any medium.
+        ``has`` returns True if the engine was already known to have a given block in any medium.
         """
         if medium is KvMedium.DEVICE:
             for block_hash in block_hashes if self._media else ():
@@ -42,7 +42,7 @@ class BlockPlaces:
             self._media[block_hash] = before | 1 << medium
 
     def removed(self, medium: KvMedium, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """Record that blocks were removed from a medium. Return the blocks that are now in no medium."""
+        """Record that blocks were removed from a medium. Return those blocks that are now in no medium of the engine."""
         nowhere = []
         for block_hash in block_hashes:
             before = self._media.get(block_hash)
@@ -60,7 +60,7 @@ class BlockPlaces:
         return nowhere
 
     def clear(self) -> None:
-        """Remove all blocks."""
+        """Remove all blocks of the engine."""
         self._media.clear()
 
 
@@ -68,8 +68,10 @@ _DEVICE = 1 << KvMedium.DEVICE
 
 
 _STRIDE = 32
-"""Number of blocks per lookup step. A lookup first checks the last block of a step. If all engines with the previous
-block also have the last block, the lookup skips the blocks between them.
+"""Number of blocks that a lookup covers in one step.
+
+A lookup first checks the last block of a step. If all engines that have the block before the step also have the last
+block of the step, the lookup skips the blocks between.
 """
 
 _DIGITS = bytes.maketrans(b"01", b"\0\1")
@@ -79,9 +81,9 @@ class PrefixIndex:
     """Maps each block hash to the engines that have the block. Does no I/O.
 
     Each engine is one bit of an integer, so one lookup returns all engines with a block. The index stores at most
-    ``max_entries`` pairs of block and engine. It drops further blocks, and blocks with an unknown parent. Dropping
-    blocks is safe. Engines evict the last blocks of a prompt first, so an engine with a block also has all blocks
-    before this block.
+    ``max_entries`` pairs of block and engine. When it is full, it drops new blocks. It also drops blocks whose parent
+    it does not know. A dropped block only makes the known prefix shorter. Engines evict the last blocks of a prompt
+    first, so an engine that has a block also has all blocks before it.
     """
 
     def __init__(self, max_entries: int) -> None:
@@ -91,29 +93,29 @@ class PrefixIndex:
         self._blocks: dict[str, set[bytes]] = {}
         self._bits: dict[str, int] = {}
         self._engines: list[str] = []
-        """Engine name by bit position; empty for a free position."""
+        """Name of the engine at each bit position. Empty if no engine uses the position."""
 
     def __len__(self) -> int:
-        """Return the number of pairs of block and engine."""
+        """Return the number of stored pairs of block and engine."""
         return self._num_entries
 
     @property
     def full(self) -> bool:
-        """True if the index would drop further blocks."""
+        """True if the index has ``max_entries`` pairs, so that it would drop new blocks."""
         return self._num_entries >= self._max_entries
 
     def num_on(self, engine: str) -> int:
-        """Return the number of known blocks of an engine."""
+        """Return the number of blocks that an engine is known to have."""
         return len(self._blocks.get(engine, ()))
 
     def has(self, engine: str, block_hash: bytes) -> bool:
-        """Return True if an engine is known to have a block."""
+        """Return True if the index knows that an engine has a block."""
         return block_hash in self._blocks.get(engine, ())
 
     def store(self, engine: str, block_hashes: Iterable[bytes], parent: bytes = b"") -> int:
-        """Add consecutive blocks of an engine, of which the first follows ``parent``.
+        """Add consecutive blocks of an engine. The first of them follows the block ``parent``.
 
-        Return the number of dropped blocks.
+        Return how many of the blocks the index dropped.
 
         An empty ``parent`` means that the blocks are at the beginning of a prompt, or that their position is unknown.
         """
@@ -133,7 +135,7 @@ class PrefixIndex:
         return left_out
 
     def remove(self, engine: str, block_hashes: Iterable[bytes]) -> None:
-        """Remove blocks of an engine. Ignore unknown blocks."""
+        """Remove blocks of an engine. Ignore blocks that the index does not know."""
         blocks = self._blocks.get(engine)
         if blocks is None:
             return
@@ -143,7 +145,7 @@ class PrefixIndex:
                 self._release(block_hash, self._bits[engine])
 
     def clear(self, engine: str) -> None:
-        """Remove all blocks of an engine, and free the engine's bit."""
+        """Remove all blocks of an engine, and free the engine's bit position."""
         blocks = self._blocks.pop(engine, None)
         if blocks is None:
             return
@@ -153,9 +155,9 @@ class PrefixIndex:
             self._release(block_hash, bit)
 
     def runs(self, block_hashes: Iterable[bytes], block_size: int = 1) -> dict[str, int]:
-        """Return, by engine, how many leading tokens of a prompt are in cached blocks.
+        """Return, by engine, how many of a prompt's first tokens are in blocks that the engine has cached.
 
-        Leave out engines without the first block.
+        Leave out engines that do not have the first block.
 
         The lookup reads at most ``_STRIDE`` further items of ``block_hashes`` after the last cached block.
         """
@@ -179,9 +181,10 @@ class PrefixIndex:
         return runs
 
     def _first_lost(self, engines: int, stride: Sequence[bytes], first: int) -> int:
-        """Return the position of the first block, from ``first``, that at least one of these engines does not have.
+        """Return the position in ``stride`` of the first block that at least one of these engines does not have. The
+        search starts at ``first``.
 
-        At least one of the engines must not have the last block.
+        At least one of the engines must lack the last block of ``stride``.
         """
         last = len(stride) - 1
         while first < last:
@@ -193,7 +196,7 @@ class PrefixIndex:
         return first
 
     def _end(self, runs: dict[str, int], engines: int, length: int) -> None:
-        """Set the length of the cached prefix for these engines."""
+        """Record ``length`` as the number of cached prefix tokens of these engines."""
         if engines & (engines - 1):
             digits = f"{engines:b}"[::-1].encode().translate(_DIGITS)
             runs.update(dict.fromkeys(compress(self._engines, digits), length))
@@ -219,13 +222,13 @@ class PrefixIndex:
 
 
 MAX_BLOCKS_LOOKED_UP = 4096
-"""Maximum number of blocks to look up per prompt. Hashing them occupies the event loop for about 4 ms.
-Further cached blocks are ignored.
+"""Maximum number of blocks to look up per prompt. Computing their hashes occupies the event loop for about 4 ms. Cached
+blocks after this number are ignored.
 """
 
 
 class _Sequence(msgspec.Struct):
-    """Input of block hashing; implements ``penstock_common.block_hash.Hashed``."""
+    """Sequence whose block hashes are computed. Implements ``penstock_common.block_hash.Hashed``."""
 
     context: RequestContext
     all_token_ids: list[int]
@@ -236,12 +239,13 @@ class _Sequence(msgspec.Struct):
 
 
 class _Cache(msgspec.Struct):
-    """Cache state of one engine.
+    """Cache state of one engine, except the blocks in the index.
 
     Attributes:
-        states: Hashes of the blocks after which the engine has the state of recurrent layers. None for a model without
-            such layers.
-        recorded: Events since the full state was requested, or None if no request is pending.
+        states: Hashes of the blocks at whose end the engine has stored the state of the recurrent layers. None if the
+            model has no recurrent layers. None for a model without such layers.
+        recorded: Events that arrived since the frontend requested the list of cached blocks. None if no request is
+            pending.
     """
 
     block_size: int
@@ -251,23 +255,27 @@ class _Cache(msgspec.Struct):
 
 
 class PrefixCaches:
-    """Tracks the prefix caches of engines, and looks up prompts in all caches together. Does no I/O.
+    """Tracks the prefix caches of all engines, and looks up the cached prefix of a prompt on all engines at once. Does
+    no I/O.
 
-    A block in host memory or on disk counts like a block in the KV cache. Loading a block takes only a few percent of
-    the time that the engine needs to compute the block.
+    A block in host memory or on disk counts like a block in the KV cache. The reason is that loading a block takes only a few
+    percent of the time that the engine needs to compute the block.
 
-    During a session, events report changes. The caller requests the earlier state from the engine: it calls ``begin``
-    with the request, and ``settle`` with the answer. This class records the events that arrive between ``begin`` and
-    ``settle``, and applies them again after the answer. The last event of a block is decisive. Each part of the answer
-    may therefore show the state at any time between ``begin`` and ``settle``.
+    During a session, the engine's events report changes of its cache. The caller also requests from the engine which
+    blocks it had cached before. The caller calls ``begin`` when it sends this request, and ``settle`` with the engine's
+    answer. This class records the events that arrive between ``begin`` and ``settle``, and applies them again after the
+    answer. The last event of a block decides whether the block is cached. Each part of the answer may therefore
+    describe the cache at any time between ``begin`` and ``settle``.
     """
 
     def __init__(self, max_blocks: int) -> None:
-        """``max_blocks`` limits the number of tracked blocks. A block counts once for each engine that has it."""
+        """Create the index. ``max_blocks`` is the maximum number of tracked blocks. A block counts once for each engine
+        that has it.
+        """
         self._index = PrefixIndex(max_blocks)
         self._caches: dict[str, _Cache] = {}
         self._hashers: dict[int, BlockHasher] = {}
-        """Block hasher by block size, for the sizes of all engines."""
+        """Block hashers for the block sizes of all engines, by block size."""
 
     @property
     def num_blocks(self) -> int:
@@ -276,24 +284,28 @@ class PrefixCaches:
 
     @property
     def full(self) -> bool:
-        """True if the maximum number of blocks is tracked."""
+        """True if the number of tracked blocks has reached its maximum."""
         return self._index.full
 
     def num_on(self, engine: str) -> int:
-        """Return the number of known blocks of an engine."""
+        """Return the number of blocks that an engine is known to have."""
         return self._index.num_on(engine)
 
     def begin(self, engine: str, block_size: int, *, has_states: bool = False) -> None:
-        """Start to track an engine whose cache was requested. ``settle`` must follow.
+        """Start to track an engine from which the list of cached blocks was requested. The caller must call ``settle``
+        with the answer.
 
-        ``has_states`` tells whether the engine's model has recurrent layers, whose states it reports.
+        ``has_states`` is True if the engine's model has recurrent layers, so that the engine reports their states.
         """
         self._index.clear(engine)
         self._caches[engine] = _Cache(block_size, states=set() if has_states else None, recorded=[])
         self._look_for_block_sizes()
 
     def settle(self, engine: str, answers: Mapping[KvMedium, bytes] | None) -> None:
-        """Apply an engine's answer: the concatenated digests of its blocks, by medium.
+        """Apply an engine's answer to the request for its cached blocks.
+
+        ``answers`` has, by medium, the digests of the blocks in one byte string. If ``answers`` is None, the index
+        knows only the blocks in events since ``begin``. Raises Internal if an answer does not consist of whole digests.
 
         If ``answers`` is None, only blocks in events since ``begin`` are known.
 
@@ -313,7 +325,7 @@ class PrefixCaches:
             self._apply(engine, cache, event)
 
     def apply(self, engine: str, events: Sequence[KvCacheEvent]) -> None:
-        """Apply events of an engine's prefix cache. Ignore engines that are not tracked."""
+        """Apply the events of an engine's prefix cache. Ignore the events if the engine is not tracked."""
         cache = self._caches.get(engine)
         if cache is None:
             return
@@ -329,7 +341,8 @@ class PrefixCaches:
         self._look_for_block_sizes()
 
     def cached_tokens(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> dict[str, int]:
-        """Return, by engine, how many leading tokens of the request and its previous output are cached.
+        """Return, by engine, how many of the first tokens of the request and its previous output are cached on the
+        engine.
 
         Engines without cached tokens are left out. The last token never counts as cached, because engines always
         compute it. The result is empty if the request skips the prefix cache.
@@ -348,7 +361,7 @@ class PrefixCaches:
         for size, hasher in self._hashers.items():
             sequence.block_hashes = []
             found = self._index.runs(_hashes(hasher, sequence), size)
-            if num_tokens % size == 0:  # an engine may have cached all tokens, but must compute the last token
+            if num_tokens % size == 0:  # an engine may have cached all tokens, but it must compute the last token again
                 found = {engine: min(count, num_tokens - 1) for engine, count in found.items()}
             for engine in found:
                 if (states := self._caches[engine].states) is not None:
@@ -392,7 +405,9 @@ class PrefixCaches:
 
 
 def _last_state(states: Set[bytes], block_hashes: Sequence[bytes]) -> int:
-    """Return the number of leading blocks up to the last one whose state is known."""
+    """Return the number of blocks up to and including the last block whose state is in ``states``. Return 0 if there is
+    none.
+    """
     for count in range(len(block_hashes), 0, -1):
         if block_hashes[count - 1] in states:
             return count
@@ -400,9 +415,9 @@ def _last_state(states: Set[bytes], block_hashes: Sequence[bytes]) -> int:
 
 
 def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModalFeature]]) -> dict[str, int]:
-    """Return, by engine, the number of cached tokens, including the tokens of cached media.
+    """Return, by engine, the number of cached tokens, to which the tokens of cached media items are added.
 
-    ``held`` has the media items of the request that each engine has cached.
+    ``held`` has, by engine, those media items of the request that the engine has cached.
     """
     counts = dict(cached)
     for engine, features in held.items():
@@ -414,7 +429,9 @@ def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModal
 
 
 def _digests(answer: bytes) -> list[bytes]:
-    """Split an engine's answer into block digests. Raises Internal if the length does not fit."""
+    """Split an engine's list of cached blocks into digests. Raises Internal if its length is not a multiple of the
+    digest size.
+    """
     if len(answer) % DIGEST_SIZE:
         raise Internal(
             f"the engine's list of cached blocks has {len(answer)} bytes; expected a multiple of {DIGEST_SIZE} bytes"
@@ -423,7 +440,7 @@ def _digests(answer: bytes) -> list[bytes]:
 
 
 def _hashes(hasher: BlockHasher, sequence: _Sequence) -> Iterator[bytes]:
-    """Yield the hash of each full block of the sequence. Compute each hash only when it is requested."""
+    """Yield the hash of each full block of the sequence. Each hash is computed only when the caller asks for it."""
     for index in range(min(len(sequence.all_token_ids) // hasher.block_size, MAX_BLOCKS_LOOKED_UP)):
         hasher.extend(sequence, (index + 1) * hasher.block_size)
         yield sequence.block_hashes[index]

@@ -7,13 +7,13 @@ from penstock_frontend.config import RetriesConfig
 from penstock_frontend.dispatch.journal import JournalEntry
 
 _MAX_CERTAIN = 2
-"""Maximum number of engine failures of which the request is the only possible cause."""
+"""Number of failed engines at which a request is quarantined, if it was the only possible cause of each failure."""
 
 
 class Blame(enum.Enum):
-    """Degree to which a request may be responsible for the loss of its engine.
+    """Degree to which a request may have caused its engine to fail.
 
-    - NONE: the request is not responsible; the engine is full or drains.
+    - NONE: the request is not responsible, because the engine is full or drains.
     - SHARED: the engine failed while it also had requests of other calls.
     - ALONE: the engine failed and had only requests of this call.
     - STEP: the engine is alive and reports that every step with this request fails.
@@ -28,16 +28,17 @@ class Blame(enum.Enum):
 class Retries:
     """Decides whether a request may be retried on another engine. ``Dispatch`` uses this class.
 
-    An engine may have crashed because of any request for which it had not produced output yet. The loss counts for each
-    of these requests. New output resets the number of losses of a request. A request with one loss less than the limit
-    is a suspect. Only one suspect is sent to an engine at a time. The next suspect is sent when the current suspect has
-    produced output. These trials find the request that crashes engines, and the other requests survive. A request that
-    was the only request on a crashed engine is retried once more. A request whose steps failed on an engine is also
-    retried once more.
+    Any request for which a crashed engine had not produced output yet may have caused the crash. The loss of the engine
+    therefore counts against each of these requests. When a request produces new output, its number of losses is reset
+    to 0. A request whose number of losses is one below the limit ``retries.max_strikes`` is a suspect. Only one suspect
+    runs at a time. The next suspect is sent when the current suspect has produced output or ended. In this way, the
+    request that crashes engines is found, and the other requests survive. A request that was the only request on a
+    crashed engine is retried once more. A request whose steps failed on an engine is also retried once more.
 
-    An engine whose connection broke may still be alive. The loss is in doubt until the engine's state is known. A loss
-    in doubt makes a request a suspect. If a request reaches the limit only with losses in doubt, it waits until the
-    state of the lost engines is known. If an engine is alive, its loss is subtracted again.
+    An engine whose connection broke may still be alive. Until the frontend knows whether the engine died, its loss is
+    in doubt. A loss in doubt also counts when the frontend decides whether a request is a suspect. If a request reaches
+    the limit only because of losses in doubt, it waits until the frontend knows whether these engines died. If an
+    engine is alive, its loss is subtracted again.
     """
 
     def __init__(self, config: RetriesConfig) -> None:
@@ -45,15 +46,15 @@ class Retries:
         self._on_trial: JournalEntry | None = None
 
     def verdict(self, entry: JournalEntry, why: str, blame: Blame, *, in_doubt: bool = False) -> RequestFailed | None:
-        """Record that an entry leaves its engine.
+        """Record that a sequence leaves its engine.
 
         Return the error that ends the request, or None if the request may be retried.
 
         Args:
             entry: the sequence that leaves its engine.
-            why: reason why the sequence leaves, for messages.
-            blame: how far the request may be responsible for the loss of the engine.
-            in_doubt: True if it is not known yet whether the engine died.
+            why: reason why the sequence leaves its engine, for messages.
+            blame: degree to which the request may have caused the loss of the engine.
+            in_doubt: True if the frontend does not know yet whether the engine died.
         """
         entry.last_loss = why
         if blame is Blame.STEP:
@@ -69,15 +70,17 @@ class Retries:
             return quarantined
         if entry.num_moves >= self._config.max_moves:
             return Unavailable(
-                f"the request has lost {entry.num_moves + 1} engines; retries.max_moves is "
-                f"{self._config.max_moves}. Last loss: {why}",
+                f"the request failed on {entry.num_moves + 1} engines; the limit of moves to other engines, "
+                f"retries.max_moves, is {self._config.max_moves}. Last loss: {why}",
                 reason="RETRIES_EXHAUSTED",
                 retry_after=1.0,
             )
         return None
 
     def _quarantined(self, entry: JournalEntry) -> Internal | None:
-        """Return the error that ends the entry if its confirmed losses reach a limit, else None."""
+        """Return the error that ends the sequence if its losses without the losses in doubt reach a limit. Otherwise
+        return None.
+        """
         losses, alone = entry.losses - len(entry.doubts), entry.losses_alone - sum(entry.doubts.values())
         guilt = self._guilt(entry, losses, alone)
         if guilt is None:
@@ -97,48 +100,50 @@ class Retries:
         return None
 
     def is_in_doubt(self, entry: JournalEntry) -> bool:
-        """Return True if an entry reaches a limit with its losses in doubt, but not without them."""
+        """Return True if a sequence reaches a loss limit only because its losses in doubt are counted too."""
         return bool(entry.doubts) and self._guilt(entry, entry.losses, entry.losses_alone) is not None
 
     def acquit(self, entry: JournalEntry, engine: str) -> None:
-        """Subtract a loss in doubt from an entry, because the engine is alive."""
+        """Subtract the loss of ``engine`` from the losses of a sequence, because the engine is alive."""
         alone = entry.doubts.pop(engine, None)
         if alone is not None:
             entry.losses -= 1
             entry.losses_alone -= alone
 
     def accuse(self, entry: JournalEntry, engine: str) -> RequestFailed | None:
-        """Confirm a loss in doubt of an entry, because the engine has died.
+        """Confirm that a lost engine of a sequence has died, so that the loss is no longer in doubt.
 
-        If the entry has now reached a limit, return the error that ends the entry.
+        If the sequence has now reached a loss limit, return the error that ends the sequence.
         """
         return None if entry.doubts.pop(engine, None) is None else self._quarantined(entry)
 
     def presume(self, entry: JournalEntry) -> RequestFailed | None:
-        """Confirm all losses in doubt of an entry after a timeout. Return the same values as ``accuse``."""
+        """Confirm all losses in doubt of a sequence, because it has waited too long. Return the same values as
+        ``accuse``.
+        """
         entry.doubts.clear()
         return self._quarantined(entry)
 
     def handed_over(self, entry: JournalEntry) -> None:
-        """Reset the losses of a handed-over entry, if the engine had produced output for the entry."""
+        """Reset the losses of a handed-over sequence, if the engine that handed it over had produced output for it."""
         if entry.progressed:
             _clear(entry)
 
     def may_leave(self, entry: JournalEntry) -> bool:
-        """Return True if an entry may leave a healthy engine.
+        """Return True if a sequence may leave a healthy engine.
 
-        Leaving counts as one of the entry's ``max_moves`` moves.
+        Leaving an engine counts as one of the ``retries.max_moves`` moves that a sequence may make.
         """
         return entry.num_moves < self._config.max_moves
 
     def is_suspect(self, entry: JournalEntry) -> bool:
-        """Return True if an entry is a suspect, which must be sent while no other suspect is on trial."""
+        """Return True if a sequence is a suspect. A suspect must be sent only while no other suspect is on trial."""
         return entry.losses >= self._config.max_strikes - 1
 
     def may_go(self, entry: JournalEntry) -> bool:
-        """Return True if an entry may be sent now.
+        """Return True if a sequence may be sent to an engine now.
 
-        Otherwise the entry is a suspect, and must wait until ``trial_over`` returns True.
+        If the result is False, the sequence is a suspect. It must wait until ``trial_over`` returns True.
         """
         if not self.is_suspect(entry) or entry is self._on_trial:
             return True
@@ -148,10 +153,10 @@ class Retries:
         return False
 
     def trial_over(self) -> bool:
-        """Return True if the next suspect may be sent.
+        """Return True if the next suspect may be sent to an engine.
 
-        The trial of the current suspect is over if the suspect produced output, ended, or waits until its losses in
-        doubt are resolved.
+        The trial of the current suspect is over if the suspect has produced output, has ended, or waits to know whether
+        its lost engines died.
         """
         current = self._on_trial
         if current is not None and (current.ended or current.progressed or self.is_in_doubt(current)):
@@ -160,6 +165,6 @@ class Retries:
 
 
 def _clear(entry: JournalEntry) -> None:
-    """Reset the counted losses of an entry, because an engine has produced output for it."""
+    """Reset the counted losses of a sequence, because an engine has produced output for the sequence."""
     entry.losses = entry.losses_alone = 0
     entry.doubts.clear()

@@ -1,4 +1,4 @@
-"""Choice of an engine for a request, by load, cached prefix, variant and LoRA adapter."""
+"""Choice of the engine for a request, by the engine's load, cached prefix, variant and LoRA adapters."""
 
 import heapq
 import math
@@ -18,16 +18,20 @@ from penstock_frontend.dispatch.adapters import LoraPlaces
 _WAITING_WEIGHT = 4
 _KV_PRESSURE_FROM = 0.5
 _KV_PRESSURE_WEIGHT = 64.0
-"""Score per unit of KV cache usage above ``_KV_PRESSURE_FROM``. A full KV cache adds as much as 32 running requests."""
+"""Score that a full KV cache would add per unit of usage above ``_KV_PRESSURE_FROM``. A full KV cache adds as much as
+32 running requests.
+"""
 _TOKENS_OF_A_RUNNING_REQUEST = 128
-"""Number of cached prompt tokens whose score equals one running request. Four times as many equal a waiting request.
-Computing this number of tokens delays the next request about as long as one running request does. ``make
-bench-routing`` compares other numbers.
+"""Number of cached prompt tokens whose score equals the score of one running request. Four times as many tokens equal a
+waiting request.
+
+Computing this number of tokens delays the next request about as long as one running request delays it. ``make
+bench-routing`` compares other numbers of tokens.
 """
 _MOST_COMPARED = 64
 _NUM_SAMPLED = 16
-"""Number of randomly sampled engines, if there are more than ``_MOST_COMPARED`` engines. The router also compares the
-same number of engines with the longest cached prefix.
+"""Number of engines in the random sample that the router compares, if there are more than ``_MOST_COMPARED`` engines.
+The router also compares as many engines with the longest cached prefix.
 """
 
 
@@ -37,25 +41,25 @@ class Candidate(msgspec.Struct, frozen=True):
     key: str
     """Address of the engine."""
     rank: int | None
-    """Rank by which requests may name the engine, or None."""
+    """Rank by which requests may name the engine. None if the engine has no rank."""
     accepting: bool = True
-    """True if the engine is connected, and neither drains nor is wedged."""
+    """True if the engine is connected, does not drain, and is not wedged."""
     variant: str = ""
-    """Hash of the engine's configuration, the field ``config_hash``."""
+    """Variant of the engine: the hash of its configuration, from the field ``config_hash``."""
     applies_lora: bool = True
-    """True if the engine accepts requests with LoRA adapters."""
+    """True if the engine accepts requests that use LoRA adapters."""
     modalities: tuple[Modality, ...] = ()
     """Kinds of media that the engine accepts in requests."""
     role: EngineRole = EngineRole.BOTH
-    """Role in disaggregated prefill for which the engine is preferred."""
+    """Part of a disaggregated prefill (prompt or output) for which the engine is preferred."""
     fingerprint: bytes = b""
-    """Fingerprint of the engine's KV blocks, or empty if the engine hands no blocks over. Engines with the same
+    """Fingerprint of the engine's KV blocks. Empty if the engine cannot hand blocks over. Engines with the same
     fingerprint can exchange blocks.
     """
 
 
 def takers(candidates: Sequence[Candidate], request: EngineCoreRequest) -> Sequence[Candidate]:
-    """Return the engines that can serve this kind of request."""
+    """Return the engines that can serve this request: its modalities and its LoRA adapter."""
     if request.lora is not None:
         candidates = [c for c in candidates if c.applies_lora]
     if modalities := {feature.modality for feature in request.mm_features}:
@@ -64,18 +68,20 @@ def takers(candidates: Sequence[Candidate], request: EngineCoreRequest) -> Seque
 
 
 class Load(msgspec.Struct):
-    """The router's counts for one engine. Requests sent since the engine's last report count as waiting."""
+    """The router's counts for one engine. Requests that the frontend has sent since the engine's last report count as
+    waiting.
+    """
 
     waiting: int = 0
     running: int = 0
     kv_cache_usage: float = 0.0
     pending_embeds: int = 0
-    """Number of media embeddings still to be computed."""
+    """Number of media embeddings that the engine still has to compute."""
 
     @property
     def score(self) -> float:
-        """Load as one number: the sum of waiting requests times 4, running requests, pending embeddings, and a term for
-        KV cache usage above one half.
+        """Load of the engine as one number. It is the sum of four times the waiting requests, the running requests, the
+        pending embeddings, and a term for KV cache usage above one half.
         """
         count = _WAITING_WEIGHT * self.waiting + self.running + self.pending_embeds / _TOKENS_OF_A_RUNNING_REQUEST
         pressure = self.kv_cache_usage - _KV_PRESSURE_FROM
@@ -85,11 +91,12 @@ class Load(msgspec.Struct):
 class Router:
     """Picks the engine with the lowest score. Does no I/O.
 
-    The score is the engine's load, minus a term for the prompt tokens that the engine has cached. Engines with equal
-    scores take turns. Frontends should start at different engines, so that they do not all send their first request to
-    the same engine. If there are many engines, the router compares only a random sample and the engines with the
-    longest cached prefix. A request with a LoRA adapter is sent to an engine that has loaded the adapter, or to the
-    adapter's home engine. If that engine has a high load, the score prefers to load the adapter on another engine.
+    The score is the score of the engine's load, minus a term for the prompt tokens that the engine has cached. Engines
+    with equal scores get requests in turn. Each frontend should pass another start value, so that not all frontends
+    send their first request to the same engine. If there are many engines, the router compares only a random sample and
+    the engines with the longest cached prefix. A request with a LoRA adapter is sent to an engine that has loaded the
+    adapter, or to the adapter's home engine. If that engine has a much higher load than others, another engine gets the
+    lowest score and loads the adapter.
     """
 
     def __init__(self, start: int = 0, policy: RoutingPolicy = "prefix_aware") -> None:
@@ -98,15 +105,17 @@ class Router:
         self._random = random.Random(start)
         self._loads: dict[str, Load] = {}
         self._scores: dict[str, float] = {}
-        """Cached scores of the loads in ``_loads``, by engine."""
+        """Cached scores, computed from the loads in ``_loads``, by engine."""
         self.loras = LoraPlaces()
         self._sent: dict[str, set[str]] = {}
-        """Requests sent since the last report, by engine."""
+        """Ids of the requests that were sent to each engine since its last report, by engine."""
 
     def report(
         self, key: str, *, waiting: int, running: int, kv_cache_usage: float, pending_embeds: int | None = None
     ) -> None:
-        """Record an engine's new counts. ``pending_embeds`` is None if the report does not contain it."""
+        """Record the counts in a new report about an engine. ``pending_embeds`` is None if the report does not contain
+        this count.
+        """
         if pending_embeds is None:
             pending_embeds = self.load(key).pending_embeds
         load = self._loads[key] = Load(waiting, running, kv_cache_usage, pending_embeds)
@@ -117,7 +126,7 @@ class Router:
         """Count a request as waiting on an engine until the engine's next report, or until the request leaves the
         engine.
 
-        ``lora`` is the digest of the request's adapter, or empty without an adapter.
+        ``lora`` is the digest of the request's LoRA adapter. It is empty if the request uses no adapter.
         """
         if lora:
             self.loras.sent(key, lora)
@@ -125,9 +134,9 @@ class Router:
         self._count_waiting(key, 1)
 
     def left(self, key: str, request_id: str) -> None:
-        """Stop counting a request that has ended or moved.
+        """Stop counting a request on an engine, because the request has ended or moved.
 
-        Do nothing if a report since the request was sent has set the counts.
+        Do nothing if a report about the engine has replaced the counts since the request was sent.
         """
         sent = self._sent.get(key)
         if sent is not None and request_id in sent:
@@ -140,19 +149,19 @@ class Router:
         self._scores[key] = load.score
 
     def forget(self, key: str) -> None:
-        """Forget a lost engine."""
+        """Forget the counts and the LoRA adapters of a lost engine."""
         self.loras.forget(key)
         self._loads.pop(key, None)
         self._scores.pop(key, None)
         self._sent.pop(key, None)
 
     def keep_only(self, keys: Iterable[str]) -> None:
-        """Forget all engines except these."""
+        """Forget all engines except the given engines."""
         for key in self._loads.keys() - set(keys):
             self.forget(key)
 
     def load(self, key: str) -> Load:
-        """Return the router's counts for an engine."""
+        """Return the router's current counts for an engine."""
         return self._loads.setdefault(key, Load())
 
     def pick(
@@ -168,11 +177,11 @@ class Router:
 
         Args:
             candidates: the engines to choose from.
-            rank: the rank that the client named, or None.
-            variant: the variant on which the request started, or None. Another variant is used only if no engine of
-                this variant accepts requests.
-            cached: number of cached prompt tokens, by engine key.
-            lora: digest of the request's adapter; empty: none.
+            rank: the rank that the client named in the request, or None if it named none.
+            variant: the variant on which the request started, or None for a new request. Another variant is used only
+                if no engine of this variant accepts requests.
+            cached: number of the request's prompt tokens that each engine has cached, by engine key.
+            lora: digest of the request's LoRA adapter. Empty if the request uses no adapter.
 
         Raises:
             Unavailable: no engine accepts requests.
@@ -199,15 +208,16 @@ class Router:
         return self._lowest([c.key for c in usable[turn:] + usable[:turn]], cached)
 
     def likely(self, candidates: Sequence[Candidate], *, cached: Mapping[str, int], lora: bytes = b"") -> Candidate:
-        """Return the candidate with the lowest score, without counting a request as sent.
+        """Return the engine that ``pick`` would probably choose: the candidate with the lowest score. Do not count a
+        request as sent.
 
-        There must be at least one candidate.
+        ``candidates`` must not be empty.
         """
         key = self._lowest([c.key for c in candidates], cached, lora)
         return next(c for c in candidates if c.key == key)
 
     def _some(self, usable: Sequence[Candidate], cached: Mapping[str, int]) -> list[str]:
-        """Return a random sample of engines, and the engines with the longest cached prefix."""
+        """Return a random sample of the engines, together with the engines that have the longest cached prefix."""
         sampled = [c.key for c in self._random.sample(usable, _NUM_SAMPLED)]
         if not cached:
             return sampled
@@ -215,7 +225,7 @@ class Router:
         return [*sampled, *heapq.nlargest(_NUM_SAMPLED, holders, key=cached.__getitem__)]
 
     def _lowest(self, keys: Iterable[str], cached: Mapping[str, int], lora: bytes = b"") -> str:
-        """Return the first key with the lowest score."""
+        """Return the engine key with the lowest score. If several scores are equal, return the first of these keys."""
         scores, best, lowest = self._scores, "", math.inf
         for key in keys:
             score = scores.get(key, 0.0)
@@ -240,13 +250,14 @@ def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable
 
 
 class Engines(Protocol):
-    """All engines, by key, as dispatch uses them."""
+    """Access to all engines by key, as ``Dispatch`` needs it."""
 
     def candidates(self) -> Sequence[Candidate]:
-        """Return all engines, connected or not."""
+        """Return all engines as candidates, both connected engines and others."""
 
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
-        """Start a request on an engine with a session.
+        """Start a request on an engine that has a session. ``first`` is True if no other request of this frontend is on
+        the engine.
 
         ``first`` is True if the engine had no requests of this frontend before.
         """
@@ -255,7 +266,9 @@ class Engines(Protocol):
         """Abort requests on an engine. Do nothing if the engine has no session."""
 
     def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
-        """Ask an engine to hand requests over. Do nothing if the engine has no session."""
+        """Ask an engine to hand requests over to other engines. Do nothing if the engine has no session."""
 
     def holding(self, features: Sequence[MultiModalFeature]) -> Mapping[str, Sequence[MultiModalFeature]]:
-        """Return, by engine, which of the features the engine has cached. Leave out engines without cached features."""
+        """Return, by engine, those of the media items ``features`` that the engine has cached. Leave out engines that
+        have cached none of them.
+        """

@@ -1,4 +1,4 @@
-"""Queues of requests that wait for an engine, with one queue per reason."""
+"""Queues of sequences that wait for an engine, with one queue per reason for waiting."""
 
 import asyncio
 import math
@@ -8,12 +8,12 @@ from penstock_frontend.dispatch.journal import JournalEntry
 
 
 class HeldRequests:
-    """Queue of held entries in order of arrival.
+    """Queue of held entries (sequences without an engine) in order of arrival.
 
     An entry that has waited ``timeout`` seconds is passed to ``on_timeout``.
 
-    If an entry is held several times, the waiting times add up. Only new output resets the sum. Between two outputs, a
-    request therefore never waits longer than ``timeout`` seconds in total.
+    If an entry is held several times, its waiting times are added up. New output of the sequence resets the sum to 0.
+    Between two outputs, a request therefore never waits longer than ``timeout`` seconds in total.
     """
 
     def __init__(self, timeout: float, on_timeout: Callable[[JournalEntry], None]) -> None:
@@ -25,12 +25,12 @@ class HeldRequests:
         return len(self._timers)
 
     def add(self, entry: JournalEntry) -> None:
-        """Add an entry. The entry must not be in the queue already."""
+        """Add an entry to the end of the queue. The entry must not be in the queue already."""
         left = max(self._timeout - entry.held_for, 0.0)
         self._timers[entry] = asyncio.get_running_loop().call_later(left, self._give_up, entry)
 
     def discard(self, entry: JournalEntry) -> bool:
-        """Remove an entry. Return True if the entry was in the queue."""
+        """Remove an entry from the queue. Return True if the entry was in the queue."""
         timer = self._timers.pop(entry, None)
         if timer is None:
             return False
@@ -45,11 +45,11 @@ class HeldRequests:
         return entry
 
     def take_all(self) -> list[JournalEntry]:
-        """Remove and return all entries."""
+        """Remove and return all entries of the queue."""
         return self.take(lambda _: True)
 
     def take(self, which: Callable[[JournalEntry], bool]) -> list[JournalEntry]:
-        """Remove and return the entries for which ``which`` is true."""
+        """Remove and return the entries for which ``which`` returns True."""
         entries = [entry for entry in self._timers if which(entry)]
         for entry in entries:
             self.discard(entry)
@@ -64,15 +64,16 @@ class Waiting:
     """All held entries of a ``Dispatch``. Each entry waits at most ``timeout`` seconds; see ``HeldRequests``.
 
     Attributes:
-        for_engine: entries that no engine accepts now.
+        for_engine: entries that wait because no engine accepts them now.
         for_trial: suspects that wait for the trial of another suspect.
-        for_verdict: entries that wait until it is known whether the engines they lost have died.
+        for_verdict: entries that wait until the frontend knows whether their lost engines died.
 
     Args:
-        timeout: maximum seconds that an entry waits.
-        give_up: called after a timeout in ``for_engine`` or ``for_trial``.
-        presume: called after a timeout in ``for_verdict``. The lost engines then count as dead because of the entry.
-        on_readmitted: called when the exclusion of an engine for an entry has ended.
+        timeout: maximum number of seconds that an entry waits.
+        give_up: called with an entry that has waited too long in ``for_engine`` or ``for_trial``.
+        presume: called with an entry that has waited too long in ``for_verdict``. The callback counts the lost engines
+            of this entry as dead.
+        on_readmitted: called when an engine that was excluded for an entry may be used for it again.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class Waiting:
         return any(held.discard(entry) for held in (self.for_engine, self.for_trial, self.for_verdict))
 
     def hold(self, entries: Iterable[JournalEntry]) -> None:
-        """Hold entries that no engine accepts.
+        """Hold entries that no engine accepts now.
 
-        If an entry excludes an engine for some time, retry the entry after this time.
+        If an engine is excluded for an entry until some time, retry the entries at that time.
         """
         ends = []
         for entry in entries:
@@ -109,7 +110,7 @@ class Waiting:
             self._readmit_at(min(ends))
 
     def _readmit_at(self, when: float) -> None:
-        """Retry held entries at this time of the event loop."""
+        """Schedule a retry of held entries at the time ``when`` on the event loop's clock."""
         pending = self._readmission
         if pending is not None and not pending.cancelled():
             if pending.when() <= when:

@@ -5,11 +5,12 @@ from penstock_frontend.config import DetectionConfig
 
 
 class Watchdog:
-    """Watches one engine session. Times are seconds of a monotonic clock that the caller passes in.
+    """Watches one session with an engine. All times are seconds of a monotonic clock that the caller passes in.
 
-    An engine with requests of this frontend sends a message at least once per step. The frontend probes an engine that
-    is silent for longer than a usual step, or that the coordinator does not list. If the engine does not answer, the
-    process or the network is down. An answer shows whether the engine is wedged or only busy with a long step.
+    An engine with requests of this frontend sends a message at least once per step. If no message arrives for
+    ``silence`` seconds, the frontend probes an engine that has requests, or that the coordinator does not list. If the
+    engine does not answer the probe, its process or the network is down. An answer shows whether the engine is wedged
+    or only busy with a long step.
     """
 
     def __init__(self, config: DetectionConfig, now: float) -> None:
@@ -21,7 +22,7 @@ class Watchdog:
         self._heard_at = now
 
     def doubt(self, now: float, *, has_work: bool, lease_lost: bool) -> str:
-        """Return the reason for probing the engine, or an empty string if no probe is necessary."""
+        """Return the reason for which the engine must be probed, or an empty string if no probe is necessary."""
         silent = now - self._heard_at
         if silent < self._config.silence:
             return ""
@@ -30,7 +31,7 @@ class Watchdog:
         return "the coordinator does not list the engine" if lease_lost else ""
 
     def verdict(self, doubt: str, answer: SchedulerStats | None) -> str:
-        """Return why the engine counts as lost, or an empty string if the engine is healthy.
+        """Return the reason why the engine counts as lost, or an empty string if the engine is healthy.
 
         ``answer`` is the engine's answer to the probe, or None after a timeout.
         """
@@ -40,5 +41,5 @@ class Watchdog:
 
 
 def wedged(stats: SchedulerStats) -> str:
-    """Return the error message for a wedged engine."""
+    """Return the error message for a wedged engine, which has work but completes no step."""
     return f"wedged: the engine has work but has not finished a step for {stats.seconds_since_last_step:.1f} s"

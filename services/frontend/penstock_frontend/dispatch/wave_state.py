@@ -1,4 +1,4 @@
-"""State machine for the waves of a data-parallel group, as a frontend sees them."""
+"""State machine for the waves of a data-parallel group, as a frontend knows them."""
 
 from typing import Self
 
@@ -8,29 +8,30 @@ from penstock_common.types.data_parallel import FirstRequest, GroupView, StartDp
 
 
 class Waves(msgspec.Struct, frozen=True, cache_hash=True):
-    """A frontend's view of the waves of one data-parallel group.
+    """State of the waves of one data-parallel group, as a frontend knows it.
 
     Each method handles an event, and returns the next state and the messages to send.
 
     The group counts as running only if the coordinator's view says so. Without a coordinator, the group counts as idle.
-    If a running group counts as idle, the messages are redundant but harmless. If an idle group counts as running, the
-    group starts late. The waiting rank then sends its start message to its frontends again, and the frontends pass the
-    message on.
+    If a running group counts as idle, the frontend sends start messages that are not needed but do no harm. If an idle
+    group counts as running, the group starts its wave late. In this case, the rank that waits for the wave then sends
+    its start message to its frontends again, and the frontends pass the message on to the other ranks.
     """
 
     view: GroupView = GroupView()
     connected: bool = False
-    """True while there is a coordinator."""
+    """True while the frontend has a coordinator."""
 
     @property
     def running(self) -> bool:
-        """True if the group counts as being in a wave."""
+        """True if the frontend assumes that the group is in a wave."""
         return self.connected and self.view.running
 
     def seen(self, view: GroupView) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """Apply the coordinator's view.
+        """Apply the coordinator's latest view of the group.
 
-        If the view has an older epoch, or an older wave of the same epoch, update only ``connected`` and ``pauses``.
+        If the view has an older epoch than the known one, or an older wave of the same epoch, update only ``connected``
+        and ``pauses``.
         """
         if (view.group.epoch, view.wave) < (self.view.group.epoch, self.view.wave):
             view = self.view
@@ -42,7 +43,7 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return msgspec.structs.replace(self, connected=False), ()
 
     def sent(self, engine: str) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """Handle a request that was sent to this rank."""
+        """Handle a request that was sent to the rank ``engine``."""
         if self.running:
             return self, ()
         epoch, wave = self.view.group.epoch, self.view.wave
@@ -50,7 +51,7 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return self, first + self._start(excluded=engine)
 
     def start_wave(self, message: StartWave) -> tuple[Self, tuple[FirstRequest | StartDpWave, ...]]:
-        """Handle a rank that waits for the other ranks in the first exchange of a wave."""
+        """Handle the start message of a rank that waits for the other ranks in the first exchange of a wave."""
         view = self.view
         if message.epoch != view.group.epoch or message.wave < view.wave:
             return self, ()

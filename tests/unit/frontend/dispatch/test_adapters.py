@@ -89,7 +89,7 @@ def test_the_models_name_is_no_adapters_wherever_it_comes_from():
     adapters.registry.merge([said_elsewhere("base", 1)])
     assert (adapters.names, adapters.get("base")) == ([], None)
     assert adapters.asked_for("base", "base") == ""
-    with pytest.raises(InvalidArgument, match="name is 'base', the model's own"):
+    with pytest.raises(InvalidArgument, match="name is 'base', which is the base model's name"):
         adapters.check_registrable("base")
 
 

@@ -643,7 +643,10 @@ async def test_retries_are_bounded_even_when_each_engine_brings_something() -> N
         world.start(engine)
     error = world.ended["r0"]
     assert isinstance(error, Unavailable)
-    assert (error.reason, "has lost 3 engines; retries.max_moves is 2" in error.message) == ("RETRIES_EXHAUSTED", True)
+    assert (
+        error.reason,
+        "failed on 3 engines; the limit of moves to other engines, retries.max_moves, is 2" in error.message,
+    ) == ("RETRIES_EXHAUSTED", True)
 
 
 async def test_suspects_are_tried_one_at_a_time_and_only_the_guilty_one_is_given_up() -> None:

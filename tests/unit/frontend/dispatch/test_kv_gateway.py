@@ -88,7 +88,7 @@ def test_without_the_setting_they_are_refused_by_name(given: Any) -> None:
         ),
         ({"remote_host": "a:b"}, "copy it unchanged from the first request's response"),
         ({"do_remote_prefill": 1}, "do_remote_prefill is 1; it must be true or false"),
-        ({"do_remote_decode": True}, "has both do_remote_decode and do_remote_prefill"),
+        ({"do_remote_decode": True}, "sets both do_remote_decode and do_remote_prefill"),
         ({"remote_block_ids": ["x" * MAX_PARAMS_BYTES]}, "bytes; it must have at most 16384"),
     ],
 )
