@@ -85,7 +85,7 @@ async def test_a_tenants_limit_counts_sequences(manual: FakeEngine, model: Path)
     async with openai_server(model, engines=[manual.address], limits=limits) as api:
         running = api.server.generate(n=5)
         await manual.until(lambda engine: len(engine.requests) == 5)
-        message = "5 sequences without a tenant are running; limits.max_tenant_requests is 8"
+        message = "5 sequences without a tenant are running; the limit limits.max_tenant_requests is 8"
         assert await completion(api, n=4) == (429, message)
         assert await completion(api, prompt=["a", "b"], n=2) == (429, message)
         assert (await failure(api.server.stub.Generate(make_request(n=4)))).message == message
@@ -98,7 +98,7 @@ async def test_a_request_that_a_tenant_will_never_have_room_for_is_told_so(engin
     limits = LimitsConfig(max_tenant_requests=8)
     async with openai_server(model, engines=[engine.address], limits=limits) as api:
         message = (
-            "the request without a tenant has 9 sequences (n, or number of inputs); limits.max_tenant_requests is 8"
+            "the request without a tenant has 9 sequences (n, or number of inputs); the limit limits.max_tenant_requests is 8"
         )
         assert await completion(api, n=9) == (400, message)
         error = await failure(api.server.stub.Generate(make_request(n=9)))

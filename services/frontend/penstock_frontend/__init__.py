@@ -1,4 +1,5 @@
-"""Frontend service: the public APIs in front of the engines.
+"""Frontend service: it offers the public APIs to clients, and sends their requests to the engines. The frontend loads
+no model weights and never imports torch.
 
 The frontend loads no model weights and never imports torch.
 """

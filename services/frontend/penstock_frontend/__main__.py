@@ -1,4 +1,4 @@
-"""``python -m penstock_frontend --config frontend.yaml``."""
+"""Start of the frontend by ``python -m penstock_frontend --config frontend.yaml``."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,9 @@ from penstock_frontend.config import FrontendConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until a stop signal. Return the exit code. The code for a configuration that is not valid is 2."""
+    """Run the frontend until it receives a stop signal. Return the exit code. The exit code is 2 if the configuration
+    is not valid.
+    """
     try:
         source = from_command_line(
             FrontendConfig, prog="penstock_frontend", description="The public APIs of Penstock.", argv=argv
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name_process("frontend", config.frontend_id)
         use_few_arenas()
         give_back_large_blocks()
-        # KeyboardInterrupt can occur only during startup; later a signal handler is installed.
+        # KeyboardInterrupt can occur only during startup, because a signal handler is installed later.
         with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=GrpcEventLoop) as runner:
             runner.run(run(config_file))
     except ConfigError as e:

@@ -1,4 +1,4 @@
-"""Authentication of callers by API keys and JSON Web Tokens."""
+"""Authentication of callers by API key or JSON Web Token."""
 
 import hashlib
 import hmac
@@ -20,11 +20,11 @@ from penstock_frontend.config import AuthConfig, JwtConfig
 
 _MAX_TOKEN_BYTES = 16 * 1024
 _PRIVATE = ("d", "p", "q", "dp", "dq", "qi", "k")
-"""Private members of a JSON Web Key (JWK). Only the token's issuer may have them."""
+"""Names of the private members of a JSON Web Key (JWK). Only the issuer of tokens may have these members."""
 
 
 class _KeySet:
-    """Usable keys of a key set. Two key sets are equal if they were read from the same text."""
+    """Usable keys of a JSON Web Key Set. Two key sets are equal if they were read from the same text."""
 
     def __init__(self, text: bytes, keys: Sequence[jwt.PyJWK]) -> None:
         self._text = text
@@ -36,7 +36,7 @@ class _KeySet:
     __hash__ = None  # type: ignore[assignment]
 
     def pick(self, kid: object, algorithm: str) -> jwt.PyJWK | None:
-        """Return the key that a token's header names.
+        """Return the key that the header of a token names.
 
         If the header names no key, return the key for the algorithm, provided that there is exactly one.
         """
@@ -50,14 +50,14 @@ class Tokens:
     """Verifies tokens with the keys in a file, and reloads the file when it changes."""
 
     def __init__(self, config: JwtConfig) -> None:
-        """Raises ConfigError if the file cannot be used."""
+        """Read the file with the keys. Raises ConfigError if the file cannot be used."""
         self._config = config
         self._keys = WatchedFiles((config.jwks,), lambda: _read(config.jwks), what="keys of auth.jwt.jwks")
 
     def principal(self, token: str) -> Principal:
         """Return the caller that a token identifies.
 
-        Raises Unauthenticated. The error message never contains the token's text.
+        Raises Unauthenticated. The error message never contains the text of the token.
         """
         claims = self._claims(token)
         scopes = _scopes(claims)
@@ -80,7 +80,7 @@ class Tokens:
                 raise _wrong(f"its algorithm is not one of {', '.join(self._config.algorithms)}")
             key = self._keys.current().pick(header.get("kid"), algorithm)
             if key is None:
-                raise _wrong("no known key fits it")
+                raise _wrong("no key of this server's key set fits it")
             claims: dict[str, Any] = jwt.decode(
                 token,
                 key,
@@ -95,15 +95,15 @@ class Tokens:
         except jwt.ImmatureSignatureError:
             raise _wrong("it is not valid yet") from None
         except jwt.InvalidAudienceError:
-            raise _wrong("it is for another audience") from None
+            raise _wrong("it was issued for another audience than this server") from None
         except jwt.InvalidIssuerError:
-            raise _wrong("it is from another issuer") from None
+            raise _wrong("its issuer is not the issuer that this server accepts") from None
         except jwt.MissingRequiredClaimError as e:
             raise _wrong(f"it has no claim {e.claim}") from None
         except jwt.InvalidSignatureError:
             raise _wrong("its signature is wrong") from None
         except (jwt.PyJWTError, ValueError, TypeError):
-            # Do not pass on the parser's message, because it may quote the token.
+            # Do not pass on the JSON parser's message, because it may quote the token.
             raise _wrong("it is malformed") from None
         return claims
 
@@ -126,7 +126,7 @@ def _read(path: str) -> _KeySet:
 
 
 def _key(member: object, where: str) -> jwt.PyJWK | None:
-    """Return the key.
+    """Return the key that an entry of the key set describes.
 
     Return None if the key is not for signatures or not supported: issuers publish such keys for other purposes.
     """
@@ -148,9 +148,9 @@ def _key(member: object, where: str) -> jwt.PyJWK | None:
 
 
 def _scopes(claims: Mapping[str, Any]) -> frozenset[str]:
-    """Return the scopes in the claim ``scope`` or ``scp``.
+    """Return the scopes (permissions) in the claim ``scope`` or ``scp`` of a token.
 
-    The claim is a space-separated text (RFC 8693), or a list, as some issuers send it.
+    The value of the claim is a text with spaces between the scopes (RFC 8693), or a list, as some issuers send it.
     """
     value = claims.get("scope", claims.get("scp", ""))
     words = value.split() if isinstance(value, str) else value
@@ -198,7 +198,7 @@ class ApiKeys:
         self._keys = WatchedFiles((path,), lambda: tuple(_parse(path, field=field)), what=f"API keys of {field}")
 
     def find(self, key: str) -> Principal | None:
-        """Return the caller that a key identifies, or None for an unknown key.
+        """Return the caller to whom an API key belongs. Return None for an unknown key.
 
         The lookup takes the same time for unknown and for valid keys.
         """
@@ -274,15 +274,17 @@ _HOW = "send an API key or a token as 'authorization: Bearer ...', or an API key
 
 
 class Authenticator:
-    """Authenticates callers by API key or token. The files are reloaded when they change."""
+    """Authenticates callers by API key or by JSON Web Token. The files with keys are reloaded when they change."""
 
     def __init__(self, config: AuthConfig) -> None:
-        """Raises ConfigError if a file cannot be used."""
+        """Read the files with keys. Raises ConfigError if a file cannot be used."""
         self._keys = ApiKeys(config.api_keys, field="auth.api_keys") if config.api_keys else None
         self._tokens = Tokens(config.jwt) if config.jwt.jwks else None
 
     def principal(self, headers: Mapping[str, str], *, scope: Scope) -> Principal:
-        """Return the caller that the call's headers identify. Raises Unauthenticated or PermissionDenied.
+        """Return the caller that the headers of a call identify.
+
+        Raises Unauthenticated if the credentials are not valid, and PermissionDenied if the caller lacks the scope.
 
         Header names must be in lower case. Error messages never contain the credentials.
         """
@@ -294,11 +296,11 @@ class Authenticator:
         return caller
 
     def _caller(self, headers: Mapping[str, str]) -> Principal:
-        """Return the caller of the first header with valid credentials.
+        """Return the caller of the first header that has valid credentials.
 
-        Clients may also send an outdated key of another server in another header.
+        Other headers may have credentials that are not valid, for example an old key of another server.
 
-        If no credentials are valid, raises the Unauthenticated error of the first header.
+        If no header has valid credentials, this method raises the Unauthenticated error of the first header.
         """
         refused: list[Unauthenticated] = []
         for name, check in (("authorization", self._bearer), ("x-api-key", self._key)):
@@ -314,7 +316,9 @@ class Authenticator:
         scheme, _, rest = authorization.partition(" ")
         credential = rest.strip()
         if scheme.lower() != "bearer":
-            raise Unauthenticated(f"authorization must be Bearer; {_HOW}", reason="CREDENTIALS_WRONG")
+            raise Unauthenticated(
+                f"the authorization header does not have the form 'Bearer KEY'; {_HOW}", reason="CREDENTIALS_WRONG"
+            )
         if not credential:
             raise Unauthenticated(f"credentials are missing; {_HOW}")
         if self._keys is not None and (found := self._keys.find(credential)) is not None:

@@ -1,7 +1,7 @@
-"""Warnings about a call that is served although part of its request was left out or changed.
+"""Warnings to the client about a call in which the server ignored or changed a part of the request.
 
-``warn`` may be called anywhere while the call is served. HTTP APIs return the warnings in the header
-``penstock-warning``. gRPC APIs return the warnings in initial metadata of the same name.
+Any code that serves the call may call ``warn``. HTTP APIs return the warnings in the header ``penstock-warning``. gRPC
+APIs return the warnings in initial metadata of the same name.
 """
 
 import enum
@@ -16,11 +16,12 @@ from penstock_common.observability.logging import get_logger
 
 _MAX_CLIENTS = 1024
 _MAX_THINGS = 64
-"""Maximum number of items to log per client."""
+"""Maximum number of items that are logged for each client."""
 
 
 class LoggedOnce:
-    """Remembers which items were logged for each client.
+    """Remembers which items were already logged for each client. If there are too many clients, it forgets the client
+    that was seen least recently.
 
     When too many clients are remembered, it forgets the least recently seen client.
     """
@@ -31,7 +32,7 @@ class LoggedOnce:
     def new(self, client: str, things: Iterable[str]) -> list[str]:
         """Return the items that were not logged before for this client, and remember them.
 
-        After 64 items per client, return none.
+        If 64 items were logged for the client, return no more items.
         """
         told = self._told.setdefault(client, set())
         self._told.move_to_end(client)
@@ -44,22 +45,26 @@ class LoggedOnce:
 
 HEADER = "penstock-warning"
 _MAX_TEXT = 240
-"""Maximum number of characters of one warning, including the warning's kind."""
+"""Maximum number of characters of one warning, including the name of the warning's kind."""
 _MAX_HEADER = 1024
-"""Maximum number of characters of the header's value. Proxies often limit all headers together to 4 or 8 KiB."""
+"""Maximum number of characters of the value of the response header. Proxies often limit all headers together to 4 or 8
+KiB.
+"""
 _SEPARATOR = "; "
 _UNSAFE = re.compile(r"[^\x20-\x7e]")
 
 
 class WarningKind(enum.StrEnum):
-    """Kind of a change to a request. Each kind is a label value of the metric, so there must be few kinds."""
+    """Kind of change that the server made to a request. Each kind is a label value of the metric, so there must be few
+    kinds.
+    """
 
     TOOL_LEFT_OUT = "tool_left_out"
-    """The model does not see a tool that this server does not run."""
+    """The model does not see a tool, because this server cannot run tools of this type."""
     TOOL_FORMAT_NOT_ENFORCED = "tool_format_not_enforced"
-    """The input of a custom tool is free text, although the tool has a grammar."""
+    """The input of a custom tool is generated as free text, although the tool has a grammar."""
     HISTORY_LEFT_OUT = "history_left_out"
-    """The model does not see an item of the conversation, because only the author of the item can read it."""
+    """The model does not see an item of the conversation, because only the server that created the item can read it."""
     HISTORY_AS_TEXT = "history_as_text"
     """The model sees an item of the conversation as text, because chat templates have no format for this item."""
     ARGUMENTS_NOT_JSON = "arguments_not_json"
@@ -71,7 +76,7 @@ class WarningKind(enum.StrEnum):
     DOUBLE_BOS = "double_bos"
     """The prompt begins with the beginning-of-sequence token, and the tokenizer adds this token a second time."""
     HINT_IGNORED = "hint_ignored"
-    """The value of a field has no effect. Without the field, the response would be the same."""
+    """The value of a field has no effect. The response would be the same without the field."""
 
 
 class CallWarnings:
@@ -82,10 +87,10 @@ class CallWarnings:
         self._client = client
         self._texts: dict[str, None] = {}
         self.names: Mapping[str, str] = {}
-        """Map from Penstock's field names to the client's field names, for later warnings."""
+        """Map from the names of Penstock's fields to the names of the client's fields, for later warnings."""
 
     def add(self, kind: WarningKind, field: str, text: str) -> None:
-        """Add, log and count a warning. Do nothing if the call already has the same warning."""
+        """Add a warning to the call, log it and count it. Do nothing if the call already has the same warning."""
         for ours, theirs in self.names.items():
             rest = field.removeprefix(ours)
             if rest != field and rest[:1] in ("", ".", "["):
@@ -98,17 +103,19 @@ class CallWarnings:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Header ``penstock-warning`` with at most 1024 printable ASCII characters. Empty without warnings."""
+        """Response header ``penstock-warning``, with at most 1024 printable ASCII characters. Empty if the call has no
+        warnings.
+        """
         return {HEADER: _joined(list(self._texts))} if self._texts else {}
 
 
 class WarningLog:
     """Counts warnings, and logs each kind of warning once per client.
 
-    Use this class only on the event loop's thread, or while the event loop's thread waits.
+    All methods must be called on the event loop's thread, or while this thread waits.
 
     Args:
-        registry: Registry for the number of warnings by kind. None: warnings are not counted.
+        registry: Metrics registry for the number of warnings by kind. None means that warnings are not counted.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -127,14 +134,14 @@ class WarningLog:
     def begin(self, client: str) -> CallWarnings:
         """Start to collect the warnings of the call that the current task serves.
 
-        ``client`` is the caller's name for the log.
+        ``client`` is the name of the caller in the log.
         """
         warnings = CallWarnings(self, client)
         _current.set(warnings)
         return warnings
 
     def tell(self, kind: WarningKind, field: str, client: str) -> None:
-        """Count a warning.
+        """Count a warning of a client. Log the warning if the client had no warning of this kind before.
 
         Log the warning if the client had no warning of this kind before. The log never contains texts from clients.
         """
@@ -147,7 +154,8 @@ class WarningLog:
 
 
 def warn(kind: WarningKind, field: str, text: str) -> None:
-    """Warn the client of the call that the current task serves. Outside of a call, only log the warning.
+    """Add a warning to the call that the current task serves, so that the client receives it. If the task serves no
+    call, only log the warning.
 
     Args:
         kind: The kind of change.
@@ -158,16 +166,18 @@ def warn(kind: WarningKind, field: str, text: str) -> None:
 
 
 def name_fields(names: Mapping[str, str]) -> None:
-    """Make later warnings of the call use the client's field names.
+    """Make later warnings of the call name fields in the way in which the client knows them.
 
-    ``names`` maps Penstock's field prefixes to the client's field prefixes.
+    ``names`` maps the prefix of a field path of Penstock to the prefix of the client's path.
     """
     if (warnings := _current.get()) is not None:
         warnings.names = names
 
 
 def _header_safe(text: str) -> str:
-    """Return the text as printable ASCII without the separator of warnings, shortened to ``_MAX_TEXT`` characters."""
+    """Return the text in a form that fits into a header: printable ASCII without the separator of warnings, and at most
+    ``_MAX_TEXT`` characters.
+    """
     safe = _UNSAFE.sub("?", text).replace(";", ",")
     return safe if len(safe) <= _MAX_TEXT else f"{safe[: _MAX_TEXT - 3]}..."
 

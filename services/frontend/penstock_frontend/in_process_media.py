@@ -1,4 +1,6 @@
-"""Media that Python programs in the same process pass in prompts and messages: PIL images, arrays, bytes and paths."""
+"""Media that Python programs in the same process pass in prompts and messages: PIL images, arrays, bytes and file
+paths.
+"""
 
 import io
 import itertools
@@ -34,7 +36,7 @@ _MAX_RATE = 768_000
 
 
 class UnplacedPrompt(MixedPrompt, frozen=True):
-    """A prompt and its media, before the media are placed in the prompt.
+    """A prompt and its media, before each media item is put at its place in the prompt.
 
     The first part is the prompt, as text or token ids. The other parts are the media. The n-th placeholder of a
     modality in the prompt stands for the n-th media item of this modality.
@@ -42,7 +44,8 @@ class UnplacedPrompt(MixedPrompt, frozen=True):
 
 
 def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: str) -> UnplacedPrompt:
-    """Return a prompt with the media of ``multi_modal_data`` and the ``mm_processor_kwargs``.
+    """Return a prompt together with the media of ``multi_modal_data`` and the ``mm_processor_kwargs``. Raises
+    InvalidArgument.
 
     Raises InvalidArgument.
     """
@@ -64,7 +67,9 @@ def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: st
 
 
 def media_part(value: object, modality: Modality, field: str, kwargs: Mapping[str, Any] | None = None) -> MediaPart:
-    """Return a media part made from a value of any supported type. Raises InvalidArgument for other types."""
+    """Return a media part that is made from a value of any supported Python type. Raises InvalidArgument for other
+    types.
+    """
     return MediaPart(
         modality=modality,
         source=_source(value, modality, field),
@@ -74,10 +79,10 @@ def media_part(value: object, modality: Modality, field: str, kwargs: Mapping[st
 
 
 def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer, no_media: str = "") -> MixedPrompt:
-    """Return the prompt with each media item at its placeholder.
+    """Return the prompt with each media item in the place of its placeholder.
 
-    For ``family`` and ``no_media``, see ``accepted``. Raises InvalidArgument if the number of media items differs from
-    the number of placeholders.
+    ``family`` and ``no_media`` have the same meaning as in ``accepted``. Raises InvalidArgument if the number of media
+    items differs from the number of placeholders.
     """
     given, *media = prompt.parts
     name = prompt.fields[0]
@@ -105,8 +110,8 @@ def _check_taken(part: MediaPart, family: Family | None, no_media: str) -> None:
 
 
 _Pieces = list[tuple[Any, bool]]
-"""Prompt split at its placeholders. An item is a non-empty text or list of token ids, or, if the flag is True, the
-modality of a placeholder.
+"""Prompt that was split at its placeholders. An item is a non-empty text, a list of token ids, or, if the flag is True,
+the modality of a placeholder.
 """
 
 
@@ -129,9 +134,9 @@ def _split_ids(ids: Any, tokens: Mapping[str, Modality], tokenizer: Tokenizer) -
 
 
 def _are_several(value: object, modality: str) -> bool:
-    """Return True if a value is a list of media items.
+    """Return True if a value is a list of several media items.
 
-    As video, a list of images is one item. As audio, a pair of samples and rate is one item.
+    A list of images counts as one video. A pair of samples and sample rate counts as one audio item.
     """
     if not isinstance(value, list):
         return False
@@ -166,9 +171,9 @@ def _read(path: Path, field: str) -> bytes:
 
 
 def _picture(value: object) -> bytes | None:
-    """Return an image as a PNG file, or None if the value is not an image.
+    """Return an image as the bytes of a PNG file. Return None if the value is not an image.
 
-    Image modes that PNG does not support are converted to RGB.
+    An image with a mode that PNG does not support is converted to RGB.
     """
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[2] not in (3, 4) or not value.size:
@@ -182,15 +187,17 @@ def _picture(value: object) -> bytes | None:
 
 
 def _sound(samples: object, rate: object, *, field: str) -> bytes:
-    """Return a WAV file with float samples. ``samples`` has the shape ``[samples]`` or ``[samples, channels]``."""
+    """Return audio samples as the bytes of a WAV file with float samples. ``samples`` has the shape ``[samples]`` or
+    ``[samples, channels]``.
+    """
     array = np.asarray(samples)
     if array.ndim not in (1, 2) or not np.issubdtype(array.dtype, np.floating) or not array.size:
         raise InvalidArgument(
-            f"{field}: the samples are not floats of shape [samples] or [samples, channels]", field=field
+            f"{field}: the audio samples must be floats of shape [samples] or [samples, channels]", field=field
         )
     if not isinstance(rate, int) or not 1 <= rate <= _MAX_RATE:
         raise InvalidArgument(
-            f"{field}: the rate is {quoted(rate)}; it must be in Hz, from 1 to {_MAX_RATE}", field=field
+            f"{field}: the sample rate is {quoted(rate)}; it must be from 1 to {_MAX_RATE} Hz", field=field
         )
     data = np.ascontiguousarray(array, dtype="<f4").tobytes()
     width = 4 * (array.shape[1] if array.ndim == 2 else 1)
@@ -201,13 +208,13 @@ def _sound(samples: object, rate: object, *, field: str) -> bytes:
 
 _OPTIONS = MediaOptions()
 _PIL = "image_pil"
-"""vLLM's part type for a PIL image."""
+"""Type of a message part that has a PIL image, as in vLLM."""
 
 
 def contents_of(parts: Sequence[object], path: str) -> list[object]:
-    """Convert the message parts with media to ``ContentPart`` objects.
+    """Convert the parts of a message that have media to ``ContentPart`` objects.
 
-    Other parts stay unchanged, and are checked later.
+    Other parts stay unchanged, and later code checks them.
 
     Raises InvalidArgument and Unimplemented.
     """

@@ -1,4 +1,4 @@
-"""Interfaces between the packages of the frontend.
+"""Interfaces through which the packages of the frontend use each other.
 
 The package ``calls`` sends requests to the engines. The package ``processing`` receives the engines' outputs. Every
 package may read the engines' state.
@@ -23,10 +23,11 @@ class ModelLimits(NamedTuple):
     Attributes:
         max_model_len: maximum number of tokens of prompt and output together.
         vocab_size: number of token ids.
-        hidden_size: length of an embedding in a prompt. 0: prompts may not have embeddings. None: unknown.
-        embedding_size: length of an embedding that engines compute. 0: engines compute no embeddings, or the length is
-            unknown.
-        media: media limits, one item per modality.
+        hidden_size: number of elements of an embedding in a prompt. 0 means that prompts may not have embeddings. None
+            means unknown.
+        embedding_size: number of elements of an embedding that engines compute. 0 means that engines compute no
+            embeddings, or that the number is unknown.
+        media: limits on media, with one item for each modality.
     """
 
     max_model_len: int
@@ -37,30 +38,32 @@ class ModelLimits(NamedTuple):
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Load of a connected engine that has a rank, so that requests may name the engine."""
+    """Load of a connected engine that has a rank, by which requests may name the engine."""
 
     rank: int
     """Unique number by which requests name the engine."""
     num_running_reqs: int
     num_waiting_reqs: int
     kv_cache_usage: float
-    """Fraction of the KV cache that is in use, from 0 to 1."""
+    """Fraction of the engine's KV cache that is in use, from 0 to 1."""
     capacity: int
-    """Capacity of the engine's KV cache in tokens."""
+    """Number of tokens for which the engine's KV cache has room."""
     max_running: int
-    """Maximum number of running requests; 0 if unknown."""
+    """Maximum number of requests that the engine runs at once. 0 if the number is unknown."""
     cache_hit_rate: float
-    """Fraction of looked-up prompt tokens that the engine has found in its prefix cache since its start, 0 to 1."""
+    """Fraction of the prompt tokens that the engine found in its prefix cache, of all prompt tokens that it looked up
+    since its start. From 0 to 1.
+    """
 
 
 class Variant(msgspec.Struct, frozen=True, kw_only=True):
-    """Group of engines with the same settings that affect the output."""
+    """Group of engines whose settings that affect the output are equal."""
 
     config_hash: str
-    """Hash of the settings that affect the output, or empty if the engines report no hash."""
+    """Hash of the settings that affect the output. Empty if the engines report no hash."""
     engine_ids: tuple[str, ...]
     differs: Mapping[str, str]
-    """Settings that affect the output and differ between variants, by name."""
+    """Settings that affect the output and are not the same for all variants, by name."""
 
 
 class OutputHandler(Protocol):
@@ -74,34 +77,34 @@ class OutputHandler(Protocol):
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> Sequence[str]:
-        """Process the outputs of a step.
+        """Process the outputs of one step of an engine.
 
-        Return the ids of requests that the engine can stop, because they are finished.
+        Return the ids of requests that the engine can stop, because the frontend has found that they are finished.
 
         Args:
-            outputs: outputs of the step.
+            outputs: outputs of the step, except those in ``tokens``.
             engine: the engine's id.
-            timestamp: end of the step on the engine's clock.
-            tokens: outputs that consist only of new tokens. They are processed before ``outputs``.
-            drafts: statistics of speculative decoding for some requests in ``tokens``.
+            timestamp: time at which the step ended, on the engine's clock.
+            tokens: outputs of the step that consist only of new tokens. They are processed before ``outputs``.
+            drafts: draft statistics (speculative decoding) of some requests in ``tokens``.
         """
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests with an error."""
+        """End the given requests with an error."""
 
     def fail_all(self, error: RequestFailed) -> Sequence[str]:
-        """End all requests with an error. Return their ids."""
+        """End all requests with an error. Return the ids of these requests."""
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """Reset the timing of requests that resume on another engine, because that engine has a different clock."""
+        """Reset the timing of requests that resume on another engine, because the other engine has a different clock."""
 
 
 class EngineView(Protocol):
-    """The current state of the engines."""
+    """Current state of the engines, as the frontend knows it."""
 
     @property
     def limits(self) -> ModelLimits | None:
-        """Limits that every connected engine supports, or None without engines."""
+        """Limits that every connected engine supports. None if no engine is connected."""
 
     @property
     def capabilities(self) -> Sequence[str]:
@@ -112,13 +115,13 @@ class EngineView(Protocol):
         """Number of engines that accept requests now."""
 
     def serving(self, capability: str) -> Sequence[str]:
-        """Return the ids of the connected engines with this capability, sorted."""
+        """Return the ids of the connected engines that have this capability, sorted."""
 
     def cluster(self) -> Sequence[EngineStatus]:
-        """Return the engines that this frontend knows, including engines that are not connected."""
+        """Return the status of all engines that this frontend knows, including engines that are not connected."""
 
     def variants(self) -> Sequence[Variant]:
-        """Return the variants among the connected engines, sorted by hash."""
+        """Return the variants of the connected engines, sorted by configuration hash."""
 
     def groups(self) -> Sequence[PoolGroup]:
         """Return the data-parallel groups in the coordinator's latest view."""
@@ -128,15 +131,15 @@ class EngineView(Protocol):
 
 
 class EngineClient(Protocol):
-    """Sends requests to engines. An ``OutputHandler`` receives the outputs."""
+    """Sends requests to engines. An ``OutputHandler`` receives the engines' outputs."""
 
     @property
     def view(self) -> EngineView:
-        """The state of the engines."""
+        """Current state of the engines, as the frontend knows it."""
 
     @property
     def usable(self) -> bool:
-        """True if an engine accepts requests now."""
+        """True if at least one engine accepts requests now."""
 
     async def wait_until_usable(self, deadline: float | None = None, *, tenant: str = "") -> ModelLimits:
         """Wait until an engine accepts requests, at most until ``deadline`` (Unix seconds).
@@ -147,10 +150,14 @@ class EngineClient(Protocol):
         """
 
     def add(self, *requests: EngineCoreRequest) -> None:
-        """Start the requests of one call on one engine. Raises InvalidArgument if the requests name an unknown rank."""
+        """Start the requests of one call, all on the same engine. Raises InvalidArgument if the requests name a rank
+        that no engine has.
+        """
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """Abort requests that have not ended, on any engine or while they wait. They produce no further output."""
+        """Abort requests that have not ended yet, both on engines and while they wait for an engine. They produce no
+        further output.
+        """
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:
         """Call a registered method on every connected engine, or only on ``engine``.

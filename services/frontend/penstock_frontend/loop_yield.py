@@ -1,20 +1,23 @@
-"""Division of large work over several iterations of the event loop, so that the work does not block other requests."""
+"""Division of long computations over several iterations of the event loop, so that they do not block other requests."""
 
 import asyncio
 from collections import deque
 
 SEQUENCES_PER_TURN = 32
-"""Number of sequences to send to engines per iteration of the event loop. Sending one sequence takes about 60 us."""
+"""Number of sequences to send to engines in one iteration of the event loop. Sending one sequence takes about 60 us."""
 
 NUMBERS_PER_TURN = 32_768
-"""Number of embedding elements to convert into a response per iteration of the event loop. This takes about 3 ms."""
+"""Number of elements of embeddings to convert into a response in one iteration of the event loop. Converting this many
+elements takes about 3 ms.
+"""
 
 
 class Pace:
-    """Limits the units of work per iteration of the event loop. Further work waits for later iterations, in order.
+    """Limits the amount of work, in units, in each iteration of the event loop. Work above the limit waits for later
+    iterations, in order of arrival.
 
-    A piece of work starts if any units are left in the iteration. The last piece of an iteration may therefore exceed
-    ``limit``.
+    A piece of work starts if any units are left in the current iteration. The last piece of work in an iteration may
+    therefore exceed ``limit``.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,7 +27,9 @@ class Pace:
         self._is_scheduled = False
 
     async def take(self, units: int = 1) -> None:
-        """Wait until ``units`` units may run. Return without waiting if units are left in this iteration."""
+        """Wait until a piece of work with ``units`` units may run. Return without waiting if units are left in this
+        iteration.
+        """
         loop = asyncio.get_running_loop()
         if not self._is_scheduled:
             self._is_scheduled = True

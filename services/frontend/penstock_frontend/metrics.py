@@ -50,7 +50,7 @@ _OF_SEQUENCES = (
     Instrument(Histogram, "vllm:request_generation_tokens", "Output tokens of a request", (), _TOKENS),
     Instrument(Histogram, "vllm:request_params_max_tokens", "max_tokens of a request", (), _TOKENS),
 )
-"""Instruments that record each of the ``n`` sequences of a call. Their labels are the model and the engine."""
+"""Metrics that record each of the ``n`` sequences of a call. Their labels are the model and the engine."""
 _OF_CALLS = (
     Instrument(Histogram, "vllm:request_params_n", "n of a request", (), _SEQUENCES),
     Instrument(Counter, "penstock:requests_failed", "Requests that failed", ("code",)),
@@ -110,9 +110,10 @@ _MEDIA_SENT = (
 
 
 class EngineSteps:
-    """Totals over one frame of an engine's outputs. The metrics are updated once per frame instead of once per output.
+    """Totals over one frame of an engine's outputs, by which the metrics are updated once per frame instead of once per
+    output.
 
-    ``timestamp`` is the end of the step on the engine's clock.
+    ``timestamp`` is the time at which the step ended, on the engine's clock.
     """
 
     __slots__ = ("gaps", "num_tokens", "timestamp")
@@ -121,38 +122,40 @@ class EngineSteps:
         self.timestamp = timestamp
         self.num_tokens = 0
         self.gaps: dict[float, int] = {}
-        """Number of sequences, by the time since their previous token. Most sequences of a batch have the same time."""
+        """Number of sequences whose previous token was a given time ago, by that time in seconds. Most sequences of a
+        batch have the same time.
+        """
 
 
 class EngineMetrics:
-    """Metrics of the sequences on one engine. All times are in seconds."""
+    """Metrics of the sequences that ran on one engine. All times are in seconds."""
 
     def __init__(self, of_sequences: Instruments, engine: str) -> None:
         self._series = {row.name: of_sequences.series(row.name, engine) for row in _OF_SEQUENCES if not row.labels}
         self._ended = functools.partial(of_sequences.series, _SUCCESS, engine)
 
     def first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """Record the first output of a sequence, ``seconds`` after its arrival."""
+        """Record the first output of a sequence. It came ``seconds`` seconds after the sequence arrived."""
         self._series["vllm:time_to_first_token_seconds"].observe(seconds)
         self._series["vllm:prompt_tokens"].inc(prompt_tokens)
 
     def step(self, step: EngineSteps) -> None:
-        """Record the totals of a frame."""
+        """Record the totals of one frame of outputs."""
         if step.num_tokens:
             self._series["vllm:generation_tokens"].inc(step.num_tokens)
         for seconds, count in step.gaps.items():
             self._series["vllm:inter_token_latency_seconds"].observe(seconds, count)
 
     def nans(self, count: int) -> None:
-        """Add to the number of NaN logits."""
+        """Add ``count`` to the number of NaN logits."""
         self._series["penstock:nan_logits"].inc(count)
 
     def scheduled(self, queued: float) -> None:
-        """Record, at the end of a sequence, the ``queued`` seconds that it waited before it was first scheduled."""
+        """Record, at the end of a sequence, that it waited ``queued`` seconds until it was first scheduled."""
         self._series["vllm:request_queue_time_seconds"].observe(queued)
 
     def generated(self, *, prefill: float | None, decode: float) -> None:
-        """Record, at the end of a sequence, the sequence's prefill time (None if unknown) and decode time."""
+        """Record, at the end of a sequence, its prefill time (None if unknown) and its decode time."""
         if prefill is not None:
             self._series["vllm:request_prefill_time_seconds"].observe(prefill)
         self._series["vllm:request_decode_time_seconds"].observe(decode)
@@ -162,7 +165,8 @@ class EngineMetrics:
     ) -> None:
         """Record the normal end of a sequence.
 
-        ``started`` is ``time.monotonic()`` at arrival. ``prompt`` and ``generated`` are numbers of tokens.
+        ``started`` is the value of ``time.monotonic()`` when the sequence arrived. ``prompt`` and ``generated`` are
+        numbers of tokens.
         """
         self._series["vllm:e2e_request_latency_seconds"].observe(time.monotonic() - started)
         self._series["vllm:request_prompt_tokens"].observe(prompt)
@@ -172,13 +176,15 @@ class EngineMetrics:
         self._ended(reason.name.lower()).inc()
 
     def pooled(self, started: float, prompt_tokens: int) -> None:
-        """Record the normal end of a pooling request. ``started`` is ``time.monotonic()`` at arrival."""
+        """Record the normal end of a pooling request. ``started`` is the value of ``time.monotonic()`` when the request
+        arrived.
+        """
         self._series["vllm:prompt_tokens"].inc(prompt_tokens)
         self.finished(started, FinishReason.STOP, prompt=prompt_tokens)
 
 
 class FrontendMetrics(Instruments):
-    """Metrics of this frontend, in a separate registry.
+    """Metrics of this frontend, in a metrics registry of their own.
 
     Metrics of sequences have the labels model and engine. Metrics of calls have the label model.
     """
@@ -191,7 +197,9 @@ class FrontendMetrics(Instruments):
         self._engines: dict[str, EngineMetrics] = {}
 
     def engine(self, engine: str) -> EngineMetrics:
-        """Return the time series of an engine, by engine id. The first call creates the series with the value 0."""
+        """Return the metrics of an engine, by the engine's id. The first call for an engine creates its time series
+        with the value 0.
+        """
         if (found := self._engines.get(engine)) is None:
             found = self._engines[engine] = EngineMetrics(self._of_sequences, engine)
         return found
@@ -201,14 +209,16 @@ class FrontendMetrics(Instruments):
         self.registry.register(Readings(lambda: engine_families(loads())))
 
     def add_adapters(self, count: Callable[[], Mapping[str, int]]) -> None:
-        """Add the number of LoRA adapter names to the metrics. ``count`` returns the number of names by source."""
+        """Add the number of LoRA adapter names to the metrics. ``count`` returns the number of names by the source that
+        defines them.
+        """
         names = Reading(
             GaugeMetricFamily, "penstock:lora_names", "LoRA adapters by name", lambda _: dict(count()), ("source",)
         )
         self._add([names], None)
 
     def add_media(self, counts: MediaCounts) -> None:
-        """Add counters for the media that were sent to engines."""
+        """Add counters for the media items that were sent to engines."""
         self._add(_MEDIA_SENT, counts)
 
     def _add(self, table: Iterable[Reading], source: object) -> None:
@@ -216,7 +226,7 @@ class FrontendMetrics(Instruments):
 
 
 class MediaMetrics(Instruments):
-    """Media metrics of this frontend, labelled with the model's name."""
+    """Metrics of the media processing of this frontend, with the model's name as a label."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         super().__init__(registry, _OF_MEDIA, model_name=model_name)

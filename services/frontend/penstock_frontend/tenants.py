@@ -14,14 +14,14 @@ from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import get_logger
 
 MAX_LABELS = 20
-"""Maximum number of tenants with their own time series."""
+"""Maximum number of tenants that have their own time series in metrics."""
 OTHER = "other"
-"""Label of all other tenants together. ``own_label`` never returns this label for a tenant."""
+"""Label that stands for all tenants without their own label. ``own_label`` never returns this label for a tenant."""
 _PREFIX = "tenant:"
 _MAX_KNOWN = 1000
 """Maximum number of tenants whose traffic is tracked."""
 _HALF_LIFE = 60.0
-"""Time in seconds after which counted traffic has half its weight."""
+"""Number of seconds after which a counted request has half its weight in a tenant's traffic."""
 
 
 def own_label(tenant: str) -> str:
@@ -36,16 +36,19 @@ def own_label(tenant: str) -> str:
 
 
 class TenantLabels:
-    """Gives only the tenants with the most traffic their own label, so that the number of time series is bounded.
+    """Gives a label of their own only to the tenants with the most traffic, so that the number of time series is
+    bounded.
 
-    A new tenant replaces a labelled tenant only if the new tenant has more than twice the traffic. Tenants with similar
-    traffic therefore do not alternate. Later requests of the new tenant count under its name. Earlier requests of the
-    new tenant still count under ``OTHER``. The series of the replaced tenant is removed. A label therefore always
-    stands for one tenant, and every request counts once.
+    A new tenant replaces a labelled tenant only if the new tenant has more than twice the traffic. Two tenants with
+    similar traffic therefore do not replace each other again and again. Later requests of the new tenant count under
+    its label. Its earlier requests still count under ``OTHER``. The series of the replaced tenant is removed. A label
+    therefore always stands for one tenant, and every request counts once.
     """
 
     def __init__(self, on_ended: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        """``on_ended`` is called with each label whose series must be removed. ``clock`` returns monotonic seconds."""
+        """Create the labels. ``on_ended`` is called with each label whose series must be removed. ``clock`` returns
+        monotonic seconds.
+        """
         self._on_ended = on_ended
         self._clock = clock
         self._halved_at = clock()
@@ -53,7 +56,7 @@ class TenantLabels:
         self._labelled: set[str] = set()
 
     def seen(self, tenant: str) -> None:
-        """Count one request of a tenant. ``tenant`` is the value that ``own_label`` returned."""
+        """Count one request as traffic of a tenant. ``tenant`` is the value that ``own_label`` returned for the tenant."""
         if (now := self._clock()) - self._halved_at >= _HALF_LIFE:
             self._halve(now)
         if tenant not in self._traffic and len(self._traffic) >= _MAX_KNOWN:
@@ -71,7 +74,7 @@ class TenantLabels:
             self._on_ended(least)
 
     def label_of(self, tenant: str) -> str:
-        """Return the current label of a tenant."""
+        """Return the label under which requests of a tenant are counted now."""
         return tenant if tenant in self._labelled else OTHER
 
     def _halve(self, now: float) -> None:
@@ -83,15 +86,17 @@ class TenantLabels:
 
 
 LOG_INTERVAL = 10.0
-"""Interval between two log lines about the same tenant, in seconds."""
+"""Interval between two log lines about refused requests of the same tenant, in seconds."""
 _WINDOW = 60.0
-"""Time span that ``recent`` covers, in seconds."""
+"""Number of past seconds that ``recent`` covers."""
 _MAX_TENANTS = 1000
-"""Maximum number of pairs of tenant and reason to count separately in one interval. Further pairs count as OTHER."""
+"""Maximum number of pairs of tenant and reason that are counted separately in one interval. All other pairs count as
+tenant OTHER.
+"""
 _MAX_NAME = 256
-"""Maximum number of characters of a tenant's name."""
+"""Maximum number of characters of a tenant's name in counts and log lines."""
 _SHOWN = 20
-"""Maximum number of entries that ``recent`` returns, and that are logged for one interval."""
+"""Maximum number of entries that ``recent`` returns, and maximum number of entries that are logged for one interval."""
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -125,7 +130,7 @@ class TenantRefusals:
         self._labels = TenantLabels(self._end_series, clock)
         self._since = 0.0
         self._now: Counter[tuple[str, str]] = Counter()
-        """Numbers of refused requests in the current interval, which are not logged yet."""
+        """Number of refused requests in the current interval, by tenant and reason. They are not logged yet."""
         self._past: deque[tuple[float, Counter[tuple[str, str]]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -134,7 +139,7 @@ class TenantRefusals:
         self._labels.seen(own_label(tenant[:_MAX_NAME]))
 
     def refused(self, tenant: str, error: RequestFailed) -> None:
-        """Count a request that was refused before it started, if the reason is a limit."""
+        """Count a request that was refused before it started, if it was refused because a limit was reached."""
         if error.code != "RESOURCE_EXHAUSTED":
             return
         tenant = own_label(tenant[:_MAX_NAME])  # cut the name, because its length may not have been checked yet
@@ -150,7 +155,7 @@ class TenantRefusals:
             self._timer = asyncio.get_running_loop().call_later(LOG_INTERVAL, self.flush, context=contextvars.Context())
 
     def flush(self) -> None:
-        """Write the log lines of the past interval."""
+        """Write the log lines for the interval that has just ended."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -170,9 +175,9 @@ class TenantRefusals:
             )
 
     def recent(self) -> list[Refused]:
-        """Return the refusals of the last minute, the largest numbers first.
+        """Return the numbers of requests refused in the last minute, largest number first.
 
-        Tenants above the maximum number are summed as OTHER.
+        The tenants after the first ``_SHOWN`` entries are summed as OTHER.
         """
         self._forget(self._clock())
         total: Counter[tuple[str, str]] = Counter(self._now)

@@ -1,1 +1,1 @@
-"""Process of the frontend: creation of its components, servers, drain and shutdown."""
+"""Process of the frontend: it creates the components, runs the servers, drains, and shuts down."""

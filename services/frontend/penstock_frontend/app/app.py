@@ -1,4 +1,4 @@
-"""Lifecycle of the frontend process."""
+"""Lifecycle of the frontend process: startup, serving, drain and shutdown."""
 
 import asyncio
 import signal
@@ -25,21 +25,23 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 _CLOSE_GRACE = 1.0
-"""Seconds that calls have to deliver their last status when the servers stop."""
+"""Number of seconds that calls have to deliver their last status when the servers stop."""
 _LOOK_INTERVAL = 0.25
-"""Seconds between two checks whether the drain of a frontend is complete."""
+"""Number of seconds between two checks whether the drain of the frontend is complete."""
 
 
 class Frontend:
     """A frontend process. Call ``startup``, then ``main_loop``, which runs until ``stop`` is called, then ``shutdown``.
 
-    ``Readiness`` decides about the frontend's health status. The first call of ``stop`` starts a drain. During the
-    drain, the frontend serves calls while its clients move to other frontends. The drain ends when no more calls can
-    arrive, or after ``drain_timeout``. A second call of ``stop`` ends the drain immediately.
+    ``Readiness`` decides which health status the frontend reports. The first call of ``stop`` starts a drain. During
+    the drain, the frontend serves calls while its clients move to other frontends. The drain ends when no more calls
+    can arrive, or after ``drain_timeout`` seconds. A second call of ``stop`` ends the drain immediately.
     """
 
     def __init__(self, config: FrontendConfig) -> None:
-        """Read the model's files, which may take a long time. Raises ConfigError."""
+        """Read the files of the model, which may take a long time. Raises ConfigError if the configuration or a file is
+        not valid.
+        """
         self._config = config
         self._changed = asyncio.Event()
         self._stopping = False
@@ -119,16 +121,16 @@ class Frontend:
 
     @property
     def admin_port(self) -> int:
-        """Port of the operators' gRPC server."""
+        """Port of the gRPC server for operators."""
         return self._servers.admin.port
 
     @property
     def http_port(self) -> int:
-        """Port of the HTTP server, or -1 if the HTTP server is off."""
+        """Port of the HTTP server. -1 if the HTTP server is off."""
         return self._servers.http.port
 
     async def startup(self) -> None:
-        """Start to listen on all ports, and start to connect to engines. Raises ConfigError if a port is in use."""
+        """Start to listen on all ports, and start to connect to engines. Raises ConfigError if a port cannot be bound."""
         count_tasks(self._metrics.registry, asyncio.get_running_loop())
         self._warn_of_a_short_drain()
         if self._directory is not None:
@@ -150,7 +152,7 @@ class Frontend:
         )
 
     def _essential(self) -> list[asyncio.Task[None]]:
-        """Return the tasks without which the frontend cannot work. The liveness check watches these tasks."""
+        """Return the tasks that the frontend needs to work. The liveness check watches whether these tasks still run."""
         tasks = [self._coordinator_task, self._directory_task, self._servers.http.task]
         return [task for task in tasks if task is not None]
 
@@ -161,7 +163,7 @@ class Frontend:
         self._llm.limits_changed()
 
     async def main_loop(self) -> None:
-        """Update the health service until ``stop`` is called."""
+        """Update the status in the health service until ``stop`` is called."""
         told = False
         while True:
             await self._changed.wait()
@@ -181,7 +183,9 @@ class Frontend:
         self._changed.set()
 
     async def shutdown(self) -> None:
-        """Drain, end the remaining requests, and close the ports. Idempotent. May be called after a failed ``startup``."""
+        """Drain, end the remaining requests, and close the ports. Idempotent. The caller may also call it if
+        ``startup`` failed.
+        """
         self._readiness.drain(moves_clients=self._config.server.max_connection_age > 0)
         await self._servers.tell_health()
         ended_by = await self._drain()
@@ -211,11 +215,12 @@ class Frontend:
         get_logger().info("frontend stopped")
 
     async def _drain(self) -> str:
-        """Serve calls until no more calls can arrive.
+        """Serve calls until no more calls can arrive. Return the reason if the drain ended before, and an empty string
+        otherwise.
 
         If the drain ends early, return the reason, else an empty string.
         """
-        if self._living is None:  # startup failed, so there are no clients
+        if self._living is None:  # startup failed, so no client has connected
             return ""
         timeout, clock = self._config.drain_timeout, asyncio.get_running_loop().time
         get_logger().info("frontend is draining", timeout=timeout)
@@ -224,7 +229,7 @@ class Frontend:
         while not self._servers.drained(draining, now := clock()):
             if (left := draining.deadline - now) <= 0.0:
                 return f"the drain_timeout of {timeout:g} s has passed"
-            try:  # poll, because there is no event for closed connections
+            try:  # check at intervals, because no event reports that a connection has closed
                 async with asyncio.timeout(min(left, _LOOK_INTERVAL)):
                     await self._cut_short.wait()
                 return "the process was told to stop twice"
@@ -264,7 +269,7 @@ class Frontend:
         for load in self._engines.view.for_metrics():
             self._metrics.engine(
                 load.engine
-            )  # create the engine's time series, so that they have the value 0 before the first request
+            )  # create the time series of each engine, so that they have the value 0 before the first request
         self._llm.adapters.engines_changed()
         self._metrics.series("penstock:requests_held").set(self._engines.num_held)
         self._metrics.series("penstock:engine_variants").set(len(self._engines.view.variants()))
@@ -283,7 +288,7 @@ class Frontend:
 
 
 async def run(config_file: ConfigFile[FrontendConfig]) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ConfigError."""
+    """Run the frontend until the process receives SIGTERM or SIGINT. Raises ConfigError."""
     frontend = Frontend(config_file.running)
 
     def apply(config: FrontendConfig) -> None:

@@ -1,4 +1,4 @@
-"""Creation of a frontend's components, for the frontend service and for ``LLM``."""
+"""Creation of the components of a frontend, for the frontend service and for ``LLM``."""
 
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -53,31 +53,31 @@ class LiveSettings(NamedTuple):
 
 
 class Assembly(NamedTuple, Generic[E]):
-    """Components that serve the requests of all protocols."""
+    """Components that serve requests, for all protocols."""
 
     tokenizer: Tokenizer
-    """Tokenizer, which must be closed after the last request."""
+    """Tokenizer of the model. The caller must close it after the last request."""
     generation_config: dict[str, Any]
-    """Content of the model's generation_config.json, or empty if the file is missing."""
+    """Content of the model's generation_config.json. Empty if the model has no such file."""
     metrics: FrontendMetrics
     engines: E
     llm: AsyncLLM
-    """Component that serves prompts, for generation and pooling."""
+    """Component that runs prompts, both for generation and for pooling."""
     chat: ChatCalls
-    """Component that serves conversations. Its renderer must be closed after the last request."""
+    """Component that runs conversations. The caller must close its renderer after the last request."""
     settings: LiveSettings
     labels: list[str]
-    """Names of the model's classes, in order of class index."""
+    """Names of the classes of a classification model, in the order of the class indices."""
     media: MediaService | None
-    """Media service, which must be closed after the last request. None for a text-only model."""
+    """Service that processes media. The caller must close it after the last request. None for a text-only model."""
     warnings: WarningLog
-    """Warnings for the calls of all protocols."""
+    """Log of the warnings about the calls of all protocols."""
 
 
 class AssemblyConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a frontend that do not depend on the protocol.
+    """Settings of a frontend that are the same for all protocols.
 
-    ``frontend_id`` is the frontend's name in registrations of adapters.
+    ``frontend_id`` is the name under which the frontend registers LoRA adapters.
     """
 
     model: ModelConfig
@@ -102,10 +102,11 @@ def assemble(
     """Read the model's files, which may take a long time, and create the components. Raises ConfigError.
 
     Args:
-        config: the settings.
-        engines: creates the engine client, which sends outputs to the handler. Called after the model's files are read.
+        config: the settings that the components need.
+        engines: function that creates the engine client. The client sends the engines' outputs to the handler. The
+            function is called after the model's files are read.
         tokenizer_path: directory or hub id of tokenizer and chat template, if they do not come from the model.
-        tracer: the tracer, or None if tracing is off.
+        tracer: the tracer of trace spans. None if tracing is off.
         on_full: called whenever ``llm.full`` has changed.
     """
     model = config.model
@@ -181,7 +182,7 @@ def assemble(
 
 
 class _Files(NamedTuple):
-    """Files of a model."""
+    """Content of those files of a model that a frontend needs."""
 
     tokenizer: Tokenizer
     generation_config: dict[str, Any]
@@ -192,7 +193,8 @@ class _Files(NamedTuple):
 
 
 def check_chat_template(path: str, *, setting: str) -> None:
-    """Check a chat template file in the same way as ``model.chat_template``.
+    """Check a chat template file as if it were the file in ``model.chat_template``. ``setting`` is the setting's name
+    in error messages.
 
     ``setting`` is the setting's name in error messages. Raises ConfigError.
     """
@@ -200,7 +202,8 @@ def check_chat_template(path: str, *, setting: str) -> None:
 
 
 def check_parsers(*, tool: str, reasoning: str) -> None:
-    """Check names of parsers in the same way as ``model.tool_parser`` and ``model.reasoning_parser``.
+    """Check names of parsers as if they were the values of ``model.tool_parser`` and ``model.reasoning_parser``. Raises
+    ConfigError for unknown names.
 
     Raises ConfigError for unknown names.
     """
@@ -208,7 +211,8 @@ def check_parsers(*, tool: str, reasoning: str) -> None:
 
 
 def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_media: bool) -> _Files:
-    """Read the model's files.
+    """Read those files of the model that a frontend needs. If ``tokenizer_path`` is set, read the tokenizer and the
+    chat template from this path instead.
 
     If ``tokenizer_path`` is set, read the tokenizer and the chat template from there. Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""OpenAI API for callers in the same process, without a network listener."""
+"""OpenAI API for callers in the same process, which need no network listener."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from penstock_frontend.config import FrontendConfig, HttpConfig, ModelConfig
 
 
 class HttpAnswer(NamedTuple):
-    """Response of a route. ``request_id`` is the value of the x-request-id header."""
+    """Response of a route of the OpenAI API. ``request_id`` is the value of the response header x-request-id."""
 
     status: int
     body: bytes
@@ -24,13 +24,13 @@ class HttpAnswer(NamedTuple):
 class OpenAICalls:
     """Passes request bodies to the routes of the OpenAI API, and returns the routes' responses.
 
-    Use this class only on the event loop's thread.
+    All methods must be called on the event loop's thread.
     """
 
     def __init__(self, assembly: Assembly[Any], model: ModelConfig, http: HttpConfig) -> None:
         config = FrontendConfig(
             model=model, http=http, engines=("localhost:1",)
-        )  # these routes do not use the engines' addresses
+        )  # the routes of the OpenAI API do not use the addresses of engines
         llm, chat, limits = assembly.llm, assembly.chat, assembly.settings.limits
         gate = Gate(http, assembly.settings.fairness, llm.refused)
         bodies = Bodies(http, warnings=assembly.warnings)
@@ -41,13 +41,13 @@ class OpenAICalls:
 
     @property
     def paths(self) -> Sequence[str]:
-        """Paths to which request bodies can be posted."""
+        """Paths of the routes to which a request body can be posted."""
         return list(self._apps)
 
     async def post(self, path: str, body: bytes) -> HttpAnswer:
         """Return the response of the route at ``path``, which must be in ``paths``.
 
-        If the call is cancelled, the request is aborted on the engine.
+        If the caller cancels the call, the request is aborted on the engine.
         """
         call = _Call(body)
         scope = {"type": "http", "headers": [], "path_params": {}, "path": path}
@@ -69,7 +69,7 @@ class _Call:
         self._body: bytes | None = body
 
     async def receive(self) -> Message:
-        """Return the body at the first call. Later calls wait until the response is complete."""
+        """Return the request body at the first call. Later calls wait until the response is complete."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -77,7 +77,7 @@ class _Call:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Any) -> None:
-        """Record a part of the response."""
+        """Record a part of the response that the route sends."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.request_id = dict(message["headers"]).get(b"x-request-id", b"").decode("latin-1")

@@ -1,6 +1,6 @@
 """Servers of a frontend: public gRPC server, operators' gRPC server and HTTP server.
 
-Also creates their access control.
+This module also creates the access control of the servers.
 """
 
 import asyncio
@@ -37,40 +37,43 @@ from penstock_frontend.processing.prompts.tokenizer_bundle import load_model_car
 from penstock_frontend.rpc.coordinator_client import CoordinatorClient
 
 JITTER = 0.1
-"""Random variation of a connection's lifetime, as a fraction of the maximum age."""
+"""Random variation of the lifetime of a connection, as a fraction of the maximum age."""
 QUIET = 2.0
-"""Time in seconds after which a drain is complete, if no calls run and no calls can arrive on open connections. The
-time must be longer than a round trip. During a round trip, a client that was asked to reconnect may still start calls
-on the old connection.
+"""Number of seconds after which a drain is complete, if during that time no calls run and no calls can arrive on open
+connections.
+
+This time must be longer than a round trip, because a client that was asked to reconnect may start calls on the old
+connection for the time of one round trip.
 """
 
 
 class Draining:
-    """Decides when a drain is complete. This is when no calls run, and no connection is open on which calls may arrive.
+    """Decides when the drain of a frontend is complete. It is complete when no calls run, and no calls can arrive on
+    any open connection.
 
     When a gRPC connection reaches its maximum age, the server asks the client to reconnect, and the client starts no
-    more calls on the connection. An old connection may stay open for endless calls, such as watches of the health
-    service. Times are monotonic seconds. ``max_age`` is the maximum age of gRPC connections in seconds. 0 means that
-    clients are not asked to reconnect, and that the drain does not wait for gRPC connections.
+    more calls on the connection. Such an old connection may stay open for calls that never end, such as watches of the
+    health service. Times are monotonic seconds. ``max_age`` is the maximum age of gRPC connections in seconds. 0 means
+    that clients are not asked to reconnect, and that the drain does not wait for gRPC connections.
     """
 
     def __init__(self, now: float, *, timeout: float, max_age: float) -> None:
         self.deadline = now + timeout
-        """Time at which the frontend ends the remaining calls."""
+        """Time at which the frontend ends the calls that still run, in monotonic seconds."""
         self._max_age = max_age
         self._first_seen: dict[int, float] = {}
         self._quiet_since: float | None = None
 
     @property
     def moved_after(self) -> float:
-        """Number of seconds after which the server has asked every client to reconnect."""
+        """Number of seconds after the start of the drain at which the server has asked every client to reconnect."""
         return self._max_age * (1.0 + JITTER)
 
     def done(self, now: float, *, calls: int, connections: Iterable[int]) -> bool:
-        """Return True if no calls run and no calls can arrive.
+        """Return True if no calls run and no new calls can arrive.
 
         Args:
-            now: monotonic seconds.
+            now: the current time in monotonic seconds.
             calls: number of running calls.
             connections: serial numbers of the open gRPC connections.
         """
@@ -86,13 +89,15 @@ class Draining:
 
 PUBLIC_SERVICES = (inference.SERVICE_NAME, vllm_engine.SERVICE_NAME)
 EVERYTHING = ""
-"""Service name in gRPC's health service that stands for the server itself. Channels of clients watch this name."""
+"""Empty service name, which stands for the whole server in gRPC's health service. The channels of clients watch the
+health of this name.
+"""
 
 
 class Servers:
-    """Servers of a frontend. ``start``, ``drain`` and ``stop`` act on all servers.
+    """The public gRPC server, the operators' gRPC server and the HTTP server of a frontend.
 
-    ``tell_health`` updates gRPC's health service. The other protocols read ``readiness`` directly.
+    ``tell_health`` updates the status in gRPC's health service. The HTTP server reads ``readiness`` itself.
     """
 
     def __init__(
@@ -106,7 +111,9 @@ class Servers:
         readiness: Readiness,
         certificates: Certificates,
     ) -> None:
-        """``certificates`` records when the certificates of these servers expire. Raises ConfigError."""
+        """Create the servers. ``certificates`` records when the TLS certificates of the servers expire. Raises
+        ConfigError.
+        """
         self._config = config
         self._readiness = readiness
         self._certificates = certificates
@@ -120,7 +127,7 @@ class Servers:
         self.http = self._http_server(authenticator)
 
     async def start(self) -> None:
-        """Start to listen on all ports. Raises ConfigError if a port is in use."""
+        """Start to listen on the ports of all servers. Raises ConfigError if a port cannot be bound."""
         await self.public.start()
         await self.admin.start()
         await self.admin.set_serving(True)
@@ -128,10 +135,10 @@ class Servers:
         await self.http.start()
 
     async def tell_health(self) -> None:
-        """Update gRPC's health service.
+        """Update the status in gRPC's health service.
 
-        The status of the services' names is ``ready``, which load balancers use. The status of the empty name is
-        ``answers``, which clients use before they start calls.
+        Under the names of the services, the status is ``Readiness.ready``, which load balancers use. Under the empty
+        name, the status is ``Readiness.answers``, which clients read before they start calls.
         """
         # The operators' port reports the same status, so that operators' tools need only one address.
         await self.admin.set_serving(self._readiness.ready, *PUBLIC_SERVICES)
@@ -139,15 +146,15 @@ class Servers:
         await self.public.set_serving(self._readiness.answers, EVERYTHING)
 
     def drain(self) -> None:
-        """Start a drain.
+        """Start the drain of all servers. They serve calls while clients move to other frontends.
 
-        The servers serve calls while clients move to other frontends. gRPC connections end at their maximum age, which
-        cannot be changed after the server has started.
+        The servers serve calls while clients move to other frontends. gRPC connections still end at their maximum age,
+        because a started server cannot change this age.
         """
         self.http.drain()
 
     def drained(self, draining: Draining, now: float) -> bool:
-        """Return True if no calls run and no calls can arrive. ``now`` is in monotonic seconds."""
+        """Return True if no calls run and no new calls can arrive. ``now`` is in monotonic seconds."""
         calls = self.public.num_calls + self.http.num_left
         return draining.done(now, calls=calls, connections=self.public.connections())
 
@@ -259,7 +266,7 @@ def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) ->
     pages = Middleware(WebCallers, caller_rules("http", http.host, http.allowed_hosts, http.allowed_origins))
     if authenticator is None:
         return [pages]
-    # The page itself is public. It shows data from /cluster, which has its own access control.
+    # The page itself needs no credentials. Its data come from /cluster, which has its own access control.
     closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
     open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
     return [

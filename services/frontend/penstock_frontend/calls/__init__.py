@@ -1,1 +1,3 @@
-"""Calls of clients, independent of the protocol, with one file per kind of call. Admission is also in this package."""
+"""Calls of clients, independent of the protocol, with one file per kind of call. This package also decides whether a
+request is admitted.
+"""

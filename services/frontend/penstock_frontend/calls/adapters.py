@@ -1,4 +1,4 @@
-"""LoRA adapter calls, which find, load, unload and pin adapters, and the watched directory of adapters."""
+"""Calls that find, load, unload and pin LoRA adapters, and the watched directory of adapters."""
 
 import asyncio
 import hashlib
@@ -34,17 +34,19 @@ from penstock_frontend.interfaces import EngineClient
 P = ParamSpec("P")
 T = TypeVar("T")
 _HEARD_AFTER = 2.0
-"""Seconds until other frontends know the new content of an adapter's name. For this time, engines keep the old content
-in memory.
+"""Number of seconds after which other frontends know that an adapter's name has new content. During this time, engines
+keep the old content in memory.
 """
 CHANGED = "LORA_CHANGED"
-"""Reason of an engine that refuses a request because the adapter's content does not match the digest in the request."""
+"""Error reason that an engine gives if the content of a request's LoRA adapter does not match the digest in the
+request.
+"""
 
 
 class HeldAdapter(msgspec.Struct, frozen=True):
-    """Report of an engine about an adapter in the engine's memory.
+    """Report of an engine about a LoRA adapter that it has in memory.
 
-    ``add_lora`` returns one report. ``list_loras`` returns a list of reports.
+    The engine's utility method ``add_lora`` returns one report, and ``list_loras`` returns a list of reports.
     """
 
     digest: bytes
@@ -55,13 +57,13 @@ class HeldAdapter(msgspec.Struct, frozen=True):
 
 
 class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an adapter, for operators."""
+    """State of a LoRA adapter, as operators see it."""
 
     adapter: LoraAdapter
     source: LoraSource
     pinned: bool
     held: HeldAdapter | None = None
-    """Report of one engine that has the adapter in memory, or None if no engine has."""
+    """Report of one engine that has the adapter in memory. None if no engine has the adapter in memory."""
     engine_ids: Sequence[str] = ()
     """Ids of all engines that have the adapter in memory."""
 
@@ -69,9 +71,9 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 def _to_its_end(
     change: Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate["AdapterCalls", P], Coroutine[Any, Any, T]]:
-    """Decorate a method that changes adapters, so that the method completes even if its caller is cancelled.
+    """Decorate a method that changes LoRA adapters, so that the method runs to its end even if its caller is cancelled.
 
-    Otherwise engines could keep adapters that no name refers to.
+    If the method stopped in the middle, engines could keep adapters that no name refers to.
     """
 
     async def changed(self: "AdapterCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,10 +88,10 @@ class AdapterCalls:
     Engines have these utility methods:
 
     - ``add_lora(name, path, digest, pinned)``: loads the adapter into memory, and returns a HeldAdapter. ``digest`` is
-      empty if the digest is not known yet. If the content does not match the digest, the call fails.
+      empty if the digest is not known yet. If the adapter's content does not match the digest, the call fails.
     - ``remove_lora(digest)``: frees the adapter once no request uses the adapter.
     - ``pin_lora(digest, pinned)``: pins or unpins the adapter in memory.
-    - ``list_loras()``: returns all adapters in memory.
+    - ``list_loras()``: returns a report for each adapter in memory.
 
     Only one change of adapter names runs at a time.
     """
@@ -104,10 +106,11 @@ class AdapterCalls:
         self._reading: dict[LoraAdapter, asyncio.Task[LoraAdapter]] = {}
 
     async def of_request(self, context: RequestContext) -> LoraAdapter | None:
-        """Return the adapter of a request, including the adapter's digest. Return None if the request names no adapter.
+        """Return the LoRA adapter that a request names, with the adapter's digest. Return None if the request names no
+        adapter.
 
-        If the digest is not known yet, an engine reads the adapter, so at least one engine must be usable. Raises
-        RequestFailed.
+        If the digest is not known yet, an engine must read the adapter first, so at least one engine must accept
+        requests. Raises RequestFailed.
         """
         name = self.adapters.asked_for(context.model, context.lora)
         if not name:
@@ -117,19 +120,20 @@ class AdapterCalls:
         return adapter if adapter.digest else await self._read(adapter)
 
     def refused(self, adapter: LoraAdapter | None, error: RequestFailed) -> None:
-        """Handle an engine's refusal of a request with an adapter.
+        """Handle an engine's refusal of a request that uses a LoRA adapter.
 
-        If the adapter's content has changed, an engine reads the adapter again for the next request. This does not
-        apply to adapters registered at run time: an operator must load them again.
+        If the engine refused the request because the adapter's content has changed, the next request makes an engine
+        read the adapter again. This does not apply to adapters registered at run time: an operator must load them
+        again.
         """
         if adapter is not None and error.reason == CHANGED:
             self.adapters.forget(adapter)
 
     @_to_its_end
     async def load(self, name: str, path: str, *, load_inplace: bool, pinned: bool) -> AdapterInfo:
-        """Load an adapter on every engine, and register the adapter's name.
+        """Load a LoRA adapter on every engine, and register the adapter's name.
 
-        If this raises RequestFailed, nothing has changed.
+        If this method raises RequestFailed, neither the names nor the engines' adapters have changed.
         """
         self._check_enabled()
         self._check_path(path)
@@ -154,7 +158,9 @@ class AdapterCalls:
 
     @_to_its_end
     async def unload(self, name: str) -> AdapterInfo:
-        """Remove a name. Engines free the adapter if no other name refers to the same adapter. Raises RequestFailed."""
+        """Remove an adapter's name. If no other name refers to the same adapter, the engines free it. Raises
+        RequestFailed.
+        """
         self._check_enabled()
         async with self._changing:
             named = self.adapters.unregister(name)
@@ -165,7 +171,7 @@ class AdapterCalls:
     async def list(self) -> list[AdapterInfo]:
         """Return all adapters that requests can name, sorted by name.
 
-        If an engine fails to list its adapters, raises the engine's error.
+        If an engine fails to list its adapters, this method raises the engine's error.
         """
         self._check_enabled()
         named = self.adapters.all()
@@ -180,7 +186,7 @@ class AdapterCalls:
 
     @_to_its_end
     async def pin(self, name: str, *, pinned: bool) -> AdapterInfo:
-        """Pin an adapter in the memory of every engine, or unpin the adapter. Raises RequestFailed."""
+        """Pin a LoRA adapter in the memory of every engine, or unpin it. Raises RequestFailed."""
         self._check_enabled()
         async with self._changing:
             named = self.adapters.named(name)
@@ -195,7 +201,7 @@ class AdapterCalls:
             return _info(self.adapters.pin(named, pinned=pinned), held)
 
     def engines_changed(self) -> None:
-        """Load pinned adapters on engines that have joined since the last call."""
+        """Load the pinned LoRA adapters on those engines that have joined since the last call of this method."""
         serving = frozenset(self._engines.view.serving(LORA)) if self.adapters.serves else frozenset()
         come, self._serving = serving - self._serving, serving
         for named in self.adapters.all() if come else ():
@@ -205,12 +211,12 @@ class AdapterCalls:
 
     def _check_enabled(self) -> None:
         if not self.adapters.serves:
-            raise Unimplemented("LoRA adapters are not served: lora.enabled is false")
+            raise Unimplemented("LoRA adapters are not served: lora.enabled is false; set lora.enabled to true")
 
     def _check_served(self, field: str) -> None:
-        """Check that engines support adapters.
+        """Check that at least one connected engine supports LoRA adapters.
 
-        Raises Unimplemented if engines are connected, but none supports adapters.
+        Raises Unimplemented if engines are connected, but none of them supports LoRA adapters.
         """
         if not self._engines.view.serving(LORA) and self._engines.view.capabilities:
             raise Unimplemented(
@@ -237,9 +243,9 @@ class AdapterCalls:
             )
 
     async def _read(self, adapter: LoraAdapter) -> LoraAdapter:
-        """Let an engine read the adapter, and return the adapter with its digest.
+        """Let an engine read a LoRA adapter, and return the adapter with its digest.
 
-        Concurrent calls for the same adapter share one read.
+        If several calls ask for the same adapter at once, an engine reads it only once.
         """
         task = self._reading.get(adapter)
         if task is None:
@@ -250,18 +256,18 @@ class AdapterCalls:
     def _has_read(self, adapter: LoraAdapter, task: asyncio.Task[LoraAdapter]) -> None:
         self._reading.pop(adapter, None)
         if not task.cancelled():
-            task.exception()  # mark the exception as retrieved; callers that still wait receive it
+            task.exception()  # mark the exception as retrieved; the callers that still wait for the task receive it
 
     async def _read_once(self, adapter: LoraAdapter) -> LoraAdapter:
-        """Ask one engine after the other to read the adapter, until an engine succeeds.
+        """Ask one engine after the other to read a LoRA adapter, until one of them succeeds.
 
-        If no engine can read the adapter, raises the first engine's error.
+        If no engine can read the adapter, this method raises the error of the first engine.
         """
         failed: RequestFailed | None = None
         for engine in _in_turn(adapter.name, self._engines.view.serving(LORA)):
             arguments = [adapter.name, adapter.path, b"", False]
             answer = (await self._engines.call_utility("add_lora", arguments, engine=engine)).get(engine)
-            if answer is None:  # the engine has just disconnected
+            if answer is None:  # the engine has disconnected since the list of engines was read
                 continue
             if not isinstance(answer, RequestFailed):
                 return self._learned(adapter, _held_of(engine, answer).digest)
@@ -274,10 +280,11 @@ class AdapterCalls:
         return known
 
     async def _add_everywhere(self, adapter: LoraAdapter, *, pinned: bool) -> dict[str, HeldAdapter]:
-        """Load the adapter on every engine. Return the engines' reports.
+        """Load a LoRA adapter on every engine. Return the engines' reports about the adapter.
 
-        Raises the error of the first engine that fails. Raises FailedPrecondition if engines find different content at
-        the path. In both cases the engines remove the adapter again.
+        If an engine fails to load the adapter, this method raises the error of the first such engine. Raises
+        FailedPrecondition if engines find different content at the path. In both cases, the engines free the adapter
+        again.
         """
         self._check_served("name")
         answers = await self._call("add_lora", adapter.name, adapter.path, adapter.digest, pinned)
@@ -289,7 +296,8 @@ class AdapterCalls:
             (error_of_engine(e, answer) for e, answer in answers.items() if isinstance(answer, RequestFailed)), None
         )
         if failed is not None:
-            failed.field = ""  # drop the field, because the engine names a field of another request type
+            # drop the error's field, because it names a field of the engine's request, not of the client's request
+            failed.field = ""
         elif len(digests) > 1:
             failed = FailedPrecondition(
                 f"path is {quoted(adapter.path, LONGEST_PATH)}, but engines find different adapters at this path: "
@@ -304,7 +312,7 @@ class AdapterCalls:
         return held
 
     async def _held(self) -> dict[str, dict[bytes, HeldAdapter]]:
-        """Return the adapters in the engines' memory, by engine and digest."""
+        """Return the reports about all LoRA adapters in the engines' memory, by engine and digest."""
         held: dict[str, dict[bytes, HeldAdapter]] = {}
         for engine, answer in (await self._call("list_loras")).items():
             if isinstance(answer, RequestFailed):
@@ -323,9 +331,10 @@ class AdapterCalls:
         return task
 
     async def _pin_on(self, engine: str, named: NamedAdapter) -> None:
-        """Load a pinned adapter on an engine that has joined.
+        """Load a pinned LoRA adapter on an engine that has joined.
 
-        A failure is only logged, because requests load the adapter on demand.
+        If the engine fails to load the adapter, the frontend only logs the error, because a later request makes the
+        engine load the adapter.
         """
         adapter = named.adapter
         arguments = [adapter.name, adapter.path, adapter.digest, True]
@@ -336,12 +345,13 @@ class AdapterCalls:
             )
 
     def _is_pinned(self, digest: bytes, *, but: str = "") -> bool:
-        """Return True if a pinned name other than ``but`` refers to the adapter content with this digest."""
+        """Return True if a pinned name other than ``but`` refers to the LoRA adapter with this content digest."""
         pinned = (each for each in self.adapters.all() if each.pinned and each.name != but)
         return any(each.adapter.digest == digest for each in pinned)
 
     async def _unpin(self, digest: bytes) -> None:
-        """Unpin an adapter on all engines that have the adapter in memory.
+        """Unpin a LoRA adapter on all engines that have it in memory. Raises the first error of an engine, unless it is
+        NotFound.
 
         Raises the first error other than NotFound.
         """
@@ -350,11 +360,12 @@ class AdapterCalls:
                 raise error_of_engine(engine, answer)
 
     async def _remove(self, digest: bytes) -> None:
-        """Free an adapter's content on engines if no name refers to the content.
+        """Free the content of a LoRA adapter on all engines, if no name refers to the content any more.
 
         If only names that are not pinned refer to the content, unpin the content.
 
-        A failure is only logged, because engines can still evict an unpinned adapter.
+        If an engine fails to free the content, the frontend only logs the error, because engines can still evict
+        unpinned adapters.
         """
         if not digest or self._is_pinned(digest):
             return
@@ -367,7 +378,9 @@ class AdapterCalls:
                 get_logger().warning("engine failed to free a LoRA adapter", engine=engine, error=answer.message)
 
     async def _call(self, method: str, *arguments: object) -> dict[str, Any]:
-        """Call a method on the engines that support adapters. Return, by engine id, the result or the RequestFailed."""
+        """Call a utility method on the engines that support LoRA adapters. Return, by engine id, the result or the
+        RequestFailed error.
+        """
         engines = self._engines.view.serving(LORA)
         calls = (self._engines.call_utility(method, list(arguments), engine=engine) for engine in engines)
         answers: dict[str, Any] = {}
@@ -377,7 +390,7 @@ class AdapterCalls:
 
 
 def _held_of(engine: str, answer: object) -> HeldAdapter:
-    """Decode an engine's report. Raises Internal if the report is not valid."""
+    """Decode an engine's report about a LoRA adapter. Raises Internal if the report is not valid."""
     try:
         held = msgspec.convert(answer, HeldAdapter)
     except msgspec.ValidationError as e:
@@ -386,7 +399,7 @@ def _held_of(engine: str, answer: object) -> HeldAdapter:
 
 
 def _in_turn(name: str, engines: Sequence[str]) -> list[str]:
-    """Return the engines in a fixed pseudo-random order that depends on the name."""
+    """Return the engines in a fixed pseudo-random order that depends on the adapter's name."""
     return sorted(engines, key=lambda engine: hashlib.blake2b(f"{name}\0{engine}".encode(), digest_size=8).digest())
 
 
@@ -400,29 +413,29 @@ def _info(named: NamedAdapter, held: Mapping[str, HeldAdapter]) -> AdapterInfo:
     )
 
 
-# The code below watches a directory, in which each subdirectory is a LoRA adapter.
+# The code below watches a directory in which each subdirectory is a LoRA adapter.
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SHOWN = 8
-"""Maximum number of names in a log line."""
+"""Maximum number of adapter names in a log line."""
 
 Stamp: TypeAlias = "tuple[tuple[int, int, int] | None, ...]"
-"""Identity of an adapter's files, to detect replaced files. Each item is the inode, size and modification time of a
-file, or None if the file is missing.
+"""Identity of an adapter's files, by which a scan detects replaced files. Each item is the inode, size and modification
+time of a file, or None if the file is missing.
 """
 
 
 class AdapterDirectory:
-    """Registers each subdirectory of a directory as an adapter.
+    """Registers each subdirectory of the watched directory as a LoRA adapter.
 
     Call ``begin`` before requests are served, then ``run``.
 
-    If the directory cannot be read, all names stay unchanged. If a subdirectory cannot be read, only the name of this
-    subdirectory stays unchanged.
+    If the directory cannot be read, the names of all its adapters stay unchanged. If a subdirectory cannot be read,
+    only the name of this subdirectory stays unchanged.
     """
 
     def __init__(self, path: str, interval: float, adapters: Adapters) -> None:
-        """``interval`` is the number of seconds between two scans."""
+        """Create the watcher. ``interval`` is the number of seconds between two scans of the directory."""
         self._path = Path(path)
         self._interval = interval
         self._adapters = adapters
@@ -431,7 +444,7 @@ class AdapterDirectory:
         self._problems: Mapping[str, str] = {}
 
     async def run(self) -> None:
-        """Scan the directory repeatedly."""
+        """Scan the directory again and again, with ``interval`` seconds between two scans."""
         while True:
             await asyncio.sleep(self._interval)
             await self.look()
@@ -449,7 +462,7 @@ class AdapterDirectory:
                 )
 
     async def look(self) -> None:
-        """Scan the directory, and apply the changes since the last scan."""
+        """Scan the directory, and apply the changes of its adapters since the last scan."""
         try:
             found, problems = await asyncio.to_thread(adapters_in, self._path)
         except OSError as e:
@@ -489,9 +502,10 @@ class AdapterDirectory:
 
 
 def adapters_in(path: Path) -> tuple[dict[str, Stamp], dict[str, str]]:
-    """Return the adapters in ``path`` by name, and the errors of subdirectories that cannot be read by name.
+    """Return the LoRA adapters in the directory ``path`` by name. Also return, by name, the errors of subdirectories
+    that cannot be read.
 
-    Names that begin with a dot are ignored. Raises OSError if ``path`` itself cannot be read.
+    Subdirectories whose names begin with a dot are ignored. Raises OSError if ``path`` itself cannot be read.
     """
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]

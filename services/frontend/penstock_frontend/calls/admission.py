@@ -1,4 +1,4 @@
-"""Admission of requests by limits on the requests in flight, and readiness of the frontend."""
+"""Admission of requests according to the limits on all requests in flight, and readiness of the frontend for requests."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -22,29 +22,32 @@ from penstock_frontend.config import FairnessConfig, LimitsConfig
 Clock = Callable[[], float]
 
 _COMPUTED_BYTES = 4
-"""Maximum number of bytes that an engine uses per element of an embedding."""
+"""Maximum number of bytes that an engine uses for one element of an embedding vector."""
 _ROOM = 0.9
-"""Fraction of the limits. Once a frontend is full, it stays full until the load has fallen below this fraction. Without
-this gap, readiness would change with every request.
+"""Fraction of the limits on requests in flight below which a full frontend stops being full.
+
+The fraction is less than 1, because readiness would otherwise change with every request.
 """
 _UNMEASURED = 1.0
-"""Retry delay in seconds while no request has ended yet, so that the rate at which requests end is unknown."""
+"""Retry delay in seconds before any request has ended, while the frontend cannot measure how fast requests end."""
 
 
 class Demand(NamedTuple):
-    """Resources that a request uses."""
+    """Part of the limits on requests in flight that one request uses."""
 
     tenant: str = ""
     length: int = 0
-    """Size of the request's prompt and prediction: number of characters, token ids, bytes of embeddings as engines
-    store them, and bytes of media as the client sent them.
+    """Size of the request's prompt and prediction. It is the number of characters, token ids, bytes of embeddings as
+    engines store them, and bytes of media as the client sent them.
     """
     sequences: int = 1
-    """Number of sequences on engines: ``n`` for one prompt, or one per input of a pooling request."""
+    """Number of sequences that the request has on engines. It is ``n`` for one prompt, or the number of inputs of a
+    pooling request.
+    """
 
 
 class InFlight:
-    """Counts requests in flight and the lengths of their prompts, and measures the rate at which requests end."""
+    """Counts requests in flight and the lengths of their prompts, and measures how many requests end per second."""
 
     __slots__ = ("_clock", "_rate", "count", "length")
 
@@ -55,22 +58,26 @@ class InFlight:
         self.length = 0
 
     def enter(self, length: int = 0, count: int = 1) -> None:
-        """Add ``count`` requests whose prompts have the total length ``length``."""
+        """Add ``count`` requests. ``length`` is the sum of the lengths of their prompts."""
         if not self.count:
             self._rate.begin(self._clock())
         self.count += count
         self.length += length
 
     def leave(self, length: int = 0, count: int = 1, *, served: bool = True) -> None:
-        """Remove ``count`` requests. If ``served`` is False, these requests do not affect the measured rate."""
+        """Remove ``count`` requests. If ``served`` is False, they do not change the measured number of requests that
+        end per second.
+        """
         self.count -= count
         self.length -= length
         if served:
             self._rate.left(self._clock(), length, count)
 
     def retry_after(self, requests: int, length: int = 0) -> float:
-        """Return the retry delay in seconds: the estimated time until ``requests`` requests with the total length
-        ``length`` have ended, within fixed bounds.
+        """Return a retry delay in seconds, within fixed bounds.
+
+        The delay is the estimated time until as many requests have ended as ``requests`` and ``length`` require.
+        ``requests`` is a number of requests, and ``length`` is the sum of their prompt lengths.
         """
         seconds = self._rate.time_for(self._clock(), requests, length)
         return retry_after(_UNMEASURED if seconds is None else seconds)
@@ -79,14 +86,14 @@ class InFlight:
 class Admission:
     """Limits the number of requests in flight and the lengths of their prompts, in total and per tenant.
 
-    If no request is in flight, any single request is admitted. Requests without a tenant belong to one nameless tenant.
-    A tenant is forgotten once it has no requests. When a total limit is reached, requests of tenants above their fair
-    share are refused; see ``TenantRoom``.
+    If no request is in flight, any single request is admitted. All requests without a tenant count as requests of one
+    nameless tenant. A tenant is forgotten once it has no requests in flight. When a limit on all requests is reached,
+    requests of tenants that use more than their fair share are refused (see ``TenantRoom``).
 
     Args:
-        limits: the limits.
+        limits: the limits on requests in flight, which can be reloaded.
         clock: returns monotonic seconds.
-        fairness: weights of the tenants.
+        fairness: weights by which tenants share the limits.
         on_full: called whenever ``full`` has changed.
     """
 
@@ -103,22 +110,25 @@ class Admission:
         self._room = TenantRoom()
         self._on_full = on_full
         self.full = False
-        """True from the time a total limit is reached until the load has fallen far enough below the limit."""
+        """True from the time at which a limit on all requests is reached, until the load is below the fraction
+        ``_ROOM`` of the limits.
+        """
         self._clock = clock
         self._all = InFlight(clock)
         self._tenants: dict[str, InFlight] = {}
 
     def check(self, demands: Sequence[Demand]) -> None:
-        """Check that these requests of one tenant may be admitted.
+        """Check that new requests of one tenant may be admitted now.
 
-        Otherwise raises ResourceExhausted with a retry delay.
+        If a limit would be exceeded, this method raises ResourceExhausted with a retry delay.
         """
         limits, here, tenant = self._limits.now, self._all, demands[0].tenant if demands else ""
         weight = self._fairness.now.weight_of(tenant)
         count = here.count + len(demands)
         if not self._room.takes_count(tenant, weight, len(demands), limits.max_requests):
             raise ResourceExhausted(
-                f"{here.count} requests are running; limits.max_requests is {limits.max_requests}{self._of(tenant)}",
+                f"{here.count} requests are in flight; the limit limits.max_requests is {limits.max_requests}"
+                f"{self._of(tenant)}",
                 retry_after=here.retry_after(max(count - limits.max_requests, 1)),
             )
         added = sum(demand.length for demand in demands)
@@ -126,14 +136,14 @@ class Admission:
         if count > 1 and not self._room.takes_size(tenant, weight, added, most):
             raise ResourceExhausted(
                 f"with this request, {length} characters and token ids of prompts would be in flight; "
-                f"limits.max_prompt_length_in_flight is {most}{self._of(tenant)}",
+                f"the limit limits.max_prompt_length_in_flight is {most}{self._of(tenant)}",
                 retry_after=here.retry_after(0, length - most),
             )
         if limits.max_tenant_requests and demands:
             self._check_tenant(demands)
 
     def enter(self, demand: Demand) -> None:
-        """Admit a request. Raises ResourceExhausted."""
+        """Admit a request, and count it as in flight. Raises ResourceExhausted if a limit would be exceeded."""
         self.check([demand])
         self._all.enter(demand.length)
         self._room.enter(demand.tenant, self._fairness.now.weight_of(demand.tenant), demand.length)
@@ -143,7 +153,7 @@ class Admission:
         self.look()
 
     def leave(self, demand: Demand, *, served: bool) -> None:
-        """Release an admitted request. ``served`` is True if the request was started."""
+        """Stop counting an admitted request as in flight. ``served`` is True if the request was started."""
         self._all.leave(demand.length, served=served)
         self._room.leave(demand.tenant, demand.length)
         if (there := self._tenants.get(demand.tenant)) is not None:
@@ -153,10 +163,11 @@ class Admission:
         self.look()
 
     def look(self) -> None:
-        """Update ``full``. Called after a change of the load or of the limits. Requests in flight continue.
+        """Update ``full`` after a change of the load or of the limits. Requests in flight continue.
 
-        If any request names a tenant, the frontend counts as full only when the limits plus a reserve are used up. One
-        tenant can use only part of the reserve, so one tenant alone cannot make the frontend full.
+        If any request in flight names a tenant, the frontend counts as full only when the limits and an additional
+        reserve are used up. One tenant can use only part of the reserve, so one tenant alone cannot make the frontend
+        full.
         """
         limits, here = self._limits.now, self._all
         max_requests = self._room.most(limits.max_requests)
@@ -168,13 +179,13 @@ class Admission:
 
     @property
     def num_tenants(self) -> int:
-        """Number of tenants with requests in flight."""
+        """Number of tenants that have requests in flight."""
         return len(self._tenants)
 
     def _of(self, tenant: str) -> str:
-        """Return text for an error message with the number of the tenant's requests.
+        """Return text for an error message that states how many of the requests in flight belong to the tenant.
 
-        The text is empty if no other tenant has requests.
+        The text is empty if no other tenant has requests in flight.
         """
         if len(self._room) <= (tenant in self._room):
             return ""
@@ -184,10 +195,11 @@ class Admission:
     def _check_tenant(self, demands: Sequence[Demand]) -> None:
         limit, tenant = self._limits.now.max_tenant_requests, demands[0].tenant
         whose = f"of tenant {tenant!r}" if tenant else "without a tenant"
-        if (most := max(demand.sequences for demand in demands)) > limit:  # such a request can never be admitted
+        if (most := max(demand.sequences for demand in demands)) > limit:
+            # a request with more sequences than the limit can never be admitted
             raise InvalidArgument(
                 f"the request {whose} has {most} sequences (sampling_params.n, or number of inputs); "
-                f"limits.max_tenant_requests is {limit}",
+                f"the limit limits.max_tenant_requests is {limit}",
                 field="sampling_params.n",
                 reason="TENANT_QUOTA",
             )
@@ -196,7 +208,7 @@ class Admission:
         if running + count <= limit:
             return
         raise ResourceExhausted(
-            f"{running} sequences {whose} are running; limits.max_tenant_requests is {limit}",
+            f"{running} sequences {whose} are running; the limit limits.max_tenant_requests is {limit}",
             reason="TENANT_QUOTA",
             quota_subject=f"tenant:{tenant}",
             retry_after=(there or InFlight(self._clock)).retry_after(running + count - limit),
@@ -204,7 +216,7 @@ class Admission:
 
 
 def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand:
-    """Return the resources that a request uses, without tokenizing the request's text."""
+    """Return the part of the limits that a request uses, without tokenizing the request's text."""
     parts: Sequence[Part]
     if isinstance(request, GenerateRequest):
         parts = _parts(request.prompt)
@@ -219,12 +231,12 @@ def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand
 
 
 def check_deadline(deadline: float | None) -> None:
-    """Check that a request's deadline has not passed.
+    """Check that a request's deadline has not passed. Raises DeadlineExceeded if it has.
 
     Raises DeadlineExceeded. ``deadline`` is in seconds since the Unix epoch.
     """
     if deadline is not None and (late := time.time() - deadline) >= 0.0:
-        raise DeadlineExceeded(f"the deadline passed {late:.3f} s before the request started")
+        raise DeadlineExceeded(f"the request's deadline passed {late:.3f} s before the request started")
 
 
 def _parts(prompt: PoolingPrompt) -> Sequence[Part]:
@@ -243,7 +255,7 @@ def _conversation(request: ChatRequest) -> list[Part]:
 
 
 def _length(part: Part) -> int:
-    """Return the length of a prompt part.
+    """Return the length of a part of a prompt, in the unit of ``Demand.length``.
 
     The length of embeddings is their number of bytes on engines, plus one per position.
 
@@ -262,11 +274,11 @@ DRAINING = "draining"
 
 
 class Readiness:
-    """Readiness of a frontend for requests.
+    """Readiness of a frontend to receive requests.
 
-    A frontend becomes ready once an engine accepts requests. With ``without_engines``, it becomes ready once the
-    cluster's state is known. After that, the frontend stays ready even without engines, because it holds requests until
-    an engine accepts them. A full or draining frontend is not ready.
+    A frontend becomes ready once an engine accepts requests. If ``without_engines`` is True, it already becomes ready
+    once it knows the engines of the cluster from a coordinator's view. After that, the frontend stays ready even
+    without engines, because it holds requests until an engine accepts them. A full or draining frontend is not ready.
     """
 
     def __init__(self, *, without_engines: bool) -> None:
@@ -278,22 +290,22 @@ class Readiness:
 
     @property
     def ready(self) -> bool:
-        """True if requests should be sent to this frontend."""
+        """True if clients should send new requests to this frontend."""
         return not self.why
 
     @property
     def answers(self) -> bool:
         """True if a client that chooses among known frontends may start calls on this frontend.
 
-        The value stays True while the frontend is full, because a refusal has a retry delay. The value also stays True
-        while the frontend drains and moves its clients. If it were False, a client without another usable frontend
-        would not look up new frontends, and its calls would fail.
+        The value stays True while the frontend is full, because a refused client gets a retry delay. The value also
+        stays True while the frontend drains and moves its clients. If the value became False, a client that knows no
+        other usable frontend would not look up new frontends, and its calls would fail.
         """
         return self._seen and not self._left
 
     @property
     def why(self) -> str:
-        """Reason why the frontend is not ready, or empty if it is ready."""
+        """Reason why the frontend is not ready for requests. Empty if it is ready."""
         if self._draining:
             return DRAINING
         if not self._seen:
@@ -301,10 +313,10 @@ class Readiness:
         return FULL if self._full else ""
 
     def update(self, *, engine: bool, view: bool, full: bool) -> bool:
-        """Update the state. Return True if ``ready`` or ``answers`` has changed.
+        """Update whether the frontend is ready. Return True if ``ready`` or ``answers`` has changed.
 
-        ``engine`` is True if an engine accepts requests. ``view`` is True if the cluster's state is known. ``full`` is
-        True if no further request can be admitted.
+        ``engine`` is True if an engine accepts requests. ``view`` is True if a coordinator's view has arrived. ``full``
+        is True if no further request can be admitted.
         """
         before = self.ready, self.answers
         self._seen = self._seen or engine or (view and self._without_engines)
@@ -312,13 +324,14 @@ class Readiness:
         return (self.ready, self.answers) != before
 
     def drain(self, *, moves_clients: bool) -> None:
-        """Start a drain.
+        """Start a drain of the frontend.
 
-        If ``moves_clients`` is True, the server asks clients to reconnect. They then look up the other frontends.
+        If ``moves_clients`` is True, the server asks clients to reconnect. These clients then look up the other
+        frontends.
         """
         self._draining = True
         self._left = not moves_clients
 
     def close(self) -> None:
-        """End the drain. The frontend refuses all later calls."""
+        """End the drain. After that, the frontend refuses all calls."""
         self._left = True

@@ -1,4 +1,4 @@
-"""Chat calls, which turn a conversation into a stream of outputs."""
+"""Chat calls, each of which turns a conversation into a stream of outputs."""
 
 import functools
 from collections.abc import AsyncIterator, Callable
@@ -28,9 +28,11 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 class ChatCalls:
-    """Renders conversations, generates output with ``AsyncLLM``, and parses the output with the model's parsers.
+    """This class renders conversations to prompts, generates output with ``AsyncLLM``, and parses the output with the
+    model's parsers.
 
-    Tool calls are parsed only if the model may call tools of the request. Reasoning is always parsed.
+    The output is parsed for tool calls only if the model may call tools of the request. It is always parsed for
+    reasoning.
     """
 
     def __init__(self, llm: AsyncLLM, renderer: ChatRenderer, parsers: Parsers, tokenizer: Tokenizer) -> None:
@@ -41,13 +43,14 @@ class ChatCalls:
 
     @property
     def reasons(self) -> bool:
-        """True if the model's output is parsed for reasoning."""
+        """True if the model's output is parsed for reasoning text."""
         return self._parsers.reasoning is not None
 
     async def run(self, request: ChatRequest, live: LiveRequest) -> AsyncIterator[ChatOutput]:
-        """Yield the outputs of a request that ``AsyncLLM.accept`` has accepted.
+        """Yield the outputs of a chat request that ``AsyncLLM.accept`` has accepted.
 
-        The request's output kind decides whether an output is a piece or complete. Raises RequestFailed.
+        The output kind of the request decides whether each yielded output is a new piece or the whole output so far.
+        Raises RequestFailed.
         """
         check_deadline(request.context.deadline)
         self._llm.inputs.check_model(request.context.model, request.context.lora)
@@ -79,7 +82,8 @@ class ChatCalls:
             raise blamed_on_tools(e, request.tools, request.named_tool) from e
 
     def _counts(self, rendered: GenerateRequest, prompt: str) -> Callable[[], ReasoningTokenCount] | None:
-        """Return a function that creates a counter of reasoning tokens for a sequence.
+        """Return a function that creates, for one sequence, a counter of its reasoning tokens. Return None if the model
+        has no reasoning parser.
 
         Return None for a model without reasoning.
         """
@@ -97,9 +101,9 @@ class ChatCalls:
         return by_parser
 
     def _constrained(self, request: ChatRequest, rendered: GenerateRequest, parsers: Parsers) -> GenerateRequest:
-        """Return the request with the output constraint that its tools require.
+        """Return the request with the output constraint that its tools and tool choice require.
 
-        If a parser needs special tokens, the request also keeps special tokens in the output.
+        If a parser looks for special tokens in the output, the returned request keeps special tokens in the output.
         """
         sampling: dict[str, Any] = dict(rendered.sampling)
         constraint = tool_constraint(
@@ -126,5 +130,5 @@ class ChatCalls:
 
 
 def text_of(rendered: GenerateRequest) -> str:
-    """Return the text of a rendered conversation, without its media."""
+    """Return the text of a rendered conversation. Its media are left out."""
     return rendered.prompt.text if isinstance(rendered.prompt, MixedPrompt) else str(rendered.prompt)

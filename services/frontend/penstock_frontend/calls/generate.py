@@ -1,4 +1,4 @@
-"""Generation calls, which turn a prompt into a stream of outputs."""
+"""Generation calls, each of which turns a prompt into a stream of outputs."""
 
 import asyncio
 import time
@@ -29,11 +29,11 @@ from penstock_frontend.tenants import TenantRefusals
 
 
 class AsyncLLM:
-    """Runs requests. Processes their inputs, sends them to engines, and processes their outputs.
+    """Runs requests. This class processes the inputs of requests, sends them to engines, and processes their outputs.
 
-    Call ``accept``, read the outputs from ``generate``, then always call ``release``, which aborts unfinished work on
-    the engine. The ``n`` sequences of a request run on one engine, and share the prompt's blocks. If one sequence
-    fails, all sequences of the request end.
+    The caller calls ``accept``, reads the outputs from ``generate``, then always calls ``release``. ``release`` aborts
+    the unfinished sequences of the request on the engine. The ``n`` sequences of a request run on one engine, and share
+    the prompt's blocks. If one sequence fails, all sequences of the request end.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AsyncLLM:
         gateway: KvGateway,
         on_full: Callable[[], None],
     ) -> None:
-        """``on_full`` is called whenever ``full`` has changed."""
+        """Create the component. ``on_full`` is called whenever ``full`` has changed."""
         self.engines = engines
         self.inputs = inputs
         self.pooling = pooling
@@ -66,51 +66,53 @@ class AsyncLLM:
         self._live: set[LiveRequest] = set()
         self._by_name: dict[tuple[str, str], LiveRequest] = {}
         self.last_accepted = 0.0
-        """Time of the last accepted request, in seconds since the Unix epoch; 0 before the first."""
+        """Time at which the last request was accepted, in seconds since the Unix epoch. 0 before the first request."""
         self._ending = ""
 
     @property
     def serving(self) -> bool:
-        """True if a new request would run now, without waiting for an engine."""
+        """True if a new request would run immediately, without waiting for an engine."""
         return self.engines.usable and not self._ending
 
     @property
     def full(self) -> bool:
-        """True if this frontend has as many requests in flight as the limits allow."""
+        """True if this frontend has as many requests in flight as the limits on requests in flight allow."""
         return self._admission.full
 
     @property
     def tenants(self) -> TenantRefusals:
-        """Numbers of refused requests by tenant."""
+        """Numbers of refused requests, by tenant."""
         return self._observer.tenants
 
     def limits_changed(self) -> None:
-        """Recompute ``full`` after a change of the limits."""
+        """Recompute ``full`` after the limits on requests in flight have changed."""
         self._admission.look()
 
     @property
     def num_live(self) -> int:
-        """Number of requests that are accepted and not released yet."""
+        """Number of requests that were accepted and are not released yet."""
         return len(self._live)
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids of the engines' model. While no engine is connected, the number of the tokenizer."""
+        """Number of token ids of the engines' model. While no engine is connected, the number of token ids of the
+        tokenizer.
+        """
         limits = self.engines.view.limits
         return limits.vocab_size if limits else self.tokenizer.vocab_size
 
     def accept(self, given_id: str, demand: Demand = Demand(), *, abortable: bool = False) -> LiveRequest:  # noqa: B008 - it is immutable
-        """Accept a request. The request uses the resources ``demand`` until it is released.
+        """Accept a request. Until the request is released, ``demand`` counts against the limits on requests in flight.
 
         Args:
             given_id: the client's id for the request.
-            demand: the resources that the request uses.
-            abortable: True if ``abort_ids`` can abort the request by ``given_id``. The id must then be unique among the
-                tenant's requests.
+            demand: the part of the limits on requests in flight that the request uses.
+            abortable: True if ``abort_ids`` can abort the request by ``given_id``. In this case, the id must be unique
+                among the tenant's requests.
 
         Raises:
             InvalidArgument: the id of an abortable request is in use.
-            ResourceExhausted: a limit is reached.
+            ResourceExhausted: a limit on requests in flight is reached.
             Unavailable: ``end_all`` was called.
         """
         name = (demand.tenant, given_id) if abortable and given_id else None
@@ -133,16 +135,16 @@ class AsyncLLM:
         return live
 
     def refused(self, error: RequestFailed, tenant: str, given_id: str = "") -> None:
-        """Count and log a request that the protocol's code refused before ``accept``.
+        """Count and log a request that the code of a protocol refused before it called ``accept``.
 
         ``given_id`` is the client's id for the request.
         """
         self._observer.refused(error, tenant, given_id)
 
     def check_room(self, demands: Sequence[Demand]) -> None:
-        """Check that requests of one tenant would be accepted now.
+        """Check that these requests of one tenant would be accepted now.
 
-        Call this before preparing the requests. Raises ResourceExhausted.
+        The caller checks this before it prepares the requests. Raises ResourceExhausted if a limit would be exceeded.
         """
         try:
             self._admission.check(demands)
@@ -151,7 +153,7 @@ class AsyncLLM:
             raise
 
     def _admitted(self, given_id: str, demand: Demand, name: tuple[str, str] | None) -> str:
-        """Admit a request, and return the request's id. Raises the errors of ``accept``."""
+        """Admit a request, and return the id of the request. Raises the same errors as ``accept``."""
         request_id = self.inputs.request_id(given_id)
         if self._ending:
             raise _shutting_down(self._ending)
@@ -168,9 +170,9 @@ class AsyncLLM:
     async def generate(self, request: GenerateRequest, live: LiveRequest) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of an accepted request. The last output of each sequence has ``finish``.
 
-        The request's output kind decides whether an output is a piece or complete. The request is released before its
-        last output is yielded. Its resources are therefore free when the client reads the last output. Raises
-        RequestFailed.
+        The output kind of the request decides whether each yielded output is a new piece or the whole output so far.
+        The request is released before its last output is yielded. When the client reads the last output, the request
+        therefore no longer counts against the limits. Raises RequestFailed.
         """
         try:
             request = live.request = live.observed.begin(request)
@@ -195,8 +197,8 @@ class AsyncLLM:
     def abort(self, live: LiveRequest) -> bool:
         """Abort a request. Return False if the request has not been sent to an engine yet.
 
-        The request keeps its output so far. For each unfinished sequence, ``generate`` yields a last output with finish
-        reason ABORT.
+        The output so far is kept. For each unfinished sequence, ``generate`` yields a last output with finish reason
+        ABORT.
         """
         running = [state for state in live.states if self._outputs.abort(state)]
         if running:
@@ -204,9 +206,9 @@ class AsyncLLM:
         return bool(live.states)
 
     async def run_pooling(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
-        """Return the results for the inputs of a pooling request, and the request id.
+        """Return the results for all inputs of a pooling request, and the id of the request.
 
-        For ``abortable``, see ``accept``. Raises RequestFailed.
+        ``abortable`` has the same meaning as in ``accept``. Raises RequestFailed.
         """
         live = self.accept(request.context.external_request_id, demand_of(request), abortable=abortable)
         get_logger().debug(
@@ -229,7 +231,8 @@ class AsyncLLM:
             self.release(live)
 
     async def prompt_room(self, max_tokens: int, context: RequestContext) -> int:
-        """Return the maximum prompt length in tokens with which ``max_tokens`` output tokens are possible.
+        """Return the maximum prompt length in tokens if ``max_tokens`` output tokens must also fit. Waits until an
+        engine is connected.
 
         Waits for an engine.
         """
@@ -237,15 +240,18 @@ class AsyncLLM:
         return max(limits.max_model_len - max_tokens, 1)
 
     async def reads_pairs(self, context: RequestContext) -> bool:
-        """Return True if the model is a cross-encoder. Waits for an engine, at most until the deadline."""
+        """Return True if the model is a cross-encoder, which scores pairs of texts. Waits for an engine, at most until
+        the deadline.
+        """
         await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         return PoolingTask.SCORE.name.lower() in self.engines.view.capabilities
 
     def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:
-        """Abort a tenant's abortable requests by the ids that the clients chose. Ignore unknown ids.
+        """Abort those abortable requests of a tenant that have one of these ids, which the clients chose. Ignore
+        unknown ids.
 
-        The client of an aborted request gets the output so far, with finish reason ABORT. If the request has not
-        started, the client gets the error Cancelled.
+        The client of an aborted request gets the output so far, with the finish reason ABORT. If the request has not
+        started yet, the client gets the error Cancelled.
         """
         for request_id in request_ids:
             if (live := self._by_name.get((tenant, request_id))) is None:
@@ -254,7 +260,7 @@ class AsyncLLM:
             self.abort(live)
 
     def release(self, live: LiveRequest) -> None:
-        """Release a request, and abort the request's unfinished sequences. Idempotent."""
+        """Release a request, and abort its unfinished sequences on engines. Idempotent."""
         if live.released:
             return
         self._live.discard(live)
@@ -268,11 +274,11 @@ class AsyncLLM:
         self._metrics.series("penstock:requests_in_flight").set(len(self._live))
         try:
             live.observed.end(live.request, live.states, done=live.done)
-        except Exception as e:  # the output is complete, so a telemetry failure must not fail the request
+        except Exception as e:  # the output is complete, so an error of telemetry must not fail the request
             incident(e, request=live.request_id, doing="recording the request's end")
 
     async def encode(self, text: str, *, add_special_tokens: bool, with_tokens: bool = False) -> Encoded:
-        """Return the token ids of a text, and also the tokens as text if ``with_tokens`` is True.
+        """Return the token ids of a text. If ``with_tokens`` is True, also return each token as text.
 
         Raises InvalidArgument if the text is too long.
         """
@@ -282,7 +288,7 @@ class AsyncLLM:
         return await self.tokenizer.encode(text, add_special_tokens=add_special_tokens, with_tokens=with_tokens)
 
     async def prompt_ids(self, request: GenerateRequest) -> list[int]:
-        """Return the token ids of a rendered conversation, including the positions of its media.
+        """Return the token ids of a rendered conversation. The ids include the placeholder tokens of its media.
 
         Raises RequestFailed.
         """
@@ -295,7 +301,7 @@ class AsyncLLM:
         return (await self.encode(prompt, add_special_tokens=request.add_special_tokens)).ids
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of token ids.
+        """Return the text that a list of token ids stands for.
 
         Raises InvalidArgument if there are too many ids, or if an id does not exist.
         """
@@ -304,7 +310,9 @@ class AsyncLLM:
         return await self.tokenizer.decode_all(token_ids, skip_special_tokens=skip_special_tokens)
 
     def end_all(self, why: str = "") -> None:
-        """Refuse new requests, and end running requests with Unavailable. ``why`` is added to the error message."""
+        """Refuse new requests, and end running requests with Unavailable. ``why`` is a reason that is added to the
+        error message.
+        """
         self._ending = f"this frontend is shutting down{why and ': '}{why}"
         self.engines.refuse()
         error = _shutting_down(self._ending)
@@ -349,4 +357,4 @@ async def _before(deadline: float, collector: OutputCollector) -> RequestOutput:
         async with asyncio.timeout(deadline - time.time()):
             return await collector.get()
     except TimeoutError:
-        raise DeadlineExceeded("the deadline passed before the request finished") from None
+        raise DeadlineExceeded("the request's deadline passed before the request finished") from None

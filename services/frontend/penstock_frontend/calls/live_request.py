@@ -1,4 +1,4 @@
-"""Requests between acceptance and release, and the count, log line and trace span at their end."""
+"""Requests between acceptance and release. When a request ends, it is counted, logged, and recorded as a trace span."""
 
 import asyncio
 import contextlib
@@ -31,12 +31,12 @@ from penstock_frontend.metrics import FrontendMetrics
 from penstock_frontend.processing.outputs.processor import RequestState
 from penstock_frontend.tenants import TenantRefusals
 
-# The classes below record the telemetry of a request when it ends.
+# The classes below record metrics, log lines and trace spans of a request when it ends.
 
 R = TypeVar("R", GenerateRequest, PoolingRequest)
 
 _SHOWN = 256
-"""Maximum characters of a name in a log line."""
+"""Maximum number of characters of a name in a log line."""
 _SAMPLING_ATTRIBUTES = {
     "max_tokens": "gen_ai.request.max_tokens",
     "temperature": "gen_ai.request.temperature",
@@ -70,7 +70,8 @@ class RequestObserver:
     def accepted(self, request_id: str, tenant: str) -> "ObservedRequest":
         """Start to observe an accepted request.
 
-        Call this method in the task that serves the request, because it adds the request id to the task's log lines.
+        The task that serves the request must call this method, because the method adds the request id to the log lines
+        of the current task.
         """
         structlog.contextvars.bind_contextvars(request=request_id)
         self.tenants.accepted(tenant)
@@ -80,7 +81,7 @@ class RequestObserver:
 class ObservedRequest:
     """Observes one request from acceptance to its end.
 
-    Call ``begin`` once the request is parsed, ``failed`` if the request fails, and ``end`` in every case.
+    The caller calls ``begin`` once the request is parsed, ``failed`` if the request fails, and ``end`` in every case.
     """
 
     __slots__ = (
@@ -100,7 +101,7 @@ class ObservedRequest:
     def __init__(self, observer: RequestObserver, request_id: str, tenant: str) -> None:
         self._observer = observer
         self._tenant = tenant
-        # Read these fields now, because the request may end in another task than the task of the call.
+        # Read these fields now, because the request may end in another task than the task that serves the call.
         self._whose = _whose(tenant) if observer.log.now.requests else {}
         self._request_id = request_id
         self._started = time.monotonic()
@@ -112,7 +113,9 @@ class ObservedRequest:
         self._ended = False
 
     def begin(self, request: R) -> R:
-        """Start the request's trace span. Return the request, with the span's trace context if tracing is on."""
+        """Start the trace span of the request. Return the request. If tracing is on, it carries the trace context of
+        the span.
+        """
         self._deadline = request.context.deadline
         if self._observer.log.now.prompts:
             self._texts = {"prompt": _prompt(request)}
@@ -126,18 +129,18 @@ class ObservedRequest:
 
     @property
     def headers(self) -> Headers:
-        """Trace context of the request's span, for child spans."""
+        """Trace context of the request's span as headers, from which child spans can be created."""
         return self._span.headers if self._span is not None else {}
 
     def output(self, output: RequestOutput, *, cumulative: bool) -> None:
-        """Record a piece of output for the log, if prompts and outputs are logged."""
+        """Record a piece of output for the log line at the end, if the logging of prompts and outputs is on."""
         if not self._texts:
             return
         outputs: dict[int, str] = self._texts.setdefault("outputs", {})
         outputs[output.index] = output.text if cumulative else outputs.get(output.index, "") + output.text
 
     def failed(self, error: Exception) -> None:
-        """Record the error that ends the request. Ignore all errors after the first."""
+        """Record the error that ends the request. Only the first error is recorded."""
         if not self._code:
             self._error = error if isinstance(error, RequestFailed) else None
             self._code = self._error.code if self._error is not None else "INTERNAL"
@@ -145,10 +148,10 @@ class ObservedRequest:
     def end(
         self, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState], *, done: bool
     ) -> None:
-        """End the observation. Idempotent.
+        """End the observation of the request. Idempotent.
 
-        ``done`` is True if all output was produced. A request that is neither done nor failed was cancelled by its
-        client, or reached its deadline.
+        ``done`` is True if all output of the request was produced. If a request is neither done nor failed, its client
+        cancelled it, or its deadline passed.
         """
         if self._ended:
             return
@@ -181,8 +184,8 @@ class ObservedRequest:
             fields |= {} if first is None else {"first_token_after": round(first, 4)}
             preemptions = sum(state.num_preemptions for state in states)
             fields |= {"preemptions": preemptions} if preemptions else {}
-        # If prompt logging was switched off while the request ran, drop the texts. If it was switched on while the
-        # request ran, the beginning of the texts is missing.
+        # If the logging of prompts was switched off while the request ran, drop the texts. If it was switched on while
+        # the request ran, the beginning of the texts is missing.
         texts = self._texts if self._observer.log.now.prompts else {}
         if code:
             if self._error is not None:
@@ -193,9 +196,9 @@ class ObservedRequest:
 
 
 def _whose(tenant: str) -> dict[str, str]:
-    """Return tenant, route and client of the current task's request.
+    """Return the log fields tenant, route and client of the request that the current task serves.
 
-    The client is the name of the client's key, or the client's address.
+    The field client is the name of the API key or token that the client used, or the client's address.
     """
     caller, principal = current_caller.get(), current_principal.get()
     client = caller.address if principal is None else principal.name
@@ -209,9 +212,10 @@ def _reason(error: RequestFailed) -> dict[str, str]:
 def _attributes(
     request_id: str, model: str, request: GenerateRequest | PoolingRequest | None, states: Sequence[RequestState]
 ) -> dict[str, Any]:
-    """Return span attributes with the names of OpenTelemetry's conventions for generative AI.
+    """Return the attributes of a request's trace span, under the names of OpenTelemetry's conventions for generative
+    AI.
 
-    Values without such a name get vLLM's name.
+    A value for which the conventions have no name gets the name that vLLM uses.
     """
     generates = isinstance(request, GenerateRequest)
     attributes: dict[str, Any] = {
@@ -233,7 +237,8 @@ def _attributes(
 
 
 def _prompt(request: GenerateRequest | PoolingRequest) -> object:
-    """Return the prompt's text or token ids as plain data.
+    """Return the text or the token ids of a prompt as plain data, for the log. For pooling requests and mixed prompts,
+    return a list of texts and token ids.
 
     For pooling requests and mixed prompts, return a list of texts and token ids.
     """
@@ -248,7 +253,7 @@ def _whole(prompt: PoolingPrompt) -> object:
 
 def _plain(part: Part) -> object:
     if isinstance(part, MediaPart):
-        return f"{part.modality} at {part.field}"  # never log the content or the URL
+        return f"{part.modality} at {part.field}"  # the log must never contain the content of a media item, or its URL
     if isinstance(part, PromptEmbeds):
         return f"{part.num_tokens} vectors"
     return part if isinstance(part, str) else list(part)
@@ -267,7 +272,7 @@ def _finish_reasons(states: Sequence[RequestState]) -> list[str]:
 
 
 class LiveRequest:
-    """A request between acceptance and release."""
+    """A request from its acceptance until its release."""
 
     __slots__ = (
         "_aborted",
@@ -288,19 +293,21 @@ class LiveRequest:
         self, request_id: str, observed: ObservedRequest, demand: Demand, name: tuple[str, str] | None = None
     ) -> None:
         self.request_id = request_id
-        """Request id from the client, which need not be unique."""
+        """Id of the request that the client chose. The id need not be unique."""
         self.name = name
-        """Tenant and id by which clients can abort the request, or None if clients cannot abort it."""
+        """Tenant and id by which clients can abort the request. None if clients cannot abort the request."""
         self.demand = demand
         self.observed = observed
         self.lora: LoraAdapter | None = None
-        """LoRA adapter of the request. None if the request has no adapter, or if the adapter is not known yet."""
+        """LoRA adapter of the request. None if the request uses no adapter, or if the frontend has not found the
+        adapter yet.
+        """
         self.request: GenerateRequest | PoolingRequest | None = None
-        """Parsed request, or None before the request is started."""
+        """The parsed request. None until the request is started."""
         self.prompt_token_ids: Sequence[int] = ()
-        """Token ids of the prompt. Like ``states``, this is empty until the request is sent to an engine."""
+        """Token ids of the prompt. Empty until the request is sent to an engine, like ``states``."""
         self.states: Sequence[RequestState] = ()
-        """States of the request's sequences."""
+        """States of the request's sequences. Empty until the request is sent to an engine."""
         self.done = False
         """True if all output of the request was produced."""
         self.released = False
@@ -310,7 +317,7 @@ class LiveRequest:
 
     @contextlib.asynccontextmanager
     async def until_aborted(self) -> AsyncIterator[None]:
-        """Return a context manager whose block raises Cancelled when the request is aborted."""
+        """Return a context manager. Its block raises Cancelled when the request is aborted."""
         try:
             async with asyncio.timeout(0 if self._aborted else None) as self._wait:
                 yield
@@ -322,7 +329,9 @@ class LiveRequest:
             self._wait = None
 
     def abort(self) -> None:
-        """Cancel the block of ``until_aborted``, now or when it starts. Idempotent."""
+        """Cancel the block of ``until_aborted``. If the block has not started yet, cancel it when it starts.
+        Idempotent.
+        """
         if self._wait is not None and not self._aborted:
             self._wait.reschedule(0)
         self._aborted = True

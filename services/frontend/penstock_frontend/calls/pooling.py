@@ -1,4 +1,4 @@
-"""Pooling calls, which send all inputs of a request to engines, wait for the results, and clean up."""
+"""Pooling calls, each of which sends all inputs of a request to engines, waits for the results, and cleans up."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from penstock_frontend.processing.prompts.pooling import AS_MANY_AS_FIT, Pooling
 class PoolingCalls:
     """Runs requests for embeddings, classes or scores.
 
-    Processes their inputs, sends them to engines, and returns results.
+    This class processes the inputs of a request, sends them to engines, and returns the results.
     """
 
     def __init__(
@@ -34,7 +34,9 @@ class PoolingCalls:
         adapters: AdapterCalls,
         answers: BytesInFlight,
     ) -> None:
-        """``answers`` limits the total bytes of embeddings in the responses of all calls in flight."""
+        """Create the component. ``answers`` limits the total number of bytes of embeddings in the responses to all
+        calls in flight.
+        """
         self.inputs = inputs
         self.outputs = outputs
         self._engines = engines
@@ -43,11 +45,11 @@ class PoolingCalls:
         self._pace = Pace(SEQUENCES_PER_TURN)
 
     async def run(self, request: PoolingRequest, request_id: str) -> PoolingResult:
-        """Return the results of all inputs, in order.
+        """Return the results of all inputs of a request, in the order of the inputs.
 
-        If the call ends early, abort the inputs that engines still compute.
+        If the call ends before all results are there, abort the inputs that engines still compute.
 
-        Raises RequestFailed, the error of the first input that fails.
+        Raises RequestFailed, which is the error of the input that fails first.
         """
         request = self.inputs.with_truncation(request)
         if request.truncate_prompt_tokens == AS_MANY_AS_FIT:
@@ -82,7 +84,7 @@ class PoolingCalls:
     ) -> list[EngineCoreOutput]:
         states: list[PooledState] = []
         try:
-            for core_request in core_requests:  # after a failure, ``states`` has the inputs that were already sent
+            for core_request in core_requests:  # if sending failed, ``states`` has the inputs that were already sent
                 await self._pace.take()
                 states.append(self._send(core_request))
             return await _before(request.context.deadline, states)
@@ -99,7 +101,10 @@ class PoolingCalls:
         return state
 
     def _forget(self, states: Sequence[PooledState]) -> None:
-        """Abort unfinished inputs. Retrieve their exceptions, because no task awaits them any more."""
+        """Abort the unfinished inputs of a request.
+
+        Also retrieve the exceptions of the inputs' futures, because no task awaits these futures any more.
+        """
         self._engines.abort([state.request_id for state in states if self.outputs.remove(state)], "the client is gone")
         for state in states:
             if not state.answer.cancel() and not state.answer.cancelled():
@@ -114,4 +119,4 @@ async def _before(deadline: float | None, states: Sequence[PooledState]) -> list
         async with asyncio.timeout(deadline - time.time()):
             return await answers
     except TimeoutError:
-        raise DeadlineExceeded("the deadline passed before the request finished") from None
+        raise DeadlineExceeded("the request's deadline passed before the request finished") from None

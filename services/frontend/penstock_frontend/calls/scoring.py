@@ -1,4 +1,4 @@
-"""Scoring calls, whose scores come from a cross-encoder or are cosine similarities of embeddings."""
+"""Scoring calls. Their scores are computed by a cross-encoder, or are cosine similarities of embeddings."""
 
 from collections.abc import Sequence
 
@@ -13,17 +13,17 @@ from penstock_frontend.processing.prompts.pooling import check_scores
 
 
 class ScoringCalls:
-    """Runs a ScoreRequest as a pooling request, and computes the scores from the results."""
+    """Runs a ScoreRequest as a pooling request on engines, and computes the scores from the results."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def run(self, request: ScoreRequest) -> ScoreResult:
-        """Return the scores of the pairs.
+        """Return the scores of the pairs of query and document.
 
-        A cross-encoder computes the scores itself. For other models, a score is the cosine of the two embeddings.
-        Raises RequestFailed.
+        If the model is a cross-encoder, engines compute the scores. For other models, a score is the cosine of the
+        embeddings of query and document. Raises RequestFailed.
         """
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         if await self._llm.reads_pairs(request.context):
@@ -33,8 +33,8 @@ class ScoringCalls:
             check_scores(self._llm.engines.view.capabilities)
             if not request.use_activation:
                 raise InvalidArgument(
-                    "use_activation is false, but the scores of this model are cosines of embeddings, without an "
-                    "activation; remove use_activation",
+                    "use_activation is false, but this model's scores are cosines of embeddings, to which no activation "
+                    "is applied; remove use_activation",
                     field="use_activation",
                 )
             result, request_id = await self._llm.run_pooling(_similarity(request))
@@ -42,10 +42,10 @@ class ScoringCalls:
         return ScoreResult(request_id=request_id, scores=scores, prompt_tokens=result.prompt_tokens)
 
     async def _cosines(self, result: PoolingResult, num_queries: int) -> list[float]:
-        """Return the cosine for each document.
+        """Return, for each document, the cosine of the document's embedding and of its query's embedding.
 
-        In ``result``, the vectors of the queries come first, and all vectors have unit length. Long computations yield
-        to the event loop.
+        In ``result``, the vectors of the queries come first, and all vectors have unit length. The method computes in
+        parts, and lets the event loop run other tasks between two parts.
         """
         queries, cosines = result.outputs[:num_queries], []
         query = parts.floats(vectors_of(queries[0]))
@@ -84,7 +84,7 @@ def _similarity(request: ScoreRequest) -> PoolingRequest:
 
 
 def _texts(prompts: Sequence[Prompt], fields: Sequence[str]) -> list[str]:
-    """Return the prompts as texts for a cross-encoder. Raises InvalidArgument if a prompt is empty or not a text."""
+    """Return the prompts as texts for a cross-encoder. Raises InvalidArgument if a prompt is empty or is not a text."""
     texts = []
     for prompt, field in zip(prompts, fields, strict=True):
         if not isinstance(prompt, str):

@@ -1,4 +1,6 @@
-"""Configuration of a frontend process. Each section has a struct, and ``FrontendConfig`` contains all sections."""
+"""Configuration of a frontend process. Each section of settings is a struct, and ``FrontendConfig`` contains all
+sections.
+"""
 
 from penstock_frontend.config.frontend import (
     CoordinatorClientConfig,

@@ -1,9 +1,9 @@
 """Configuration of a frontend process.
 
-The structs validate every value when they are created. ``penstock_common.config.loader`` refuses unknown keys. The
-description of a field is the source of its ``--help`` text, of docs/reference/settings.md and of the chart. The names
-of flags and environment variables come from the field names. For example, the field ``limits.max_requests`` has the
-flag ``--limits.max-requests`` and the environment variable ``PENSTOCK_LIMITS__MAX_REQUESTS``.
+The structs validate every value when they are created. ``penstock_common.config.loader`` refuses unknown keys. From the
+description of a field, the ``--help`` text, docs/reference/settings.md and the chart's documentation are generated. The
+names of flags and environment variables come from the field names. For example, the field ``limits.max_requests`` has
+the flag ``--limits.max-requests`` and the environment variable ``PENSTOCK_LIMITS__MAX_REQUESTS``.
 """
 
 import posixpath
@@ -37,12 +37,12 @@ from penstock_frontend.config.routing import DisaggregationConfig, RoutingConfig
 # The code below is for LoRA adapters and aliases.
 
 MAX_NAME_LENGTH = 256
-"""Maximum length of an adapter's name, in characters."""
+"""Maximum length of the name of a LoRA adapter, in characters."""
 MAX_PATH_LENGTH = 4096
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings for LoRA adapters that requests may name. All paths are on the engines' machines."""
+    """Settings for LoRA adapters that requests may name. All paths name files on the engines' machines."""
 
     enabled: Annotated[
         bool, Meta(description="Serve LoRA adapters. Setting lora.adapters or lora.directory also enables this.")
@@ -96,7 +96,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"lora.adapters.{name} is required")
         if len(self.adapters) > self.max_registered:
             raise ConfigError(
-                f"lora.adapters has {len(self.adapters)} names; lora.max_registered is {self.max_registered}"
+                f"lora.adapters has {len(self.adapters)} names; the limit lora.max_registered is {self.max_registered}"
             )
         for root in self.roots:
             if not posixpath.isabs(root):
@@ -106,13 +106,14 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def serves(self) -> bool:
-        """True if requests may name adapters."""
+        """True if requests may name LoRA adapters."""
         return self.enabled or bool(self.adapters) or bool(self.directory)
 
     def allows(self, path: str) -> bool:
-        """Return True if ``path`` is below one of the roots, so that an adapter may be loaded from it at run time.
+        """Return True if an adapter may be loaded from ``path`` at run time, because the path is below one of
+        ``roots``.
 
-        Symbolic links are not resolved, because the files are on the engines' machines.
+        The check does not resolve symbolic links, because the files are on the engines' machines.
         """
         normal = posixpath.normpath(path)
         return posixpath.isabs(path) and any(
@@ -121,7 +122,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def name_refusal(name: str) -> str:
-    """Return the reason why ``name`` is not a valid adapter name, or an empty string if it is valid."""
+    """Return the reason why ``name`` cannot be the name of a LoRA adapter. Return an empty string if the name is valid."""
     if not name:
         return "is empty"
     if len(name) > MAX_NAME_LENGTH:
@@ -130,7 +131,7 @@ def name_refusal(name: str) -> str:
 
 
 def check_aliases(aliases: Mapping[str, str], model: str, lora: LoraConfig) -> None:
-    """Check that the names in ``model.aliases`` do not conflict with other names.
+    """Check that the aliases in ``model.aliases`` do not conflict with other names.
 
     Args:
         aliases: map from each alias to the name that it stands for. An empty value means ``model``.
@@ -307,7 +308,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def name(self) -> str:
-        """Name of the model that clients use."""
+        """Name of the model, by which clients request it."""
         return model_name(self.path, self.served_model_name)
 
 
@@ -363,12 +364,12 @@ class FairnessConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_fields("fairness", self)
 
     def weight_of(self, tenant: str) -> float:
-        """Return the weight of a tenant."""
+        """Return the weight of a tenant when tenants share busy engines."""
         return self.weights.get(tenant, self.default_weight)
 
 
 class RetriesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits on the number of engine losses that a request survives."""
+    """Limits on the number of engine losses after which a request is still retried."""
 
     max_moves: Annotated[
         int,
@@ -543,5 +544,5 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def name(self) -> str:
-        """Stable name of this frontend: ``frontend_id``, or the host name if ``frontend_id`` is empty."""
+        """Stable name of this frontend. It is ``frontend_id``, or the host name if ``frontend_id`` is empty."""
         return self.frontend_id or socket.gethostname()

@@ -12,9 +12,9 @@ from penstock_common.config.settings import ByteSize
 
 
 class ResponsesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits for stored responses.
+    """Limits on the responses that a frontend stores for ``/v1/responses``.
 
-    A frontend stores responses of ``/v1/responses`` in memory, so that later calls can continue them.
+    The frontend keeps these responses in memory, so that later calls can continue them.
     """
 
     max_stored: Annotated[

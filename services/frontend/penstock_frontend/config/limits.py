@@ -22,7 +22,7 @@ class MaxMediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_fields("limits.max_media", self)
 
     def of(self, modality: Modality) -> int:
-        """Return the maximum number of items of this modality in one request."""
+        """Return the maximum number of media items of this modality in one request."""
         return {"image": self.image, "audio": self.audio, "video": self.video}[modality]
 
 
@@ -170,12 +170,12 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 # The code below is for authentication.
 
-# Symmetric algorithms are missing, because every party that can verify a token with them can also create a token.
+# Symmetric algorithms are not allowed, because every party that can verify a token with them can also create a token.
 JwtAlgorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
 
 
 class JwtConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """JSON Web Tokens as credentials of callers. Tokens are not accepted if ``jwks`` is empty."""
+    """Settings for JSON Web Tokens, by which callers can authenticate. If ``jwks`` is empty, no tokens are accepted."""
 
     jwks: Annotated[
         str,
@@ -256,5 +256,5 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def enabled(self) -> bool:
-        """True if callers must send credentials."""
+        """True if callers must send an API key or a token."""
         return bool(self.api_keys or self.jwt.jwks)

@@ -15,14 +15,14 @@ from penstock_common.process import usable_cores
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 ANY_DOMAIN = "*"
-"""Domain pattern that allows every host with public addresses."""
+"""Pattern for media domains that allows every host with a public address."""
 _DOMAIN = re.compile(
     r"(\*|(\*\.)?[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*|\[[0-9a-f:.]+\])(?P<port>:[0-9]{1,5})?"
 )
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Images, audio and video in requests, for models that support them."""
+    """Settings for images, audio and video in requests, for models that support them."""
 
     enabled: Annotated[
         bool,
@@ -160,7 +160,9 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def private_networks(self) -> tuple[Network, ...]:
-        """Networks parsed from ``allowed_private_networks``. Raises ConfigError."""
+        """IP networks that the setting ``allowed_private_networks`` names. Raises ConfigError if a network is not
+        valid.
+        """
         try:
             return tuple(ipaddress.ip_network(network) for network in self.allowed_private_networks)
         except ValueError as e:
@@ -168,5 +170,5 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def num_workers(self) -> int:
-        """Number of media workers of this frontend."""
+        """Number of media worker processes of this frontend."""
         return self.workers or max(1, usable_cores() // 2)

@@ -13,7 +13,7 @@ RoutingPolicy = Literal["prefix_aware", "least_loaded", "round_robin"]
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings for the choice of an engine for requests that do not name an engine."""
+    """Settings for the choice of the engine, for requests that do not name an engine by rank."""
 
     policy: Annotated[
         RoutingPolicy,

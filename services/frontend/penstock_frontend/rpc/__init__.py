@@ -1,1 +1,1 @@
-"""gRPC connections of the frontend: engine sessions, media transport, and the coordinator client."""
+"""gRPC connections of the frontend: sessions with engines, transport of media to engines, and the coordinator client."""

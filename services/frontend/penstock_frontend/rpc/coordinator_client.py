@@ -1,4 +1,6 @@
-"""Session of a frontend with the coordinator, which sends the view of the cluster and serves the Scale call."""
+"""Session of a frontend with the coordinator. The coordinator sends the view of the cluster, and scales pools of
+engines.
+"""
 
 import asyncio
 from collections import deque
@@ -27,12 +29,13 @@ from penstock_common.rpc.status import DETAILS_KEY, from_rpc_error
 from penstock_common.types.cluster import ClusterView, changed_by
 from penstock_common.types.data_parallel import FirstRequest
 
-# The class below assembles the received view. The first message on a stream is a complete view. Later messages may be
-# deltas.
+# The class below assembles the view of the cluster from the received messages. The first message of a stream is a
+# complete view. Later messages may be deltas.
 
 
 class ReceivedView:
-    """Assembles the view from the messages of one stream.
+    """Assembles the view of the cluster from the messages of one stream. Coordinators that do not support deltas send
+    only complete views.
 
     A coordinator that does not support deltas sends only complete views.
     """
@@ -42,15 +45,16 @@ class ReceivedView:
         self._version = 0
 
     def take(self, message: pb.ClusterView) -> ClusterView:
-        """Return the view after this message.
+        """Return the view of the cluster after this message.
 
-        Raises Internal if a delta does not fit the current view. In this case, the caller must end the stream.
+        Raises Internal if a delta was made for another view than the current one. In this case, the caller must end the
+        stream.
         """
         view = view_from_proto(message)
         if message.HasField("delta"):
             base = message.delta.base_version
             if not self._version or base != self._version:
-                raise Internal(f"delta.base_version is {base}; this frontend's view has version {self._version}")
+                raise Internal(f"delta.base_version is {base}, but this frontend's view has version {self._version}")
             try:
                 engines = changed_by(self._view.engines, delta_from_proto(message.delta))
             except ValueError as e:
@@ -61,21 +65,23 @@ class ReceivedView:
 
 
 SCALE_TIMEOUT = 20.0
-"""Timeout of a scale call in seconds. During the call, the coordinator calls the API server twice. It may have to wait
-for an earlier change first.
+"""Timeout of a Scale call in seconds.
+
+During the call, the coordinator calls the Kubernetes API server twice. Before that, it may have to wait until an
+earlier change is complete.
 """
 CLOSE_TIMEOUT = 1.0
-"""Timeout of the goodbye message in seconds."""
+"""Timeout for sending the goodbye message to the coordinator, in seconds."""
 _NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-"""Status codes that mean that the coordinator did not answer. Errors from the coordinator itself have details."""
+"""Status codes which mean that the coordinator gave no answer. An error that the coordinator itself raises has details."""
 
 Session = grpc.aio.StreamStreamCall[pb.FrontendReport, pb.ClusterView]
 
 
 class CoordinatorClient:
-    """Keeps a session with the coordinator while ``run`` runs.
+    """Keeps a session with the coordinator open while ``run`` runs.
 
-    If the coordinator is unreachable, the last view stays valid.
+    If the coordinator is unreachable, the frontend keeps using the last view.
 
     ``on_view`` is called on the event loop with each view. An engine that is missing in a view has left the cluster,
     because a coordinator sends no view until it knows all engines. This is also true after a restart of the
@@ -99,14 +105,15 @@ class CoordinatorClient:
         """Args:
         address: host:port of the coordinator.
         frontend_id: name of this frontend.
-        incarnation: incarnation of this frontend.
-        on_view: called with each view.
+        incarnation: id of this run of the frontend process.
+        on_view: called with each view of the cluster.
         model: model whose engines the views contain. Empty means all models.
         pools: pools whose engines the views contain. Empty means all pools.
         reconnect_max: maximum seconds between two connection attempts.
         credentials: TLS credentials of the connection.
-        on_lost: called when the session ends. No views arrive after that.
-        loras: LoRA names to share with other frontends, if the coordinator supports this. None shares no names.
+        on_lost: called when the session ends. No views arrive until the next session.
+        loras: names of LoRA adapters to share with other frontends, if the coordinator supports sharing. None means
+            that no names are shared.
         """
         self._address = address
         views = pb.ViewSubscription(deltas=True, model=model, pools=pools, loras=loras is not None)
@@ -116,8 +123,8 @@ class CoordinatorClient:
         self._on_lost = on_lost
         self._loras = loras
         self._gossip: Gossip | None = None
-        """Exchange of LoRA names in this session. None until the coordinator has sent names, because it may not support
-        the exchange.
+        """Exchange of names of LoRA adapters in this session. None until the coordinator has sent names, because a
+        coordinator may not support the exchange.
         """
         self._reconnector = Reconnector(self._session, peer="coordinator", max_delay=reconnect_max)
         self._view: ClusterView | None = None
@@ -127,49 +134,52 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """True if the session is open, so that the last view is current."""
+        """True if the session with the coordinator is open, so that the last view is current."""
         return self._reconnector.connected
 
     @property
     def view(self) -> ClusterView | None:
-        """Latest view, or None before the first view."""
+        """Latest view of the cluster, or None before the first view."""
         return self._view
 
     async def run(self) -> None:
-        """Connect, and reconnect whenever the connection is lost, until ``close``."""
+        """Connect to the coordinator, and reconnect whenever the connection is lost, until ``close`` is called."""
         await self._reconnector.run()
 
     async def close(self) -> None:
-        """Send a goodbye message, and end ``run``. This takes at most ``CLOSE_TIMEOUT`` seconds. Idempotent."""
+        """Send a goodbye message to the coordinator, and end ``run``. This takes at most ``CLOSE_TIMEOUT`` seconds.
+        Idempotent.
+        """
         closing = asyncio.create_task(self._reconnector.close(grace=CLOSE_TIMEOUT))
-        await asyncio.sleep(0)  # let the task run, so that ``closing`` becomes True
+        await asyncio.sleep(0)  # let the task of ``run`` start, so that ``closing`` becomes True
         self._news.set()
         await closing
 
     def first_request(self, message: FirstRequest) -> None:
-        """Report to the coordinator that a request was sent to a rank of an idle group.
+        """Report to the coordinator that a request was sent to a rank of an idle data-parallel group.
 
-        Without a coordinator, the message is dropped.
+        If there is no session with a coordinator, the message is dropped.
         """
         if self.connected:
             self._first_requests.append(message)
             self._news.set()
 
     def loras_changed(self) -> None:
-        """Send changes of LoRA names to the coordinator."""
+        """Send the changes of the names of LoRA adapters to the coordinator."""
         self._news.set()
 
     def demand(self, num_held_requests: int) -> None:
-        """Report to the coordinator how many requests this frontend holds because no engine is ready."""
+        """Report to the coordinator how many requests this frontend holds because no engine accepts requests."""
         self._num_held = num_held_requests
         self._news.set()
 
     async def scale(self, pool: str, replicas: int | None) -> int:
-        """Scale ``pool`` to ``replicas`` engines. Return the previous number of engines.
+        """Ask the coordinator to scale the pool ``pool`` to ``replicas`` engines. Return the number of engines before.
 
-        ``replicas`` is None if the caller gave no number. The call needs no session, because a coordinator sends no
-        views for some time after its start. Raises the coordinator's error, and Unavailable if the coordinator does not
-        answer. In the latter case, it is unknown whether the number of engines has changed.
+        ``replicas`` is None if the caller of the API gave no number. The call works without a session, because a
+        coordinator that has just started sends no views for some time. Raises the coordinator's error, and Unavailable
+        if the coordinator does not answer. If the coordinator does not answer, the number of engines may have changed
+        or not.
         """
         request = pb.ScaleRequest(pool=pool, replicas=replicas)
         metadata = tuple((current_call.get() or {}).items())
@@ -189,7 +199,8 @@ class CoordinatorClient:
                 reason="COORDINATOR_AWAY",
                 retry_after=1.0,
             )
-        if isinstance(failed, PermissionDenied):  # the coordinator refused this frontend, not the caller of this method
+        if isinstance(failed, PermissionDenied):
+            # the coordinator refused the credentials of this frontend, not those of the caller of this method
             return FailedPrecondition(f"the coordinator refuses this frontend: {failed.message}", reason=failed.reason)
         return failed
 
@@ -206,7 +217,7 @@ class CoordinatorClient:
                 demand.cancel()
                 await asyncio.gather(
                     demand, return_exceptions=True
-                )  # ignore this error, because reading from the broken stream fails too
+                )  # ignore this error, because reading from the broken stream raises an error too
 
     async def _read(self, call: Session) -> None:
         received = ReceivedView()

@@ -1,4 +1,4 @@
-"""Session stream between this frontend and one engine, and the queue of messages for the stream."""
+"""Stream of a session between this frontend and one engine, and the queue of messages for this stream."""
 
 import asyncio
 import itertools
@@ -50,15 +50,17 @@ from penstock_frontend.rpc import session_messages
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe
 from penstock_frontend.rpc.tensor_sender import MediaMirror, NotWrittenError, TensorSender
 
-# The classes below queue outgoing requests. They do no I/O.
+# The classes below queue requests to an engine. They do no I/O.
 
 
 class _NotSentError(Exception):
-    """Raised if no message can be made for a queued request."""
+    """Raised if no message can be made now for a queued request."""
 
 
 class OutgoingRequests:
-    """Queue of the messages of one stream. A message is made when it is sent.
+    """Queue of the messages of one stream to an engine.
+
+    The message of a request is made only when it is sent.
 
     Large tensors are sent in chunks before the request, or are written to shared memory. If several requests share a
     tensor, its chunks are sent once. No message is larger than the engine's limit. A request that is too large ends as
@@ -68,7 +70,7 @@ class OutgoingRequests:
     def __init__(
         self, media: MediaTransport, *, on_refused: Callable[[EngineCoreOutputs], None], max_message_bytes: int
     ) -> None:
-        """``on_refused`` receives the final output of each request that cannot be sent."""
+        """Create the queue. ``on_refused`` receives the final output of each request that cannot be sent."""
         self._transport = media
         self._on_refused = on_refused
         self._limits = Limits(max_message_bytes, 0)
@@ -77,11 +79,11 @@ class OutgoingRequests:
         self._tensors: TensorSender | None = None
 
     def greeted(self, ready: EngineReady, limits: Limits, revision: int, probe: Probe | None = None) -> None:
-        """Apply the engine's greeting.
+        """Apply the greeting that the engine sent at the start of the session.
 
         Args:
             ready: the engine's greeting.
-            limits: the message limits of frontend and engine.
+            limits: the message size limits of frontend and engine.
             revision: protocol revision of this stream.
             probe: the shared memory segment that the engine was asked to read, or None.
         """
@@ -91,21 +93,22 @@ class OutgoingRequests:
 
     @property
     def mirror(self) -> MediaMirror | None:
-        """Mirror of the engine's media cache, or None before the engine's greeting."""
+        """Copy of the state of the engine's media cache. None before the engine's greeting."""
         return None if self._tensors is None else self._tensors.mirror
 
     def put(self, message: pb.SessionRequest) -> None:
-        """Queue a message."""
+        """Add a message to the queue."""
         self._outgoing.put(lambda _: message)
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Queue a request."""
+        """Add a request to the queue."""
         self._add(request, 0)
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
-        """Abort requests.
+        """Abort requests of this session.
 
-        A request that still waits for its tensors was not sent, so abort it here. Abort other requests on the engine.
+        A request whose tensors are still being sent has not reached the engine, so this method ends the request itself.
+        It aborts other requests on the engine.
         """
         unsent = self._outgoing.discard(request_ids)
         if self._tensors is not None:
@@ -115,25 +118,29 @@ class OutgoingRequests:
             self.put(pb.SessionRequest(abort=pb.Abort(request_ids=sent, reason=reason)))
 
     def take(self, outputs: EngineCoreOutputs) -> None:
-        """Process the engine's outputs.
+        """Process the outputs of the engine.
 
-        If a refused request can be sent again, queue the request, and remove the refusal from the outputs.
+        If the engine refused a request that can be sent again, queue the request again, and remove the refusal from the
+        outputs.
         """
         if self._tensors is not None:
             for request, again in self._tensors.take(outputs):
                 self._add(request, again)
 
     def media_cleared(self) -> None:
-        """Clear the mirror, because the engine has cleared its media cache."""
+        """Clear the copy of the media cache's state, because the engine has cleared its media cache."""
         if self._tensors is not None:
             self._tensors.cleared()
 
     def __bool__(self) -> bool:
-        """Return True if there is something to send."""
+        """Return True if there are messages to send."""
         return bool(self._outgoing) or (self.mirror is not None and self.mirror.has_drops)
 
     def next(self) -> list[pb.SessionRequest]:
-        """Return the next messages. The caller must send all of them in this order. The list may be empty."""
+        """Return the messages that must be sent next, in this order.
+
+        The caller must send all of the messages. The list may be empty.
+        """
         drops = self._drops()
         if not self._outgoing:
             return drops
@@ -141,11 +148,12 @@ class OutgoingRequests:
             message = self._outgoing.next()
         except _NotSentError:
             return drops
-        # Send drop messages first, because they make room for the data of the message.
+        # Send the messages that drop media first, because they make room in the engine's cache for the data of the
+        # message.
         return drops if message is None else [*drops, *self._drops(), message]
 
     def drop_stale(self) -> None:
-        """Free shared memory that the engine has not read in time."""
+        """Free shared memory that the engine has not read before its time limit."""
         if self._tensors is not None:
             self._tensors.drop_stale()
 
@@ -157,7 +165,8 @@ class OutgoingRequests:
         return [] if self._tensors is None else self._tensors.take_drops()
 
     def _add(self, request: EngineCoreRequest, again: int) -> None:
-        """Queue a request.
+        """Add a request to the queue. ``again`` is the number of times that this attempt of the request was already
+        sent to the engine.
 
         ``again`` is the number of times that this attempt of the request was already sent to the engine.
         """
@@ -175,7 +184,8 @@ class OutgoingRequests:
     def _make(self, request: EngineCoreRequest, again: int, refs: Sequence[TensorRef]) -> pb.SessionRequest:
         """Make the message of a request.
 
-        Raises _NotSentError if the request cannot be sent now. In this case, the request has ended, or is queued again.
+        Raises _NotSentError if the request cannot be sent now. In this case, the request has ended, or is in the queue
+        again.
         """
         tensors = None if _is_plain(request) else self._tensors
         places: dict[int, Place] = {}
@@ -190,7 +200,7 @@ class OutgoingRequests:
             if self._revision < COLUMNS_SINCE:
                 message.add.ClearField("request_number")
             if request.context.deadline is not None:
-                # Send the remaining time instead of the deadline, because the engine's clock may differ.
+                # Send the time left until the deadline instead of the deadline, because the engine's clock may differ.
                 message.add.time_left = request.context.deadline - time.time()
             if tensors is not None:
                 tensors.fill(message.add, request, places, again)
@@ -225,7 +235,7 @@ class OutgoingRequests:
 
 
 def _is_plain(request: EngineCoreRequest) -> bool:
-    """Return True if the request has no tensors."""
+    """Return True if the request contains no tensors."""
     return request.prompt_embeds is None and not request.mm_features
 
 
@@ -234,7 +244,9 @@ def _chunk(chunk: Chunk) -> pb.SessionRequest:
 
 
 def _check_vectors(embeds: PromptEmbeds, limits: Limits, *, every_position: bool) -> None:
-    """Check that embeddings fit into one message, because the engine accepts no chunks. Raises InvalidArgument."""
+    """Check that the embeddings of a prompt fit into one message, because the engine does not accept them in chunks.
+    Raises InvalidArgument if they are too large.
+    """
     size = embeds.num_tokens * embeds.row_bytes if every_position else len(embeds.data)
     limit = limits.max_message_bytes
     if size > limit:
@@ -248,13 +260,13 @@ def _check_vectors(embeds: PromptEmbeds, limits: Limits, *, every_position: bool
 _HANDSHAKE_TIMEOUT = 10.0
 
 _OF_THE_NETWORK = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-"""Status codes of a stream whose connection broke. The cause may be on either side."""
+"""Status codes of a stream whose connection broke. The cause may be the engine, the network or this frontend."""
 
 
 class SessionEnd(NamedTuple):
-    """Reason for the end of a session.
+    """Reason for the end of a session with an engine.
 
-    ``by_engine`` is True if the engine failed or ended the session. Otherwise the network may have failed.
+    ``by_engine`` is True if the engine failed or ended the session. If it is False, only the network may have failed.
     """
 
     why: str
@@ -266,10 +278,11 @@ class EngineSession:
 
     The frontend sends ``hello``, and the engine answers with ``ready``. Then the frontend sends requests, aborts and
     utility calls. The engine sends one frame of outputs per step. The engine sends ``draining`` when it stops accepting
-    new requests, and ``engine_dead`` when it has failed. A broken stream also counts as a failure of the engine.
+    new requests, and ``engine_dead`` when it has failed. A broken stream also counts as the loss of the engine.
 
     Call ``open``, then ``run``, which returns when the stream ends, then ``close``. Sending never blocks, because a
-    queue feeds the stream. Messages that are sent after the end are dropped. All callbacks run on the event loop.
+    queue feeds the stream. Messages that are queued after the end of the session are dropped. All callbacks run on the
+    event loop.
 
     Messages are never larger than the engine accepts. Large tensors are written to shared memory, or are sent in chunks
     before the request. If several requests share a tensor, its chunks are sent once. A request that is too large ends
@@ -291,12 +304,14 @@ class EngineSession:
         follows_cache: bool = False,
         revision: int = PROTOCOL_REVISION,
     ) -> None:
-        """Args: address: host:port of the engine. frontend_id: name of this frontend. incarnation: incarnation of this
-        frontend. on_outputs: called with each frame. on_draining: called with the seconds until the engine ends its
-        requests, None if unknown. on_start_wave: called when the engine waits for others of its data-parallel group.
-        The message does not name the rank. credentials: TLS of the connection. media: shared transport of tensors to
-        engines on this host; None: no shared memory. max_message_bytes: largest message in either direction.
-        follows_cache: ask for prefix cache events. revision: newest protocol revision that this end supports.
+        """Args: address: host:port of the engine. frontend_id: name of this frontend. incarnation: id of this run of
+        the frontend process. on_outputs: called with each frame of outputs. on_draining: called with the number of
+        seconds until the engine ends its requests. None means that the time is unknown. on_start_wave: called when the
+        engine waits until the other ranks of its data-parallel group start a wave. The message does not name the rank
+        of the engine. credentials: TLS credentials of the connection. media: transport of tensors to engines on the
+        same host, which all sessions share. None means that no shared memory is used. max_message_bytes: maximum size
+        of a message in either direction, in bytes. follows_cache: True to ask the engine for the events of its prefix
+        cache. revision: newest revision of the session protocol that this frontend supports.
         """
         self.address = address
         self._on_outputs = on_outputs
@@ -332,7 +347,7 @@ class EngineSession:
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
 
     async def open(self) -> EngineReady:
-        """Wait for the engine's greeting, and return it.
+        """Start the stream, and return the greeting of the engine.
 
         Raises Unavailable if the engine is not reachable, or uses a protocol revision that this frontend does not
         support.
@@ -345,7 +360,7 @@ class EngineSession:
         except grpc.aio.AioRpcError as e:
             raise Unavailable(f"engine at {self.address}: {from_rpc_error(e).message}") from None
         if first is None or not first.HasField("ready"):
-            raise Unavailable(f"the first message of the engine at {self.address} is not ready")
+            raise Unavailable(f"the first message of the engine at {self.address} is not the expected greeting 'ready'")
         if not OLDEST_REVISION <= first.ready.protocol_revision <= PROTOCOL_REVISION:
             raise Unavailable(
                 f"engine at {self.address} uses revision {first.ready.protocol_revision} of the session protocol; "
@@ -358,7 +373,7 @@ class EngineSession:
         return ready
 
     async def run(self) -> SessionEnd:
-        """Process the engine's messages until the stream ends. Return the reason for the end."""
+        """Process the engine's messages until the stream ends. Return the reason for the end of the session."""
         take = taker(self._incoming)
         try:
             async for response in self._responses:
@@ -389,29 +404,32 @@ class EngineSession:
         self._put(pb.SessionRequest(start_dp_wave=to_message(message, data_parallel_pb2.GroupWave)))
 
     def add(self, request: EngineCoreRequest) -> None:
-        """Send a request.
+        """Send a request to the engine.
 
-        If the request cannot be sent to the engine, it ends with an ERROR output. This method raises no error.
+        If the request cannot be sent, the request ends with an output whose finish reason is ERROR. This method raises
+        no error.
         """
         self._outgoing.add(request)
         self._queued.set()
 
     @property
     def media(self) -> MediaMirror | None:
-        """Mirror of the engine's media cache, or None before ``open``."""
+        """Copy of the state of the engine's media cache. None before ``open`` has returned."""
         return self._outgoing.mirror
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
-        """Abort requests."""
+        """Abort requests on the engine."""
         self._outgoing.abort(request_ids, reason)
         self._queued.set()
 
     def hand_over(self, request_ids: Sequence[str]) -> None:
-        """Ask the engine to hand requests over. The engine must have the capability ``kv_transfer``."""
+        """Ask the engine to hand requests over to other engines. The engine must have the capability ``kv_transfer``."""
         self._put(pb.SessionRequest(handoff=pb.Handoff(request_ids=request_ids)))
 
     async def call_utility(self, method: str, arguments: Sequence[object] = ()) -> Any:
-        """Call a registered method of the engine, and return the method's result. Raises the call's error."""
+        """Call a registered method of the engine, and return the result of the method. Raises the error with which the
+        call ended.
+        """
         call_id = next(self._call_ids)
         self._utility_calls[call_id] = asyncio.get_running_loop().create_future()
         call = pb.UtilityCall(call_id=call_id, method=method, arguments=msgspec.msgpack.encode(list(arguments)))
@@ -422,7 +440,7 @@ class EngineSession:
             del self._utility_calls[call_id]
 
     async def load(self, within: float) -> SchedulerStats | None:
-        """Return the engine's statistics, which show its load and whether it is wedged.
+        """Return the current statistics of the engine, which show its load and whether it is wedged.
 
         Return None if the engine does not answer within ``within`` seconds.
         """
@@ -433,16 +451,18 @@ class EngineSession:
         return stats.from_proto(info.scheduler_stats)
 
     async def close(self, reason: str = "the session was closed") -> None:
-        """End the stream, and close the connection. Pending utility calls fail. Idempotent."""
+        """End the stream, and close the connection to the engine. Utility calls that have no result yet fail.
+        Idempotent.
+        """
         for future in self._utility_calls.values():
             if not future.done():
                 future.set_exception(Unavailable(f"engine at {self.address}: {reason}", reason="ENGINE_GONE"))
         self._call.cancel()
-        # End the task that feeds the stream. Otherwise it would wait until it is garbage collected, and then log an
-        # error.
+        # End the task that feeds the stream. If the task were only dropped, it would wait until it is garbage
+        # collected, and then log an error.
         self._closed = True
         self._queued.set()
-        # gRPC ends this task together with a running call. If no call has started, the code below must end the task.
+        # gRPC ends this task when it ends a running call. If no call has started, the code below must end the task.
         feeding: asyncio.Task[None] | None = self._call._async_request_poller  # type: ignore[attr-defined]
         if feeding is not None:
             feeding.cancel()
@@ -451,7 +471,9 @@ class EngineSession:
         await self._channel.close()
 
     def drop_stale(self) -> None:
-        """Drop incomplete tensors whose next chunk is late, and shared memory that the engine has not read in time."""
+        """Drop tensors of which a chunk is overdue, and free shared memory that the engine has not read before its time
+        limit.
+        """
         self._incoming.drop_stale()
         self._outgoing.drop_stale()
 
@@ -482,7 +504,7 @@ class EngineSession:
     def _answer(self, output: UtilityOutput) -> None:
         future = self._utility_calls.get(output.call_id)
         if future is None or future.done():
-            return  # the caller does not wait any more
+            return  # the caller of the utility call does not wait any more
         if output.error is not None:
             future.set_exception(output.error.to_exception())
             return

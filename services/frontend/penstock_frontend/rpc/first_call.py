@@ -1,7 +1,7 @@
-"""Program that makes one call over gRPC and one call over HTTP, as a client does.
+"""Program that makes one gRPC call and one HTTP call to a frontend, in the same way as a client.
 
-Run it with ``python -m penstock_frontend.rpc.first_call``. The chart's ``helm test`` runs this program in a separate
-pod. The program prints the answers. The exit code is 1 if a call failed.
+Run the program with ``python -m penstock_frontend.rpc.first_call``. The chart's ``helm test`` runs this program in a
+separate pod. The program prints the answers. The exit code is 1 if a call failed.
 """
 
 import argparse
@@ -33,29 +33,29 @@ _NEEDS_KEY = "frontends require an API key or a token; set the chart's test.keyS
 
 
 class CallError(PenstockError):
-    """Raised if a call failed. The message has the call, the address and the error."""
+    """Raised if a call failed. The message names the call, the address and the error."""
 
 
 class FirstCall(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the calls. ``grpc`` and ``http`` are host:port."""
+    """Options of the two calls. ``grpc`` and ``http`` are the addresses of the frontend, as host:port."""
 
     grpc: str
     http: str
     prompt: str
     max_tokens: int
     timeout: float
-    """Total timeout in seconds."""
+    """Timeout of both calls together, in seconds."""
     certificate: str = ""
-    """File with the frontends' certificate, or empty for no TLS. The program trusts exactly this certificate, and does
-    not check its issuer. It expects the certificate's first DNS name instead of the address, because certificates
-    seldom contain addresses of pods.
+    """Path of the file with the frontends' TLS certificate. Empty means no TLS. The program trusts exactly this
+    certificate, and does not check who issued it. The program compares the server's name with the first DNS name in the
+    certificate instead of the address, because certificates seldom contain addresses of pods.
     """
     key: str = ""
-    """API key or token, or empty for no credentials."""
+    """API key or token for the calls. Empty means that the calls have no credentials."""
 
 
 async def call(options: FirstCall) -> list[str]:
-    """Make the calls.
+    """Make both calls. Return one line of text for each call.
 
     Return one line of text per call. Raises CallError, and ConfigError if the certificate cannot be read.
     """
@@ -71,14 +71,16 @@ async def call(options: FirstCall) -> list[str]:
 
 
 async def _over_grpc(options: FirstCall) -> tuple[str, str, str]:
-    """Make the gRPC call. Return the model's name, the model's kind, and a line of text about the call."""
+    """Make the gRPC call. Return the model's name, what the model computes, and a line of text about the call."""
     metadata = [("authorization", f"Bearer {options.key}")] if options.key else []
     async with make_channel(options.grpc, credentials=_credentials(options)) as channel:
         stub = service_pb2_grpc.InferenceServiceStub(channel)
         try:
             listed: Any = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata, wait_for_ready=True)
             (model,) = listed.models
-            if not model.capabilities:  # no engine is ready; a held call starts an engine if the pool is scaled to zero
+            if not model.capabilities:
+                # no engine is ready; the frontend holds the call, which makes the coordinator start an engine if the
+                # pool is scaled to zero
                 await _until_an_engine_is_up(stub, options, metadata)
                 listed = await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
                 (model,) = listed.models
@@ -90,9 +92,9 @@ async def _over_grpc(options: FirstCall) -> tuple[str, str, str]:
 
 
 async def _until_an_engine_is_up(stub: Any, options: FirstCall, metadata: Any) -> None:
-    """Wait for an engine by making a call, which the frontend holds until an engine is ready.
+    """Wait until an engine is ready, by making a call that the frontend holds until then.
 
-    If the engines only embed, the frontend then refuses the call.
+    If the engines only compute embeddings, the frontend then refuses the call.
     """
     try:
         await _generate(stub, options, metadata)
@@ -132,7 +134,7 @@ _CALLS = {"generate": _generate, "embed": _embed, "score": _score, "classify": _
 def _over_http(options: FirstCall, model: str, kind: str, left: float) -> str:
     """Make the HTTP call, which may take ``left`` seconds. Return a line of text about the call.
 
-    If the model neither generates nor embeds, the call lists the models.
+    If the model computes neither text nor embeddings, the call lists the models instead.
     """
     if kind == "generate":
         body = {"model": model, "prompt": options.prompt, "max_tokens": options.max_tokens}
@@ -167,14 +169,16 @@ def _request(options: FirstCall, left: float, method: str, path: str, body: dict
 
 
 class _Pinned(http.client.HTTPSConnection):
-    """HTTPS connection to a server with one known certificate.
+    """HTTPS connection to a server whose certificate is known. The certificate need not contain the address of the
+    server.
 
     The address of the server need not be in the certificate.
     """
 
     def __init__(self, host: str, port: int, *, timeout: float, certificate: str) -> None:
         self._own = ssl.create_default_context(cafile=certificate)
-        self._own.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # accept a trusted certificate that is not a CA's
+        # accept a trusted certificate even if it is not the certificate of a certificate authority
+        self._own.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         self._name = _name_in(certificate)
         super().__init__(host, port, timeout=timeout, context=self._own)
 
@@ -192,7 +196,7 @@ def _credentials(options: FirstCall) -> ClientCredentials:
 
 
 def _name_in(path: str) -> str:
-    """Return the first DNS name in the certificate. Raises CallError if the certificate has no DNS name."""
+    """Return the first DNS name in the certificate file. Raises CallError if the certificate has no DNS name."""
     try:
         certificate = x509.load_pem_x509_certificate(Path(path).read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -213,7 +217,7 @@ def _failed(protocol: str, address: str, error: RequestFailed) -> CallError:
 
 
 def parse(arguments: Sequence[str] | None = None) -> FirstCall:
-    """Parse the command line."""
+    """Parse the arguments of the command line."""
     parser = argparse.ArgumentParser(prog="first_call", description="One call over gRPC and one over HTTP.")
     parser.add_argument("--grpc", required=True, help="Address (host:port) of the gRPC API")
     parser.add_argument("--http", required=True, help="Address (host:port) of the HTTP API")
@@ -232,7 +236,7 @@ def parse(arguments: Sequence[str] | None = None) -> FirstCall:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the calls, and print the result. Return the exit code."""
+    """Make both calls, and print their results. Return the exit code of the program."""
     try:
         lines = asyncio.run(call(parse(arguments)))
     except (PenstockError, OSError) as e:

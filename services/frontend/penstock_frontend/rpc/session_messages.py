@@ -1,6 +1,6 @@
 """Conversion between ``penstock.enginecore.v1`` messages and domain types.
 
-Decoding outputs must be fast, because it runs once per step and engine.
+The decoding of outputs must be fast, because it runs once for each step of each engine.
 """
 
 import math
@@ -39,12 +39,14 @@ _EVENT_TYPES: dict[int, EventType] = {int(kind): kind for kind in EventType}
 def add_request(
     request: EngineCoreRequest, place: parts.Place | None = None, *, every_position: bool = False
 ) -> pb.SessionRequest:
-    """Return the message that starts a request.
+    """Return the message that asks an engine to start a request.
 
     Args:
-        request: the request.
-        place: reference to prompt embeddings that are not in this message. None: the message contains them.
-        every_position: send one row of embeddings for every token of a mixed prompt, because the engine needs this.
+        request: the request to start.
+        place: reference to the prompt embeddings if they are not in this message. None means that the message contains
+            them.
+        every_position: True to send one row of embeddings for every token of a mixed prompt, because the engine needs
+            all rows.
     """
     message = pb.SessionRequest()
     add = message.add
@@ -64,15 +66,18 @@ def add_request(
 
 
 def engine_ready(message: pb.Ready) -> EngineReady:
-    """Return the engine's greeting."""
+    """Return the greeting of an engine, decoded from its message."""
     return from_message(message, EngineReady, media=limits_from_proto(message.media))
 
 
 def draining_time_left(message: pb.Draining) -> float | None:
-    """Return the seconds until the engine ends its requests, at least 0. Return None if the time is unknown."""
+    """Return the number of seconds until a draining engine ends its requests, at least 0. Return None if the time is
+    unknown.
+    """
     if message.HasField("time_left"):
         time_left = message.time_left
-    elif message.deadline:  # an engine of an earlier version sends its deadline; assume synchronized clocks
+    elif message.deadline:
+        # an engine of an earlier version sends its deadline instead; assume that the clocks of both hosts agree
         time_left = message.deadline - time.time()
     else:
         return None
@@ -80,11 +85,12 @@ def draining_time_left(message: pb.Draining) -> float | None:
 
 
 def engine_core_outputs(message: pb.EngineCoreOutputs, take: parts.TakeTensor | None = None) -> EngineCoreOutputs:
-    """Return the outputs of one step for this frontend. ``take`` returns the tensors that arrived in chunks.
+    """Return the outputs of one engine step for this frontend, decoded from a message. ``take`` returns the tensors
+    that arrived in chunks.
 
-    If an output cannot be read, the result has an ``error`` and no ``finish_reason`` for it. The output's request must
-    then end in the frontend and on the engine. Raises Internal only if the token columns are inconsistent. In this
-    case, the frontend must not trust the engine any more.
+    If an output cannot be read, its place in the result has an ``error`` and no ``finish_reason``. The caller must then
+    end the request of this output, both in the frontend and on the engine. Raises Internal only if the token columns
+    are inconsistent. In this case, the frontend must not trust the engine any more.
     """
     return EngineCoreOutputs(
         engine_index=message.engine_index,
@@ -130,7 +136,7 @@ def _readable_output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None
 
 
 def unreadable(error: Exception, request_id: str) -> Internal:
-    """Return the error for a request whose output from the engine cannot be read."""
+    """Return the error for a request of which the frontend cannot read an output of the engine."""
     return incident(error, request=request_id, doing="reading the engine's output")
 
 
@@ -158,7 +164,7 @@ def _output(message: pb.EngineCoreOutput, take: parts.TakeTensor | None) -> Engi
     if message.HasField("spec_decoding_stats"):
         output.spec_decoding_stats = from_message(message.spec_decoding_stats, SpecDecodingStats)
     if message.finish_reason:
-        # Treat an unknown reason as an error, because the request may not have ended normally.
+        # Treat an unknown finish reason as an error, because the request may not have ended normally.
         output.finish_reason = _FINISH_REASONS.get(message.finish_reason, FinishReason.ERROR)
         output.stop_reason = _stop_reason(message.stop_reason)
         if message.HasField("error"):

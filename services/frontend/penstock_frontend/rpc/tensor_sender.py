@@ -1,7 +1,7 @@
-"""Sending of request tensors to one engine, and a mirror of the engine's media cache.
+"""Sending of the tensors of requests to one engine, and a copy of the state of the engine's media cache.
 
-A tensor that the engine has cached is omitted. Other tensors are sent inside the request's message, in chunks before
-the message, or in shared memory.
+The frontend does not send a tensor that the engine has cached. Other tensors are sent inside the request's message, in
+chunks before the message, or in shared memory.
 """
 
 from collections import Counter, OrderedDict
@@ -20,12 +20,12 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Finish
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe, Transport
 
-# The classes below mirror the media that an engine caches for this frontend. They do no I/O.
+# The classes below track which media an engine caches for this frontend. They do no I/O.
 
 
 class Sent(NamedTuple):
-    """Form of a media feature in a message: whether the message has the feature's data, and whether the engine caches
-    them.
+    """Form of a media item in a message: whether the message has the data of the item, and whether the engine caches
+    the data.
     """
 
     feature: MultiModalFeature
@@ -34,7 +34,7 @@ class Sent(NamedTuple):
 
 
 def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-    """Return the first feature with each identifier. Only this feature has data in a message."""
+    """Return the first media item with each identifier. In a message, only this item has data."""
     found: dict[str, MultiModalFeature] = {}
     for feature in features:
         found.setdefault(feature.identifier, feature)
@@ -42,58 +42,61 @@ def first_of_each(features: Iterable[MultiModalFeature]) -> list[MultiModalFeatu
 
 
 class MediaMirror:
-    """Mirror of an engine's media cache for one session.
+    """Copy of the state of an engine's media cache, for one session.
 
-    Items are in order of last use, and within the engine's byte limit.
+    The items are in order of their last use. Their total size is at most the engine's limit in bytes.
 
-    The frontend decides which items the engine caches and evicts. Mirror and cache stay equal if messages are sent in
-    the order of the calls of this class. Messages from ``take_drops`` must be sent before the results of later calls.
-    Every stream has a separate mirror, which is empty at the start, as the engine's cache is.
+    The frontend decides which items the engine caches and evicts. This copy and the cache stay equal if the messages
+    are sent in the order in which the methods of this class were called. Messages from ``take_drops`` must be sent
+    before the results of later calls. Every stream has its own copy. At the start of the stream, both the copy and the
+    engine's cache are empty.
 
     The engine reports when it has cleared its cache (``cleared``). A refused request names the items that the engine
-    could not cache (``refused``). In both cases, messages in flight may make the engine cache such items later. The
-    frontend therefore sends drop messages for these items.
+    could not cache (``refused``). In both cases, messages on their way to the engine may make it cache such items
+    again. The frontend therefore sends messages that drop these items.
     """
 
     def __init__(self, quota: int) -> None:
-        """``quota`` is the number of bytes that the engine caches for this session; 0 means that it caches nothing."""
+        """Create the copy. ``quota`` is the number of bytes that the engine caches for this session. 0 means that the
+        engine caches nothing.
+        """
         self._quota = quota
         self._kept: OrderedDict[str, int] = OrderedDict()
-        """Size of each cached item in bytes, by identifier. The least recently used item comes first."""
+        """Size in bytes of each cached item, by identifier. The least recently used item comes first."""
         self._drops: dict[str, None] = {}
         self.num_bytes = 0
         self.num_queries = 0
-        """Number of items that were sent or omitted."""
+        """Number of media items in requests, whether their data were sent or left out."""
         self.num_hits = 0
-        """Number of items that were omitted."""
+        """Number of media items whose data were left out."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def __contains__(self, identifier: str) -> bool:
-        """Return True if the engine will have the item cached after it has read all messages so far."""
+        """Return True if the engine will have the item in its cache after it has read all messages so far."""
         return identifier in self._kept
 
     @property
     def identifiers(self) -> frozenset[str]:
-        """Identifiers of the items that the engine will have cached after it has read all messages so far."""
+        """Identifiers of the items that the engine will have in its cache after it has read all messages so far."""
         return frozenset(self._kept)
 
     def missing(self, features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-        """Return the features that must be sent with data, with one feature per identifier."""
+        """Return those media items whose data must be sent, one for each identifier."""
         return first_of_each(feature for feature in features if feature.identifier not in self._kept)
 
     def send(self, features: Sequence[MultiModalFeature], *, plain: bool = False) -> list[Sent]:
-        """Return the form of a request's features in the next message.
+        """Return how the next message must contain the media items of a request.
 
-        If ``plain`` is True, all features are sent with data, and the engine does not cache them.
+        If ``plain`` is True, the message has the data of all items, and the engine does not cache them.
         """
         sent: list[Sent] = []
         here = {feature.identifier for feature in features}
         told: set[str] = set()
         for feature in features:
             identifier = feature.identifier
-            if identifier in told:  # an earlier feature of this message has the data for this identifier
+            if identifier in told:  # an earlier item in this message has the data for the same identifier
                 sent.append(Sent(feature, with_data=False, keep=False))
                 continue
             told.add(identifier)
@@ -113,9 +116,10 @@ class MediaMirror:
         return sent
 
     def _make_room(self, size: int, but: set[str]) -> bool:
-        """Drop the least recently used items, except the items ``but``, until ``size`` bytes fit into the cache.
+        """Drop the least recently used items, but none of the items ``but``, until ``size`` bytes are free in the
+        cache.
 
-        Return True if they fit. If they cannot fit, drop nothing.
+        Return True if these bytes are free. If they cannot become free, drop nothing.
         """
         if size > self._quota:
             return False
@@ -132,24 +136,24 @@ class MediaMirror:
         return True
 
     def cleared(self) -> None:
-        """Drop all items, because the engine has cleared its cache."""
+        """Drop all items from the copy, because the engine has cleared its cache."""
         self._drop(list(self._kept))
 
     def refused(self, identifiers: Iterable[str]) -> None:
-        """Drop items of a request that the engine refused. The engine may have cached some of these items."""
+        """Drop the media items of a request that the engine refused. The engine may have cached some of these items."""
         identifiers = list(identifiers)
         self._drop(identifiers)
         self._drops |= dict.fromkeys(identifiers)
 
     @property
     def has_drops(self) -> bool:
-        """True if drop messages are pending."""
+        """True if messages that drop items wait to be sent."""
         return bool(self._drops)
 
     def take_drops(self, at_most: int) -> list[str]:
-        """Return up to ``at_most`` identifiers of items that the engine must drop.
+        """Return at most ``at_most`` identifiers of items that the engine must drop.
 
-        The caller must send them before it makes the next message.
+        The caller must send these identifiers to the engine before it makes the next message.
         """
         drops = list(self._drops)[:at_most]
         for identifier in drops:
@@ -166,52 +170,54 @@ class MediaMirror:
 NOT_CACHED = "MEDIA_NOT_CACHED"
 CACHE_FULL = "MEDIA_CACHE_FULL"
 _SENT_AGAIN = (NOT_CACHED, CACHE_FULL, UNREADABLE)
-"""Reasons of refusals after which the request is sent again with its tensors in another form."""
+"""Error reasons of a refusal after which the frontend sends the request again, with its tensors in another form."""
 MAX_RESENDS = 2
-"""Maximum number of times that a request is sent again to its engine. The last time, the request has all data, and the
-engine caches nothing, so the request needs no cache memory.
+"""Maximum number of times that a request is sent to its engine again.
+
+The last time, the message has all data, and the engine caches none of them. The request then needs no room in the
+engine's cache.
 """
 _DROPS_AT_ONCE = 256
 _TENSOR_BYTES = 256
-"""Maximum size of a tensor's message without the tensor's data, in bytes."""
+"""Maximum size in bytes that a tensor's message has in addition to the tensor's data."""
 
 
 class NotWrittenError(Exception):
-    """Raised if shared memory could not be written. The caller must queue the request again."""
+    """Raised if shared memory could not be written. The caller must add the request to the queue again."""
 
 
 class TensorSender:
-    """Decides how the tensors of one session's requests are sent.
+    """Decides how the tensors of the requests of one session are sent.
 
-    The decisions are valid for the next message, which must follow the messages of ``take_drops``.
+    The decisions are valid for the next message, which must be sent directly after the messages from ``take_drops``.
 
-    If an engine refuses a request because it does not have omitted data or cannot read shared memory, the request is
-    sent again. Callers do not notice this. Embeddings that several requests share are sent once, in chunks. All other
-    embeddings are sent in the same way as media.
+    An engine refuses a request if it lacks data that were left out, or if it cannot read shared memory. The request is
+    then sent again. Callers do not notice this. Embeddings that several requests share are sent once, in chunks. All
+    other embeddings are sent in the same way as media.
     """
 
     def __init__(self, transport: MediaTransport, ready: EngineReady, limits: Limits, probe: Probe | None) -> None:
-        """``probe`` is the shared memory segment that the engine was asked to read, or None."""
+        """Create the sender. ``probe`` is the shared memory segment that the engine was asked to read, or None."""
         self.mirror = MediaMirror(ready.receiver_cache_bytes)
         self._counts = transport.counts
         self._segments = transport.session(ready, probe)
         self._limits = limits
         self._queued: dict[str, int] = {}
-        """Python identity of the embeddings of each queued request. The identity is valid while the request is queued."""
+        """Python identity of the embeddings of each queued request. An identity is valid while its request is queued."""
         self._num_queued: Counter[int] = Counter()
         self._sent: dict[str, tuple[EngineCoreRequest, int]] = {}
-        """Sent requests that may have to be sent again, and how often each was sent again so far."""
+        """Sent requests that may have to be sent again, each with the number of times that it was sent again so far."""
 
-    # The methods below are for sending.
+    # The methods below are used when requests are sent.
 
     def queued(self, request: EngineCoreRequest) -> None:
-        """Record that a request was queued."""
+        """Record that a request was added to the queue."""
         if request.prompt_embeds is not None:
             self._queued[request.request_id] = key = id(request.prompt_embeds.data)
             self._num_queued[key] += 1
 
     def not_queued(self, request_ids: Iterable[str]) -> None:
-        """Record that requests are being sent, or will not be sent."""
+        """Record that requests have left the queue, because they are being sent or will not be sent."""
         for request_id in request_ids:
             if (key := self._queued.pop(request_id, None)) is not None:
                 self._num_queued[key] -= 1
@@ -223,8 +229,8 @@ class TensorSender:
     ) -> list[Buffer]:
         """Return the tensors of a request that must be sent in chunks before the request's message.
 
-        The list is empty if the tensors are too large in total. The request is then refused when its message is made.
-        ``is_under_way`` returns True if a tensor is already being sent in chunks for another request.
+        The list is empty if the total size of the tensors is too large. The request is then refused when its message is
+        made. ``is_under_way`` returns True if a tensor is already being sent in chunks for another request.
         """
         large = self._large(request, num_resends)
         if not large or _num_bytes(large) > self._limits.max_tensor_bytes:
@@ -232,17 +238,17 @@ class TensorSender:
         return [] if self._may_share(request, large, is_under_way) else large
 
     def places(self, request: EngineCoreRequest, refs: Sequence[TensorRef], again: int) -> dict[int, Place]:
-        """Return references to the request's tensors that are not in its message, by the tensors' Python identity.
+        """Return references to those tensors of a request that are not in its message, by the tensors' Python identity.
 
-        The request's message must be sent next.
+        The message of this request must be sent next.
 
         Args:
-            request: the request.
+            request: the request whose message is made.
             refs: references to the tensors that were sent in chunks, in the order of ``in_chunks``.
             again: number of times that the request was sent again so far.
 
         Raises:
-            InvalidArgument: a tensor is too large.
+            InvalidArgument: a tensor is larger than the engine accepts.
             NotWrittenError: shared memory could not be written.
         """
         large = self._large(request, again)
@@ -252,7 +258,7 @@ class TensorSender:
         return self._write(large) if large and self._segments is not None else {}
 
     def forsake(self, places: Mapping[int, Place]) -> None:
-        """Free shared memory, because the message with its references is not sent."""
+        """Free the shared memory to which a message has references, because the message is not sent."""
         for place in places.values():
             if isinstance(place, SegmentRef) and self._segments is not None:
                 self._segments.remove(place)
@@ -260,7 +266,8 @@ class TensorSender:
     def fill(
         self, message: pb.EngineCoreRequest, request: EngineCoreRequest, places: Mapping[int, Place], again: int
     ) -> None:
-        """Add the media of a request to its message, which must be sent next.
+        """Add the media items of a request to its message, which must be sent next. The message already has the
+        embeddings of the prompt.
 
         The message already has the prompt's embeddings.
         """
@@ -275,12 +282,12 @@ class TensorSender:
             self._sent[request.request_id] = request, again
 
     def not_sent(self, request: EngineCoreRequest) -> None:
-        """Undo ``fill`` for a message that is not sent."""
+        """Undo the effect of ``fill`` for a message that is not sent."""
         if self._sent.pop(request.request_id, None) is not None:
             self.mirror.refused(_identifiers(request))
 
     def take_drops(self) -> list[pb.SessionRequest]:
-        """Return the drop messages that must be sent before the message that ``fill`` filled last."""
+        """Return the messages that drop media items. They must be sent before the message that ``fill`` filled last."""
         messages = []
         while drops := self.mirror.take_drops(_DROPS_AT_ONCE):
             messages.append(pb.SessionRequest(drop_media=pb.DropMedia(identifiers=drops)))
@@ -292,12 +299,11 @@ class TensorSender:
         return self.mirror.missing(request.mm_features)
 
     def _large(self, request: EngineCoreRequest, again: int) -> list[Buffer]:
-        """Return the tensors that are not sent inside the message.
+        """Return those tensors of a request that are not sent inside its message.
 
         Each tensor occurs once, and embeddings come before media.
 
-        Large tensors are not sent inside the message. If small tensors have filled half of the message, the other
-        tensors are not sent inside it either.
+        These are the large tensors, and all tensors after the small tensors that have filled half of the message.
         """
         if not self._limits.max_tensor_bytes:
             return []
@@ -316,7 +322,7 @@ class TensorSender:
     def _may_share(
         self, request: EngineCoreRequest, large: Sequence[Buffer], is_under_way: Callable[[Buffer], bool]
     ) -> bool:
-        """Return True if the large tensors may be sent in shared memory."""
+        """Return True if the large tensors of a request may be sent in shared memory."""
         segments, embeds = self._segments, request.prompt_embeds
         if segments is None or not segments.has_room(_num_bytes(large)):
             return False
@@ -363,13 +369,13 @@ class TensorSender:
             transport = "chunks" if isinstance(place, TensorRef) else "shared_memory"
         self._counts.num_bytes[transport] += num_bytes
 
-    # The methods below are for receiving.
+    # The methods below are used when outputs arrive.
 
     def take(self, outputs: EngineCoreOutputs) -> list[tuple[EngineCoreRequest, int]]:
-        """Process an engine's outputs.
+        """Process the outputs of an engine.
 
-        Remove the refusals of requests that must be sent again. Return these requests, each with the number of times
-        that it is sent again.
+        If the engine refused requests that must be sent again, remove these refusals from the outputs. Return these
+        requests, each with the number of times that it has then been sent again.
         """
         if not self._sent:
             return []
@@ -387,7 +393,8 @@ class TensorSender:
             error = output.error
             if output.finish_reason is not FinishReason.ERROR or error is None:
                 continue
-            if error.field.startswith("mm_features"):  # the engine may have cached some of the request's media
+            if error.field.startswith("mm_features"):
+                # the engine may have cached some of the media items of the request
                 self.mirror.refused(_identifiers(request))
             elif not error.field.startswith("prompt_embeds"):
                 continue
@@ -406,27 +413,28 @@ class TensorSender:
         return again
 
     def cleared(self) -> None:
-        """Clear the mirror, because the engine has cleared its media cache."""
+        """Clear the copy of the media cache's state, because the engine has cleared its media cache."""
         self.mirror.cleared()
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Forget requests that ended without an output, or were aborted."""
+        """Forget requests that ended without an output, or that were aborted."""
         for request_id in request_ids:
             self._sent.pop(request_id, None)
 
     def drop_stale(self) -> None:
-        """Remove shared memory that was not read in time."""
+        """Remove shared memory segments that the engine has not read before their time limit."""
         if self._segments is not None:
             self._segments.remove_old()
 
     def close(self) -> None:
-        """Free shared memory and all state at the end of the session."""
+        """Free all shared memory and other state, because the session ends."""
         if self._segments is not None:
             self._segments.close()
 
 
 def fill_feature(message: pb.MultiModalFeature, sent: Sent, places: Mapping[int, Place]) -> None:
-    """Write a feature into its message.
+    """Write a media item into its message. ``places`` has references to tensors that are not in the message, by the
+    tensors' Python identity.
 
     ``places`` has references to tensors that are not in the message, by the tensors' Python identity.
     """

@@ -46,7 +46,7 @@ def test_requests_are_counted_until_they_leave() -> None:
     admission.enter(Demand())
     admission.enter(Demand())
     error = refused(lambda: admission.enter(Demand()))
-    assert error.message == "2 requests are running; limits.max_requests is 2"
+    assert error.message == "2 requests are in flight; the limit limits.max_requests is 2"
     assert (error.reason, error.quota_subject) == ("QUEUE_FULL", "")
     admission.leave(Demand(), served=True)
     admission.enter(Demand())
@@ -83,7 +83,7 @@ def test_a_tenant_at_its_limit_is_told_whose_quota_it_is_and_others_come_in() ->
     admission.enter(Demand("a"))
     admission.enter(Demand("b"))
     error = refused(lambda: admission.enter(Demand("a")))
-    assert error.message == "1 sequences of tenant 'a' are running; limits.max_tenant_requests is 1"
+    assert error.message == "1 sequences of tenant 'a' are running; the limit limits.max_tenant_requests is 1"
     assert (error.reason, error.quota_subject) == ("TENANT_QUOTA", "tenant:a")
     admission.enter(Demand())
     assert "1 sequences without a tenant" in refused(lambda: admission.enter(Demand())).message
@@ -103,7 +103,7 @@ def test_at_the_limit_the_flooding_tenant_is_refused_and_another_one_is_let_in()
     assert served == 20
     admission.enter(Demand("b", length=1))
     error = refused(lambda: admission.enter(Demand("a")))
-    assert error.message == "5 requests are running; limits.max_requests is 4, and 4 requests are of tenant 'a'"
+    assert error.message == "5 requests are in flight; the limit limits.max_requests is 4, and 4 requests are of tenant 'a'"
 
 
 def test_prompt_lengths_at_their_limit_are_shared_by_tenants_weights() -> None:
@@ -151,7 +151,7 @@ def test_limits_that_change_hold_for_what_comes_next_and_end_nothing() -> None:
     limits.now = LimitsConfig(max_requests=1)
     admission.look()
     assert told == [True], "who asks for its health hears of it"
-    assert "2 requests are running; limits.max_requests is 1" in refused(lambda: admission.enter(Demand())).message
+    assert "2 requests are in flight; the limit limits.max_requests is 1" in refused(lambda: admission.enter(Demand())).message
     limits.now = LimitsConfig(max_requests=10, max_tenant_requests=2)
     admission.look()
     assert told == [True, False]
