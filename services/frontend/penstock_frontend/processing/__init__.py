@@ -1,1 +1,1 @@
-"""Processing of requests and outputs that all protocols share."""
+"""Processing of requests and of engines' outputs that all protocols share."""

@@ -103,7 +103,10 @@ def test_at_the_limit_the_flooding_tenant_is_refused_and_another_one_is_let_in()
     assert served == 20
     admission.enter(Demand("b", length=1))
     error = refused(lambda: admission.enter(Demand("a")))
-    assert error.message == "5 requests are in flight; the limit limits.max_requests is 4, and 4 requests are of tenant 'a'"
+    assert (
+        error.message
+        == "5 requests are in flight; the limit limits.max_requests is 4, and 4 requests are of tenant 'a'"
+    )
 
 
 def test_prompt_lengths_at_their_limit_are_shared_by_tenants_weights() -> None:
@@ -151,7 +154,10 @@ def test_limits_that_change_hold_for_what_comes_next_and_end_nothing() -> None:
     limits.now = LimitsConfig(max_requests=1)
     admission.look()
     assert told == [True], "who asks for its health hears of it"
-    assert "2 requests are in flight; the limit limits.max_requests is 1" in refused(lambda: admission.enter(Demand())).message
+    assert (
+        "2 requests are in flight; the limit limits.max_requests is 1"
+        in refused(lambda: admission.enter(Demand())).message
+    )
     limits.now = LimitsConfig(max_requests=10, max_tenant_requests=2)
     admission.look()
     assert told == [True, False]

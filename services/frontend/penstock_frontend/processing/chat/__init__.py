@@ -1,1 +1,1 @@
-"""Conversations: chat templates, roles, tools, and the content blocks of the model's answers."""
+"""Conversations: chat templates, roles and tools, and the division of the model's answers into content blocks."""

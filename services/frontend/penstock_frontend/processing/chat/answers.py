@@ -1,4 +1,4 @@
-"""Conversion of model outputs to chat answers: messages, content blocks, and the number of reasoning tokens."""
+"""Conversion of model outputs to chat answers: messages, content blocks, and the count of reasoning tokens."""
 
 import enum
 from collections.abc import Callable, Iterator, Sequence
@@ -17,26 +17,26 @@ from penstock_frontend.processing.parsers.base import AnswerDelta, AnswerParser,
 
 
 class ReasoningTokenCount(Protocol):
-    """Counter of the reasoning tokens of one sequence."""
+    """Counter of the reasoning tokens in the output of one sequence."""
 
     def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
-        """Count the tokens of the next piece.
+        """Count the tokens of the next piece of output.
 
-        ``reasoning`` is True if the piece contains reasoning. ``ended`` is True for the last piece.
+        ``reasoning`` is True if the piece contains reasoning. ``ended`` is True for the last piece of the sequence.
         """
         ...
 
     @property
     def total(self) -> int:
-        """Number of reasoning tokens so far."""
+        """Number of reasoning tokens counted so far."""
         ...
 
 
 class CountToEndToken:
-    """Counter that counts all tokens until the end of the reasoning, including the token that ends the reasoning.
+    """Counter of reasoning tokens that counts all tokens up to and including the token that ends the reasoning.
 
     Args:
-        tokens: Tokens of the model's reasoning tags, with one token per tag.
+        tokens: Tokens that are the model's reasoning tags. Each tag is one token.
     """
 
     def __init__(self, tokens: ReasoningTokens) -> None:
@@ -46,7 +46,7 @@ class CountToEndToken:
         self._reasons = False
 
     def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
-        """Count the tokens of the next piece."""
+        """Count the tokens of the next piece of output."""
         del ended
         self._reasons = self._reasons or reasoning
         for token_id in token_ids:
@@ -61,13 +61,14 @@ class CountToEndToken:
 
 
 class CountByParser:
-    """Counter for tokens whose text is reasoning according to a parser. The tokens of the opening tag also count.
+    """Counter of the tokens whose text is reasoning according to a parser. The tokens of the opening tag are counted
+    too.
 
     This counter is for models whose reasoning tags have several tokens. A piece of output may contain both reasoning
     and other text, so the counter parses the text a second time, token by token.
 
     Args:
-        parser: Parser that no other sequence uses.
+        parser: Reasoning parser that no other sequence uses.
         text_of_next: Takes the next token of the sequence, and returns the text that this token completes.
     """
 
@@ -78,7 +79,7 @@ class CountByParser:
         self.total = 0
 
     def push(self, token_ids: Sequence[int], *, reasoning: bool, ended: bool) -> None:
-        """Count the tokens of the next piece."""
+        """Count the tokens of the next piece of output."""
         del reasoning
         for token_id in token_ids:
             self._undecided += 1
@@ -96,10 +97,11 @@ class CountByParser:
 
 
 class ChatOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """Piece of one answer of the request, or the complete answer, depending on the output kind. See ``RequestOutput``.
+    """One of the request's answers. The output kind decides whether this is a new piece of the answer or the whole
+    answer so far, as in ``RequestOutput``.
 
     ``tool_calls`` has pieces of tool calls. Pieces with the same ``index`` belong to the same call. The first piece of
-    a call has the call's name. With output kinds other than DELTA, each call is one piece.
+    a call has the name of the tool. If the output kind is not DELTA, each tool call is one piece.
     """
 
     index: int = 0
@@ -113,7 +115,7 @@ class ChatOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatOutputs:
-    """Parses the outputs of one request, with one parser per sequence."""
+    """Parses the outputs of one request, with a separate parser for each sequence."""
 
     def __init__(
         self,
@@ -121,9 +123,9 @@ class ChatOutputs:
         make_parser: Callable[[], AnswerParser],
         make_count: Callable[[], ReasoningTokenCount] | None = None,
     ) -> None:
-        """Create the reader.
+        """Create the object for one request.
 
-        ``make_count`` creates a counter of reasoning tokens. It is None for a model without reasoning.
+        ``make_count`` creates a counter of reasoning tokens for a sequence. It is None if the model has no reasoning.
         """
         self._kind = kind
         self._make_parser = make_parser
@@ -131,7 +133,9 @@ class ChatOutputs:
         self._answers: dict[int, _Answer] = {}
 
     def read(self, output: RequestOutput) -> ChatOutput:
-        """Convert an output to a piece of the answer. A token may arrive before its text."""
+        """Convert an output to a piece of the answer. The output may contain tokens whose text arrives only with later
+        tokens.
+        """
         answer = self._answers.get(output.index)
         if answer is None:
             answer = self._answers[output.index] = _Answer(
@@ -161,7 +165,7 @@ class ChatOutputs:
 
 
 class _Answer:
-    """State of one sequence. ``length`` is the number of characters parsed so far."""
+    """State of the answer of one sequence. ``length`` is the number of characters that were parsed so far."""
 
     __slots__ = ("_calls", "_content", "_count", "_parser", "_reasoning", "length", "num_counted")
 
@@ -185,7 +189,7 @@ class _Answer:
     def counted(self, output: RequestOutput, delta: AnswerDelta, *, cumulative: bool) -> Finish | None:
         """Count the reasoning tokens of an output.
 
-        Return the output's ``finish``, with the number of reasoning tokens if the model has reasoning.
+        Return ``finish`` of the output. If the model has reasoning, the number of reasoning tokens is added to it.
         """
         if self._count is None:
             return output.finish
@@ -199,7 +203,7 @@ class _Answer:
         return msgspec.structs.replace(output.finish, usage=msgspec.structs.replace(usage, reasoning_tokens=told))
 
     def add(self, delta: AnswerDelta) -> AnswerDelta:
-        """Add a delta. Return the complete answer so far, in which each tool call is one piece."""
+        """Add a new piece to the answer. Return the whole answer so far, in which each tool call is one piece."""
         self._content += delta.content
         self._reasoning += delta.reasoning
         for call in delta.tool_calls:
@@ -212,11 +216,11 @@ class _Answer:
         return AnswerDelta(self._content, self._reasoning, tuple(self._calls))
 
 
-# The code below divides an answer into consecutive blocks: reasoning, text, and tool calls.
+# The code below divides an answer into consecutive blocks. A block is reasoning, text, or a tool call.
 
 
 class BlockKind(enum.Enum):
-    """Kind of a block."""
+    """Kind of a block of an answer."""
 
     REASONING = enum.auto()
     TEXT = enum.auto()
@@ -224,7 +228,7 @@ class BlockKind(enum.Enum):
 
 
 class Block:
-    """A block that is not complete yet.
+    """A block of an answer that is not complete yet.
 
     ``text`` is the text of the block so far, or the arguments of a tool call so far.
 
@@ -242,7 +246,7 @@ class Block:
 
 
 class BlockPiece(NamedTuple):
-    """Piece of a block: the added text, and whether the block begins or ends with this piece."""
+    """Piece of a block: the text to add, and whether the block begins or ends with this piece."""
 
     block: Block
     text: str = ""
@@ -251,9 +255,9 @@ class BlockPiece(NamedTuple):
 
 
 class Blocks:
-    """Converts the deltas of one sequence to blocks.
+    """Converts the pieces of one sequence's answer to pieces of blocks.
 
-    Without ``parallel_calls``, tool calls after the first call are dropped. Without ``reasoning``, reasoning is
+    If ``parallel_calls`` is False, tool calls after the first call are dropped. If ``reasoning`` is False, reasoning is
     dropped.
     """
 
@@ -265,7 +269,7 @@ class Blocks:
         self._call_index = -1
 
     def push(self, output: ChatOutput) -> Iterator[BlockPiece]:
-        """Yield the block pieces of a delta. The last delta ends the current block."""
+        """Yield the block pieces for a new piece of the answer. The last piece of the answer ends the current block."""
         if output.reasoning and self._reasoning:
             yield from self._text(BlockKind.REASONING, output.reasoning)
         if output.content:
@@ -277,7 +281,7 @@ class Blocks:
             yield from self._close()
 
     def has(self, kind: BlockKind) -> bool:
-        """Return whether the answer has had a block of this kind."""
+        """Return whether the answer so far has a block of this kind."""
         return any(block.kind is kind for block in self.all)
 
     def _text(self, kind: BlockKind, text: str) -> Iterator[BlockPiece]:

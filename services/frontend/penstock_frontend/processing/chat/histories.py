@@ -1,6 +1,6 @@
-"""Repair of conversation histories from clients, such as tool call arguments that are not JSON.
+"""Repair of the conversation history that a client sends, for example of tool call arguments that are not JSON.
 
-The module also handles tool results without a call, and media that the model cannot read.
+The module also warns of tool results without a matching tool call, and replaces media that the model cannot read.
 """
 
 import json
@@ -14,14 +14,16 @@ from penstock_frontend.processing.media.families.base import Family
 from penstock_frontend.processing.prompts.mixed_prompt import A
 
 INVALID = "INVALID_JSON"
-"""Key under which the model sees arguments that are not a JSON object. Anthropic's documentation uses the same key."""
+"""Key under which the model sees tool call arguments that are not a JSON object. Anthropic's documentation uses the
+same key.
+"""
 
 
 def arguments_text(given: object, field: str) -> str:
     """Return the arguments of a tool call as the JSON text of an object.
 
     None and an empty text mean an empty object. The object may be encoded as JSON twice. Any other value, such as
-    arguments cut off by ``max_tokens``, becomes a text inside an object. The client then gets a warning about
+    arguments that ``max_tokens`` has cut off, becomes a text inside an object, and the client gets a warning about
     ``field``.
     """
     if isinstance(given, dict):
@@ -43,7 +45,9 @@ def arguments_text(given: object, field: str) -> str:
 
 
 def warn_of_lost_calls(messages: Sequence[ChatMessage], places: Sequence[str]) -> None:
-    """Warn about tool results without an earlier tool call. ``places`` has the client's field name of each message."""
+    """Warn about tool results for which the conversation has no earlier tool call. ``places`` has the client's field
+    name of each message.
+    """
     calls: set[str] = set()
     for message, place in zip(messages, places, strict=True):
         calls.update(call.id for call in message.tool_calls)
@@ -52,10 +56,10 @@ def warn_of_lost_calls(messages: Sequence[ChatMessage], places: Sequence[str]) -
 
 
 def without_unread(messages: Sequence[ChatMessage], family: Family | None) -> Sequence[ChatMessage]:
-    """Replace media in tool results by a text and a warning, if the model cannot read these media.
+    """Replace media in tool results by a text if the model cannot read them, and warn the client.
 
-    Such media are not an error, because clients cannot know in advance what their tools return. ``family`` is None for
-    a text-only model.
+    Such media are not an error, because clients cannot know in advance which media their tools return. ``family`` is
+    None for a text-only model.
     """
     taken = family.modalities if family is not None else ()
 

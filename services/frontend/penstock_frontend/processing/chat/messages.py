@@ -1,4 +1,6 @@
-"""Messages for chat templates, with mapped roles, escaped texts of clients, and marked positions of media."""
+"""Preparation of messages for chat templates: roles are mapped, texts of clients are escaped, and positions of media
+are marked.
+"""
 
 import json
 import re
@@ -13,8 +15,8 @@ from penstock_frontend.processing.chat.histories import arguments_text
 from penstock_frontend.processing.chat.templates import ChatTemplates, ContentFormat
 from penstock_frontend.processing.media.families.base import Family
 
-# The code below finds and changes texts in template variables, which are JSON values. It also finds characters that
-# could begin a token in these texts.
+# The code below finds and changes texts in template variables, which are JSON values. It also finds characters in these
+# texts that could be the beginning of a token.
 
 
 def texts_in(value: Any) -> list[str]:
@@ -33,10 +35,10 @@ def texts_in(value: Any) -> list[str]:
 
 
 def changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a template variable in which ``change`` was applied to every text."""
+    """Return a copy of a template variable in which ``change`` was applied to every text."""
     if isinstance(value, str):
         return change(value)
-    # A comprehension would add a stack frame per level, and JSON may be nested 512 levels deep.
+    # A comprehension would add a stack frame for each level of nesting, and JSON may be nested 512 levels deep.
     if isinstance(value, dict):
         mapping = {}
         for key, each in value.items():
@@ -51,10 +53,10 @@ def changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def openings(tokens: Collection[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the first character of each of these tokens in a text.
+    """Return a pattern that finds the first character of each occurrence of one of these tokens in a text.
 
-    The pattern also matches if the text ends before the token is complete. A template may trim the end of the text, and
-    continue with another text that completes the token.
+    The pattern also matches if the text ends before the token is complete. The reason is that a template may trim the
+    end of the text, and continue with another text that completes the token.
     """
     by_first: dict[str, list[str]] = {}
     for token in tokens:
@@ -63,10 +65,10 @@ def openings(tokens: Collection[str]) -> re.Pattern[str]:
 
 
 def _rest(rests: Collection[str]) -> str:
-    """Return a pattern for any text of ``rests``.
+    """Return a pattern that matches each text of ``rests``.
 
-    At the end of the searched text, the pattern also matches the beginning of any text of ``rests``. Common prefixes
-    occur only once in the pattern.
+    At the end of the searched text, the pattern also matches the beginning of any text of ``rests``. A prefix that
+    several texts share occurs only once in the pattern.
     """
     if "" in rests:
         return ""
@@ -77,15 +79,10 @@ def _rest(rests: Collection[str]) -> str:
 
 
 # The code below finds the positions of media in a conversation that a template has rendered.
-#
-# A template that reads content parts writes the model's placeholder for each media item. Text from a client must not
-# produce placeholders. If such a text contains a placeholder, or a template could form a placeholder from it, the code
-# inserts a random mark into the text. The mark is removed once the positions are known. For a template that reads plain
-# text, marks stand for the media.
 
 
 class Places:
-    """Media positions of one conversation. ``media`` are the conversation's media, in order."""
+    """Positions of the media items in one conversation. ``media`` are the conversation's media items, in order."""
 
     def __init__(self, family: Family, media: Sequence[MediaPart]) -> None:
         self._family = family
@@ -100,7 +97,7 @@ class Places:
         self._named = re.compile(f"{self._mark}:([0-9]+):{self._mark}")
 
     def guarded(self, value: Any) -> Any:
-        """Return a template variable in which no text contains a placeholder or ends with the beginning of a
+        """Return a copy of a template variable in which no text contains a placeholder, or ends with the beginning of a
         placeholder.
         """
         return changed(value, lambda text: self._risky.sub(lambda match: f"{match[0]}{self._mark}", text))
@@ -110,10 +107,10 @@ class Places:
         return f"{self._mark}:{index}:{self._mark}"
 
     def split(self, rendered: str, *, by_name: bool) -> list[str | MediaPart]:
-        """Split the rendered conversation into texts and media, in order. Leave out empty texts.
+        """Split the rendered conversation into texts and media items, in order. Leave out empty texts.
 
-        With ``by_name``, the marks show the positions of media. Otherwise the placeholders of each modality show the
-        positions. Raises InvalidArgument if the template has not written each item exactly once.
+        If ``by_name`` is True, the marks show the positions of media items. Otherwise the placeholders of each modality
+        show the positions. Raises InvalidArgument if the template has not written each item exactly once.
         """
         parts: list[str | MediaPart] = []
         begin, found = 0, []
@@ -151,14 +148,14 @@ class Places:
 
 # Clients may send several system messages, system messages after other messages, or messages with the role
 # ``developer``. Many templates support only one system message at the start. They refuse other system messages, or drop
-# them silently. The code below adapts the messages to the template.
+# them silently. The code below changes the messages so that the template shows all of them.
 
 _MAX_CHARS = 1 << 20
 _SECONDS = 1.0
-"""Time limit of one trial rendering, in seconds, and size limit of its prompt, in characters."""
+"""Time limit of one trial rendering of a template in seconds, and size limit of its prompt in characters."""
 _DEVELOPER = "developer"
 _BETWEEN = "\n\n"
-"""Separator between the texts of merged messages."""
+"""Separator that is put between the texts of merged messages."""
 _MARKS = ("Qmark1", "Qmark2", "Qmark3")
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 
@@ -166,7 +163,7 @@ Message = dict[str, Any]
 
 
 class ShownRoles(NamedTuple):
-    """Roles whose messages a template writes into the prompt, so that the model sees them.
+    """Roles whose messages a chat template writes into the prompt, so that the model sees them.
 
     Attributes:
         developer: Whether the template shows messages with the role ``developer``. True only if the template's source
@@ -186,7 +183,8 @@ class ShownRoles(NamedTuple):
 
 
 def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> ShownRoles:
-    """Return the roles that a template shows. Trial renderings with marked messages find these roles.
+    """Return the roles whose messages a template shows to the model. Trial renderings with marked messages find these
+    roles.
 
     ``as_content`` converts a text to the form in which the template reads message contents. If the template cannot
     render even a plain question, all roles count as shown.
@@ -194,7 +192,9 @@ def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> S
     one, two, three = _MARKS
 
     def shows(*messages: tuple[str, str], calls: bool = False) -> bool | None:
-        """Return whether the rendered prompt contains the marks of all messages, or None if the template refuses them."""
+        """Return whether the rendered prompt contains the marks of all messages. Return None if the template refuses
+        the messages.
+        """
         said: list[Message] = [{"role": role, "content": as_content(text)} for role, text in messages]
         for message in said:
             if calls and message["role"] == "assistant":
@@ -224,11 +224,11 @@ def shown_roles(templates: ChatTemplates, as_content: Callable[[str], Any]) -> S
 
 
 def as_shown(messages: Sequence[Message], shown: ShownRoles) -> list[Message]:
-    """Return the messages, adapted to the roles that the template shows.
+    """Return the messages, changed so that the template shows all of them to the model.
 
     The role ``developer`` becomes ``system``. System messages are merged into one system message at the start. If the
     template shows no system messages, they are merged into the first user message. Consecutive user messages are
-    merged. Messages with media keep their position, because media must keep their order.
+    merged. Messages with media are not moved, because the media must keep their order.
     """
     found = [_renamed(message, shown) for message in messages]
     systems = [message for message in found if message["role"] == "system"]
@@ -248,11 +248,11 @@ def as_shown(messages: Sequence[Message], shown: ShownRoles) -> list[Message]:
 
 
 def check_shown(role: str, path: str, shown: ShownRoles) -> None:
-    """Raise InvalidArgument for a message with a role that the template does not show."""
+    """Raise InvalidArgument for a message whose role the template does not show to the model."""
     if role == "tool" and not shown.tool:
         raise InvalidArgument(
             f"{path}.role is 'tool', but the model's chat template does not show tool messages to the model. Put the tool's "
-            "result into a user message, or serve the model with a template that shows tool messages: --chat-template",
+            "result into a user message, or set --chat-template to a template that shows tool messages",
             field=f"{path}.role",
         )
 
@@ -274,7 +274,7 @@ def _without_rows(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(messages: Sequence[Message]) -> Message:
-    """Return the first message, with the contents of all these messages as its content."""
+    """Return the first message, whose content is replaced by the contents of all these messages."""
     contents = [message["content"] for message in messages]
     if all(isinstance(content, str) for content in contents):
         return {**messages[0], "content": _BETWEEN.join(filter(None, contents))}
@@ -296,16 +296,17 @@ Content = str | list[dict[str, str]]
 
 
 class MessageReader:
-    """Checks and converts the messages of one conversation.
+    """Checks the messages of one conversation, and converts them to template variables.
 
     ``places`` has the positions of the conversation's media, or is None. ``form`` is the format in which the template
     reads message contents.
     """
 
     def __init__(self, form: ContentFormat, places: Places | None, *, by_parts: bool) -> None:
-        """Create the reader.
+        """Create the reader for one conversation.
 
-        With ``by_parts``, contents are passed to the template as parts if the template reads parts.
+        If ``by_parts`` is True, and the template reads content parts, message contents are passed to the template as
+        parts.
         """
         self._by_parts = by_parts and form.reads_parts
         self._tells_text = form.tells_text
@@ -332,7 +333,7 @@ class MessageReader:
                 _call_variable(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
             ]
         if message.reasoning:
-            # Set three names, because templates use different names for the reasoning.
+            # Set the reasoning under three names, because templates use different names for it.
             variable["reasoning_content"] = variable["reasoning"] = variable["thinking"] = message.reasoning
         if message.tool_call_id:
             variable["tool_call_id"] = message.tool_call_id
@@ -350,7 +351,7 @@ class MessageReader:
         return "\n".join(self._text(part) for part in content)
 
     def text_content(self, text: str) -> Content:
-        """Return a text as message content, in the form that the template reads."""
+        """Return a text as the content of a message, in the form that the template reads."""
         return text if not self._by_parts or self._tells_text else [_text_part(text)]
 
     def _text(self, part: ContentPart) -> str:
@@ -361,7 +362,7 @@ class MessageReader:
 
 
 def media_of(messages: Sequence[ChatMessage]) -> list[MediaPart]:
-    """Return the media of a conversation, in order."""
+    """Return the media items of a conversation, in order."""
     return [
         part.media
         for message in messages
@@ -372,7 +373,7 @@ def media_of(messages: Sequence[ChatMessage]) -> list[MediaPart]:
 
 
 def add_text(content: Content, text: str) -> Content:
-    """Return a message content to which ``text`` was appended."""
+    """Return the content of a message with ``text`` appended."""
     if isinstance(content, str):
         return content + text
     if content and content[-1]["type"] == "text":
@@ -381,7 +382,7 @@ def add_text(content: Content, text: str) -> Content:
 
 
 def size_of(content: Content) -> int:
-    """Return the number of characters in all texts of a message content."""
+    """Return the number of characters in all texts of a message's content."""
     return len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
 
 
@@ -393,10 +394,10 @@ def _check_part(part: ContentPart, path: str) -> None:
 
 
 def _part_variable(part: ContentPart) -> dict[str, str]:
-    """Return a content part in the form that templates read.
+    """Return a content part of a message in the form that templates read.
 
-    For a media part, the modality is both the value of ``type`` and a key, because some templates check the value and
-    other templates check the key.
+    For a media part, the result has the modality both as the value of ``type`` and as a key, because each template
+    checks only one of the two.
     """
     return _text_part(part.text) if part.media is None else {"type": part.media.modality, part.media.modality: ""}
 

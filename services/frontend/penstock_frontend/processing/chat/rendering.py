@@ -1,4 +1,6 @@
-"""Rendering of conversations into prompts with the model's chat template. Checks conversations and prompts."""
+"""Rendering of conversations into prompts with the model's chat template. The module also checks conversations and
+prompts.
+"""
 
 import re
 import uuid
@@ -43,23 +45,23 @@ from penstock_frontend.processing.prompts.tokenizer import GuardedText, Tokenize
 # may trim and cut texts.
 
 _MARKS = range(0x20000, 0x2A6D7)
-"""Code points of possible marks. They are rare Chinese characters, which have no upper or lower case and are not
-whitespace. They do not change when a template writes a value as Python or JSON.
+"""Code points of the characters that can serve as the mark. They are rare Chinese characters, which have no upper or
+lower case and are not whitespace. They do not change when a template writes a value as Python or JSON.
 """
 
 _IN_BRACKETS = re.compile(r"<.+>|\[.+\]")
 
 
 class ControlTokens:
-    """Control tokens of a model.
+    """Control tokens of a model, which texts from clients must not produce.
 
     ``names`` maps the texts of control tokens to the names that ``Tokenizer.guard`` returned.
     """
 
     def __init__(self, names: Mapping[str, str], *, always: bool = False) -> None:
-        """Create the set of control tokens.
+        """Create the object for the control tokens of a model.
 
-        With ``always``, every conversation is guarded, even a conversation without control tokens.
+        If ``always`` is True, every conversation gets a mark, even a conversation without control tokens.
         """
         self._names = names
         self._always = always
@@ -68,7 +70,7 @@ class ControlTokens:
         self._firsts = {token[0] for token in names}
 
     def guarded(self, variables: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Mark the control tokens in template variables. Return the marked variables, and the mark.
+        """Mark the control tokens in the texts of template variables. Return the changed variables, and the mark.
 
         In the result, no text contains a control token, or ends with the beginning of a control token. If the variables
         contain no control tokens, the variables are unchanged and the mark is empty. Raises InvalidArgument.
@@ -85,7 +87,7 @@ class ControlTokens:
         return changed(variables, marked), mark
 
     def text(self, rendered: str, mark: str) -> str:
-        """Remove the mark from rendered text. In the result, only control tokens without a mark become tokens."""
+        """Remove the mark from a rendered text. In the result, only the control tokens that had no mark become tokens."""
         if not mark and not self._always:
             return rendered
         named = self._token.sub(lambda match: self._names[match[0]], rendered)
@@ -93,9 +95,9 @@ class ControlTokens:
 
 
 def find_control_tokens(tokenizer: Tokenizer, templates: ChatTemplates) -> ControlTokens | None:
-    """Return the control tokens of a model, or None if the model has none. Raises ConfigError.
+    """Return the control tokens of a model, or None if its tokenizer has none. Raises ConfigError.
 
-    From now on, the tokenizer can treat the texts of the control tokens as plain text.
+    After this call, the tokenizer can treat the texts of the control tokens as plain text.
     """
     tokens = [token for token in tokenizer.added_tokens() if _controls(token, templates)]
     if not tokens:
@@ -144,7 +146,7 @@ _NOT_SHOWN = (
     "frontend.model.tool_parser=..., which is one of: "
 )
 MAX_TEMPLATE = 64 << 10
-"""Maximum length of a chat template in a request, in characters."""
+"""Maximum length of a chat template that a request contains, in characters."""
 _HIDES_TOOLS = (
     "tools: the request's chat_template does not show tools to the model. Remove tools, or set tool_choice to 'none'"
 )
@@ -152,30 +154,31 @@ _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_
 
 
 class _Prepared(NamedTuple):
-    """A conversation that was checked, before it is rendered."""
+    """A conversation after its checks, before it is rendered."""
 
     variables: dict[str, Any]
     form: ContentFormat
     places: Places | None
     mark: str
-    """Mark after the last message if the model continues this message, else empty."""
+    """Mark that was added after the last message, if the model must continue this message. Otherwise empty."""
     control_mark: str
 
 
 class ChatRenderer:
-    """Renders conversations into prompts. Every error names the message, the field and the problem.
+    """Renders conversations into prompts. Every error names the message and the field, and states what is wrong.
 
     Args:
         templates: Chat templates of the model.
         tokenizer: Tokenizer of the model.
-        limits: Limits of requests.
-        tool_parser: Configured tool parser. If the template does not show tools, tools are accepted only if this is the
-            name of a parser, because messages may then describe the tools.
-        family: Media family of the model; None if only text is accepted.
-        no_media: The reason why a multimodal model accepts only text; empty for a text-only model. The prompts are
-            those of a multimodal model in either case.
+        limits: Limits on the sizes of requests.
+        tool_parser: Value of the setting model.tool_parser. If the template does not show tools, requests may have
+            tools only if this is the name of a parser, because their messages may then describe the tools.
+        family: Media family of the model (the code for its type of media). None if only text is accepted.
+        no_media: Reason why this server accepts only text for a multimodal model. The prompts then still have the form
+            of a multimodal model. Empty for a text-only model.
         control: Control tokens that texts from clients must not produce. None allows control tokens in texts.
-        own_templates: Process that renders the chat templates of requests. None refuses such templates.
+        own_templates: Process that renders chat templates that requests contain. None means that requests may not
+            contain templates.
     """
 
     def __init__(
@@ -204,11 +207,13 @@ class ChatRenderer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether conversations may have tools."""
+        """Whether requests may have tools."""
         return not self._why_no_tools
 
     async def render(self, request: ChatRequest) -> GenerateRequest:
-        """Return the request with its conversation rendered as a prompt. Raises InvalidArgument."""
+        """Return the request with its conversation rendered as a prompt. Raises InvalidArgument if the conversation is
+        not valid.
+        """
         check_conversation(request.messages, request.tools, self._limits.now)
         if request.template:
             prompt = await self._by_own_template(request)
@@ -225,7 +230,7 @@ class ChatRenderer:
         )
 
     async def close(self) -> None:
-        """End the process that renders the chat templates of requests. Idempotent."""
+        """End the process that renders the chat templates that requests contain. Idempotent."""
         if self._own_templates is not None:
             await self._own_templates.close()
 
@@ -257,7 +262,8 @@ class ChatRenderer:
             raise InvalidArgument(f"chat_template, {e}", field="chat_template") from None
         if request.may_call and not traits.shows_tools:
             raise InvalidArgument(_HIDES_TOOLS, field="tools")
-        # The template runs in another process, so the code cannot find the shown roles by trial renderings here.
+        # The template of the request is rendered in another process, so this code cannot find the shown roles by trial
+        # renderings.
         shown = ShownRoles(developer="developer" in traits.looked_for)
         return self._prepared(request, traits.form, shown)
 
@@ -270,8 +276,8 @@ class ChatRenderer:
     def _adds_special_tokens(self, prompt: str | MixedPrompt) -> bool:
         """Return whether the tokenizer must add special tokens to the rendered prompt.
 
-        Most templates write the special tokens. Some templates of multimodal models do not, because the model's
-        processor in transformers adds them.
+        Most templates write the special tokens themselves. Some templates of multimodal models do not, because the
+        model's processor in transformers adds the special tokens.
         """
         if not self._multimodal:
             return False
@@ -293,7 +299,7 @@ class ChatRenderer:
         reader = MessageReader(form, places, by_parts=self._multimodal)
         messages = as_shown(self._messages(request, reader, shown), shown)
         # A random mark shows where the template wrote the end of the last message. The space after the mark shows
-        # whether the template trims messages.
+        # whether the template trims the whitespace of messages.
         mark = uuid.uuid4().hex if request.continue_final_message else ""
         if mark:
             messages[-1]["content"] = add_text(messages[-1]["content"], f"{mark} ")
@@ -346,7 +352,9 @@ class ChatRenderer:
 
 
 def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Return tools in the form that chat templates read. Raises InvalidArgument for a missing or repeated name."""
+    """Return the tools of a request in the form that chat templates read. Raises InvalidArgument for a missing or
+    repeated name.
+    """
     variables = []
     names: set[str] = set()
     for index, tool in enumerate(tools):
@@ -355,7 +363,8 @@ def tool_variables(tools: Sequence[Tool]) -> list[dict[str, Any]]:
             raise InvalidArgument(f"{field} is empty", field=field)
         if tool.name in names:
             raise InvalidArgument(
-                f"{field} is {quoted(tool.name)}, which is also the name of another tool", field=field
+                f"{field} is {quoted(tool.name)}, which is also the name of another tool; each tool needs its own name",
+                field=field,
             )
         names.add(tool.name)
         parameters = tool.parameters if tool.parameters is not None else {"type": "object", "properties": {}}
@@ -369,7 +378,7 @@ def _mixed(parts: Sequence[str | MediaPart]) -> MixedPrompt:
 
 
 def _up_to(mark: str, prompt: str) -> str:
-    """Return the part of the prompt before the mark at the end of the last message."""
+    """Return the prompt up to the mark at the end of the last message, without the mark."""
     before, found, after = prompt.rpartition(mark)
     if not found:
         raise InvalidArgument(
@@ -380,7 +389,7 @@ def _up_to(mark: str, prompt: str) -> str:
 
 
 def _check_unicode(prompt: str) -> None:
-    """Raise InvalidArgument for lone surrogates.
+    """Raise InvalidArgument if the prompt contains a lone surrogate (half of a UTF-16 pair).
 
     JSON can contain lone surrogates, but tokenizers cannot encode them.
     """
@@ -395,7 +404,7 @@ def _check_unicode(prompt: str) -> None:
 
 def _check_turns(request: ChatRequest) -> None:
     if not request.messages:
-        raise InvalidArgument("messages is empty: there is nothing to answer", field="messages")
+        raise InvalidArgument("messages is empty; it must have at least one message", field="messages")
     if request.continue_final_message and request.messages[-1].role != "assistant":
         index = len(request.messages) - 1
         raise InvalidArgument(

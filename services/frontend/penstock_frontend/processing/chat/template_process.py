@@ -1,4 +1,4 @@
-"""Child process that renders the chat templates of requests."""
+"""Child process that renders the chat templates that requests contain."""
 
 import asyncio
 import contextlib
@@ -17,11 +17,13 @@ from penstock_common.process import start_python
 # The frontend and the template process exchange JSON messages. Each message is preceded by its length.
 
 LENGTH = struct.Struct("<I")
-"""Binary format of the message length, which is in bytes."""
+"""Binary format of the length of a message, which is in bytes."""
 
 
 class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A template to render. ``max_chars`` is the maximum length of the prompt in characters."""
+    """A chat template to render in the child process. ``max_chars`` is the maximum length of the rendered prompt in
+    characters.
+    """
 
     source: str
     special_tokens: dict[str, str]
@@ -30,7 +32,7 @@ class TemplateJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """The rendered prompt, or an ``error`` about ``field`` of the request."""
+    """The rendered prompt, or an ``error`` about the field ``field`` of the request."""
 
     prompt: str = ""
     error: str = ""
@@ -38,29 +40,30 @@ class TemplateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def framed(message: TemplateJob | TemplateAnswer) -> bytes:
-    """Encode a message for sending."""
+    """Return the bytes of a message, with the length in front, as they are sent to the other process."""
     encoded = msgspec.json.encode(message)
     return LENGTH.pack(len(encoded)) + encoded
 
 
 _MODULE = "penstock_frontend.processing.chat.template_worker"
 _ENVIRONMENT = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
-"""Environment variables that the process inherits. Other variables may contain secrets and addresses."""
+"""Names of the environment variables that the process inherits. Other variables may contain secrets and addresses."""
 KILLED_AFTER = 3.0
-"""Seconds after which the frontend kills the process. The process also checks a shorter time limit itself, but it
-cannot interrupt a single long operation.
+"""Number of seconds of rendering after which the frontend kills the process. The process also checks a shorter time
+limit itself, but it cannot interrupt a single long operation.
 """
 _START_LIMIT = 60.0
-"""Timeout of the process start, in seconds."""
+"""Maximum number of seconds to wait until the process has started."""
 _FIELD = "chat_template"
 
 
 class TemplateProcess:
-    """Renders templates in a child process, one at a time.
+    """Renders chat templates in a child process, one template at a time.
 
-    The process starts when the first template arrives. If it was killed, it starts again with the next template.
+    The process starts when the first template arrives. If the process was killed, the frontend starts it again when the
+    next template arrives.
 
-    All calls must come from the same event loop. ``variables`` must be JSON values.
+    All methods must be called on the same event loop. The values of ``variables`` must be JSON values.
     """
 
     def __init__(self) -> None:
@@ -71,9 +74,9 @@ class TemplateProcess:
     async def render(
         self, source: str, special_tokens: Mapping[str, str], variables: Mapping[str, Any], *, max_chars: int
     ) -> str:
-        """Return the rendered prompt.
+        """Return the prompt that a template renders.
 
-        Raises InvalidArgument for a template that is not valid, or that needs too much time or memory.
+        Raises InvalidArgument if the template is not valid, or needs too much time or memory.
         """
         job = TemplateJob(
             source=source, special_tokens=dict(special_tokens), variables=dict(variables), max_chars=max_chars
@@ -92,7 +95,7 @@ class TemplateProcess:
         return answer.prompt
 
     async def close(self) -> None:
-        """End the process. Idempotent."""
+        """End the child process. Idempotent."""
         async with self._turn:
             await self._end()
 

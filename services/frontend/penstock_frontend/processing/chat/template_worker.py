@@ -1,8 +1,9 @@
-"""Entry point of the template process: ``python -m penstock_frontend.processing.chat.template_worker SOCKET``.
+"""Entry point of the process that renders templates: ``python -m penstock_frontend.processing.chat.template_worker
+SOCKET``.
 
 A template is a program. Jinja's sandbox restricts what a template can access, but limits neither the memory nor the
-time of a single operation. This process therefore has a memory limit, and the frontend kills the process if it takes
-too long.
+time of a single operation. This process therefore has a memory limit, and the frontend kills the process if a rendering
+takes too long.
 """
 
 import contextlib
@@ -21,12 +22,12 @@ from penstock_frontend.processing.chat.templates import ChatTemplates
 SECONDS = 2.0
 """Time limit for rendering one template, in seconds."""
 MEMORY = 256 << 20
-"""Number of bytes that templates may allocate in addition to the process's memory at its start."""
+"""Number of bytes that templates may allocate in addition to the memory that the process uses after its start."""
 _NICENESS = 10
 
 
 def answer_to(job: TemplateJob) -> TemplateAnswer:
-    """Return the rendered prompt, or the error of the template."""
+    """Return the prompt that the template of a job renders, or the error of the template."""
     templates = ChatTemplates({"default": job.source}, job.special_tokens, subject="chat_template")
     if templates.broken:
         return TemplateAnswer(error=f"chat_template, {templates.broken}", field="chat_template")
@@ -42,7 +43,7 @@ def answer_to(job: TemplateJob) -> TemplateAnswer:
 
 
 def serve(channel: socket.socket) -> None:
-    """Answer jobs until the frontend closes the socket, then raise EOFError."""
+    """Render the templates of the jobs from the frontend. When the frontend closes the socket, raise EOFError."""
     channel.sendall(framed(TemplateAnswer()))
     while True:
         (length,) = LENGTH.unpack(_take(channel, LENGTH.size))
@@ -65,7 +66,7 @@ def _take(channel: socket.socket, size: int) -> bytes:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the process. ``argv`` has the file descriptor of the socket."""
+    """Run the process. ``argv`` contains the number of the socket's file descriptor."""
     end_with_parent()
     name_process("template-worker")
     os.nice(_NICENESS)

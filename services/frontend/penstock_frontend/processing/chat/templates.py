@@ -1,4 +1,4 @@
-"""Chat templates, which are jinja2 programs that run in a sandbox with time and size limits."""
+"""Chat templates. They are jinja2 programs that run in a sandbox, with limits on time and size."""
 
 import datetime as dt
 import json
@@ -23,14 +23,14 @@ from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
-# The code below analyzes the source of a chat template. It finds out whether the template reads message content as
-# text, or part by part.
+# The code below analyzes the source of a chat template. It finds out whether the template reads the content of a
+# message as text, or part by part.
 
 _MESSAGES, _CONTENT = "messages", "content"
 
 
 class ContentFormat(NamedTuple):
-    """Form in which a template reads message content.
+    """Form in which a chat template reads the content of messages.
 
     Attributes:
         reads_parts: Whether the template iterates over the parts of a message content.
@@ -42,7 +42,7 @@ class ContentFormat(NamedTuple):
 
 
 def content_format(template: nodes.Template) -> ContentFormat:
-    """Return the content format of a parsed template."""
+    """Return the form in which a parsed template reads the content of messages."""
     contents = _Contents(template)
     return ContentFormat(
         reads_parts=any(contents.has(loop.iter) for loop in template.find_all(nodes.For)),
@@ -51,10 +51,10 @@ def content_format(template: nodes.Template) -> ContentFormat:
 
 
 class _Contents:
-    """Finds the expressions of a template that are message contents.
+    """Finds the expressions in a template that stand for the content of a message.
 
-    The search follows names through assignments, loops and macros. It ignores scopes, because it assumes that a name
-    has the same meaning in the complete template.
+    The search follows names through assignments, loops and macros. The search ignores scopes, because it assumes that a
+    name has the same meaning everywhere in the template.
     """
 
     def __init__(self, template: nodes.Template) -> None:
@@ -69,7 +69,7 @@ class _Contents:
                     self._messages.add(loop.target.name)
 
     def has(self, node: nodes.Node) -> bool:
-        """Return whether an expression is a message content, or is derived from a message content."""
+        """Return whether an expression stands for the content of a message, or is derived from it."""
         node = _base(node)
         if isinstance(node, nodes.Name):
             return node.name in self._names
@@ -95,7 +95,7 @@ class _Contents:
 
 
 def _bound(template: nodes.Template, macros: dict[str, nodes.Macro]) -> Iterator[tuple[str, nodes.Node]]:
-    """Yield each name and its value, from assignments and from arguments of macros."""
+    """Yield each variable name and the expression that is bound to it, from assignments and from arguments of macros."""
     for assign in template.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name):
             yield assign.target.name, assign.node
@@ -106,7 +106,7 @@ def _bound(template: nodes.Template, macros: dict[str, nodes.Macro]) -> Iterator
 
 
 def _base(node: nodes.Node) -> nodes.Node:
-    """Return an expression without filters and slices. For a conditional expression, use its first branch."""
+    """Return an expression without its filters and slices. For a conditional expression, use its first branch."""
     inner = _inner(node)
     return node if inner is None else _base(inner)
 
@@ -134,13 +134,13 @@ def _is(node: nodes.Node, text: str) -> bool:
     return isinstance(node, nodes.Const) and node.value == text
 
 
-# The code below finds the strings that a chat template searches for in its input texts.
+# The code below finds the strings for which a chat template searches in its input texts.
 
 
 def looked_for(template: nodes.Template) -> set[str]:
     """Return the string constants that a template uses in comparisons, or as arguments of methods and filters.
 
-    Examples: ``'</think>' in content``, ``content.split('</think>')``.
+    Examples of such code are ``'</think>' in content``, ``content.split('</think>')``.
     """
     return {
         node.value
@@ -153,7 +153,7 @@ def looked_for(template: nodes.Template) -> set[str]:
 def _places(template: nodes.Template) -> Iterator[nodes.Node]:
     yield from template.find_all(nodes.Compare)
     for call in template.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Getattr):  # a method call; calls of macros only write their arguments
+        if isinstance(call.node, nodes.Getattr):  # a method call; a call of a macro only writes the arguments
             yield from call.args
     for filtered in template.find_all(nodes.Filter):
         yield from filtered.args
@@ -164,17 +164,17 @@ TIME_LIMIT = 5.0
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _DEFAULT, _TOOL_USE = "default", "tool_use"
 _MAX_TEMPLATE_BYTES = 4 << 20
-"""Maximum size of a template file in bytes. Published templates are smaller than 64 KiB."""
+"""Maximum size of a template file in bytes. The templates of published models are smaller than 64 KiB."""
 _TOOLS = "tools"
 """Name of the template variable that contains the tools."""
 
 
 class TemplateTraits(NamedTuple):
-    """Properties of a template that are known from its source, without running the template."""
+    """Properties of a chat template that follow from its source, without running the template."""
 
     form: ContentFormat
     looked_for: set[str]
-    """Strings that the template searches for in its input texts."""
+    """Strings for which the template searches in its input texts."""
     shows_tools: bool
 
 
@@ -192,7 +192,9 @@ class ChatTemplates:
         *,
         subject: str = "messages: the model's chat template",
     ) -> None:
-        """Compile the templates. ``subject`` is the beginning of error messages: the field, and the template's name."""
+        """Compile the templates. ``subject`` is the beginning of error messages: the name of the field and of the
+        template.
+        """
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)
         self._environment = _Environment()
@@ -202,7 +204,7 @@ class ChatTemplates:
         self._formats: dict[str, ContentFormat] = {}
         self._subject = subject
         self.looked_for: set[str] = set()
-        """Strings that the templates search for in their input texts."""
+        """Strings for which the templates search in their input texts."""
         for name, source in sources.items():
             try:
                 self._templates[name] = self._environment.from_string(source)
@@ -217,39 +219,41 @@ class ChatTemplates:
 
     @property
     def source(self) -> str:
-        """Joined sources of all templates, or empty if the model has no template."""
+        """Sources of all templates, joined. Empty if the model has no template."""
         return "\n".join(self._sources.values())
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
-        """Texts of the model's special tokens, by the names that templates use."""
+        """Texts of the model's special tokens, by the names that templates use for them."""
         return self._special_tokens
 
     @property
     def broken(self) -> str:
         """Reason why the template for conversations without tools is not valid.
 
-        Empty if the template is valid or missing.
+        Empty if this template is valid or missing.
         """
         return self._broken.get(_DEFAULT, "")
 
     @property
     def begin(self) -> str:
-        """Text of the token that begins a prompt, or empty if the model has no such token."""
+        """Text of the token that begins a prompt. Empty if the model has no such token."""
         return self._special_tokens.get("bos_token", "")
 
     @property
     def hides_tools(self) -> bool:
-        """Whether the template for conversations with tools ignores the tools."""
+        """Whether the template that is used for conversations with tools does not write the tools into the prompt."""
         name = self._name_of(with_tools=True)
         return name in self._templates and name not in self._showing_tools
 
     def content_format(self, *, with_tools: bool) -> ContentFormat:
-        """Return the content format of the template for conversations with or without tools."""
+        """Return the form in which the template for conversations with (or without) tools reads the content of
+        messages.
+        """
         return self._formats.get(self._name_of(with_tools=with_tools), ContentFormat(False, True))
 
     def render(self, variables: Mapping[str, Any], *, max_chars: int, seconds: float = TIME_LIMIT) -> str:
-        """Return the rendered prompt.
+        """Return the prompt that a conversation is rendered to.
 
         Raises InvalidArgument if there is no template, or if the template refuses the conversation.
         """
@@ -263,13 +267,13 @@ class ChatTemplates:
                 size += len(piece)
                 if size > max_chars:
                     raise InvalidArgument(
-                        f"messages become a prompt of more than {max_chars} characters, which is the limit",
+                        f"messages: the rendered prompt has more than {max_chars} characters, which is the limit",
                         field="messages",
                     )
                 pieces.append(piece)
         except InvalidArgument:
             raise
-        except Exception as e:  # the template is a program that may raise any error about this conversation
+        except Exception as e:  # the template is a program, and may raise any error for this conversation
             raise InvalidArgument(f"{self._subject} refuses them: {_first_line(e)}", field="messages") from e
         return "".join(pieces)
 
@@ -289,9 +293,9 @@ class ChatTemplates:
 
 
 def load_chat_templates(config: ModelConfig) -> ChatTemplates:
-    """Load the templates of a directory or hub id.
+    """Load the chat templates of a model from a directory or hub id.
 
-    Template files override templates in tokenizer_config.json. Raises ConfigError.
+    Templates in files of their own override templates in tokenizer_config.json. Raises ConfigError.
     """
     folder = resolve(config)
     if config.chat_template:
@@ -310,7 +314,7 @@ def load_chat_templates(config: ModelConfig) -> ChatTemplates:
 
 
 def template_traits(source: str) -> TemplateTraits:
-    """Analyze the source of a template without running it.
+    """Return the properties of a template from its source, without running the template.
 
     Raises:
         ValueError: The template is not valid. The error message has the reason and the line.
@@ -330,7 +334,7 @@ def _traits(environment: jinja2.Environment, source: str) -> TemplateTraits:
 def given_template(
     path: str, special_tokens: Mapping[str, str], *, setting: str = "model.chat_template"
 ) -> ChatTemplates:
-    """Load a template file that replaces the model's templates.
+    """Load the template file that replaces the templates of the model.
 
     ``setting`` is the name of the setting in error messages. Raises ConfigError.
     """
@@ -352,7 +356,7 @@ def _special_tokens(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[s
 
 
 def _listed(value: Any, folder: Path) -> dict[str, str]:
-    """Return the templates in tokenizer_config.json.
+    """Return the templates that tokenizer_config.json contains, by name.
 
     The file has either one template text, or a list of named templates.
     """
@@ -392,9 +396,10 @@ def _first_line(error: Exception) -> str:
 
 
 class _Checked(CodeGenerator):
-    """Code generator that adds a check of the time limit to the start of every block, such as a loop body.
+    """Jinja code generator that adds a check of the time limit to the start of every block of code, such as a loop
+    body.
 
-    A template therefore cannot run forever.
+    Because of these checks, a template cannot run forever.
     """
 
     def blockvisit(self, nodes: Iterable[nodes.Node], frame: Frame) -> None:
@@ -413,22 +418,23 @@ class _Environment(ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = _strftime_now
         self.globals["namespace"] = _Namespace
         self.globals["dict"] = _Dict()
-        del self.globals["lipsum"]  # this function creates filler text of any length, which no chat template needs
+        # drop this function, because it creates filler text of any length, which no chat template needs
+        del self.globals["lipsum"]
         self._running = threading.local()
 
     def begin(self, limit: float) -> None:
-        """Start the time limit for the template that runs in the current thread. ``limit`` is in seconds."""
+        """Start the time limit for the template that the current thread renders. ``limit`` is in seconds."""
         self._running.deadline = time.monotonic() + limit
 
     def checkpoint(self) -> None:
-        """Raise SecurityError if the time limit has passed."""
+        """Raise SecurityError if the time limit of the current template has passed."""
         if time.monotonic() > getattr(self._running, "deadline", float("inf")):
-            raise SecurityError("it takes too long")
+            raise SecurityError("rendering takes longer than its time limit")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuse products of long texts, and powers of large numbers.
+        """Refuse to multiply long texts, and to compute powers of large numbers.
 
-        The time limit cannot prevent their use of memory.
+        The time limit cannot prevent that such operations use too much memory.
         """
         del context
         if operator == "*":
@@ -442,11 +448,13 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 def _check_size(size: int) -> None:
     if size > 1_000_000:
-        raise SecurityError("it asks for too much memory")
+        raise SecurityError("a product or a power in the template needs too much memory")
 
 
 class _Generation(jinja2.ext.Extension):
-    """Support for the tag ``{% generation %}``, which marks an assistant's output for training. The tag is ignored."""
+    """Jinja extension for the tag ``{% generation %}``, which marks the assistant's output for training. The tag has no
+    effect.
+    """
 
     tags = {"generation"}
 
@@ -458,7 +466,7 @@ class _Generation(jinja2.ext.Extension):
 class _Namespace(jinja2.utils.Namespace):
     """Object whose attributes are template variables that keep their values after a loop.
 
-    Names of Python's internal attributes are refused.
+    Names that are internal attributes of Python objects are refused.
     """
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -470,8 +478,8 @@ class _Namespace(jinja2.utils.Namespace):
 class _Dict:
     """Replacement for ``dict`` in templates.
 
-    Templates can create dicts with it. Methods of Python's ``dict`` class could modify objects that the sandbox
-    protects.
+    Templates can create dicts with it. Templates do not get Python's ``dict`` class, because its methods could modify
+    objects that the sandbox protects.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""Forced tool calls, which are constraints on the model's output."""
+"""Forced tool calls, which are enforced by constraints on the model's output."""
 
 import json
 import re
@@ -13,7 +13,9 @@ from penstock_frontend.processing.parsers.base import ReasoningParser, ToolParse
 CHOICES = ("auto", "none", "required")
 _FIELD = "sampling_params.structured_output"
 _OF_TOOL = re.compile(r"\S+: #\S*?/tags/(?P<index>[0-9]+)/content/json_schema(?P<what>.*)", re.DOTALL)
-"""Pattern of an error message about the schema of one tool. The message has the tool's position in the constraint."""
+"""Pattern of an error message about the schema of one tool. The message contains the position of the tool in the
+constraint.
+"""
 _OPEN_FORMS = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const", "type")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -27,14 +29,14 @@ def tool_constraint(
     reasoning: type[ReasoningParser] | None = None,
     prompt: str = "",
 ) -> StructuredOutput | None:
-    """Return a constraint that forces tool calls.
+    """Return the output constraint that forces tool calls.
 
-    The choice ``required`` forces at least one call. ``named`` forces exactly one call of the tool with this name.
+    The tool choice ``required`` forces at least one call. ``named`` forces exactly one call of the tool with this name.
 
-    Returns None for ``auto`` and ``none``. The constraint requires arguments that match the tool's schema, in the call
-    format of ``parser``. If ``reasoning`` is set, the constraint also allows reasoning before the calls. This is for
-    reasoning formats that the engine does not handle. ``prompt`` shows whether the reasoning has already begun. Raises
-    InvalidArgument.
+    For ``auto`` and ``none``, the result is None. The constraint requires arguments that match the tool's schema, in
+    the call format of ``parser``. If ``reasoning`` is set, the constraint also allows reasoning before the calls.
+    Callers set it for reasoning formats that engines do not handle themselves. ``prompt`` shows whether the prompt has
+    already begun the reasoning. Raises InvalidArgument.
     """
     check_choice(tools, choice, named)
     if not named and choice != "required":
@@ -62,7 +64,7 @@ def tool_constraint(
 
 
 def blamed_on_tools(error: RequestFailed, tools: Sequence[Tool], named: str) -> RequestFailed:
-    """Convert an error about the constraint of ``tool_constraint`` to an error about the tools that the client sent."""
+    """Convert an error about the constraint from ``tool_constraint`` to an error about the tools that the client sent."""
     if not error.field.startswith(_FIELD):
         return error
     message, field = error.message, "tools"
@@ -78,14 +80,16 @@ def blamed_on_tools(error: RequestFailed, tools: Sequence[Tool], named: str) -> 
 
 
 def named_choice(name: str, *, field: str) -> tuple[str, str]:
-    """Return the ``tool_choice`` and ``named_tool`` that force a call of the tool ``name``. Raises InvalidArgument."""
+    """Return the values of ``tool_choice`` and ``named_tool`` that force a call of the tool ``name``. Raises
+    InvalidArgument.
+    """
     if not name:
         raise InvalidArgument(f"{field} is empty", field=field)
     return "auto", name
 
 
 def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
-    """Raise InvalidArgument for an unknown choice, or for a choice that the tools do not allow."""
+    """Raise InvalidArgument for an unknown ``tool_choice``, or for a choice that the request's tools do not allow."""
     if choice not in CHOICES:
         raise InvalidArgument(f"tool_choice is {quoted(choice)}; known: {', '.join(CHOICES)}", field="tool_choice")
     if named and named not in {tool.name for tool in tools}:
@@ -98,7 +102,8 @@ def check_choice(tools: Sequence[Tool], choice: str, named: str) -> None:
 def _tag(begin: str, end: str, tool: Tool) -> dict[str, Any]:
     schema = _NO_ARGUMENTS if tool.parameters is None else tool.parameters
     if not any(schema.get(name) is not None for name in _OPEN_FORMS):
-        schema = {**schema, "type": "object"}  # arguments are always an object, even if the schema has no type
+        # tool call arguments are always an object, even if the schema has no type
+        schema = {**schema, "type": "object"}
     return {
         "type": "tag",
         "begin": begin.replace("{name}", json.dumps(tool.name, ensure_ascii=False)).replace("{bare}", tool.name),

@@ -1,1 +1,1 @@
-"""Media of requests (images, audio and video), which are read, checked, and processed for the model."""
+"""Media of requests (images, audio and video): code that fetches, checks and processes them for the model."""

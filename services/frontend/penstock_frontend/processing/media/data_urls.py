@@ -1,4 +1,4 @@
-"""Decoder of ``data:`` URLs, including common deviations from RFC 2397 and RFC 4648."""
+"""Decoder of ``data:`` URLs. It also accepts common deviations from RFC 2397 and RFC 4648."""
 
 import binascii
 import re
@@ -12,9 +12,9 @@ from penstock_common.errors import quoted
 _HEAD = re.compile(r"[ \t\r\n\f]*data:([^,]{0,256}?)(; *base64 *)?,", re.IGNORECASE)
 _WHITESPACE = " \t\r\n\f"
 _SLICE = 128 * 1024
-"""Number of characters to decode per call, a multiple of four.
+"""Number of base64 characters to decode per call, which is a multiple of four.
 
-Decoding canonical base64 of this length blocks the GIL for half a millisecond.
+Decoding this many characters of canonical base64 blocks the GIL for half a millisecond.
 """
 _MAX_PADDING = 2
 _DIGITS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -25,23 +25,23 @@ _TOKEN = re.compile(r"%[0-9A-Fa-f]{2}|[\s\S]")
 class DataUrlError(ValueError):
     """Error for a text that is not a ``data:`` URL, or whose data cannot be decoded.
 
-    The message is the text after the field's name, such as ``is empty``.
+    The message is the text that follows the name of the field in error messages, such as ``is empty``.
     """
 
 
 class DataUrl(NamedTuple):
-    """A ``data:`` URL whose data are not decoded yet."""
+    """A ``data:`` URL whose data have not been decoded yet."""
 
     text: str
     start: int
-    """Position of the first character of the data."""
+    """Position of the first character of the data in the URL."""
     is_base64: bool
 
     @property
     def most_bytes(self) -> int:
-        """Upper bound of the number of decoded bytes, computed from the length of the text.
+        """Upper bound of the number of bytes after decoding, computed from the length of the text.
 
-        For base64 without whitespace, this is the exact number.
+        For base64 without whitespace, the upper bound is the exact number.
         """
         length = len(self.text) - self.start
         if not self.is_base64:
@@ -55,7 +55,7 @@ def is_data_url(url: str) -> bool:
 
 
 def parse_data_url(url: str) -> DataUrl:
-    """Find the data in a ``data:`` URL. Ignore the URL's media type.
+    """Find where the data of a ``data:`` URL begin. The media type in the URL is ignored.
 
     Raises:
         DataUrlError: The URL has no comma near its start, or it has neither ``;base64`` nor a percent-encoded byte.
@@ -65,13 +65,14 @@ def parse_data_url(url: str) -> DataUrl:
     if head.end() == len(url):
         raise DataUrlError("is empty")
     is_base64 = head[2] is not None
-    if not is_base64 and "%" not in url:  # no image or audio file can be written without base64 and percent-encoding
+    if not is_base64 and "%" not in url:
+        # an image or audio file cannot be written into a URL without base64 or percent-encoding
         raise DataUrlError("is a data: URL without ;base64 before its comma")
     return DataUrl(url, head.end(), is_base64)
 
 
 def decode_data_url(url: DataUrl, *, unwritten: int = 0) -> bytes:
-    """Decode the data of a ``data:`` URL. For ``unwritten``, see ``decode_base64``.
+    """Decode the data of a ``data:`` URL. ``unwritten`` has the same meaning as in ``decode_base64``.
 
     Raises:
         DataUrlError: The data cannot be decoded.
@@ -88,7 +89,7 @@ def decode_data_url(url: DataUrl, *, unwritten: int = 0) -> bytes:
 
 
 def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> bytes:
-    """Decode the base64 text ``text[start:end]`` in any common form.
+    """Decode the base64 text ``text[start:end]``, which may have any common form of base64.
 
     The function accepts both alphabets (RFC 4648, sections 4 and 5), whitespace, missing padding and percent-encoding.
 
@@ -99,8 +100,8 @@ def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> byt
         unwritten: Number of characters at the start of ``text`` that Penstock added to the client's text.
 
     Raises:
-        DataUrlError: The text is not base64. The message has the first wrong character, and the character's position in
-            the client's text, counted from 1.
+        DataUrlError: The text is not base64. The message has the first wrong character, and the position of this
+            character in the client's text, counted from 1.
     """
     if start == end:
         raise DataUrlError("is empty")
@@ -111,14 +112,15 @@ def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> byt
 
 
 def _decode_canonical(text: str, start: int, end: int) -> bytes:
-    """Decode base64 that is strictly valid. Raises ValueError for other text."""
+    """Decode base64 that is strictly valid. Raises ValueError if the text is not."""
     decoded: list[bytes] = []
     for begin in range(start, end, _SLICE):
         if decoded:
             time.sleep(0)  # let other threads run
         decoded.append(binascii.a2b_base64(text[begin : min(begin + _SLICE, end)], strict_mode=True))
     data = decoded[0] if len(decoded) == 1 else b"".join(decoded)
-    # Check the length, because binascii accepts more than two padding characters, and accepts padding in every slice.
+    # Check the length, because binascii accepts more than two padding characters, and accepts padding at the end of
+    # every slice.
     if len(data) != (end - start) // 4 * 3 - text.count("=", max(start, end - _MAX_PADDING), end):
         raise ValueError("padding in a wrong place")
     return data
@@ -126,7 +128,7 @@ def _decode_canonical(text: str, start: int, end: int) -> bytes:
 
 def _decode_lenient(text: str, start: int, end: int, unwritten: int) -> bytes:
     decoded: list[bytes] = []
-    rest = b""  # characters at the end of a slice that do not form a complete group of four
+    rest = b""  # the characters at the end of a slice that do not form a complete group of four
     num_digits = padding = 0
     for begin, piece in _slices(text, start, end):
         raw = piece.encode("utf-8", "replace")
@@ -153,7 +155,7 @@ def _decode_lenient(text: str, start: int, end: int, unwritten: int) -> bytes:
 
 
 def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
-    """Yield each piece of the text with its position. No piece ends inside a percent-encoded byte."""
+    """Yield the text in pieces, each with its position. No piece ends inside a percent-encoded byte."""
     begin = start
     while begin < end:
         if begin > start:
@@ -167,9 +169,9 @@ def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
 
 
 def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
-    """Return the error for the first character of a slice that is not base64.
+    """Return the error for the first character of a piece that is not a base64 character.
 
-    ``padding`` is the number of ``=`` characters before the slice.
+    ``padding`` is the number of ``=`` characters in the text before this piece.
     """
     for token in _TOKEN.finditer(piece):
         value = unquote_to_bytes(token[0]) if len(token[0]) == 3 else token[0].encode("utf-8", "replace")
@@ -184,5 +186,5 @@ def _first_wrong(piece: str, begin: int, padding: int) -> DataUrlError:
 
 
 def _wrong(character: str, position: int, why: str) -> DataUrlError:
-    """Return the error for the character at this position, counted from 0."""
+    """Return the error for a wrong character at this position. The position is counted from 0."""
     return DataUrlError(f"has {quoted(character)} at character {position + 1}, {why}")

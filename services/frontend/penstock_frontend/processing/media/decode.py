@@ -1,6 +1,6 @@
-"""Decoding of files to pixels and audio samples in a media worker.
+"""Decoding of media files to pixels and audio samples. This code runs in a media worker.
 
-The code checks the headers of a file first, and tries only the decoder of the detected format.
+The code first checks the headers of a file, and then uses only the decoder of the format that it has detected.
 """
 
 import math
@@ -25,14 +25,14 @@ from penstock_frontend.processing.media.worker_messages import DecodeLimits, Too
 Samples = npt.NDArray[np.float32]
 
 _ZERO_CROSSINGS = 32
-"""Number of zero crossings on each side of the filter kernel."""
+"""Number of zero crossings of the filter kernel on each side of its center."""
 _BETA = 12.0
-"""Shape parameter of the kernel's Kaiser window. With this value, side lobes are at -118 dB."""
+"""Shape parameter of the filter kernel's Kaiser window. With this value, the side lobes are at -118 dB."""
 _POINTS = 8192
 _WINDOW = np.kaiser(2 * _POINTS + 1, _BETA)[_POINTS:]
-"""Lookup table of the right half of the window. The window's value at its end is 0.00005."""
+"""Lookup table of the right half of the Kaiser window. At its end, the window has the value 0.00005."""
 _ROLLOFF = 0.95
-"""Cutoff frequency of the kernel, as a fraction of the Nyquist frequency of the lower sampling rate."""
+"""Cutoff frequency of the filter kernel, as a fraction of the Nyquist frequency of the lower of the two sampling rates."""
 
 
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
@@ -41,7 +41,7 @@ def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     The result has the shape [ceil(n * wanted / rate)].
 
     The method is band-limited interpolation: a sum of sinc functions with a Kaiser window (Smith and Gossett, 1984).
-    There is one filter for each phase, which is the position of an output sample between two input samples.
+    There is one filter for each phase. The phase is the position of an output sample between two input samples.
     """
     if rate == wanted:
         return samples
@@ -68,20 +68,21 @@ def _kernel(distance: npt.NDArray[np.float64], cutoff: float, half: int) -> Samp
     return scaled
 
 
-# The code below repairs WAV files whose header has no length, because the length was unknown when the header was
-# written.
+# The code below repairs WAV files whose header does not state the length, because the length was unknown when the
+# header was written.
 
 _UNKNOWN = (0, 0xFFFF_FFFF)
-"""Sizes in a header that mean that the length is unknown."""
+"""Values of the size field in a WAV header which mean that the size is unknown."""
 _RIFF_HEADER = 12
 _CHUNK = struct.Struct("<4sI")
 
 
 def with_size(data: bytes) -> bytes:
-    """Return the WAV file with the size of its samples in the header, if the size in the header is 0 or 0xFFFFFFFF.
+    """Return the WAV file with the size of its samples in the header, if the header's size field is 0 or 0xFFFFFFFF.
 
-    All bytes after such a header count as samples. The exception is the size 0 if only complete other chunks follow up
-    to the end of the file. Files with a valid size, and files without samples, are returned unchanged.
+    All bytes after such a header count as samples, with one exception. If the size is 0, and only complete other chunks
+    follow up to the end of the file, the file has no samples. Files with a valid size, and files without samples, are
+    returned unchanged.
     """
     offset = _RIFF_HEADER
     while offset + _CHUNK.size <= len(data):
@@ -98,7 +99,7 @@ def with_size(data: bytes) -> bytes:
 
 
 def _are_chunks(data: bytes, offset: int) -> bool:
-    """Return whether the file consists only of complete chunks from ``offset`` to its end."""
+    """Return whether the file, from ``offset`` to its end, consists only of complete chunks."""
     while offset + _CHUNK.size <= len(data):
         name, size = _CHUNK.unpack_from(data, offset)
         if not (name.isascii() and name.decode().isprintable()):
@@ -107,18 +108,19 @@ def _are_chunks(data: bytes, offset: int) -> bool:
     return offset in (len(data), len(data) + 1)
 
 
-Pillow.MAX_IMAGE_PIXELS = None  # not needed, because Penstock checks its own limit before any pixel is decoded
+# Pillow's own limit is not needed, because Penstock checks its limit before any pixel is decoded
+Pillow.MAX_IMAGE_PIXELS = None
 
 _SOUND_FORMATS = {"WAV": ("WAV", "WAVEX"), "FLAC": ("FLAC",), "OGG": ("OGG",), "MP3": ("MP3", "MPEG")}
 _BLOCK = 256 * 1024
-"""Number of samples to decode per call, summed over all channels."""
+"""Number of samples to decode per call, over all channels together."""
 MAX_CHANNELS = 64
 MIN_RATE, MAX_RATE = 1000, 384_000
-"""Limits of a file's sampling rate in Hz."""
+"""Minimum and maximum of an audio file's sampling rate in Hz."""
 
 
 def open_image(data: bytes, limits: DecodeLimits) -> Image:
-    """Open an image without decoding its pixels.
+    """Open an image file without decoding its pixels.
 
     The size of the returned image is known and within the limits. Raises TooLarge, Unreadable.
     """
@@ -128,7 +130,7 @@ def open_image(data: bytes, limits: DecodeLimits) -> Image:
         image: Image = Pillow.open(BytesIO(data), formats=[kind])
     except MemoryError:
         raise
-    except Exception as e:  # decoders raise various errors
+    except Exception as e:  # decoders raise errors of many types
         raise Unreadable(f"is not a readable {kind} file") from e
     width, height = image.size
     if width < 1 or height < 1:
@@ -139,7 +141,7 @@ def open_image(data: bytes, limits: DecodeLimits) -> Image:
 
 
 def decode_image(image: Image) -> Image:
-    """Decode the first image of an open file to RGB. Apply the EXIF rotation, and make transparent pixels white.
+    """Decode the first image of an open file to RGB pixels. Apply the EXIF rotation, and make transparent pixels white.
 
     Raises:
         Unreadable: The file is broken.
@@ -151,15 +153,15 @@ def decode_image(image: Image) -> Image:
         return flattened(image)
     except MemoryError:
         raise
-    except Exception as e:  # decoders raise various errors
+    except Exception as e:  # decoders raise errors of many types
         raise Unreadable(f"is a broken {image.format} file") from e
 
 
 class VideoFrames(Sequence[Image]):
-    """Frames of a video.
+    """Frames of a video, which a client sends as image files.
 
-    Each frame is decoded when it is accessed. If the headers show a problem, the constructor raises TooLarge or
-    Unreadable.
+    Each frame is decoded when it is accessed. If the headers of the files show a problem, the constructor raises
+    TooLarge or Unreadable.
     """
 
     def __init__(self, files: Sequence[bytes], limits: DecodeLimits) -> None:
@@ -182,14 +184,14 @@ class VideoFrames(Sequence[Image]):
     def __getitem__(self, index: slice) -> Sequence[Image]: ...
 
     def __getitem__(self, index: int | slice) -> Image | Sequence[Image]:
-        """Return a decoded frame, or a sequence of frames that are not decoded yet."""
+        """Return one decoded frame for an index. Return a sequence of frames that are not decoded yet for a slice."""
         if isinstance(index, slice):
             return VideoFrames(self._files[index], self._limits)
         return decode_image(open_image(self._files[index], self._limits))
 
 
 def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> npt.NDArray[np.float32]:
-    """Decode audio to mono samples at ``sampling_rate`` Hz.
+    """Decode an audio file to mono samples at ``sampling_rate`` Hz.
 
     A mono sample is the mean of all channels. Raises TooLarge, Unreadable.
     """
@@ -202,7 +204,7 @@ def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> npt.N
             samples, rate = _read(file, limits), file.samplerate
     except (MemoryError, TooLarge, Unreadable):
         raise
-    except Exception as e:  # decoders raise various errors
+    except Exception as e:  # decoders raise errors of many types
         raise Unreadable(f"is not a readable {kind} file") from e
     if not len(samples):
         raise Unreadable("has no samples")
@@ -217,12 +219,14 @@ def _read(file: soundfile.SoundFile, limits: DecodeLimits) -> npt.NDArray[np.flo
     if not MIN_RATE <= file.samplerate <= MAX_RATE:
         raise Unreadable(f"has {file.samplerate} samples a second; it must have {MIN_RATE} to {MAX_RATE}")
     most = int(limits.max_audio_seconds * file.samplerate)
-    known = file.frames if file.frames < 2**62 else 0  # libsndfile uses such large values for an unknown number
+    # libsndfile uses such large values if the number of samples is unknown
+    known = file.frames if file.frames < 2**62 else 0
     _check_seconds(known, most, file.samplerate, limits)
     blocks: list[npt.NDArray[np.float32]] = []
     total = 0
     while len(block := file.read(_BLOCK // file.channels, dtype="float32", always_2d=True)):
-        _check_seconds(total := total + len(block), most, file.samplerate, limits)  # check, as the header may be wrong
+        # check the decoded length too, because the header may be wrong
+        _check_seconds(total := total + len(block), most, file.samplerate, limits)
         blocks.append(block.mean(axis=1, dtype=np.float32))
     return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 

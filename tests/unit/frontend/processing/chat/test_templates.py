@@ -138,7 +138,7 @@ def test_a_template_does_not_run_for_ever(source: str, monkeypatch: pytest.Monke
 
 def test_a_prompt_has_a_limit() -> None:
     assert render("{{ 'x' * 10 }}", max_chars=10) == "x" * 10
-    with pytest.raises(InvalidArgument, match="a prompt of more than 10 characters"):
+    with pytest.raises(InvalidArgument, match="the rendered prompt has more than 10 characters"):
         render("{{ 'x' * 11 }}", max_chars=10)
 
 

@@ -1,1 +1,3 @@
-"""Media of each model type: processing of media items, and replacement of their placeholders in prompts."""
+"""Media of each model type. A family of model types has code that processes media items, and replaces their
+placeholders in prompts.
+"""

@@ -1,4 +1,5 @@
-"""Families with audio. Qwen2-Audio has one window per clip, and Voxtral has several windows per clip.
+"""Families of models with audio. Qwen2-Audio has one window of samples per clip, and Voxtral has several windows per
+clip.
 
 https://huggingface.co/docs/transformers/model_doc/qwen2_audio,
 https://huggingface.co/docs/transformers/model_doc/voxtral
@@ -21,22 +22,24 @@ from penstock_frontend.processing.media.families.tensors import MediaProcessor
 
 _FEATURES, _MASK = "input_features", "feature_attention_mask"
 _MAX_WINDOWS = 60
-"""Maximum number of windows per clip for prompts of any length, which is half an hour. The processor has no limit."""
+"""Maximum number of windows per clip, whatever the length of the prompt. The windows are half an hour long together.
+The processor in transformers has no limit.
+"""
 _POSITIONS = 131_072
-"""Default value for the maximum number of positions of Voxtral's text model."""
+"""Maximum number of positions of Voxtral's text model, if the configuration has no value."""
 
 
 class Windows(NamedTuple):
-    """Format of audio windows.
+    """Format of the windows into which an audio clip is divided.
 
-    A window has ``samples`` samples. Its features are ``steps`` vectors of ``bins`` numbers.
+    A window has ``samples`` audio samples. The features of a window are ``steps`` vectors with ``bins`` numbers each.
 
     Attributes:
         sampling_rate: Sampling rate in Hz.
         samples: Number of samples per window.
         steps: Number of feature vectors per window.
         bins: Number of elements of a feature vector.
-        rows_of_window: Number of embeddings per window, or 0 if the number depends on the mask.
+        rows_of_window: Number of embeddings per window. 0 if this number depends on the attention mask.
         max_windows: Maximum number of windows per clip.
     """
 
@@ -49,11 +52,11 @@ class Windows(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of embeddings of a clip."""
+        """Maximum number of embeddings of an audio clip."""
         return self.rows_of_window * self.max_windows or _masked_rows(self.steps)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensor ``input_features`` ``[windows, bins, steps]`` and an optional tensor
+        """Return the media item for the tensor ``input_features`` ``[windows, bins, steps]`` and an optional tensor
         ``feature_attention_mask`` ``[1, steps]``.
         """
         count = tensors.taken(data, _FEATURES, (None, self.bins, self.steps)).shape[0]
@@ -73,14 +76,14 @@ class Windows(NamedTuple):
 
     @property
     def least_samples(self) -> int:
-        """Minimum number of samples of a clip, which is enough for one embedding."""
+        """Minimum number of samples of an audio clip. It is enough for one embedding."""
         if self.rows_of_window:
             return 1
         steps = next(length for length in range(1, self.steps + 1) if _masked_rows(length) > 0)
         return (steps - 1) * (self.samples // self.steps) + 1
 
     def check(self, num_samples: int) -> None:
-        """Raise ValueError if a clip is too long, or if it is too short for one embedding."""
+        """Raise ValueError if an audio clip is too long, or if it is too short for one embedding."""
         most, least = self.samples * self.max_windows, self.least_samples
         if num_samples < least:
             raise ValueError(
@@ -95,7 +98,9 @@ class Windows(NamedTuple):
 
 
 class Audio:
-    """Family of audio models with one token per embedding. ``names`` are the names of the input tensors."""
+    """Family of audio models whose prompts have one token for each embedding. ``names`` are the names of the input
+    tensors.
+    """
 
     modalities: frozenset[Modality] = frozenset({"audio"})
 
@@ -109,16 +114,16 @@ class Audio:
         self._names = names
 
     def placeholder(self, modality: Modality) -> str:
-        """Return the token that stands for one embedding."""
+        """Return the text of the token that stands for one embedding."""
         del modality
         return self._token
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Return the replacement of each item, which is one token per embedding."""
+        """Return the replacement of each item in the prompt, which has one token for each embedding."""
         return [Replacement([self._token_id] * item.num_embeds) for item in items]
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for tensors of the processor, or for embeddings.
+        """Return the media item for tensors of the processor, or for embeddings.
 
         A clip has a maximum number of embeddings.
         """
@@ -130,7 +135,7 @@ class Audio:
         return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of tokens for the longest clip."""
+        """Return the number of tokens that the longest audio clip has."""
         del modality
         return self._windows.max_rows
 
@@ -140,7 +145,7 @@ class Audio:
 
 
 class Qwen2Audio(Audio):
-    """Family with at most one window per clip."""
+    """Family of Qwen2-Audio, with at most one window per audio clip."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         token = checkpoint.token("audio_token", "<|AUDIO|>")
@@ -148,7 +153,10 @@ class Qwen2Audio(Audio):
 
 
 class Voxtral(Audio):
-    """Family that pads the last window of a clip with silence. A clip may have as many windows as fit into a prompt."""
+    """Family of Voxtral, which pads the last window of an audio clip with silence.
+
+    A clip may have as many windows as have room in a prompt.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tower = checkpoint.sub_config("audio_config")
@@ -157,7 +165,7 @@ class Voxtral(Audio):
         )
         rows = positions * hidden // merged
         if rows < 1:
-            raise ConfigError(f"{checkpoint.folder}: with audio_config, a window has no embeddings")
+            raise ConfigError(f"{checkpoint.folder}: with this audio_config, an audio window has 0 embeddings")
         room = checkpoint.number("max_position_embeddings", checkpoint.sub_config("text_config"), default=_POSITIONS)
         most = max(min(_MAX_WINDOWS, room // rows), 1)
         windows = _windows(checkpoint)._replace(rows_of_window=rows, max_windows=most)
@@ -165,17 +173,20 @@ class Voxtral(Audio):
 
 
 class AudioProcessor(MediaProcessor):
-    """Processor that calls Whisper's feature extractor, which runs with numpy and without torch."""
+    """Processor that calls Whisper's feature extractor in transformers, which runs with numpy and without torch."""
 
     def __init__(self, folder: Path, windows: Windows) -> None:
-        from transformers import WhisperFeatureExtractor  # only media workers import this, as it takes half a second
+        # only media workers import this module, because the import takes half a second
+        from transformers import WhisperFeatureExtractor
 
         load: Any = WhisperFeatureExtractor.from_pretrained
         self._extractor = load(str(folder), local_files_only=True)
         self._windows = windows
 
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process one clip. Raises ValueError if ``kwargs`` is not empty."""
+        """Process one audio clip. Raises ValueError if ``kwargs`` is not empty, because the processor accepts no
+        arguments.
+        """
         base.check_names(kwargs, ())
         self._windows.check(len(samples))
         return self._windows.item(self._in_windows(samples) if self._windows.rows_of_window else self._masked(samples))
@@ -195,7 +206,9 @@ class AudioProcessor(MediaProcessor):
 
 
 def _windows(checkpoint: Checkpoint) -> Windows:
-    """Return the window format of the feature extractor's configuration, with the defaults of its class."""
+    """Return the format of windows from the configuration of the feature extractor. The defaults are those of its
+    class.
+    """
     settings = checkpoint.feature_extractor
     rate = checkpoint.number("sampling_rate", settings, default=16_000)
     samples = checkpoint.number("chunk_length", settings, default=30) * rate
@@ -204,7 +217,7 @@ def _windows(checkpoint: Checkpoint) -> Windows:
 
 
 def _masked_rows(length: int) -> int:
-    """Return the number of embeddings for ``length`` feature steps.
+    """Return the number of embeddings that ``length`` feature steps give.
 
     The audio encoder's convolutions halve the length, and so does its pooling.
     """

@@ -1,4 +1,4 @@
-"""Media configuration of a checkpoint, and selection of the family for the checkpoint's model type."""
+"""Media configuration of a checkpoint, and the choice of the family (code for media) by the checkpoint's model type."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ _PROCESSORS = ("image_processor", "video_processor", "feature_extractor")
 
 
 class Checkpoint(NamedTuple):
-    """Configuration files of a checkpoint. The content of a missing file is empty.
+    """Contents of the configuration files of a checkpoint. The content of a missing file is empty.
 
     Attributes:
         folder: Directory of the checkpoint.
         config: Content of config.json.
         processor: Content of processor_config.json.
-        image_processor: Configuration of the image processor, from the file that has it.
+        image_processor: Configuration of the image processor, from whichever file contains it.
         video_processor: Configuration of the video processor.
         feature_extractor: Configuration of the feature extractor.
         tokenizer: Content of tokenizer_config.json.
@@ -39,18 +39,18 @@ class Checkpoint(NamedTuple):
 
     @property
     def model_type(self) -> str:
-        """Model type, as in transformers."""
+        """Model type of the checkpoint, as in transformers."""
         return str(self.config.get("model_type", ""))
 
     @property
     def processor_class(self) -> str:
-        """Class name of the processor in transformers, or empty if no file has the name."""
+        """Class name of the processor in transformers. Empty if no file of the checkpoint has the name."""
         named = (self.processor, self.image_processor, self.feature_extractor, self.tokenizer)
         return next((str(each["processor_class"]) for each in named if each.get("processor_class")), "")
 
     @property
     def identity(self) -> bytes:
-        """Bytes that identify all configuration on which an item's tensors and embeddings depend."""
+        """Bytes that identify every configuration on which a media item's tensors and embeddings depend."""
         depends = {
             "model_type": self.model_type,
             "processor": self.processor,
@@ -68,9 +68,10 @@ class Checkpoint(NamedTuple):
         return section if isinstance(section, dict) else {}
 
     def token(self, name: str, default: str) -> str:
-        """Return the text of a special token.
+        """Return the text of the special token with this name.
 
-        The text comes from the tokenizer's configuration, or the processor's configuration, or else is ``default``.
+        The text comes from the configuration of the tokenizer, or else from that of the processor, or else it is
+        ``default``.
         """
         for named in (self.tokenizer, self.tokenizer.get("extra_special_tokens"), self.processor):
             value = named.get(name) if isinstance(named, dict) else None
@@ -80,7 +81,7 @@ class Checkpoint(NamedTuple):
         return default
 
     def token_id(self, token: str) -> int:
-        """Return the id of a token. Raises ConfigError if the tokenizer has no such token."""
+        """Return the id of the token with this text. Raises ConfigError if the tokenizer has no such token."""
         ids = self.encode(token)
         if len(ids) != 1:
             raise ConfigError(
@@ -90,9 +91,9 @@ class Checkpoint(NamedTuple):
         return ids[0]
 
     def number(self, name: str, *sources: Mapping[str, Any], default: int | None = None) -> int:
-        """Return the integer with this name from the first source that has the name.
+        """Return the integer with this name from the first of ``sources`` that has the name.
 
-        If no source has it, return the default, or raise ConfigError without a default.
+        If no source has the name, return the default. If there is no default either, raise ConfigError.
         """
         for source in sources:
             if isinstance(value := source.get(name), int):
@@ -103,7 +104,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(folder: Path, encode: Encode) -> Checkpoint:
-    """Read the files of a directory. Raises ConfigError for an unreadable file."""
+    """Read the configuration files of a checkpoint's directory. Raises ConfigError if a file cannot be read."""
     processor = read_json(folder / "processor_config.json")
     preprocessor = read_json(folder / "preprocessor_config.json")
     nested = {name: section for name in _PROCESSORS if isinstance(section := processor.get(name), dict)}
@@ -120,7 +121,7 @@ def read_checkpoint(folder: Path, encode: Encode) -> Checkpoint:
     )
 
 
-# The code below selects the family for a model type.
+# The code below chooses the family for a model type.
 
 _PACKAGE = "penstock_frontend.processing.media.families"
 _FAMILIES: Mapping[str, str] = {
@@ -142,9 +143,9 @@ _FAMILIES: Mapping[str, str] = {
     "qwen2_audio": "audio:Qwen2Audio",
     "voxtral": "audio:Voxtral",
 }
-"""Module and class of each family, by the model type in config.json."""
+"""Name of the module and of the class of each family, by the model type in config.json."""
 _PIXTRAL = "pixtral:Pixtral"
-"""Module and class for every model with the Pixtral vision encoder."""
+"""Name of the module and of the class for every model with the Pixtral vision encoder."""
 _REFUSED: Mapping[str, str] = {
     "mllama": "its text model attends to images in separate cross-attention layers",
     "paligemma": "its prompts use bidirectional attention",
@@ -153,7 +154,7 @@ _REFUSED: Mapping[str, str] = {
 
 
 def load_family(folder: Path, encode: Encode) -> Family | None:
-    """Return the family of the checkpoint in ``folder``, or None for a text-only model.
+    """Return the family for the media of the checkpoint in ``folder``. Return None for a text-only model.
 
     ``encode`` tokenizes a text with the model's tokenizer.
 
@@ -178,7 +179,9 @@ def load_family(folder: Path, encode: Encode) -> Family | None:
 
 
 def why_text_alone(folder: Path, encode: Encode) -> str:
-    """Return why a frontend with media.enabled false takes only text, or "" for a text-only model."""
+    """Return the reason why a frontend whose setting media.enabled is false accepts only text. Return an empty string
+    for a text-only model.
+    """
     checkpoint = read_checkpoint(folder, encode)
     if not reads_media(checkpoint):
         return ""
@@ -188,13 +191,15 @@ def why_text_alone(folder: Path, encode: Encode) -> str:
 
 
 def _family_name(checkpoint: Checkpoint) -> str | None:
-    """Return the module and class of the checkpoint's family, or None if it is unknown."""
+    """Return the name of the module and of the class of the checkpoint's family. Return None if the model type is not
+    known.
+    """
     tower = checkpoint.sub_config("vision_config").get("model_type")
     return _PIXTRAL if tower == "pixtral" else _FAMILIES.get(checkpoint.model_type)
 
 
 def reads_media(checkpoint: Checkpoint) -> bool:
-    """Return whether the configuration has a vision or audio encoder."""
+    """Return whether the checkpoint's configuration has a vision or audio encoder."""
     return any(checkpoint.sub_config(name) for name in ("vision_config", "audio_config", "thinker_config")) or (
         checkpoint.model_type in _FAMILIES or checkpoint.model_type in _REFUSED
     )

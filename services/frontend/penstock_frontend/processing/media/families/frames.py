@@ -1,4 +1,4 @@
-"""Selection of video frames, and processing of videos as frames of one size."""
+"""Selection of video frames, and processing of videos whose frames are resized to one size."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,10 +11,10 @@ from penstock_frontend.processing.media.families import base, tensors
 from penstock_frontend.processing.media.families.base import ProcessedItem
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 
-# The class below selects frames from the frames that a client has sent.
+# The class below selects some of the frames of a video that a client has sent.
 
 _DEFAULT_SECONDS = 0.5
-"""Interval in seconds that is assumed for a video with only one frame."""
+"""Interval between frames in seconds that is assumed if a video has only one frame."""
 _LONGEST = 1_000_000
 """Maximum duration of a video in seconds."""
 
@@ -26,9 +26,9 @@ class Sampling(NamedTuple):
     max_frames: int
 
     def indices(self, timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> list[int]:
-        """Return the indexes of the selected frames.
+        """Return the indices of the selected frames.
 
-        By default, all frames are selected. ``num_frames`` or ``fps`` select frames at even intervals.
+        By default, all frames are selected. If ``num_frames`` or ``fps`` is set, frames at even intervals are selected.
 
         Raises ValueError for arguments or times that are not valid.
         """
@@ -53,7 +53,7 @@ class Sampling(NamedTuple):
 
 
 def interval(timestamps: Sequence[float]) -> float:
-    """Return the average interval between frames in seconds."""
+    """Return the average time between two frames, in seconds."""
     if len(timestamps) < 2 or timestamps[-1] <= timestamps[0]:
         return _DEFAULT_SECONDS
     return (timestamps[-1] - timestamps[0]) / (len(timestamps) - 1)
@@ -61,11 +61,11 @@ def interval(timestamps: Sequence[float]) -> float:
 
 _PIXELS = "pixel_values_videos"
 _MAX_FRAMES = 32
-"""Default maximum number of frames."""
+"""Maximum number of frames of a video, if the configuration has no value."""
 
 
 class FrameVideos(NamedTuple):
-    """Format of videos that are processed frame by frame.
+    """Format of videos whose frames are processed one by one.
 
     Attributes:
         size: Height and width of the encoder's input.
@@ -87,7 +87,9 @@ class FrameVideos(NamedTuple):
         return self.max_frames * self.rows_of_frame + self.extra
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process frames of any size. Accepts ``fps`` and ``num_frames``. Raises ValueError."""
+        """Process the frames of a video, which may have any size. Accepts the arguments ``fps`` and ``num_frames``.
+        Raises ValueError.
+        """
         base.check_names(kwargs, ("fps", "num_frames"))
         indices = Sampling(1, self.max_frames).indices(timestamps, kwargs)
         height, width = self.size
@@ -96,9 +98,9 @@ class FrameVideos(NamedTuple):
         return self.item(tensors.from_arrays({_PIXELS: pixels[None]}))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensor ``pixel_values_videos`` ``[1, frames, 3, height, width]``.
+        """Return the media item for the tensor ``pixel_values_videos`` ``[1, frames, 3, height, width]``.
 
-        The item's layout is the number of frames.
+        ``layout`` of the item is the number of frames.
 
         Raises ValueError.
         """
@@ -111,9 +113,9 @@ class FrameVideos(NamedTuple):
 
 
 def frame_videos(checkpoint: Checkpoint, size: tuple[int, int], rows_of_frame: int, *, extra: int = 0) -> FrameVideos:
-    """Return the video format in the video processor's configuration.
+    """Return the video format from the configuration of the video processor.
 
-    ``size`` is the size of image tiles. Frames have the same size, because the encoder accepts no other size.
+    ``size`` is the size of image tiles. Frames get this size too, because the encoder accepts no other size.
     """
     settings = checkpoint.video_processor
     return FrameVideos(

@@ -1,4 +1,5 @@
-"""LLaVA families. LLaVA has images of one size. LLaVA-NeXT and LLaVA-OneVision divide images into a grid of tiles.
+"""Families of LLaVA models. In LLaVA, all images have one size. LLaVA-NeXT and LLaVA-OneVision divide images into a
+grid of tiles.
 
 https://huggingface.co/docs/transformers/model_doc/llava, .../llava_next, .../llava_onevision
 """
@@ -22,28 +23,28 @@ from penstock_frontend.processing.media.families.single_images import ImageFamil
 
 
 class Square(NamedTuple):
-    """Format of images with one ``size`` (height, width). Each image has ``max_rows`` embeddings."""
+    """Format of images that are resized to one ``size`` (height, width). Each image has ``max_rows`` embeddings."""
 
     size: tuple[int, int]
     max_rows: int
     names: tuple[str, ...] = ("pixel_values",)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensor ``pixel_values`` ``[1, 3, height, width]``.
+        """Return the media item for the tensor ``pixel_values`` ``[1, 3, height, width]``.
 
-        The model does not use other tensors in ``names``.
+        The model does not use the other tensors in ``names``.
         """
         pixels = tensors.taken(data, "pixel_values", (1, 3, *self.size))
         return ProcessedItem(modality="image", data={"pixel_values": pixels}, num_embeds=self.max_rows)
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return no arguments, because the encoder has a fixed size."""
+        """Return no processor arguments, because the size of the encoder's input is fixed."""
         arguments.check_names(kwargs, ())
         return {}
 
 
 class Llava(ImageFamily):
-    """Family with one image token per embedding."""
+    """Family of LLaVA, whose prompts have one image token for each embedding."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         size, patch = image_size(checkpoint), patch_size(checkpoint)
@@ -53,15 +54,15 @@ class Llava(ImageFamily):
 
 
 def patch_size(checkpoint: Checkpoint) -> int:
-    """Return the side of a patch in pixels.
+    """Return the side length of an image patch in pixels.
 
-    The value comes from the processor's configuration, or else from the encoder's.
+    The value comes from the configuration of the processor, or else from the configuration of the encoder.
     """
     return checkpoint.number("patch_size", checkpoint.processor, checkpoint.sub_config("vision_config"))
 
 
 def extra_rows(checkpoint: Checkpoint) -> int:
-    """Return the number of embeddings that are not patches.
+    """Return the number of embeddings of an image that do not stand for patches.
 
     The number is 1 for the encoder's class token, or 0 if the model drops the class token.
     """
@@ -77,7 +78,7 @@ def extra_rows(checkpoint: Checkpoint) -> int:
 
 
 def image_size(checkpoint: Checkpoint) -> tuple[int, int]:
-    """Return height and width of processed images. Raises ConfigError if the size depends on the image."""
+    """Return the height and width of processed images. Raises ConfigError if the size is not the same for all images."""
     settings = checkpoint.image_processor
     crops = settings.get("do_center_crop", bool(settings.get("crop_size")))
     for size in (settings.get("crop_size") if crops else None, settings.get("size")):
@@ -92,11 +93,11 @@ def image_size(checkpoint: Checkpoint) -> tuple[int, int]:
 # removed.
 
 Size = tuple[int, int]
-"""Height and width, in pixels or in features."""
+"""Height and width of an image in pixels, or of a feature grid in features."""
 
 
 def pinpoints(checkpoint: Checkpoint) -> tuple[Size, ...]:
-    """Return the resolutions of the possible tile grids. Raises ConfigError."""
+    """Return the resolutions of all tile grids that the model allows. Raises ConfigError."""
     given = checkpoint.image_processor.get("image_grid_pinpoints") or checkpoint.config.get("image_grid_pinpoints")
     if not isinstance(given, list) or not given:
         raise ConfigError(f"{checkpoint.folder}: image_grid_pinpoints is missing")
@@ -104,7 +105,7 @@ def pinpoints(checkpoint: Checkpoint) -> tuple[Size, ...]:
 
 
 def best_resolution(size: Size, resolutions: Sequence[Size]) -> Size:
-    """Return the resolution that keeps most pixels of an image of ``size``.
+    """Return the resolution of the tile grid that keeps most pixels of an image of ``size``.
 
     If several resolutions keep the same number of pixels, return the resolution with the least padding.
     """
@@ -130,7 +131,7 @@ def unpadded(size: Size, grid: Size) -> Size:
 
 
 def shown(size: Size, tile: Size, grid: Size, resolutions: Sequence[Size]) -> Size:
-    """Return how many rows and columns of features belong to an image of ``size``.
+    """Return how many rows and columns of features belong to an image of ``size``, without the image's padding.
 
     Each tile has a ``grid`` of features.
     """
@@ -139,12 +140,12 @@ def shown(size: Size, tile: Size, grid: Size, resolutions: Sequence[Size]) -> Si
 
 
 class NextTiles(NamedTuple):
-    """Format of tiled images.
+    """Format of images that are divided into tiles, for LLaVA-NeXT.
 
     Attributes:
         tile: Height and width of a tile in pixels.
-        grid: Rows and columns of a tile's features.
-        extra: Number of embeddings of the complete image that are not patches.
+        grid: Number of rows and columns of a tile's features.
+        extra: Number of embeddings of the complete image that do not stand for patches.
         resolutions: Resolutions of the possible tile grids.
         names: Names of the input tensors.
     """
@@ -157,30 +158,30 @@ class NextTiles(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of embeddings of an image. An image without padding has this number."""
+        """Maximum number of embeddings of an image. An image without padding has this many embeddings."""
         return max(self.rows(size) for size in self.resolutions)
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensors ``pixel_values`` ``[1, 1 + tiles, 3, height, width]`` and ``image_sizes``
-        ``[1, 2]``.
+        """Return the media item for the tensors ``pixel_values`` ``[1, 1 + tiles, 3, height, width]`` and
+        ``image_sizes`` ``[1, 2]``.
         """
         size = checked_size(data)
         tensors.taken(data, "pixel_values", (1, num_tiles(size, self.tile, self.resolutions), 3, *self.tile))
         return ProcessedItem(modality="image", data=dict(data), num_embeds=self.rows(size))
 
     def rows(self, size: Size) -> int:
-        """Return the number of embeddings of an image with the size ``size``."""
+        """Return the number of embeddings of an image whose size is ``size``."""
         rows, columns = shown(size, self.tile, self.grid, self.resolutions)
         return rows * columns + rows + self.grid[0] * self.grid[1] + self.extra
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return no arguments, because the encoder has fixed resolutions."""
+        """Return no processor arguments, because the resolutions of the encoder's input are fixed."""
         arguments.check_names(kwargs, ())
         return {}
 
 
 class LlavaNext(ImageFamily):
-    """Family with one image token per embedding."""
+    """Family of LLaVA-NeXT, whose prompts have one image token for each embedding."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         tile, patch = image_size(checkpoint), patch_size(checkpoint)
@@ -189,7 +190,7 @@ class LlavaNext(ImageFamily):
 
 
 def checked_size(data: Mapping[str, TensorData]) -> Size:
-    """Return the original size of the image from ``image_sizes``. Raises ValueError."""
+    """Return the original size of an image from the tensor ``image_sizes``. Raises ValueError."""
     height, width = tensors.numbers(data, "image_sizes", (1, 2))
     if height < 1 or width < 1:
         raise ValueError(f"image_sizes is {height}, {width}; both must be at least 1")
@@ -197,28 +198,30 @@ def checked_size(data: Mapping[str, TensorData]) -> Size:
 
 
 def num_tiles(size: Size, tile: Size, resolutions: Sequence[Size]) -> int:
-    """Return the number of pictures that the encoder gets for an image: the complete image, and its tiles."""
+    """Return the number of pictures that the encoder gets for an image. The pictures are the complete image and its
+    tiles.
+    """
     best = best_resolution(size, resolutions)
     return 1 + -(-best[0] // tile[0]) * -(-best[1] // tile[1])
 
 
 _PIXELS, _NUM_IMAGES = "pixel_values", "batch_num_images"
 _SQUARE = "pixel_values_of_square"
-"""Name of the picture ``[1, 1, 3, height, width]`` that the encoder gets for an image if a prompt has several images.
-The image is padded to a square, then resized.
+"""Name of the tensor ``[1, 1, 3, height, width]`` with the picture that the encoder gets for each image if a prompt has
+several images. The image is padded to a square, then resized.
 
-The model has no input with this name.
+The model itself has no input with this name.
 """
 _SHRINKS_FROM = 1.1
-"""Factor by which a grid must be larger than the largest kept grid before it is shrunk."""
+"""Factor by which a feature grid must be larger than the largest grid that is kept, before it is shrunk."""
 
 
 class OneVisionTiles(NamedTuple):
-    """Format of OneVision's tiled images.
+    """Format of images that are divided into tiles, for LLaVA-OneVision.
 
     Attributes:
         tile: Height and width of a tile in pixels.
-        side: Number of rows, and also of columns, of a tile's features.
+        side: Number of rows of a tile's features, which is also the number of columns.
         max_tiles: Maximum number of tiles whose features an image may keep.
         resolutions: Resolutions of the possible tile grids.
         names: Names of the input tensors.
@@ -234,8 +237,8 @@ class OneVisionTiles(NamedTuple):
     def max_rows(self) -> int:
         """Maximum number of embeddings of an image.
 
-        The padding consists of complete rows or columns on two sides. An image with this number has just enough padding
-        that its grid is not shrunk.
+        The padding consists of complete rows or columns on two sides. An image with the maximum number of embeddings
+        has just enough padding that its feature grid is not shrunk.
         """
         most = 0
         for height, width in self.resolutions:
@@ -249,15 +252,15 @@ class OneVisionTiles(NamedTuple):
 
     @property
     def rows_beside_others(self) -> int:
-        """Number of embeddings of each image in a prompt with several images."""
+        """Number of embeddings of each image, if its prompt has several images."""
         return self.side**2 + 1
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensors ``pixel_values`` ``[1, 1 + tiles, 3, height, width]`` and ``image_sizes``
-        ``[1, 2]``.
+        """Return the media item for the tensors ``pixel_values`` ``[1, 1 + tiles, 3, height, width]`` and
+        ``image_sizes`` ``[1, 2]``.
 
-        If ``batch_num_images`` says that the prompt has several images, the image is one picture, and the item's layout
-        is 1. Otherwise the layout is empty.
+        If ``batch_num_images`` states that the prompt has several images, the image is one picture, and ``layout`` of
+        the item is 1. Otherwise ``layout`` is empty.
         """
         size = checked_size(data)
         beside = _NUM_IMAGES in data and tensors.numbers(data, _NUM_IMAGES, (1,)) != [1]
@@ -267,11 +270,11 @@ class OneVisionTiles(NamedTuple):
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows, layout=(1,) if beside else ())
 
     def rows(self, size: Size) -> int:
-        """Return the number of embeddings of an image with the size ``size`` that is the only image of its prompt."""
+        """Return the number of embeddings of an image of ``size`` that is the only image in its prompt."""
         return self._kept(*shown(size, self.tile, (self.side, self.side), self.resolutions))
 
     def _kept(self, rows: int, columns: int) -> int:
-        """Return the number of embeddings for a feature grid without padding.
+        """Return the number of embeddings for a feature grid from which the padding was removed.
 
         A grid that is too large is shrunk. Each row ends with a newline embedding.
         """
@@ -281,16 +284,18 @@ class OneVisionTiles(NamedTuple):
         return rows * columns + rows + self.side**2
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return no arguments, because the encoder has fixed resolutions."""
+        """Return no processor arguments, because the resolutions of the encoder's input are fixed."""
         arguments.check_names(kwargs, ())
         return {}
 
 
 class LlavaOnevisionProcessor(ImageProcessor):
-    """Processor that prepares an image for both cases: the image is the only image of its prompt, or one of several."""
+    """Processor that prepares each image for two cases: the image is the only image in its prompt, or one of several
+    images.
+    """
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Return both forms of the image. The number of images in the prompt decides which form is used."""
+        """Return both forms of an image. The number of images in the prompt decides which form the encoder gets."""
         item = super().image(image, kwargs)
         pictures = self.processor([[image, PIL.Image.new("RGB", (1, 1))]])[_PIXELS]
         size = len(pictures.data) // pictures.shape[0]
@@ -299,9 +304,9 @@ class LlavaOnevisionProcessor(ImageProcessor):
 
 
 class LlavaOnevision(ImageFamily):
-    """Family with one token per embedding.
+    """Family of LLaVA-OneVision, whose prompts have one token for each embedding.
 
-    The features of video frames are pooled. One newline embedding follows after all frames of a video.
+    The features of video frames are pooled. After the last frame of a video, there is one newline embedding.
     """
 
     processor = LlavaOnevisionProcessor
@@ -322,9 +327,9 @@ class LlavaOnevision(ImageFamily):
         )
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Return the replacement of each item, with one token per embedding.
+        """Return the replacement of each media item in the prompt, with one token for each embedding.
 
-        In a prompt with several images, each image is one picture.
+        If the prompt has several images, the encoder gets one picture for each image.
 
         Raises ValueError if a client has processed one of several images as the only image of the prompt.
         """
@@ -340,11 +345,12 @@ class LlavaOnevision(ImageFamily):
         if _SQUARE not in item.data:
             raise ValueError(
                 "an image was processed as the only image of its prompt (batch_num_images is 1), but the prompt has "
-                "several images"
+                "several images; set batch_num_images to their number"
             )
         data = {
             _PIXELS: item.data[_SQUARE],
             "image_sizes": item.data["image_sizes"],
-            _NUM_IMAGES: TensorData("int64", (1,), (2).to_bytes(8, "little")),  # any number above 1 has the same effect
+            # any number of images above 1 has the same effect
+            _NUM_IMAGES: TensorData("int64", (1,), (2).to_bytes(8, "little")),
         }
         return Replacement([self.token_id] * self._tiles.rows_beside_others, data=data, variant="beside others")

@@ -1,6 +1,6 @@
-"""Families with Pixtral as the vision encoder: LLaVA and Mistral 3.
+"""Families of models with Pixtral as the vision encoder: some LLaVA models, and Mistral 3.
 
-Images keep their aspect ratio. A special token ends each row of patches.
+Images keep their aspect ratio. In the prompt, a special token ends each row of patches.
 
 https://huggingface.co/docs/transformers/model_doc/pixtral
 """
@@ -21,7 +21,7 @@ class Patches(NamedTuple):
     """Format of images that are divided into patches.
 
     Attributes:
-        patch_size: Side of the square that one embedding covers, in pixels.
+        patch_size: Side length of the square that one embedding covers, in pixels.
         longest_edge: Maximum length of an image's longer edge in pixels.
         names: Names of the input tensors.
     """
@@ -32,18 +32,19 @@ class Patches(NamedTuple):
 
     @property
     def max_side(self) -> int:
-        """Number of embeddings along the longest edge."""
+        """Number of embeddings along the longest possible edge of an image."""
         return (self.longest_edge - 1) // self.patch_size + 1
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of embeddings, for a square image."""
+        """Maximum number of embeddings of an image. A square image has this many embeddings."""
         return self.max_side**2
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensors ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1, 2]``.
+        """Return the media item for the tensors ``pixel_values`` ``[1, 3, height, width]`` and ``image_sizes`` ``[1,
+        2]``.
 
-        The item's layout is the numbers of rows and columns of patches.
+        ``layout`` of the item is the number of rows and the number of columns of patches.
         """
         height, width = tensors.numbers(data, "image_sizes", (1, 2))
         tensors.taken(data, "pixel_values", (1, 3, height, width))
@@ -53,14 +54,14 @@ class Patches(NamedTuple):
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows * columns, layout=(rows, columns))
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the argument ``size``, whose ``longest_edge`` is at most the checkpoint's ``longest_edge``."""
+        """Return the processor argument ``size``. Its ``longest_edge`` is at most the value in the checkpoint."""
         arguments.check_names(kwargs, ("size",))
         size = arguments.size(kwargs, {"longest_edge": self.longest_edge}) or {"longest_edge": self.longest_edge}
         return {"size": size, "patch_size": self.patch_size}
 
 
 class Pixtral(ImageFamily):
-    """Family whose images have one row of image tokens per row of patches.
+    """Family whose prompts have one row of image tokens for each row of patches of an image.
 
     A break token follows each row except the last row. An end token follows the last row.
     """
@@ -81,14 +82,14 @@ class Pixtral(ImageFamily):
         self._break, self._end = (checkpoint.token_id(token) for token in tokens[1:])
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return a row of tokens for each row of patches."""
+        """Return the replacement of an image, which has a row of tokens for each row of patches."""
         rows, columns = item.layout
         token_ids = ([self.token_id] * columns + [self._break]) * rows
         token_ids[-1] = self._end
         return Replacement(token_ids, tuple(EmbedRun(row * (columns + 1), columns) for row in range(rows)))
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of tokens of the largest square image."""
+        """Return the number of tokens that the largest square image has."""
         del modality
         return (self._patches.max_side + 1) * self._patches.max_side
 

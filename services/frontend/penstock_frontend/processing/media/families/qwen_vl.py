@@ -1,4 +1,4 @@
-"""Families of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Their images and videos keep their aspect ratio."""
+"""Families of Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Images and videos keep their aspect ratio in these models."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,21 +17,23 @@ from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import Sampling, interval
 from penstock_frontend.processing.media.families.single_images import ImageFamily, grown
 
-# The code below is for images of the Qwen-VL families. Images keep their aspect ratio, and are resized only if their
+# The code below is for images of the Qwen-VL families. Images keep their aspect ratio. They are resized only if their
 # number of pixels is outside the limits.
 
 _CHANNELS = 3
 SHORTEST, LONGEST = "shortest_edge", "longest_edge"
-"""Keys of a size. Despite their names, the values are the numbers of pixels of the smallest and the largest image."""
+"""Keys of the argument ``size``. Despite the names of the keys, their values are the numbers of pixels of the smallest
+and of the largest image.
+"""
 
 
 class Grids(NamedTuple):
     """Format of images that are divided into patches.
 
     Attributes:
-        patch_size: Side of a patch in pixels.
-        merge_size: Side of the square of patches that form one embedding.
-        temporal_patch_size: Number of frames per patch.
+        patch_size: Side length of a patch in pixels.
+        merge_size: Number of patches along the side of the square of patches that forms one embedding.
+        temporal_patch_size: Number of video frames that one patch covers.
         min_pixels: Minimum number of pixels of an image.
         max_pixels: Maximum number of pixels of an image.
         names: Names of the input tensors.
@@ -46,7 +48,7 @@ class Grids(NamedTuple):
 
     @property
     def factor(self) -> int:
-        """Side of the square that one embedding covers, in pixels."""
+        """Side length of the square that one embedding covers, in pixels."""
         return self.patch_size * self.merge_size
 
     @property
@@ -55,10 +57,10 @@ class Grids(NamedTuple):
         return self.max_pixels // self.factor**2
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensors ``pixel_values`` ``[patches, elements of a patch]`` and ``image_grid_thw``
-        ``[1, 3]``.
+        """Return the media item for the tensors ``pixel_values`` ``[patches, elements of a patch]`` and
+        ``image_grid_thw`` ``[1, 3]``.
 
-        The item's layout is the grid of patches.
+        ``layout`` of the item has the size of the grid of patches.
         """
         time, height, width = tensors.numbers(data, "image_grid_thw", (1, 3))
         if time != 1:
@@ -68,7 +70,7 @@ class Grids(NamedTuple):
     def gridded(
         self, modality: Modality, pixels: str, data: Mapping[str, TensorData], grid: tuple[int, int, int]
     ) -> ProcessedItem:
-        """Return the item for patches that form a grid."""
+        """Return the media item for patches that form a grid of this size."""
         time, height, width = grid
         if min(grid) < 1 or height % self.merge_size or width % self.merge_size:
             raise ValueError(
@@ -80,10 +82,10 @@ class Grids(NamedTuple):
         return ProcessedItem(modality=modality, data=dict(data), num_embeds=rows, layout=grid)
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments ``min_pixels`` and ``max_pixels``, or ``size`` with ``shortest_edge`` and
+        """Return the processor arguments ``min_pixels`` and ``max_pixels``, or ``size`` with ``shortest_edge`` and
         ``longest_edge``.
 
-        The checkpoint's ``max_pixels`` is the limit of all these values.
+        None of these values may be larger than ``max_pixels`` of the checkpoint.
         """
         arguments.check_names(kwargs, ("min_pixels", "max_pixels", "size"))
         size = arguments.size(kwargs, {SHORTEST: self.max_pixels, LONGEST: self.max_pixels}) or {}
@@ -99,11 +101,11 @@ class Grids(NamedTuple):
 def image_grids(
     checkpoint: Checkpoint, settings: Mapping[str, Any], default_pixels: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
 ) -> Grids:
-    """Return the image format in a processor's configuration, with the defaults of the processor's class.
+    """Return the image format from the configuration of a processor. The defaults are those of the processor's class.
 
     Raises ConfigError.
 
-    ``default_pixels`` are the default minimum and maximum number of pixels.
+    ``default_pixels`` are the default minimum and the default maximum of the number of pixels.
     """
     tower = checkpoint.sub_config("vision_config")
     size = settings.get("size")
@@ -129,17 +131,14 @@ def image_grids(
     return grids
 
 
-# The code below is for videos of the Qwen-VL families, whose frames have one size. ``temporal_patch_size`` frames form
-# one time step.
-#
-# In transformers, these processors need torchvision (Qwen2VLVideoProcessor, Qwen3VLVideoProcessor). The code here
-# computes the same sizes and the same order of elements, but Pillow resizes the frames.
+# The code below is for videos of the Qwen-VL families. All frames of a video have one size. ``temporal_patch_size``
+# frames form one time step.
 
 MAX_ROWS = 16_384
 """Maximum number of embeddings of a video, even if the processor's configuration allows a higher number."""
 _MOST_ELONGATED = 200
 _TIMED = frozenset({"qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
-"""Model types whose prompts contain the times of video frames."""
+"""Model types whose prompts contain the times of video frames as text."""
 _PIXELS, _GRID, _SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"
 
 
@@ -147,13 +146,15 @@ class VideoGrids(NamedTuple):
     """Format of videos that are divided into patches.
 
     Attributes:
-        grids: Format of frames. Its pixel limits apply to each frame, or, with ``of_all``, to all frames together.
+        grids: Format of frames. Its limits on pixels apply to each frame, or to all frames together if ``of_all`` is
+            True.
         sampling: Limits for the selection of frames.
         resample: Pillow's resampling filter.
-        of_all: Whether pixel limits apply to all frames together.
-        cap: Additional limit in embeddings; 0: no limit. With ``of_all``, it applies to each frame, else to all frames.
-        tells_seconds: Whether the time between two time steps is an input of the model.
-        tells_times: Whether the prompt contains the time of each time step, in tenths of a second.
+        of_all: Whether the limits on pixels apply to all frames together.
+        cap: Additional limit on the number of embeddings, or 0 for no limit. If ``of_all`` is True, it applies to each
+            frame, otherwise to all frames together.
+        tells_seconds: Whether the seconds between two time steps are an input of the model.
+        tells_times: Whether the prompt contains the time of each time step as text, in tenths of a second.
     """
 
     grids: Grids
@@ -175,7 +176,9 @@ class VideoGrids(NamedTuple):
         return min(steps * max(self.grids.max_rows, 1), MAX_ROWS)
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process frames of one size. Accepts the arguments of images, ``fps`` and ``num_frames``. Raises ValueError."""
+        """Process the frames of a video, which have one size. Accepts the arguments of images, ``fps`` and
+        ``num_frames``. Raises ValueError.
+        """
         arguments.check_names(kwargs, ("min_pixels", "max_pixels", "size", "fps", "num_frames"))
         of_images = {name: value for name, value in kwargs.items() if name not in ("fps", "num_frames")}
         bounds = self.grids.arguments(of_images)["size"]
@@ -196,7 +199,7 @@ class VideoGrids(NamedTuple):
         return self._item(tensors.from_arrays(data), grid, self._times(kept))
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for tensors of a video, which do not contain the times of frames.
+        """Return the media item for the tensors of a video. The tensors do not contain the times of the frames.
 
         Raises ValueError if the model needs the times of frames.
         """
@@ -228,7 +231,9 @@ class VideoGrids(NamedTuple):
             )
 
     def _size(self, count: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-        """Return the size to which frames are resized. The computation is that of ``smart_resize`` in transformers."""
+        """Return the size to which the frames are resized. The computation is the same as in ``smart_resize`` of
+        transformers.
+        """
         factor, temporal = self.grids.factor, self.grids.temporal_patch_size
         if self.of_all and (height < factor or width < factor):
             scale = max(factor / height, factor / width)
@@ -259,12 +264,12 @@ class VideoGrids(NamedTuple):
         return max(min(most, int(pixels * 0.9) * self.grids.temporal_patch_size // count), floor)
 
     def _resized(self, frame: Image, size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-        """Return a resized frame as ``[channels, height, width]``."""
+        """Return a resized frame as an array ``[channels, height, width]``."""
         resized = frame.resize((size[1], size[0]), Resampling(self.resample))
         return np.asarray(resized, dtype=np.uint8).transpose(2, 0, 1)
 
     def _patches(self, frames: Sequence[npt.NDArray[np.uint8]], grid: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-        """Return the patches as ``[patches, elements of a patch]``.
+        """Return the patches of a video as an array ``[patches, elements of a patch]``.
 
         If the last time step has too few frames, repeat the last frame.
         """
@@ -278,7 +283,7 @@ class VideoGrids(NamedTuple):
     def _times(self, timestamps: Sequence[float]) -> tuple[int, ...]:
         """Return the time of each time step in tenths of a second.
 
-        The time is halfway between the first and the last frame of the step.
+        The time of a step is halfway between the times of its first and its last frame.
         """
         if not self.tells_times:
             return ()
@@ -289,7 +294,9 @@ class VideoGrids(NamedTuple):
 
 
 def video_grids(checkpoint: Checkpoint) -> VideoGrids:
-    """Return the format in the video processor's configuration, with the defaults of its class. Raises ConfigError."""
+    """Return the video format from the configuration of the video processor. The defaults are those of its class.
+    Raises ConfigError.
+    """
     settings = checkpoint.video_processor or checkpoint.image_processor
     of_all = checkpoint.model_type in _TIMED
     side = 32 if of_all else 28
@@ -310,9 +317,10 @@ def video_grids(checkpoint: Checkpoint) -> VideoGrids:
 
 
 class QwenVL(ImageFamily):
-    """Family with one token per embedding.
+    """Family of the Qwen-VL models, whose prompts have one token for each embedding.
 
-    In Qwen3-VL, the time of each time step precedes the embeddings of the step, which are between begin and end tokens.
+    In prompts of Qwen3-VL, the time of each time step comes first. The embeddings of the step follow between a begin
+    and an end token.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -338,9 +346,9 @@ class QwenVL(ImageFamily):
         return grown(self.encode("".join(steps)), self._token_ids["video"], rows, before=times[0])
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of tokens of the largest image or video.
+        """Return the number of tokens that the largest image or video has.
 
-        The times in a video's replacement have at most as many tokens as the video has embeddings.
+        In the replacement of a video, the texts of times have at most as many tokens as the video has embeddings.
         """
         timed = modality == "video" and self._grids.tells_times
         return super().max_tokens(modality) * (2 if timed else 1)

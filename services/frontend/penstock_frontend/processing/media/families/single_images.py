@@ -1,4 +1,4 @@
-"""Base classes of families with images and videos, and replacements for items that consist of several pieces."""
+"""Base classes of families with images and videos, and replacements for media items that consist of several pieces."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,13 +13,13 @@ from penstock_frontend.processing.media.families.base import FamilyProcessor, Pr
 from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.tensors import MediaProcessor, PilImages
 
-# The function below makes replacements for items with several pieces, between which there is text.
+# The function below makes the replacement for a media item that has several pieces with text between them.
 
 
 def grown(token_ids: Sequence[int], token_id: int, count: int, *, before: str = "", after: str = "") -> Replacement:
     """Return a replacement in which each ``token_id`` is repeated ``count`` times.
 
-    Embeddings replace all these tokens.
+    The model uses embeddings instead of all these tokens.
     """
     grown_ids: list[int] = []
     runs: list[EmbedRun] = []
@@ -33,41 +33,46 @@ def grown(token_ids: Sequence[int], token_id: int, count: int, *, before: str = 
 
 
 class Images(Protocol):
-    """Image format of a family. The frontend and the media workers use it, so it can be pickled."""
+    """Image format of a family of model types. Both the frontend and the media workers use it, so its instances can be
+    pickled.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the input tensors."""
+        """Names of the input tensors for an image."""
 
     @property
     def max_rows(self) -> int:
         """Maximum number of embeddings of an image."""
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensors of a processed image.
+        """Return the media item for the tensors of a processed image.
 
         Raises ValueError for tensors that the processor would not produce.
         """
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments for the image processor, from a request's arguments and the checkpoint.
+        """Return the arguments for the image processor, from the arguments of a request and the values of the
+        checkpoint.
 
         Raises ValueError.
         """
 
 
 class Videos(Protocol):
-    """Video format of a family. The frontend and the media workers use it, so it can be pickled."""
+    """Video format of a family of model types. Both the frontend and the media workers use it, so its instances can be
+    pickled.
+    """
 
     @property
     def max_rows(self) -> int:
         """Maximum number of embeddings of a video."""
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process frames of one size with their times. Raises ValueError."""
+        """Process the frames of a video, which have one size, with their times. Raises ValueError."""
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensors of a processed video.
+        """Return the media item for the tensors of a processed video.
 
         Raises ValueError for tensors that the processor would not produce.
         """
@@ -93,7 +98,7 @@ class ImageProcessor(MediaProcessor):
 
 
 class ImageFamily:
-    """Base class of families with images. By default, each embedding has one token.
+    """Base class of families with images. By default, a prompt has one token for each embedding.
 
     ``token`` and ``video_token`` are the placeholders. ``videos`` is None if the family accepts no videos.
     """
@@ -114,9 +119,9 @@ class ImageFamily:
     ) -> None:
         """Create the family.
 
-        ``media_tokens`` are further tokens for media, in addition to the placeholders. ``least_embeds`` is the minimum
-        number of embeddings that a client may send instead of an image. 0 means that clients may not send embeddings,
-        because embeddings do not define the image's layout in a prompt.
+        ``media_tokens`` are the tokens for media other than the placeholders. ``least_embeds`` is the minimum number of
+        embeddings that a client may send instead of an image. 0 means that clients may not send embeddings, because
+        embeddings do not define the image's layout in a prompt.
         """
         self.modalities: frozenset[Modality] = frozenset({"image"} if videos is None else {"image", "video"})
         self.identity = checkpoint.identity
@@ -133,22 +138,22 @@ class ImageFamily:
         self._least_embeds = least_embeds
 
     def placeholder(self, modality: Modality) -> str:
-        """Return the placeholder of this modality.
+        """Return the placeholder token for this modality.
 
-        For modalities that the family does not support, return the image token.
+        If the family does not support the modality, return the image token.
         """
         return self._tokens.get(modality, self._tokens["image"])
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Return the replacement of each item."""
+        """Return the replacement of each media item in the prompt."""
         return [self.replacement(item) for item in items]
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return the replacement of an item, with one token per embedding."""
+        """Return the replacement of a media item, with one token for each embedding."""
         return Replacement([self._token_ids[item.modality]] * item.num_embeds)
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for tensors of a processor, or for embeddings.
+        """Return the media item for tensors of a processor, or for embeddings.
 
         Embeddings are accepted only if the prompt needs no other data.
         """
@@ -166,7 +171,7 @@ class ImageFamily:
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of embeddings of the largest item. Begin and end tokens do not count."""
+        """Return the number of embeddings of the largest possible media item. Begin and end tokens are not counted."""
         if modality == "video" and self._videos is not None:
             return self._videos.max_rows
         return self._images.max_rows
@@ -177,7 +182,7 @@ class ImageFamily:
 
 
 def checked(images: Images, data: Mapping[str, TensorData]) -> ProcessedItem:
-    """Return the item for the tensors ``data``. Raises ValueError if the item is larger than the model allows."""
+    """Return the media item for the tensors ``data``. Raises ValueError if the item is larger than the model allows."""
     item = images.item(data)
     if item.num_embeds > images.max_rows:
         raise ValueError(

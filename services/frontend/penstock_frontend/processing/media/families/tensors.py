@@ -1,4 +1,4 @@
-"""Tensors of media in transport form, and base classes of processors for media workers."""
+"""Media tensors in the form in which they are sent, and base classes of the processors in media workers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ _TAKEN: Mapping[str, tuple[TensorDtype, ...]] = {
 
 
 def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, TensorData]:
-    """Convert arrays to tensors. If a processor returns pixels as floats that are not scaled, they become bytes."""
+    """Convert arrays to tensors. If a processor returns pixels as unscaled floats, the result has bytes instead."""
     tensors = {}
     for name, array in arrays.items():
         if name in PIXELS and array.dtype != np.uint8:
@@ -41,16 +41,16 @@ def from_arrays(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, TensorData]
 
 
 def to_array(tensor: TensorData) -> npt.NDArray[Any]:
-    """Return a view of a tensor's elements. Raises ValueError for a dtype that numpy does not have."""
+    """Return a view of a tensor's elements as an array. Raises ValueError for a dtype that numpy does not have."""
     if tensor.dtype == "bfloat16":
-        raise ValueError("numpy has no bfloat16")
+        raise ValueError("the tensor has the dtype bfloat16, which numpy does not support")
     return np.frombuffer(tensor.data, dtype=np.dtype(tensor.dtype).newbyteorder("<")).reshape(tensor.shape)
 
 
 def taken(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None]) -> TensorData:
-    """Return the tensor with this name. None in ``dims`` allows any size of the dimension.
+    """Return the tensor with this name after a check. A None in ``dims`` allows any size of this dimension.
 
-    Raises ValueError if the tensor is missing, or has another dtype or other dimensions.
+    Raises ValueError if the tensor is missing, or has another dtype or other dimensions than expected.
     """
     tensor = data.get(name)
     if tensor is None:
@@ -67,7 +67,9 @@ def taken(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None])
 
 
 def numbers(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None]) -> list[int]:
-    """Return the elements of a small int64 tensor. Raises the errors of ``taken``, and ValueError for another dtype."""
+    """Return the elements of a small int64 tensor. Raises the errors of ``taken``, and ValueError if the dtype is not
+    int64.
+    """
     tensor = taken(data, name, dims)
     if tensor.dtype != "int64":
         raise ValueError(f"{name} is {tensor.dtype}; it must be int64")
@@ -75,7 +77,7 @@ def numbers(data: Mapping[str, TensorData], name: str, dims: Sequence[int | None
 
 
 def num_embeds(data: Mapping[str, TensorData], *, least: int, most: int) -> int:
-    """Return the number of precomputed embeddings ``[rows, width]``.
+    """Return the number of embeddings in the tensor ``[rows, width]`` of precomputed embeddings.
 
     Raises ValueError for other tensors, or if there are too few or too many embeddings.
     """
@@ -89,7 +91,7 @@ def num_embeds(data: Mapping[str, TensorData], *, least: int, most: int) -> int:
 
 
 def check_names(data: Mapping[str, TensorData], names: Sequence[str]) -> None:
-    """Raise ValueError for a tensor that the model does not accept."""
+    """Raise ValueError if a tensor is not an input of the model."""
     for name in data:
         if name not in names:
             raise ValueError(f"{name} is not an input of the model; the model accepts {', '.join(names)}")
@@ -99,38 +101,42 @@ def check_names(data: Mapping[str, TensorData], names: Sequence[str]) -> None:
 
 
 class MediaProcessor:
-    """Processor that accepts no media. Subclasses override the methods of the modalities that they accept."""
+    """Processor that refuses all media. Subclasses override the methods of the modalities that they accept."""
 
     def image(self, image: Image, kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Raise ValueError."""
+        """Raise ValueError, because the model accepts no images."""
         del image, kwargs
         raise ValueError("the model accepts no images")
 
     def audio(self, samples: npt.NDArray[np.float32], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Raise ValueError."""
+        """Raise ValueError, because the model accepts no audio."""
         del samples, kwargs
         raise ValueError("the model accepts no audio")
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Raise ValueError."""
+        """Raise ValueError, because the model accepts no video."""
         del frames, timestamps, kwargs
         raise ValueError("the model accepts no video")
 
 
 class PilImages:
-    """Image processor of a checkpoint in transformers. It uses only numpy and Pillow."""
+    """Image processor of a checkpoint, from transformers. It uses only numpy and Pillow."""
 
     def __init__(self, folder: Path) -> None:
-        """Load the processor.
+        """Load the image processor of the checkpoint.
 
-        Raises ConfigError if transformers has no processor, or only a processor for torchvision.
+        Raises ConfigError if transformers has no image processor for this checkpoint, or only one that needs
+        torchvision.
         """
-        from transformers import AutoImageProcessor  # only media workers import this, as it takes half a second
+        # only media workers import this module, because the import takes half a second
+        from transformers import AutoImageProcessor
 
         load: Any = AutoImageProcessor.from_pretrained
         try:
             self._processor = load(str(folder), backend="pil", local_files_only=True)
-        except Exception as e:  # ImportError without a backend, OSError without a file, or an error of the class
+        except Exception as e:
+            # transformers raises ImportError without a backend, OSError without a file, or an error of the processor's
+            # class
             raise ConfigError(f"{folder}: its image processor cannot be created with numpy and Pillow: {e}") from e
         if self._processor.backend != "pil":
             name = type(self._processor).__name__
@@ -141,7 +147,7 @@ class PilImages:
     def __call__(self, images: Sequence[Image] | Sequence[Sequence[Image]], **kwargs: Any) -> dict[str, TensorData]:
         """Process images, given as one list, or as one list per prompt.
 
-        Pixels in the result are bytes, and neither rescaled nor normalized.
+        In the result, pixels are bytes that are neither rescaled nor normalized.
         """
         given = self._processor(
             images=list(images),

@@ -22,7 +22,9 @@ _APART = "\n\n"
 
 
 class Gemma3(ImageFamily):
-    """Family with a begin token, image tokens, and an end token. Crops (pan and scan) are not supported."""
+    """Family of Gemma 3, whose images have a begin token, image tokens, and an end token. Crops of images (pan and
+    scan) are not supported.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         if checkpoint.image_processor.get("do_pan_and_scan"):
@@ -50,12 +52,12 @@ class Gemma3(ImageFamily):
         return Replacement(self._around, (EmbedRun(1, item.num_embeds),), before=_APART, after=_APART)
 
 
-# In InternVL and Aya Vision, an image becomes the tiles of a canvas, and a thumbnail. GOT-OCR2's image processor makes
-# these pictures.
+# In InternVL and Aya Vision, the model gets an image as the tiles of a canvas, and as a thumbnail. The image processor
+# of GOT-OCR2 makes these pictures.
 
 
 class Canvas(NamedTuple):
-    """Format of tiled images.
+    """Format of images that are divided into tiles, for InternVL and Aya Vision.
 
     Attributes:
         tile: Height and width of a tile in pixels.
@@ -73,7 +75,9 @@ class Canvas(NamedTuple):
 
     @property
     def max_pictures(self) -> int:
-        """Maximum number of pictures of an image: the tiles, plus a thumbnail if there are several tiles."""
+        """Maximum number of pictures of an image. The pictures are the tiles, and a thumbnail if there are several
+        tiles.
+        """
         return self.max_tiles + 1 if self.max_tiles > 1 else 1
 
     @property
@@ -82,16 +86,16 @@ class Canvas(NamedTuple):
         return self.max_pictures * self.rows_of_tile
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensor ``pixel_values`` ``[tiles, 3, height, width]``.
+        """Return the media item for the tensor ``pixel_values`` ``[tiles, 3, height, width]``.
 
-        The item's layout is the number of tiles.
+        ``layout`` of the item is the number of tiles.
 
-        The model does not use ``num_patches``.
+        The model does not use the tensor ``num_patches``.
         """
         pixels = tensors.taken(data, "pixel_values", (None, 3, *self.tile))
         count = pixels.shape[0]
         if "num_patches" in data and tensors.numbers(data, "num_patches", (1,)) != [count]:
-            raise ValueError(f"num_patches is not {count}, the number of tiles in pixel_values")
+            raise ValueError(f"num_patches must be {count}, which is the number of tiles in pixel_values")
         if count < 1:
             raise ValueError("pixel_values has no tiles")
         return ProcessedItem(
@@ -99,9 +103,9 @@ class Canvas(NamedTuple):
         )
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments ``crop_to_patches``, ``min_patches`` and ``max_patches``.
+        """Return the processor arguments ``crop_to_patches``, ``min_patches`` and ``max_patches``.
 
-        The checkpoint's value of ``max_patches`` is the limit of ``min_patches`` and ``max_patches``.
+        Neither ``min_patches`` nor ``max_patches`` may be larger than ``max_patches`` of the checkpoint.
         """
         arguments.check_names(kwargs, ("crop_to_patches", "min_patches", "max_patches"))
         crops = arguments.flag(kwargs, "crop_to_patches")
@@ -111,7 +115,9 @@ class Canvas(NamedTuple):
 
 
 def canvas(checkpoint: Checkpoint, rows_of_tile: int) -> Canvas:
-    """Return the format in the image processor's configuration, with the defaults of its class. Raises ConfigError."""
+    """Return the image format from the configuration of the image processor. The defaults are those of its class.
+    Raises ConfigError.
+    """
     settings = checkpoint.image_processor
     return Canvas(
         image_size(checkpoint),
@@ -122,9 +128,9 @@ def canvas(checkpoint: Checkpoint, rows_of_tile: int) -> Canvas:
 
 
 class InternVL(ImageFamily):
-    """Family with a begin token, one token per embedding, and an end token.
+    """Family of InternVL, whose images have a begin token, one token for each embedding, and an end token.
 
-    Each video frame is a line with such tokens.
+    Each frame of a video is a line of text with such tokens.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -146,7 +152,7 @@ class InternVL(ImageFamily):
         self._begin_id, self._end_id = checkpoint.token_id(self._begin), checkpoint.token_id(self._end)
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return the replacement of an item, with one image token per embedding."""
+        """Return the replacement of a media item, with one image token for each embedding."""
         if item.modality == "video":
             return self._of_frames(*item.layout)
         token_ids = [self._begin_id, *[self.token_id] * item.num_embeds, self._end_id]
@@ -158,14 +164,14 @@ class InternVL(ImageFamily):
         return grown(self.encode(text), self.token_id, self._frames.rows_of_frame, before="Frame1: ")
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the tokens of the largest image or video."""
+        """Return the number of tokens that the largest image or video has."""
         return super().max_tokens(modality) if modality == "image" else self._of_frames(self._frames.max_frames).span
 
 
 class AyaVision(ImageFamily):
-    """Family with a begin token, tiles with names, and an end token.
+    """Family of Aya Vision, whose images have a begin token, tiles with names, and an end token.
 
-    The placeholder is not the token of an embedding.
+    The placeholder is another token than the token that stands for an embedding.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -190,7 +196,7 @@ class AyaVision(ImageFamily):
         self._laid_out = functools.lru_cache(maxsize=64)(self._lay_out)
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return the replacement for the item's tiles."""
+        """Return the replacement of an image, with tokens for each of its tiles."""
         return self._laid_out(*item.layout)
 
     def _lay_out(self, count: int) -> Replacement:
@@ -199,21 +205,21 @@ class AyaVision(ImageFamily):
         return grown(self.encode(text), self._patch_id, self._canvas.rows_of_tile)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the tokens of an image with the maximum number of tiles."""
+        """Return the number of tokens of an image with the maximum number of tiles."""
         del modality
         return self._laid_out(self._canvas.max_pictures).span
 
 
 _FAKE, _WHOLE = "<fake_token_around_image>", "<global-img>"
 _LARGEST = 4096
-"""Maximum length of an image's longer edge in pixels, even if arguments allow a higher value."""
+"""Maximum length of an image's longer edge in pixels, even if the processor arguments allow a longer edge."""
 
 
 class GridTiles(NamedTuple):
-    """Format of images in a grid of tiles.
+    """Format of images that are split into a grid of tiles, for Idefics 3 and SmolVLM.
 
     Attributes:
-        tile: Side of a tile in pixels.
+        tile: Side length of a tile in pixels.
         rows_of_tile: Number of embeddings per tile.
         longest_edge: Maximum length of an image's longer edge in pixels.
         splits: Whether large images are split into tiles by default.
@@ -228,20 +234,20 @@ class GridTiles(NamedTuple):
 
     @property
     def max_side(self) -> int:
-        """Number of tiles along the longest edge."""
+        """Number of tiles along the longest possible edge of an image."""
         return -(-min(self.longest_edge, _LARGEST) // self.tile)
 
     @property
     def max_rows(self) -> int:
-        """Maximum number of embeddings of an image. A square image that is split into tiles has this number."""
+        """Maximum number of embeddings of an image. A square image that is split into tiles has this many embeddings."""
         return (self.max_side**2 + 1) * self.rows_of_tile
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
-        """Return the item for the tensors ``pixel_values`` ``[1, tiles, 3, height, width]``, the pixel mask, ``rows``
-        and ``cols`` ``[1, 1]``.
+        """Return the media item for the tensors ``pixel_values`` ``[1, tiles, 3, height, width]``, the pixel mask,
+        ``rows`` and ``cols`` ``[1, 1]``.
 
-        ``rows`` and ``cols`` are 0 for an image with a single tile. The item's layout is the numbers of rows and
-        columns.
+        ``rows`` and ``cols`` are 0 for an image with a single tile. ``layout`` of the item is the number of rows and
+        the number of columns.
         """
         (rows,), (columns,) = (tensors.numbers(data, name, (1, 1)) for name in ("rows", "cols"))
         if (rows == 0) != (columns == 0) or min(rows, columns) < 0:
@@ -254,8 +260,8 @@ class GridTiles(NamedTuple):
         return ProcessedItem(modality="image", data=kept, num_embeds=count * self.rows_of_tile, layout=(rows, columns))
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments ``do_image_splitting``, and ``size`` with a ``longest_edge`` of at most the checkpoint's
-        value.
+        """Return the processor arguments ``do_image_splitting`` and ``size``. ``longest_edge`` of ``size`` is at most
+        the value in the checkpoint.
         """
         arguments.check_names(kwargs, ("do_image_splitting", "size"))
         size = arguments.size(kwargs, {"longest_edge": self.longest_edge}) or {"longest_edge": self.longest_edge}
@@ -268,7 +274,9 @@ class GridTiles(NamedTuple):
 
 
 class Idefics3(ImageFamily):
-    """Family with one line of text for each row of tiles, and one line for the complete image."""
+    """Family of Idefics 3, whose prompts have one line of text for each row of tiles, and one line for the complete
+    image.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         settings, tower = checkpoint.image_processor, checkpoint.sub_config("vision_config")
@@ -288,7 +296,7 @@ class Idefics3(ImageFamily):
         self._laid_out = functools.lru_cache(maxsize=256)(self._lay_out)
 
     def replacement(self, item: ProcessedItem) -> Replacement:
-        """Return the replacement for the item's tiles."""
+        """Return the replacement of an image, with tokens for each of its tiles."""
         return self._laid_out(*item.layout)
 
     def _lay_out(self, rows: int, columns: int) -> Replacement:
@@ -301,12 +309,12 @@ class Idefics3(ImageFamily):
         return grown(self.encode(text), self.token_id, self._tiles.rows_of_tile)
 
     def max_tokens(self, modality: Modality) -> int:
-        """Return the number of tokens of the largest square image."""
+        """Return the number of tokens that the largest square image has."""
         del modality
         return self._laid_out(self._tiles.max_side, self._tiles.max_side).span
 
 
 def _rows_of_tile(checkpoint: Checkpoint, tower: Mapping[str, Any]) -> int:
-    """Return the number of embeddings of a tile, computed from the tile's number of patches."""
+    """Return the number of embeddings of a tile, computed from the number of patches of a tile."""
     side = checkpoint.number("image_size", tower, default=364) // checkpoint.number("patch_size", tower, default=14)
     return side**2 // checkpoint.number("scale_factor", checkpoint.config, default=2) ** 2
