@@ -217,7 +217,7 @@ def _read(file: soundfile.SoundFile, limits: DecodeLimits) -> npt.NDArray[np.flo
     if not 1 <= file.channels <= MAX_CHANNELS:
         raise Unreadable(f"has {file.channels} channels; the limit is {MAX_CHANNELS}")
     if not MIN_RATE <= file.samplerate <= MAX_RATE:
-        raise Unreadable(f"has {file.samplerate} samples a second; it must have {MIN_RATE} to {MAX_RATE}")
+        raise Unreadable(f"has {file.samplerate} samples per second; it must have from {MIN_RATE} to {MAX_RATE}")
     most = int(limits.max_audio_seconds * file.samplerate)
     # libsndfile uses such large values if the number of samples is unknown
     known = file.frames if file.frames < 2**62 else 0

@@ -1,4 +1,4 @@
-"""HTTP client that fetches media files without blocking the event loop, and connects only to allowed addresses."""
+"""HTTP client that fetches media files. It does not block the event loop, and connects only to allowed addresses."""
 
 import asyncio
 import socket
@@ -17,26 +17,28 @@ from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.media import sources
 from penstock_frontend.processing.media.sources import Target, check_domain, is_allowed_address, read_url
 
-# The class below parses the HTTP response of a media host incrementally.
+# The class below parses the HTTP response of a media host while the response arrives.
 
 _MOST_HEADERS = 256
 _MOST_INFORMATIONAL = 16
 _FRAMING = 64 * 1024
-"""Maximum number of bytes of a response in addition to the body. They include headers, informational responses, chunk
-sizes, chunk extensions, trailers, and TLS overhead.
+"""Maximum number of bytes that a response may have in addition to its body. They include headers, informational
+responses, chunk sizes, chunk extensions, trailers, and TLS overhead.
 """
 _FRAMING_SHARE = 4
-"""Divisor of the body's size. The quotient is added to the limit ``_FRAMING``. Responses with chunks of 24 bytes or
-more stay within the limit.
+"""Divisor of the size of the body. The quotient is added to the limit ``_FRAMING``. Responses whose chunks have at least
+24 bytes stay within the limit.
 """
 
 
 class BadAnswer(Exception):  # noqa: N818 - it says what is wrong with the answer
-    """Error for a host that violates the protocol or a limit. The text follows "could not be fetched: " in messages."""
+    """Error for a media host that violates the HTTP protocol or a limit. The text of the error follows "could not be
+    fetched: " in messages.
+    """
 
 
 class Answer:
-    """Final response to one GET request. Informational responses (1xx) before the final response are dropped.
+    """Final response to one GET request. Informational responses (1xx) before it are dropped.
 
     The parser is compiled code, and the limits are checked after every slice of bytes. If a host sends one-byte chunks,
     endless headers, or other bytes without content, the request fails after about 64 KiB.
@@ -44,21 +46,21 @@ class Answer:
 
     def __init__(self) -> None:
         self.status: int | None = None
-        """Status code, or None until all headers have arrived."""
+        """HTTP status code. None until all headers have arrived."""
         self.headers: dict[str, str] = {}
-        """Headers by lower-case name."""
+        """Headers of the response, by name in lower case."""
         self.body = bytearray()
         self.is_complete = False
         self._is_until_close = False
         self._num_headers = 0
         self._num_informational = 0
         self._parser = httptools.HttpResponseParser(self)
-        # Accept lines that end with LF only, and padded chunk sizes, because some hosts send them. This is safe,
+        # Accept lines that end with LF only, and chunk sizes with padding, because some hosts send them. This is safe,
         # because each connection has only one response.
         self._parser.set_dangerous_leniencies(lenient_optional_cr_before_lf=True, lenient_spaces_after_chunk_size=True)
 
     def feed(self, data: bytes, num_received: int) -> None:
-        """Parse the next bytes.
+        """Parse the next bytes of the response.
 
         Args:
             data: The next bytes, or empty if the host has closed the connection.
@@ -74,7 +76,7 @@ class Answer:
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            if not self.is_complete:  # ignore errors in bytes after the response
+            if not self.is_complete:  # the response is complete, so ignore errors in later bytes
                 raise BadAnswer("its host violates the HTTP protocol") from None
         self._check(num_received)
 
@@ -94,16 +96,16 @@ class Answer:
                 f"1/{_FRAMING_SHARE} of the file's size; the host should send chunks of 1 KiB or more"
             )
 
-    # The parser calls the methods below.
+    # The HTTP parser calls the methods below.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header. Headers after the body are counted, but not stored."""
+        """Store a header of the response. Headers after the body are counted, but not stored."""
         self._num_headers += 1
         if self.status is None:
             self.headers[name.decode("latin-1").lower()] = value.decode("latin-1").strip()
 
     def on_headers_complete(self) -> None:
-        """Store the status of the final response. Ignore informational responses."""
+        """Store the status code of the final response. Ignore informational responses."""
         if self.status is not None:
             return
         status = self._parser.get_status_code()
@@ -115,7 +117,7 @@ class Answer:
         self._is_until_close = not self.headers.keys() & {"content-length", "transfer-encoding"}
 
     def on_body(self, data: bytes) -> None:
-        """Append a part of the body."""
+        """Append a part of the response's body."""
         if not self.is_complete:
             self.body += data
 
@@ -129,30 +131,30 @@ class Answer:
 RunInThread = Callable[[Callable[[], bool]], Awaitable[bool]]
 
 BYTES_PER_TURN = 64 * 1024
-"""Maximum number of bytes from media hosts that all connections together process per iteration of the event loop.
+"""Maximum number of bytes from media hosts that are processed in one iteration of the event loop, over all connections.
 
-Parsing this many bytes takes at most 1 ms. The worst case is one-byte chunks.
+Parsing this many bytes takes at most 1 ms, even in the worst case, which is a response with one-byte chunks.
 """
 _SLICE = 16 * 1024
 """Maximum number of bytes per read from a socket."""
 _SMALLEST_CHARGE = 2 * 1024
-"""Minimum number of bytes that one read counts for the limit. A read takes about 50 us, even for a single byte."""
+"""Number of bytes that one read counts at least against the limit. A read takes about 50 us, even for a single byte."""
 _LONGEST_HANDSHAKE = 128 * 1024
 
 
 class Wire:
-    """Connection to a media host, with or without TLS. The caller closes the connection.
+    """Connection to a media host, with or without TLS. The caller must close the connection.
 
-    TLS uses memory buffers here. asyncio's own TLS would decrypt up to 256 KiB in one iteration of the event loop, even
-    for small records.
+    The class decrypts TLS in memory buffers. asyncio's own TLS would decrypt up to 256 KiB in one iteration of the
+    event loop, even if the records are small.
     """
 
     def __init__(self, connection: socket.socket, pace: Pace) -> None:
         """Wrap a connected, non-blocking socket.
 
         Args:
-            connection: The socket. The wire closes it.
-            pace: Limit of bytes per iteration of the event loop, shared by all wires.
+            connection: The connected socket. ``close`` closes it.
+            pace: Limit on the bytes that are processed per iteration of the event loop. All connections share it.
         """
         self._socket = connection
         self._pace = pace
@@ -162,7 +164,7 @@ class Wire:
         """Number of bytes that the host has sent after the TLS handshake, before decryption."""
 
     async def start_tls(self, context: ssl.SSLContext, name: str, run_in_thread: RunInThread) -> None:
-        """Do the TLS handshake, and check the certificate.
+        """Do the TLS handshake, and check the certificate of the host.
 
         Args:
             context: TLS context with the trusted certificate authorities.
@@ -186,7 +188,7 @@ class Wire:
         self.num_received = 0
 
     async def send(self, data: bytes) -> None:
-        """Send all of the data. Raises OSError."""
+        """Send all of the data to the host. Raises OSError."""
         if self._tls is None:
             await asyncio.get_running_loop().sock_sendall(self._socket, data)
         else:
@@ -194,7 +196,7 @@ class Wire:
             await self._flush()
 
     async def read(self) -> bytes:
-        """Return the next bytes, at most about 32 KiB, or an empty result at the end. Raises OSError."""
+        """Return the next bytes from the host, at most about 32 KiB. Return an empty result at the end. Raises OSError."""
         if self._tls is None:
             return await self._receive()
         while True:
@@ -210,11 +212,11 @@ class Wire:
             if (data := b"".join(pieces)) or is_over:
                 return data
             if not (received := await self._receive()):
-                return b""  # not an error, because many hosts close the connection without a TLS close message
+                return b""  # not an error, because many hosts close the connection without the closing message of TLS
             self._incoming.write(received)
 
     def close(self) -> None:
-        """Close the connection immediately, even if data is unsent."""
+        """Close the connection immediately, even if data were not sent yet."""
         self._socket.close()
 
     async def _flush(self) -> None:
@@ -222,7 +224,7 @@ class Wire:
             await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
     async def _receive(self) -> bytes:
-        """Return received bytes, as soon as the limit of bytes per iteration allows processing them."""
+        """Return received bytes, as soon as the limit of bytes per iteration of the event loop allows it."""
         data = await asyncio.get_running_loop().sock_recv(self._socket, _SLICE)
         self.num_received += len(data)
         await self._pace.take(max(len(data), _SMALLEST_CHARGE))
@@ -230,7 +232,7 @@ class Wire:
 
 
 async def connect(address: str, port: int, pace: Pace) -> Wire:
-    """Connect to an address. Raises OSError."""
+    """Connect to an IP address. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -243,7 +245,7 @@ async def connect(address: str, port: int, pace: Pace) -> Wire:
 
 
 def _has_shaken_hands(tls: ssl.SSLObject) -> bool:
-    """Continue the TLS handshake. Return False if the handshake needs more bytes from the host."""
+    """Continue the TLS handshake. Return True if it is complete, and False if it needs more bytes from the host."""
     try:
         tls.do_handshake()
     except ssl.SSLWantReadError:
@@ -254,15 +256,17 @@ def _has_shaken_hands(tls: ssl.SSLObject) -> bool:
 # The code below sends one GET request to a media host, and reads the response.
 
 Counted = Callable[[int], None]
-"""Function that is called with the number of additional bytes in memory. Raises ResourceExhausted at the limit."""
+"""Function that is called with the number of additional bytes that a file has in memory. Raises ResourceExhausted if a
+limit is reached.
+"""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _FOR_NOW = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Status codes after which a retry may succeed."""
+"""Status codes of a host after which a later attempt may succeed."""
 
 
 class Exchange:
-    """One request to a media host, and the host's response."""
+    """One GET request to a media host, and the host's response."""
 
     def __init__(self, wire: Wire, field: str, max_bytes: int, counted: Counted) -> None:
         self._wire = wire
@@ -272,11 +276,11 @@ class Exchange:
         self._answer = Answer()
 
     async def get(self, target: Target, check: Callable[..., Target]) -> bytes | Target:
-        """Return the file, or the target of a redirect after ``check``.
+        """Return the file, or the URL to which the host redirects, after it was checked with ``check``.
 
         Raises:
             OSError: The connection is lost.
-            RequestFailed: The response has no file, or exceeds a limit.
+            RequestFailed: The response contains no file, or exceeds a limit.
         """
         answer = self._answer
         await self._wire.send(_request(target))
@@ -350,7 +354,7 @@ def _request(target: Target) -> bytes:
 T = TypeVar("T")
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Function that returns all IP addresses of a host as texts. Raises OSError."""
+"""Function that returns all IP addresses of a host name as texts. Raises OSError."""
 
 _RESOLVING_THREADS = 8
 _HANDSHAKE_THREADS = 2
@@ -358,13 +362,14 @@ _HANDSHAKE_THREADS = 2
 
 
 class Fetcher:
-    """Fetches files by URL. Resolves a host name once, checks all of its addresses, and connects to one of them.
+    """Fetches files by URL. For each URL, it resolves the host name once, checks all addresses of the host, and
+    connects to one of them.
 
     The fetcher uses no proxies, cookies, credentials or content encodings, and does not reuse connections.
     """
 
     def __init__(self, config: MediaConfig, resolver: Resolver | None = None) -> None:
-        """Create the fetcher. ``resolver`` replaces the system's resolver. Raises ConfigError."""
+        """Create the fetcher. ``resolver`` is used instead of the system's resolver for host names. Raises ConfigError."""
         self._config = config
         self._private = config.private_networks
         self._resolver = resolver or self._resolve
@@ -381,29 +386,31 @@ class Fetcher:
         self._closed = False
 
     def close(self) -> None:
-        """Stop. The fetcher then resolves no further names, and starts no further TLS handshakes."""
+        """Stop the fetcher. After that, it resolves no more names, and starts no more TLS handshakes."""
         self._closed = True
         self._threads.shutdown(wait=False)
         self._handshakes.shutdown(wait=False)
 
     def check(self, url: str, *, field: str) -> Target:
-        """Return the target of a URL.
+        """Return the parsed URL, after a check that the frontend may fetch it.
 
-        Opens no connection. Raises PermissionDenied or InvalidArgument if fetching the URL is not allowed.
+        This method opens no connection. Raises PermissionDenied or InvalidArgument if the frontend may not fetch the
+        URL.
         """
         target = read_url(url, field=field)
         check_domain(target, self._config.allowed_domains, field=field)
         return target
 
     async def fetch(self, url: str, *, field: str, counted: Counted = lambda _: None) -> bytes:
-        """Fetch a file.
+        """Fetch the file at a URL.
 
-        Raises the errors of ``check``, RequestFailed with MEDIA_FETCH_FAILED or MEDIA_TOO_LARGE, or ResourceExhausted.
+        Raises the errors of ``check``, RequestFailed with the reason MEDIA_FETCH_FAILED or MEDIA_TOO_LARGE, or
+        ResourceExhausted.
         """
         target = self.check(url, field=field)
         if self.num_waiting >= self._config.max_queued:
             raise ResourceExhausted(
-                f"{self.num_waiting} URLs are waiting to be fetched; media.max_queued is {self._config.max_queued}",
+                f"{self.num_waiting} URLs are waiting to be fetched; the limit media.max_queued is {self._config.max_queued}",
                 field=field,
                 retry_after=1.0,
             )
@@ -435,7 +442,7 @@ class Fetcher:
         )
 
     async def _get(self, target: Target, field: str, counted: Counted) -> bytes | Target:
-        """Return the file, or the target of a redirect."""
+        """Send one GET request. Return the file, or the URL to which the host redirects."""
         wire = await self._connect(target, field)
         try:
             return await Exchange(wire, field, self._config.max_bytes, counted).get(target, self.check)
@@ -465,9 +472,10 @@ class Fetcher:
         return wire
 
     async def _addresses(self, target: Target, field: str) -> Sequence[str]:
-        """Return all addresses of the host.
+        """Return all IP addresses of the host.
 
-        Raises PermissionDenied if any address is not public. The error does not name the address.
+        Raises PermissionDenied if connections to any of the addresses are not allowed. The error does not name the
+        address.
         """
         if target.address is not None:
             addresses: Sequence[str] = [target.host]
@@ -477,7 +485,7 @@ class Fetcher:
             except (OSError, UnicodeError):
                 addresses = []
             if not addresses:
-                raise sources.fetch_failed(field, "its host has no address", for_now=True)
+                raise sources.fetch_failed(field, "the name of its host has no IP address", for_now=True)
         if not all(is_allowed_address(address, self._private) for address in addresses):
             raise sources.not_allowed(field, f"is on {quoted(target.authority)}, whose addresses are not public")
         return addresses

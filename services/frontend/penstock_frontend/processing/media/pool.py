@@ -1,4 +1,6 @@
-"""Pool of media workers, with a fair bounded queue and replacement of workers that end or take too long."""
+"""Pool of media workers (processes). It has a bounded queue that is fair to tenants, and replaces workers that end or
+take too long.
+"""
 
 import asyncio
 import contextlib
@@ -52,19 +54,21 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[str, deque[T]] = OrderedDict()
-        """Waiting items by tenant, in the order in which tenants have their turns. No deque is empty."""
+        """Waiting items by tenant, in the order in which the tenants have their turns. Tenants without waiting items
+        are not in it.
+        """
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def put(self, tenant: str, item: T) -> None:
-        """Add an item after the tenant's other items. If the tenant has no other items, it gets the last turn."""
+        """Add an item after the other items of its tenant. If the tenant has no other items, its turn comes last."""
         self._waiting.setdefault(tenant, deque()).append(item)
         self._count += 1
 
     def put_back(self, tenant: str, item: T) -> None:
-        """Return an item that ``take`` removed to the front of the queue."""
+        """Put an item that ``take`` removed back at the front of the queue."""
         self._waiting.setdefault(tenant, deque()).appendleft(item)
         self._waiting.move_to_end(tenant, last=False)
         self._count += 1
@@ -72,7 +76,7 @@ class FairQueue(Generic[T]):
     def take(self) -> T:
         """Remove and return the next item. Raises IndexError if the queue is empty."""
         if not self._waiting:
-            raise IndexError("the queue is empty")
+            raise IndexError("the queue of media items is empty")
         tenant, items = self._waiting.popitem(last=False)
         item = items.popleft()
         if items:
@@ -81,10 +85,10 @@ class FairQueue(Generic[T]):
         return item
 
     def displace(self, tenant: str) -> T | None:
-        """Make space for an item of ``tenant``. Remove and return the last item of the tenant with the most items.
+        """Make room for an item of ``tenant``: remove and return the last item of the tenant that has the most items.
 
-        Returns None if there is no space for ``tenant``. This is so if ``tenant`` would then have as many items as the
-        tenant with the most items.
+        Return None if the item of ``tenant`` must be refused instead. This is the case if ``tenant`` would then have at
+        least as many items as the tenant with the most items.
         """
         if not self._waiting:
             return None
@@ -101,7 +105,7 @@ class FairQueue(Generic[T]):
 _MODULE = "penstock_frontend.processing.media.worker"
 _LONGEST_HEAD = 1024 * 1024
 _MOST_EMBEDS = 1024 * 1024
-"""Maximum number of embeddings of one item. No model accepts so many tokens."""
+"""Maximum number of embeddings of one media item. No model accepts as many tokens."""
 _ENVIRONMENT = (
     "HF_HOME",
     "HF_HUB_CACHE",
@@ -113,7 +117,7 @@ _ENVIRONMENT = (
     "TMPDIR",
     "XDG_CACHE_HOME",
 )
-"""Environment variables that a worker inherits. Other variables may contain secrets and addresses."""
+"""Names of the environment variables that a worker inherits. Other variables may contain secrets and addresses."""
 _OF_WORKERS = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -124,31 +128,31 @@ _OF_WORKERS = {
 
 
 class Job(NamedTuple):
-    """An item to decode and process.
+    """A media item that a worker must decode and process.
 
-    The item is one file, or the frames of a video with each frame's time in seconds.
+    The item is one file, or the frames of a video, each with its time in seconds.
     """
 
     modality: Modality
     files: Sequence[bytes]
     timestamps: Sequence[float]
     arguments: bytes
-    """Arguments of the processor, as a JSON object."""
+    """Arguments for the model's processor, as a JSON object."""
 
 
 class WorkerLost(Exception):  # noqa: N818 - it says what happened
-    """Error for a worker process that has ended, or sent an invalid message."""
+    """Error for a worker process that has ended, or has sent an invalid message."""
 
 
 class NoWorker(Exception):  # noqa: N818 - it says what happened
-    """Error for a worker that cannot create its processor. The text has the reason."""
+    """Error for a worker that cannot create the model's processor. The text has the reason."""
 
 
 class WorkerProcess:
     """Process of one worker. The frontend checks the worker's messages, because the worker opens files from clients."""
 
     def __init__(self, most_bytes: int) -> None:
-        """Start the process. ``most_bytes`` is the maximum size of an item's tensors."""
+        """Start the worker process. ``most_bytes`` is the maximum size of an item's tensors in bytes."""
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
         self._most_bytes = most_bytes
@@ -160,16 +164,16 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the worker."""
+        """Process id of the worker process."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process runs."""
+        """Whether the worker process still runs."""
         return self._process.poll() is None
 
     async def set_up(self, setup: Setup) -> None:
-        """Wait until the worker has created its processor. Raises NoWorker, WorkerLost."""
+        """Wait until the worker has created the model's processor. Raises NoWorker, WorkerLost."""
         with self._lost_if_broken():
             await asyncio.get_running_loop().sock_sendall(self._channel, framed(setup))
             ready = decode_ready(await self._head())
@@ -177,7 +181,9 @@ class WorkerProcess:
             raise NoWorker(ready.error)
 
     async def process(self, job: Job) -> tuple[ProcessedItem, float] | Refused:
-        """Process an item. Return the result and the processing time in seconds, or a refusal. Raises WorkerLost."""
+        """Let the worker process an item. Return the result and the processing time in seconds, or a refusal. Raises
+        WorkerLost.
+        """
         loop = asyncio.get_running_loop()
         head = JobHead(
             modality=job.modality,
@@ -195,12 +201,12 @@ class WorkerProcess:
             return await self._item(answer, job.modality), answer.seconds
 
     async def ended(self) -> None:
-        """Wait until the process ends, or sends data although it has no item. This wait can be cancelled."""
+        """Wait until the worker process ends, or sends data although it processes no item. The wait can be cancelled."""
         with contextlib.suppress(OSError):
             await asyncio.get_running_loop().sock_recv(self._channel, 1)
 
     async def end(self) -> int:
-        """Kill the process. Return the exit code, which is negative for a signal."""
+        """Kill the worker process. Return its exit code, which is negative if a signal ended it."""
         self._process.kill()
         self._channel.close()
         return await asyncio.to_thread(self._process.wait)
@@ -235,7 +241,7 @@ class WorkerProcess:
         return await self._take(length)
 
     async def _take(self, size: int) -> bytearray:
-        """Read ``size`` bytes into a new buffer. The result uses this buffer without a copy."""
+        """Read ``size`` bytes into a new buffer. The result is a view of this buffer, without a copy."""
         taken = bytearray(size)
         view, loop = memoryview(taken), asyncio.get_running_loop()
         while len(view):
@@ -248,15 +254,15 @@ class WorkerProcess:
 _ATTEMPTS = 2
 """Number of workers that may end while they process the same item. The first worker may have ended for another reason."""
 _STARTS = 3
-"""Number of consecutive failed starts of a worker after which waiting items fail."""
+"""Number of times in a row that workers may fail to start before waiting items fail."""
 _PAUSE = 1.0
-"""Seconds to wait before the next start after a failed start."""
+"""Number of seconds to wait before the next start of a worker, after a start has failed."""
 _UNMEASURED = 1.0
-"""Retry delay for clients in seconds, until the first processed item shows the processing rate."""
+"""Retry delay for clients in seconds, as long as no item was processed from which the delay can be computed."""
 
 
 class _Waiting:
-    """An item that is in the queue or in a worker."""
+    """A media item that waits in the queue, or that a worker processes."""
 
     __slots__ = ("attempts", "came", "job", "result", "tenant")
 
@@ -268,7 +274,9 @@ class _Waiting:
         self.attempts = 0
 
     def fail(self, error: Exception) -> None:
-        """Fail the item. Idempotent, and allowed after the item's client has disconnected."""
+        """End the wait for an item with an error. Idempotent, and allowed after the client of the item has
+        disconnected.
+        """
         if not self.result.done():
             self.result.set_exception(error)
 
@@ -276,7 +284,7 @@ class _Waiting:
 class WorkerPool:
     """Pool of media workers.
 
-    Call ``start``, then ``process`` for each item, then ``close``, all on the same event loop.
+    The caller calls ``start``, then ``process`` for each item, then ``close``, all on the same event loop.
     """
 
     def __init__(
@@ -286,7 +294,9 @@ class WorkerPool:
         config: MediaConfig,
         metrics: MediaMetrics,
     ) -> None:
-        """Create the pool. Each worker calls ``make_processor``. ``sampling_rate`` is the model's audio rate in Hz."""
+        """Create the pool. Each worker calls ``make_processor``. ``sampling_rate`` is the rate in Hz at which the model
+        expects audio.
+        """
         self._config = config
         self._metrics = metrics
         self._setup = Setup(
@@ -307,12 +317,12 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ready workers."""
+        """Process ids of the workers that are ready."""
         return [worker.pid for worker in self._workers]
 
     @property
     def num_queued(self) -> int:
-        """Number of items waiting for a worker."""
+        """Number of media items that wait for a worker."""
         return len(self._queue)
 
     async def start(self) -> None:
@@ -330,7 +340,7 @@ class WorkerPool:
         ]
 
     async def process(self, job: Job, tenant: str = "") -> ProcessedItem:
-        """Process an item.
+        """Let a worker process a media item. Return the processed item.
 
         Raises:
             TooLarge: The item exceeds a limit.
@@ -363,7 +373,7 @@ class WorkerPool:
         displaced.fail(full)
 
     async def close(self) -> None:
-        """End all workers. Waiting items fail with Unavailable. Idempotent."""
+        """End all workers. Items that still wait fail with Unavailable. Idempotent."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -375,7 +385,7 @@ class WorkerPool:
             self._queue.take().fail(error())
 
     async def _serve(self, worker: WorkerProcess | None) -> None:
-        """Run one worker of the pool. Whenever the worker ends, start a new worker in its place."""
+        """Run one of the pool's workers. Whenever its process ends, start a new process in its place."""
         try:
             while True:
                 if worker is None and (worker := await self._replaced()) is None:
@@ -392,10 +402,10 @@ class WorkerPool:
                 await self._end(worker)
 
     async def _next(self, worker: WorkerProcess) -> _Waiting | None:
-        """Return the next item, or None if the worker ends while it waits for an item."""
+        """Return the next item for a worker. Return None if the worker process ends while it waits for an item."""
         while True:
             while self._queue:
-                if not worker.alive:  # the worker was idle when it ended, so no item is the cause
+                if not worker.alive:  # the worker process ended while it had no item, so no item is the cause
                     return None
                 waiting = self._queue.take()
                 self._metrics.series("penstock:media_queued").set(len(self._queue))
@@ -406,7 +416,7 @@ class WorkerPool:
                 return None
 
     async def _work_for(self, worker: WorkerProcess) -> bool:
-        """Wait until there may be an item for the worker. Return False if the worker ends before."""
+        """Wait until there may be an item for the worker. Return False if the worker process ends before."""
         work, end = asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(worker.ended())
         try:
             await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
@@ -423,7 +433,7 @@ class WorkerPool:
         )
 
     async def _run(self, worker: WorkerProcess, waiting: _Waiting) -> bool:
-        """Process an item. Return whether the worker can process further items."""
+        """Let a worker process an item. Return whether the worker can process further items."""
         job = waiting.job
         if not waiting.attempts:
             self._metrics.series("penstock:media_seconds", job.modality, "queue").observe(
@@ -488,7 +498,7 @@ class WorkerPool:
         except (NoWorker, WorkerLost, OSError) as e:
             self._num_lost += 1
             if isinstance(e, WorkerLost) and self._num_lost < _STARTS * self._config.num_workers:
-                # Try again, because the reason why this worker ended may not affect the next worker.
+                # Try again, because a new worker may start although this one ended.
                 get_logger().warning("media worker process ended while it started", error=str(e))
                 return None
             self._failure = str(e) or type(e).__name__

@@ -1,4 +1,4 @@
-"""Reader for the media of requests, which fetches or decodes files, checks them, and computes identifiers."""
+"""Reader for the media of requests. It fetches or decodes files, checks them, and computes identifiers."""
 
 import asyncio
 import hashlib
@@ -31,10 +31,11 @@ _BEYOND_IN_BFLOAT16 = 0x4780
 
 
 def check_tensors(tensors: Mapping[str, TensorData], *, field: str) -> None:
-    """Raise InvalidArgument for tensors that are not valid.
+    """Raise InvalidArgument if preprocessed tensors of a client are not valid.
 
-    Reasons are too many tensors, a number of bytes that does not match the shape, and numbers that are not finite or
-    outside the range of float16. The check reads every number, so call it in a thread for large tensors.
+    Tensors are not valid if there are too many of them, or if their number of bytes does not match their shape. Their
+    numbers must be finite, and in the range of float16. The check reads every number, so callers must run it in a
+    thread if the tensors are large.
     """
     if not tensors:
         raise sources.unreadable(field, "has no tensors")
@@ -68,7 +69,7 @@ def _is_in_range(tensor: TensorData) -> bool:
     return bool((np.abs(numbers) <= LARGEST_NUMBER).all())
 
 
-# The code below computes identifiers of media. Every store and cache uses these identifiers.
+# The code below computes identifiers of media. Every store and cache of media uses these identifiers.
 
 _KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 _LENGTH_BYTES = 8
@@ -77,14 +78,15 @@ _canonical = msgspec.json.Encoder(order="deterministic")
 _DECODING = b"2"
 """Version of the code that decodes files to pixels and samples.
 
-Increase the version if the same file gives different values than before. Engines and tiers keep embeddings and KV
-blocks for longer than a frontend runs. Version 2 composites alpha on white, and scales 16-bit grey.
+The version must be increased if the same file gives other values than before. Engines and tiers keep embeddings and KV
+blocks for longer than a frontend runs. Since version 2, transparent pixels are composited on white, and 16-bit grey is
+scaled.
 """
 
 Arguments = bytes
-"""Arguments of a processor as the JSON text of an object, with keys in canonical order."""
+"""Arguments for the model's processor as the JSON text of an object, with the keys in canonical order."""
 Content = EncodedFile | Frames | Features
-"""Content of a media item that is in memory."""
+"""Content of a media item, after it was read into memory."""
 
 
 def identifier(
@@ -100,7 +102,7 @@ def identifier(
     The identifier is a BLAKE2b-256 hash with the cache salt as key. The hash covers all data on which the item's
     embeddings depend.
 
-    In the hash, the length of each part precedes the part. ``family`` is ``Family.identity``. Names that clients give
+    In the hashed data, each part follows after its length. ``family`` is ``Family.identity``. Names that clients give
     to media are not part of the hash.
     """
     hashed = hashlib.blake2b(digest_size=32, key=_key(cache_salt))
@@ -111,7 +113,7 @@ def identifier(
 
 
 def arguments_of(processor_kwargs: Mapping[str, Any]) -> Arguments:
-    """Encode processor arguments as JSON. Raises ValueError for values that JSON cannot represent."""
+    """Encode the arguments for the model's processor as JSON. Raises ValueError for values that JSON cannot represent."""
     try:
         return _canonical.encode(dict(processor_kwargs))
     except (TypeError, ValueError, OverflowError, RecursionError) as e:
@@ -124,7 +126,7 @@ def _key(cache_salt: str) -> bytes:
 
 
 def _fields(content: Content) -> Iterator[bytes | bytearray]:
-    """Yield the parts of the content to hash.
+    """Yield the parts of a media item's content that are hashed.
 
     The first part is the kind of content, so that contents of different kinds have different identifiers.
     """
@@ -147,13 +149,13 @@ def _tensors(tensors: Iterable[tuple[str, TensorData]]) -> Iterator[bytes | byte
 T = TypeVar("T")
 
 _LONG = 256 * 1024
-"""Number of bytes above which a thread processes an item, so that the event loop is not blocked."""
+"""Size in bytes above which a thread processes a media item, so that the event loop is not blocked."""
 _COUNTED_AT_ONCE = 1024 * 1024
-"""Number of bytes to count per step while a file of unknown size is read."""
+"""Number of bytes that are counted as in flight in each step, while a file of unknown size is read."""
 
 
 class Counted:
-    """Counter for the bytes in flight of a media item, until the item is processed."""
+    """Counts the bytes of a media item as in flight, until the item is processed."""
 
     def __init__(self, in_flight: BytesInFlight, field: str) -> None:
         self._in_flight, self._field = in_flight, field
@@ -161,7 +163,7 @@ class Counted:
         self._uncounted = 0
 
     def __call__(self, size: int) -> None:
-        """Count further bytes. Raises ResourceExhausted at the limit."""
+        """Count more bytes as in flight. Raises ResourceExhausted if a limit is reached."""
         self._uncounted += size
         if self._held and self._uncounted < _COUNTED_AT_ONCE:
             return
@@ -185,7 +187,7 @@ class MediaReader:
     """Reads media from their sources, such as URLs or request data."""
 
     def __init__(self, config: MediaConfig, metrics: MediaMetrics, resolver: Resolver | None = None) -> None:
-        """Create the reader. ``resolver`` replaces the system's resolver for host names. Raises ConfigError."""
+        """Create the reader. ``resolver`` is used instead of the system's resolver for host names. Raises ConfigError."""
         self._config = config
         self._metrics = metrics
         self._fetcher = Fetcher(config, resolver)
@@ -194,25 +196,28 @@ class MediaReader:
         self._closed = False
 
     def close(self) -> None:
-        """Finish current reads, and refuse new ones."""
+        """Finish the reads that are running, and refuse new reads."""
         self._closed = True
         self._fetcher.close()
         self._thread.shutdown(wait=False)
 
     def check(self, part: MediaPart) -> None:
-        """Check a part as far as possible without reading its source.
+        """Check a media item as far as possible without reading it from its source.
 
-        Raises PermissionDenied for a forbidden source, and InvalidArgument.
+        Raises PermissionDenied for a source that is not allowed, and InvalidArgument for other problems.
         """
         if isinstance(part.source, Features) and not self._config.allow_features:
-            raise sources.not_allowed(part.field, "has tensors; media.allow_features is false")
+            raise sources.not_allowed(
+                part.field,
+                "has preprocessed tensors, but the server's setting media.allow_features is false; send the file instead",
+            )
         if isinstance(part.source, Url) and not is_data_url(part.source.url):
             self._fetcher.check(part.source.url, field=part.field)
 
     async def look(self, content: Content, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, which reads all bytes of an item.
+        """Return the result of ``work``, a function that reads all bytes of a media item.
 
-        For large items, run ``work`` in a thread.
+        For large items, the reader runs ``work`` in a thread.
         """
         if size_of(content) <= _LONG:
             return work()
@@ -220,7 +225,9 @@ class MediaReader:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def read(self, part: MediaPart, counted: "Counted") -> Content:
-        """Return the content of a part, after a check of the file format by its first bytes. Raises RequestFailed."""
+        """Return the content of a media item, after a check of the file format by the first bytes of the file. Raises
+        RequestFailed.
+        """
         source = part.source
         if isinstance(source, Features):
             size = size_of(source)
@@ -303,7 +310,7 @@ class MediaReader:
 
 
 def size_of(content: Content) -> int:
-    """Return the size of a content in bytes."""
+    """Return the size of a media item's content in bytes."""
     if isinstance(content, EncodedFile):
         return len(content.data)
     if isinstance(content, Frames):

@@ -1,4 +1,4 @@
-"""Conversion of images of any mode to RGB, with white for transparent pixels and scaled 16-bit grey."""
+"""Conversion of images with any mode to RGB. Transparent pixels become white, and 16-bit grey is scaled."""
 
 from typing import Any
 
@@ -8,22 +8,24 @@ from PIL import ImageFile
 from PIL.Image import Image
 
 _TILE = 1024
-"""Width and height of a tile in pixels. Converting tile by tile limits the additional memory to about 16 MiB."""
+"""Width and height in pixels of the tiles in which an image is converted. Because of the tiles, the conversion needs
+only about 16 MiB of additional memory.
+"""
 _DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 _MAX_DEEP = 65_535
 _GREY_STEPS = {"L;2": 85, "L;4": 17}
-"""Factors by which Pillow multiplies grey samples with 2 and 4 bits."""
+"""Factors by which Pillow multiplies grey samples that have 2 or 4 bits."""
 
 
 def flattened(image: Image) -> Image:
     """Return the image in RGB.
 
     Alpha is composited on white, as in ``convert_to_rgb`` of transformers. Palettes with alpha and a transparent color
-    are handled the same. Grey modes with more than 8 bits (I and I;16) count as 16 bits, of which the upper 8 bits are
-    kept. Pillow does the same for 16-bit color images. Values of mode F are clipped to 0 to 255, as in Pillow.
+    are handled the same. Grey modes with more than 8 bits (I and I;16) are read as 16 bits, of which the upper 8 bits
+    are kept. Pillow does the same for 16-bit color images. Values of mode F are clipped to 0 to 255, as in Pillow.
 
     Raises:
-        ValueError: Pillow cannot convert the mode.
+        ValueError: Pillow cannot convert the image's mode.
     """
     if image.mode not in _DEEP and not image.has_transparency_data:
         return image.convert("RGB")
@@ -59,10 +61,10 @@ def transparent_colour(image: Image) -> Any:
 
 
 def _with_alpha(tile: Image) -> Image:
-    """Return the tile in RGBA."""
+    """Return a tile of the image in the mode RGBA."""
     if tile.mode in _DEEP:
         return _deep_with_alpha(tile)
-    if tile.mode == "La":  # Pillow can convert this mode only to LA
+    if tile.mode == "La":  # Pillow can convert an image with this mode only to LA
         tile = tile.convert("LA")
     return tile.convert("RGBA")
 

@@ -1,4 +1,6 @@
-"""Media service, which fetches, checks, identifies and processes the media of requests, once per identifier."""
+"""Media service, which fetches, checks, identifies and processes the media of requests. Each identifier is processed
+only once.
+"""
 
 import asyncio
 import contextlib
@@ -22,19 +24,19 @@ from penstock_frontend.processing.media.pool import Job, WorkerPool
 from penstock_frontend.processing.media.reader import Arguments, Content, Counted, MediaReader, arguments_of, identifier
 from penstock_frontend.processing.media.worker_messages import TooLarge, Unreadable
 
-# The classes below store processed items by identifier. While an item is cached here or used by a request, it is not
-# created again.
+# The classes below store processed items by identifier. While an item is cached here, or a request uses the item, it is
+# not created again.
 
 
 class _Alive(NamedTuple):
-    """Item that can be found while its tensors are in use."""
+    """Processed item that the store can find as long as its tensors are in use."""
 
     item: ProcessedItem
-    """The item without its tensors."""
+    """The processed item without its tensors."""
     tensors: dict[str, "weakref.ref[TensorData]"]
 
     def whole(self) -> ProcessedItem | None:
-        """Return the item with its tensors, or None if the tensors were freed."""
+        """Return the item with its tensors. Return None if the tensors were freed."""
         data = {name: found for name, tensor in self.tensors.items() if (found := tensor()) is not None}
         if len(data) < len(self.tensors):
             return None
@@ -55,7 +57,7 @@ class MediaStore:
     """LRU cache of processed items. The cached items have at most ``max_bytes`` bytes.
 
     A request keeps the tensors of its items alive. While a request uses an item, the store finds the item even after it
-    was evicted, and does not create it again. Use a store on one event loop only.
+    was evicted, and does not create it again. All methods of a store must be called on the same event loop.
     """
 
     def __init__(self, max_bytes: int, metrics: MediaMetrics) -> None:
@@ -65,21 +67,21 @@ class MediaStore:
         self._alive: dict[str, _Alive] = {}
         self._flights: dict[str, _Flight] = {}
         self.num_bytes = 0
-        """Size of all cached items in bytes, including items that requests use."""
+        """Size of all cached items in bytes, including those items that requests use."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
     def num_alive(self) -> int:
-        """Number of items that can be found, because they are cached or requests use them."""
+        """Number of items that the store can find, because they are cached or because requests use them."""
         return len(self._alive)
 
     async def get(self, identifier: str, make: Callable[[], Awaitable[ProcessedItem]]) -> ProcessedItem:
-        """Return an item. If the store does not find the item, create it with ``make``.
+        """Return the item with this identifier. If the store does not find the item, create it with ``make``.
 
-        Concurrent callers share the result or the error of ``make``. ``make`` is cancelled only if all callers are
-        cancelled.
+        If several callers ask for the same item at once, ``make`` is called once, and all of them get its result or its
+        error. ``make`` is cancelled only if all these callers are cancelled.
         """
         flight = self._flights.get(identifier)
         found = self._find(identifier) if flight is None else None
@@ -98,11 +100,11 @@ class MediaStore:
             flight.waiting -= 1
             if not flight.waiting and not flight.task.done():
                 flight.task.cancel()
-                if self._flights.get(identifier) is flight:  # let later callers create the item again
+                if self._flights.get(identifier) is flight:  # later callers must create the item again
                     del self._flights[identifier]
 
     def clear(self) -> None:
-        """Drop all cached items. Requests keep the items that they use."""
+        """Drop all cached items. The items that requests use stay in memory."""
         self._kept.clear()
         self._alive.clear()
         self.num_bytes = 0
@@ -155,7 +157,7 @@ def _with_data(item: ProcessedItem, data: dict[str, TensorData]) -> ProcessedIte
 
 
 def _look_at(task: "asyncio.Task[ProcessedItem]") -> None:
-    """Retrieve the error of a task, so that asyncio does not report the error as unhandled."""
+    """Retrieve the error of a task, so that asyncio does not log the error as unhandled."""
     if not task.cancelled():
         task.exception()
 
@@ -163,9 +165,9 @@ def _look_at(task: "asyncio.Task[ProcessedItem]") -> None:
 T = TypeVar("T")
 
 _AT_ONCE = 8
-"""Number of items of one request to read concurrently."""
+"""Maximum number of media items of one request that are read at the same time."""
 _LONGEST_ARGUMENTS = 64 * 1024
-"""Maximum size of processor arguments in bytes."""
+"""Maximum size of the arguments for the model's processor, in bytes."""
 
 
 class MediaService:
@@ -183,7 +185,7 @@ class MediaService:
         *,
         resolver: Resolver | None = None,
     ) -> None:
-        """Create the service. ``resolver`` replaces the system's resolver for host names. Raises ConfigError."""
+        """Create the service. ``resolver`` is used instead of the system's resolver for host names. Raises ConfigError."""
         self.family = family
         self._limits = limits
         self._metrics = metrics
@@ -198,7 +200,7 @@ class MediaService:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of the ready media workers."""
+        """Process ids of the media workers that are ready."""
         return self._pool.pids
 
     async def start(self) -> None:
@@ -208,12 +210,13 @@ class MediaService:
         try:
             await asyncio.shield(self._starting)
         except asyncio.CancelledError:
-            if self._closed and self._starting.cancelled():  # ``close`` cancelled the start, not the caller
+            if self._closed and self._starting.cancelled():
+                # ``close`` cancelled the start of the workers, and the caller was not cancelled
                 raise sources.shutting_down() from None
             raise
 
     async def close(self) -> None:
-        """End the media workers. Later requests fail with Unavailable. Idempotent."""
+        """End the media workers. After that, requests with media fail with Unavailable. Idempotent."""
         self._closed = True
         if self._starting is not None and not self._starting.done():
             self._starting.cancel()
@@ -224,7 +227,7 @@ class MediaService:
     async def prepare(
         self, parts: Sequence[MediaPart], *, cache_salt: str, deadline: float | None, tenant: str = ""
     ) -> list[PreparedMedia]:
-        """Prepare the media of a request; see ``MediaPreparer``."""
+        """Prepare the media of a request, as ``MediaPreparer.prepare`` describes."""
         if not parts:
             return []
         if self._closed:
@@ -235,10 +238,10 @@ class MediaService:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.time())):
                 return await _all([self._prepare(part, cache_salt, tenant, room) for part in parts])
         except TimeoutError:
-            raise DeadlineExceeded("the deadline passed before the request's media were processed") from None
+            raise DeadlineExceeded("the request's deadline passed before its media were processed") from None
 
     def _check(self, parts: Sequence[MediaPart]) -> None:
-        """Check media as far as possible without reading their sources."""
+        """Check media items as far as possible without reading them from their sources."""
         counts: dict[str, int] = {}
         with _refused_as(self._metrics, parts[0]):
             for part in parts:
@@ -279,9 +282,9 @@ class MediaService:
     def _making(
         self, modality: Modality, content: Content, arguments: Arguments, tenant: str
     ) -> Callable[[], Awaitable[ProcessedItem]]:
-        """Return a function that creates the item.
+        """Return a function that creates a processed item.
 
-        Several requests may share the function's result, so its errors name no field of a request.
+        Several requests may share the result of the function, so its errors name no field of a request.
         """
 
         async def describe() -> ProcessedItem:
@@ -314,7 +317,7 @@ def _refused_as(metrics: MediaMetrics, part: MediaPart) -> Any:
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all coroutines, in order.
+    """Return the results of all coroutines, in the order of the coroutines.
 
     If a coroutine fails, cancel the other coroutines, wait until they have ended, and raise the error.
     """

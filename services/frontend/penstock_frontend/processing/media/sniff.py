@@ -1,4 +1,4 @@
-"""Detection of a file's format by its first bytes. Ignores file names and declared media types."""
+"""Detection of a file's format by the first bytes of the file. File names and declared media types are ignored."""
 
 from typing import Literal
 
@@ -12,11 +12,11 @@ FORMATS: dict[Modality, tuple[str, ...]] = {
     "audio": ("WAV", "FLAC", "Ogg", "MP3"),
     "video": ("JPEG", "PNG", "WebP", "GIF"),
 }
-"""Accepted file formats of each modality, for messages. For video, these are the formats of frames."""
+"""Names of the accepted file formats of each modality, for messages. For video, these are the formats of its frames."""
 
 
 def image_format(data: bytes) -> ImageFormat | None:
-    """Return Pillow's name of the image format, or None for a format that is not accepted."""
+    """Return Pillow's name of the format of an image file. Return None if the format is not accepted."""
     if data.startswith(b"\xff\xd8\xff"):
         return "JPEG"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
@@ -27,7 +27,7 @@ def image_format(data: bytes) -> ImageFormat | None:
 
 
 def sound_format(data: bytes) -> SoundFormat | None:
-    """Return libsndfile's name of the audio format, or None for a format that is not accepted."""
+    """Return libsndfile's name of the format of an audio file. Return None if the format is not accepted."""
     if data[:4] == b"RIFF" and data[8:12] == b"WAVE":
         return "WAV"
     if data.startswith(b"fLaC"):
@@ -38,7 +38,7 @@ def sound_format(data: bytes) -> SoundFormat | None:
 
 
 def _is_mp3_frame(data: bytes) -> bool:
-    """Return whether data begins with a layer III frame header.
+    """Return whether the data begin with the header of an MPEG layer III frame.
 
     The header has 11 set bits, and a known version, layer, bit rate and sampling rate.
     """
@@ -49,5 +49,5 @@ def _is_mp3_frame(data: bytes) -> bool:
 
 
 def is_of(modality: Modality, data: bytes) -> bool:
-    """Return whether the data begins like a file of this modality."""
+    """Return whether the data begin like a file with an accepted format of this modality."""
     return (sound_format(data) if modality == "audio" else image_format(data)) is not None

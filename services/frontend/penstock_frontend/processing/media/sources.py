@@ -1,4 +1,4 @@
-"""Rules about the hosts from which media may be fetched, and the errors for refused media."""
+"""Rules about the hosts from which media may be fetched, and errors for media that are refused."""
 
 import ipaddress
 import re
@@ -16,8 +16,8 @@ from penstock_common.errors import (
 )
 from penstock_frontend.config.media import ANY_DOMAIN, Network
 
-# The functions below return the errors for refused media. No message contains media content, or the path or query of a
-# URL.
+# The functions below return the errors for media that are refused. No message contains the content of media, or the
+# path or query of a URL.
 
 UNREADABLE = "MEDIA_UNREADABLE"
 TOO_LARGE = "MEDIA_TOO_LARGE"
@@ -29,24 +29,24 @@ FETCH_FAILED = "MEDIA_FETCH_FAILED"
 def unreadable(field: str, why: str) -> InvalidArgument:
     """Return the error for an invalid or broken media item.
 
-    ``why`` is the text after the field's name, such as ``is empty``.
+    ``why`` is the text after the name of the field in the message, such as ``is empty``.
     """
     return InvalidArgument(f"{field} {why}", field=field, reason=UNREADABLE)
 
 
 def too_large(field: str, what: str, setting: str, limit: float) -> InvalidArgument:
-    """Return the error for a media item above a limit.
+    """Return the error for a media item that exceeds a limit.
 
-    ``what`` is the text after the field's name, such as ``has 70000000 pixels``.
+    ``what`` is the text after the name of the field in the message, such as ``has 70000000 pixels``.
     """
-    # Workers send limits as floats. Convert integral limits, so that the message has 64000000 and not 64000000.0
-    # pixels.
+    # Media workers send limits as floats. Convert whole numbers to integers, so that the message has 64000000 and not
+    # 64000000.0 pixels.
     number = int(limit) if limit == int(limit) else limit
     return InvalidArgument(f"{field} {what}; {setting} is {number}", field=field, reason=TOO_LARGE)
 
 
 def too_many(field: str, modality: str, count: int, limit: int) -> InvalidArgument:
-    """Return the error for a request with too many items of a modality."""
+    """Return the error for a request that has too many media items of one modality."""
     setting = f"limits.max_media.{modality}"
     return InvalidArgument(
         f"the request has {count} {modality} items; {setting} is {limit}", field=field, reason=TOO_MANY
@@ -54,7 +54,7 @@ def too_many(field: str, modality: str, count: int, limit: int) -> InvalidArgume
 
 
 def not_allowed(field: str, why: str) -> PermissionDenied:
-    """Return the error for a source that this frontend does not permit."""
+    """Return the error for a media source that this frontend does not allow."""
     return PermissionDenied(f"{field} {why}", field=field, reason=NOT_ALLOWED)
 
 
@@ -64,10 +64,10 @@ def shutting_down() -> Unavailable:
 
 
 def fetch_failed(field: str, why: str, *, for_now: bool) -> RequestFailed:
-    """Return the error for a host that sent no file. ``for_now`` is True if a later attempt may succeed.
+    """Return the error for a media item whose host sent no file. ``for_now`` is True if a later attempt may succeed.
 
-    The error is never Unavailable. A request that names a dead host must not trigger automatic retries. Gateways must
-    not assume that this frontend is down.
+    The error is never Unavailable. That code would trigger automatic retries of a request that names a dead host, and
+    gateways would assume that this frontend is down.
     """
     kind = FailedPrecondition if for_now else InvalidArgument
     return kind(f"{field} could not be fetched: {why}", field=field, reason=FETCH_FAILED)
@@ -79,7 +79,7 @@ _LONGEST_URL = 8192
 _PORTS = {"https": 443, "http": 80}
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*")
 _SAFE = "/%:@!$&'()*+,;=~-._"
-"""Characters in paths that are not percent-encoded."""
+"""Characters that are not percent-encoded in the path of a URL."""
 _NUMERIC = re.compile(r"([0-9]+|0x[0-9a-f]*)")
 """Pattern for the last label of a host name. If it matches, C libraries read the host as an IPv4 address in some
 notation.
@@ -88,7 +88,7 @@ notation.
 _NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
-        "0.0.0.0/8",  # this host
+        "0.0.0.0/8",  # addresses of this host
         "10.0.0.0/8",
         "100.64.0.0/10",  # carrier-grade NAT
         "127.0.0.0/8",
@@ -110,52 +110,53 @@ _NOT_PUBLIC = tuple(
     )
 )
 _GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
-"""Global unicast range. All other IPv6 ranges have special uses: mapped IPv4, NAT64, unique local, link-local,
-multicast.
+"""Range of public (global unicast) IPv6 addresses. All other ranges have special uses, such as mapped IPv4, NAT64,
+unique local, link-local and multicast.
 """
 
 
 class Target(NamedTuple):
-    """Parsed URL of a media file."""
+    """Parsed URL of a media file that can be fetched."""
 
     scheme: str
     host: str
     """Host name in lower case, or IP address without brackets."""
     port: int
     path: str
-    """Percent-encoded path, including the query."""
+    """Percent-encoded path of the URL, including the query."""
 
     @property
     def is_tls(self) -> bool:
-        """Whether the connection uses TLS."""
+        """Whether the connection to the host uses TLS."""
         return self.scheme == "https"
 
     @property
     def authority(self) -> str:
-        """Value of the Host header."""
+        """Host and port, as the value of the Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _PORTS[self.scheme] else f"{host}:{self.port}"
 
     @property
     def address(self) -> Address | None:
-        """IP address of the host if the URL has an address instead of a name, else None."""
+        """IP address of the host, if the URL has an address instead of a name. Otherwise None."""
         return _address(self.host)
 
     @property
     def url(self) -> str:
-        """Complete URL, which is used to resolve redirects."""
+        """The whole URL, against which redirects are resolved."""
         return f"{self.scheme}://{self.authority}{self.path}"
 
 
 def read_url(url: str, *, field: str) -> Target:
     """Parse an ``http:`` or ``https:`` URL.
 
-    Raises PermissionDenied for other schemes and for URLs with credentials, and InvalidArgument for an invalid URL. A
-    host name with non-ASCII characters is invalid, and must be written as in DNS (``xn--``).
+    Raises PermissionDenied for other schemes and for URLs with credentials, and InvalidArgument for a URL that is not
+    valid. A host name with non-ASCII characters is invalid, and must be written as in DNS (``xn--``).
     """
     if len(url) > _LONGEST_URL:
         raise too_large(field, f"is a URL of {len(url)} characters", "the limit", _LONGEST_URL)
-    if any(character <= " " or character in "\\\x7f" for character in url):  # urlsplit silently removes some of these
+    if any(character <= " " or character in "\\\x7f" for character in url):
+        # urlsplit would silently remove some of these characters
         raise _no_url(field)
     try:
         parts = urlsplit(url)
@@ -175,7 +176,7 @@ def read_url(url: str, *, field: str) -> Target:
 
 
 def _host(netloc: str) -> str | None:
-    """Return the host in lower case, or None if the host is neither a name nor an IP address in canonical form."""
+    """Return the host in lower case. Return None if the host is neither a name nor an IP address in canonical form."""
     netloc = netloc.lower()
     if netloc.startswith("["):
         inner, bracket, port = netloc[1:].partition("]")
@@ -203,7 +204,7 @@ def _no_url(field: str) -> InvalidArgument:
 
 
 def check_domain(target: Target, allowed: Sequence[str], *, field: str) -> None:
-    """Raise PermissionDenied if ``media.allowed_domains`` does not contain the host and port."""
+    """Raise PermissionDenied if ``media.allowed_domains`` does not contain the host and port of the URL."""
     if not any(_names(domain, target) for domain in allowed):
         raise not_allowed(
             field,
@@ -225,9 +226,9 @@ def _names(domain: str, target: Target) -> bool:
 
 
 def is_allowed_address(text: str, private: Sequence[Network]) -> bool:
-    """Return whether connections to an address are allowed.
+    """Return whether the frontend may connect to an IP address.
 
-    Connections are allowed if the address is public, or in one of the ``private`` networks.
+    The frontend may connect to public addresses, and to addresses in one of the networks ``private``.
     """
     address = _address(text)
     if address is None or getattr(address, "scope_id", None):

@@ -1,6 +1,7 @@
 """Entry point of a media worker process: ``python -m penstock_frontend.processing.media.worker SOCKET``.
 
-Only this process opens media files from clients. Imports of torch are blocked, so transformers uses numpy and Pillow.
+Only this process opens media files from clients. The process blocks imports of torch, so that transformers uses numpy
+and Pillow.
 """
 
 import contextlib
@@ -40,11 +41,11 @@ from penstock_frontend.processing.media.worker_messages import (
 _BLOCKED = ("torch", "torchvision", "torchaudio", "torchcodec", "tensorflow", "jax")
 _NICENESS = 10
 _LONGEST_REASON = 300
-"""Maximum length of a processor's error message about its arguments, in characters."""
+"""Maximum number of characters of a processor's error message about its arguments."""
 
 
 class MediaWorker:
-    """Processes items from its socket one after the other, until the frontend closes the socket."""
+    """Processes the media items that arrive on its socket one after the other, until the frontend closes the socket."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -70,7 +71,7 @@ class MediaWorker:
                 return
 
     def _answer(self, processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequence[bytes]) -> bool:
-        """Process an item, and send the answer. Return whether the worker can process further items."""
+        """Process a media item, and send the answer. Return whether the worker can process further items."""
         started = time.perf_counter()
         try:
             item = _process(processor, setup, job, files)
@@ -84,7 +85,7 @@ class MediaWorker:
             return self._refuse(
                 Refused(kind="too_large", what=what, setting="media.worker_memory", limit=limit, ends=True)
             )
-        except ValueError as e:  # the processor does not accept the arguments
+        except ValueError as e:  # the processor does not accept the arguments of the request
             return self._refuse(Refused(kind="unreadable", what=f"cannot be processed: {e}"[:_LONGEST_REASON]))
         except Exception as e:
             return self._refuse(Refused(kind="unreadable", what="cannot be processed", unexpected=_where(e)))
@@ -130,37 +131,39 @@ def _process(processor: FamilyProcessor, setup: Setup, job: JobHead, files: Sequ
 
 
 def _where(error: Exception) -> str:
-    """Return the error's type, file and line. Leave out the error's message, because it may quote the media."""
+    """Return the type, the file and the line of an error. The message is left out, because it may quote the media."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:]]
     return f"{type(error).__name__} at {' > '.join(places)}"
 
 
 def _say_nothing() -> None:
-    """Discard all output of the process. Decoders in C print warnings about files, so clients could fill the logs."""
+    """Discard everything that the process prints. Decoders in C print warnings about files, so clients could fill the
+    logs.
+    """
     with Path(os.devnull).open("wb") as nowhere:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
 
 
 def _limit_seconds(seconds: float) -> None:
-    """Limit the CPU time from now on.
+    """Limit the CPU time of the process from now on.
 
-    The frontend checks the time too. This limit is for cases in which the frontend cannot.
+    The frontend also limits the time of each item. The limit here is for cases in which the frontend cannot do so.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     limit_resource(resource.RLIMIT_CPU, math.ceil(usage.ru_utime + usage.ru_stime + seconds) + 1)
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the worker. ``argv`` has the file descriptor of the socket."""
+    """Run the worker. ``argv`` contains the number of the socket's file descriptor."""
     end_with_parent()
     for module in _BLOCKED:
         sys.modules[module] = None  # type: ignore[assignment]  # None makes the import of the module fail
-    warnings.filterwarnings("ignore", module="PIL")  # Pillow warns about unusual files of clients
+    warnings.filterwarnings("ignore", module="PIL")  # Pillow would warn about unusual files of clients
     name_process("media-worker")
     os.nice(_NICENESS)
-    # The socket also closes if the frontend was killed, or if the frontend has replaced this worker.
+    # The socket is also closed if the frontend was killed, or if the frontend has replaced this worker.
     with socket.socket(fileno=int(argv[0])) as channel, contextlib.suppress(EOFError, ConnectionError):
         MediaWorker(channel).run()
 

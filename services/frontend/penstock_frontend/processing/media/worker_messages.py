@@ -1,4 +1,4 @@
-"""Messages between a frontend and its media workers, and limits of decoding."""
+"""Messages between a frontend and its media workers, and the limits on decoding."""
 
 import struct
 from typing import Literal
@@ -7,11 +7,11 @@ import msgspec
 
 from penstock_common.types.media import Modality, TensorDtype
 
-# The classes below are the limits of decoding, and the errors for media that cannot be decoded.
+# The classes below are the limits on decoding, and the errors for media that cannot be decoded.
 
 
 class DecodeLimits(msgspec.Struct, frozen=True):
-    """Limits of decoding, with the values of ``MediaConfig``."""
+    """Limits on the decoding of media, with the values of ``MediaConfig``."""
 
     max_pixels: int
     max_frames: int
@@ -19,9 +19,10 @@ class DecodeLimits(msgspec.Struct, frozen=True):
 
 
 class TooLarge(Exception):  # noqa: N818 - it says what is wrong with the medium
-    """Error for a media item above a limit.
+    """Error for a media item that exceeds a limit.
 
-    ``what`` is the item's value as text. ``setting`` is the name of the limit, and ``limit`` is its value.
+    ``what`` states the size of the item. ``setting`` is the name of the exceeded limit, and ``limit`` is the value of
+    this setting.
     """
 
     def __init__(self, what: str, setting: str, limit: float) -> None:
@@ -30,22 +31,24 @@ class TooLarge(Exception):  # noqa: N818 - it says what is wrong with the medium
 
 
 class Unreadable(Exception):  # noqa: N818 - it says what is wrong with the medium
-    """Error for a media item that is broken or has an unsupported format. The text contains no media content."""
+    """Error for a media item that is broken or has an unsupported format. The text of the error contains no content of
+    the media.
+    """
 
 
 LENGTH = struct.Struct("<I")
-"""Binary format of the length of a message head in bytes. The length is sent before the head."""
+"""Binary format of the length of a message head, which is in bytes. The length is sent before the head."""
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """First message to a worker.
+    """First message from the frontend to a worker.
 
     Attributes:
         make_processor: Pickled function that creates the FamilyProcessor.
-        sampling_rate: Sampling rate of audio in Hz.
-        limits: Decode limits.
+        sampling_rate: Sampling rate in Hz at which the model expects audio.
+        limits: Limits on decoding.
         memory: Number of bytes that the worker may allocate in addition to its memory when it receives this message.
-        seconds: Time limit for each item in seconds.
+        seconds: Time limit for decoding and processing one item, in seconds.
     """
 
     make_processor: bytes
@@ -56,13 +59,15 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """First message of a worker. ``error`` is the reason why the worker has no processor, or empty."""
+    """First message from a worker to the frontend. ``error`` is the reason why the worker could not create the
+    processor, or empty.
+    """
 
     error: str = ""
 
 
 class JobHead(msgspec.Struct, frozen=True, kw_only=True):
-    """Head of an item. The item's file, or the frames of a video, follow after the head.
+    """Head of the message with a media item. After the head, the file of the item, or the frames of a video, follow.
 
     Attributes:
         modality: Modality of the item.
@@ -78,7 +83,9 @@ class JobHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TensorHead(msgspec.Struct, frozen=True):
-    """Description of a tensor. The ``size`` bytes of each tensor follow after the head, in the order of the tensors."""
+    """Description of a tensor. After the head of the message, the ``size`` bytes of each tensor follow, in the order of
+    the tensors.
+    """
 
     name: str
     dtype: TensorDtype
@@ -87,7 +94,7 @@ class TensorHead(msgspec.Struct, frozen=True):
 
 
 class Processed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer with a ProcessedItem. ``seconds`` is the processing time in the worker."""
+    """Answer of a worker with a ProcessedItem. ``seconds`` is the time that the processing took in the worker."""
 
     modality: Modality
     tensors: tuple[TensorHead, ...]
@@ -97,14 +104,14 @@ class Processed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answer for an item that was not processed.
+    """Answer of a worker for a media item that it did not process.
 
     Attributes:
-        kind: Kind of the refusal.
-        what: Reason, as the text after the item's name.
+        kind: Kind of the reason for the refusal.
+        what: Reason as text that follows the name of the item in messages.
         setting: Setting whose ``limit`` the item exceeds, or empty if the item exceeds no limit.
         limit: Value of that setting.
-        unexpected: Type, file and line of an unexpected error for the log, without the error's message.
+        unexpected: Type, file and line of an unexpected error, for the log. The error's message is left out.
         ends: Whether the worker ends after this answer.
     """
 
@@ -126,6 +133,6 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def framed(head: Setup | Ready | JobHead | Answer) -> bytes:
-    """Encode a message head, and put the length of the head before it."""
+    """Return the bytes of a message head, with the length of the head before it."""
     encoded = _encoder.encode(head)
     return LENGTH.pack(len(encoded)) + encoded

@@ -1,1 +1,1 @@
-"""Request outputs: detokenization, stop strings, log-probabilities, and the collector from which calls read outputs."""
+"""Outputs of requests: detokenization, stop strings, log-probabilities, and the buffer from which calls read outputs."""

@@ -1,4 +1,4 @@
-"""Buffer for outputs between the engine's steps and a client. A slow client does not delay the engine's steps."""
+"""Buffer between the steps of engines and the client that reads the output. A slow client does not delay the steps."""
 
 import asyncio
 
@@ -10,13 +10,13 @@ from penstock_frontend.processing.outputs.detokenizer import TextDelta
 
 
 class OutputCollector:
-    """Buffer for the output of a request's sequences that the client has not read yet.
+    """Buffer for the outputs of a request's sequences that the client has not read yet.
 
-    New deltas are merged into the buffered output.
+    A new piece of output is merged into the buffered output.
 
     The memory for a slow client is proportional to its output, and a slow client delays no other request. The collector
-    also decides when output is ready to be read. With the output kind FINAL, output is ready at the end of a sequence.
-    With other output kinds, output is ready at the first token, every ``stream_interval`` tokens, and at the end.
+    also decides when output is ready to be read. If the output kind is FINAL, output is ready at the end of a sequence.
+    For other output kinds, output is ready at the first token, every ``stream_interval`` tokens, and at the end.
     Sequences with ready output take turns.
     """
 
@@ -25,19 +25,20 @@ class OutputCollector:
     def __init__(self, kind: OutputKind, stream_interval: int, num_sequences: int = 1) -> None:
         self.cumulative = kind is OutputKind.CUMULATIVE
         self._slots = [_Slot(index, kind, stream_interval) for index in range(num_sequences)]
-        self._due: dict[int, None] = {}  # indexes of slots with ready output, in the order in which they became ready
+        # indices of sequences with ready output, in the order in which their output became ready
+        self._due: dict[int, None] = {}
         self._reader: asyncio.Future[None] | None = None  # the waiting reader; at most one reader waits
         self._num_unfinished = num_sequences
         self._error: RequestFailed | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether the last output of every sequence was read."""
+        """Whether the client has read the last output of every sequence."""
         return self._num_unfinished == 0
 
     @property
     def ready(self) -> bool:
-        """Whether there is output to read, or an error."""
+        """Whether there is output to read now, or an error."""
         return bool(self._due) or self._error is not None
 
     def put(
@@ -48,23 +49,25 @@ class OutputCollector:
         index: int = 0,
         prompt_logprobs: Logprobs | None = None,
     ) -> None:
-        """Add new output of a sequence.
+        """Add new output of a sequence to the buffer.
 
-        ``finish`` marks the last output. ``prompt_logprobs`` must be added before the first token.
+        ``finish`` is set in the last output of the sequence. ``prompt_logprobs`` must be added before the first token.
         """
         if self._slots[index].put(delta, finish, prompt_logprobs):
             self._due[index] = None
             self._wake()
 
     def fail(self, error: RequestFailed) -> None:
-        """End all sequences with ``error``. Output that was not read yet is dropped. Later errors are ignored."""
+        """End all sequences of the request with ``error``. Output that was not read yet is dropped. Later errors are
+        ignored.
+        """
         self._error = self._error or error
         self._wake()
 
     async def get(self) -> RequestOutput:
-        """Wait for ready output, and return it.
+        """Wait until output is ready, and return this output.
 
-        Raises the error of the request. Do not call this once ``finished`` is True.
+        Raises the error of the request. The caller must not call this method once ``finished`` is True.
         """
         if not self.ready:
             self._reader = asyncio.get_running_loop().create_future()
@@ -87,9 +90,9 @@ class OutputCollector:
 
 
 class _Slot:
-    """Output of one sequence that was not read yet.
+    """Output of one sequence that the client has not read yet.
 
-    With the output kind CUMULATIVE, the slot also keeps output that was read.
+    If the output kind is CUMULATIVE, the slot also keeps the output that was already read.
     """
 
     __slots__ = (
@@ -113,12 +116,12 @@ class _Slot:
         self._token_ids: list[int] = []
         self._logprobs: Logprobs | None = None
         self._prompt_logprobs: Logprobs | None = None
-        self._num_untaken = 0  # number of tokens that were not read yet
+        self._num_untaken = 0  # number of tokens that the client has not read yet
         self._started = False
         self._finish: Finish | None = None
 
     def put(self, delta: TextDelta, finish: Finish | None, prompt_logprobs: Logprobs | None) -> bool:
-        """Add new output. Return whether output is ready to be read now."""
+        """Add new output of the sequence. Return whether output is ready to be read now."""
         if delta.text:
             self._text.append(delta.text)
         self._token_ids.extend(delta.token_ids)
@@ -134,7 +137,7 @@ class _Slot:
         return True
 
     def take(self) -> RequestOutput:
-        """Return the output to send now."""
+        """Return the output that the client must receive now."""
         output = RequestOutput(
             index=self._index,
             text="".join(self._text),

@@ -1,4 +1,6 @@
-"""Conversion of a sequence's tokens to text, with search for stop strings and release of final text."""
+"""Conversion of the tokens of a sequence to text, with a search for stop strings. Only text that cannot change any more
+is released.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,17 +16,18 @@ tokens depend on these prompt tokens.
 """
 _MAX_CONTEXT = 32
 _MAX_PENDING = 8
-"""Maximum number of tokens that wait for the end of a character. A character has at most four tokens."""
+"""Maximum number of tokens that wait for the end of an incomplete character. A character has at most four tokens."""
 
 
 class IncrementalDetokenizer:
     """Decodes an output that grows token by token.
 
     The text of a token depends on the tokens before and after it, and a character may have several tokens. Such tokens
-    decode to U+FFFD until the character is complete. The decoder therefore decodes a short window of tokens again with
-    every token (the prefix-offset scheme of text-generation-inference). ``window[:read]`` is context whose text was
-    already returned. The text after this context is returned once it does not end in U+FFFD. Returned text never
-    changes. For byte-level vocabularies, the joined returned texts equal the text of all tokens decoded together.
+    decode to U+FFFD until the character is complete. The decoder therefore decodes a short window of the last tokens
+    again for every new token (the prefix-offset scheme of text-generation-inference). ``window[:read]`` is context
+    whose text was already returned. The text after this context is returned once it does not end in U+FFFD. Returned
+    text never changes. For byte-level vocabularies, the joined returned texts equal the text of all tokens decoded
+    together.
 
     Word-piece decoders put a space between any two tokens. They also put a space between special tokens if
     ``spaces_between_special_tokens`` is True. Other decoders never add such spaces.
@@ -51,22 +54,22 @@ class IncrementalDetokenizer:
 
     @property
     def pending(self) -> bool:
-        """Whether the last tokens are the beginning of an incomplete character."""
+        """Whether the last tokens are the beginning of a character that is not complete yet."""
         return len(self._window) > self._read
 
     @property
     def num_pending(self) -> int:
-        """Number of last tokens that are the beginning of an incomplete character."""
+        """Number of tokens at the end that are the beginning of a character that is not complete yet."""
         return len(self._window) - self._read
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of these tokens, decoded without other tokens as context."""
+        """Return the text of these tokens, which are decoded without other tokens as context."""
         return self._decode([token for token in token_ids if token not in self._skipped])
 
     def push(self, token_id: int) -> str:
         """Add a token, and return the text that this token completes.
 
-        The text is empty for a skipped special token, and in the middle of a character.
+        The text is empty for a special token that is skipped, and for a token that does not complete a character.
         """
         if token_id in self._skipped:
             return ""
@@ -77,7 +80,7 @@ class IncrementalDetokenizer:
         return text.removeprefix(" ") if after_special and self._after_special else text
 
     def flush(self) -> str:
-        """Return the remaining text at the end of the output. An incomplete character becomes U+FFFD."""
+        """Return the remaining text at the end of the output. A character that is still incomplete becomes U+FFFD."""
         return self._settle(self._decode(self._window)) if self.pending else ""
 
     def _grow(self, token_id: int) -> str:
@@ -93,14 +96,14 @@ class IncrementalDetokenizer:
             del self._window[: self._read]
             self._known = self._decode(self._window)
         elif len(self._window) > _MAX_CONTEXT:
-            self._window.pop()  # drop tokens without text, because their number is not limited
+            self._window.pop()  # drop the tokens that have no text, because their number is not limited
         self._read = len(self._window)
         return new
 
     def _split_pending(self, text: str) -> str:
-        """Release the first tokens of the window, whose text later tokens cannot change.
+        """Return the text of the first tokens of the window, because later tokens cannot change this text.
 
-        A long sequence of undecodable tokens then uses bounded memory.
+        Because of this, a long sequence of tokens that cannot be decoded needs only bounded memory.
         """
         for end in range(len(self._window) - 1, len(self._window) - 5, -1):
             front = self._decode(self._window[:end])
@@ -116,14 +119,15 @@ class IncrementalDetokenizer:
 
 
 class StopMatch(NamedTuple):
-    """A stop string that was found. ``end`` is the index in the last piece of text, after the stop string."""
+    """A stop string that was found. ``end`` is the index after the stop string in the last piece of text."""
 
     stop: str
     end: int
 
 
 class StopMatcher:
-    """Aho-Corasick automaton for the stop strings. The time per character does not depend on the number of strings.
+    """Aho-Corasick automaton that finds stop strings. Its time per character does not depend on the number of stop
+    strings.
 
     The automaton finds the stop string that ends first. If several stop strings end at the same character, it finds the
     longest one. The result therefore does not depend on how the text is split into pieces.
@@ -143,11 +147,11 @@ class StopMatcher:
 
     @property
     def partial(self) -> int:
-        """Number of characters at the end of the text so far that may be the beginning of a stop string."""
+        """Number of characters at the end of the text so far that could be the beginning of a stop string."""
         return self._depth[self._state]
 
     def feed(self, text: str) -> StopMatch | None:
-        """Add a piece of text.
+        """Add the next piece of text.
 
         Return the first stop string that ends in this piece, or None. The stop string may begin in an earlier piece.
         """
@@ -178,7 +182,8 @@ class StopMatcher:
     def _link(self) -> list[int]:
         """Build the failure links in breadth-first order.
 
-        If a state is not the end of a stop string, it matches the stop string that the state of its link matches.
+        If a state is not the end of a stop string itself, it matches the same stop string as the state to which its
+        link leads.
         """
         fail = [0] * len(self._goto)
         queue = deque(self._goto[0].values())
@@ -195,13 +200,14 @@ class StopMatcher:
 
 
 class TextDelta(NamedTuple):
-    """Text that became final, and the tokens of this text.
+    """Text that cannot change any more, and the tokens of this text.
 
     Attributes:
-        text: Final text.
+        text: Text that cannot change any more.
         token_ids: Tokens of the text.
         stop: Stop string that ended the output, or ``""``.
-        logprobs: Log-probabilities with one position per token. None without tokens, or if they were not requested.
+        logprobs: Log-probabilities, with one position for each token. None if there are no tokens, or if the request
+            did not ask for them.
     """
 
     text: str = ""
@@ -214,10 +220,10 @@ class OutputText:
     """Converts new tokens to output that a client may receive.
 
     Text is released once it can no longer be part of a stop string. A token is released once all of its text is
-    released. The joined pieces of a stream therefore equal the text of the complete output. A stop string cuts off text
-    and tokens. If the stop string is excluded, the tokens whose text ends before the stop string remain. If the stop
-    string is included, the tokens up to the end of the stop string remain. Log-probabilities are released with their
-    tokens.
+    released. The joined pieces of a stream therefore equal the text of the complete output. A stop string cuts off the
+    text and the tokens after it. If the output excludes the stop string, the tokens whose text ends before the stop
+    string remain. If the output includes the stop string, the tokens up to its end remain. Log-probabilities are
+    released together with their tokens.
     """
 
     __slots__ = (
@@ -242,19 +248,21 @@ class OutputText:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Create the state. Without a detokenizer, the output has no text, and tokens are released immediately."""
+        """Create the state. If there is no detokenizer, the output has no text, and tokens are released immediately."""
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._text = ""  # text that is not released yet
         self._tokens: deque[int] = deque()  # tokens that are not released yet
-        self._logprobs: Logprobs | None = None  # log-probabilities of unreleased tokens and of tokens not processed yet
-        self._ends: deque[int] = deque()  # end positions of the text of each unreleased token, as far as known
+        # log-probabilities of unreleased tokens, and of tokens that were not processed yet
+        self._logprobs: Logprobs | None = None
+        # position at which the text of each unreleased token ends, as far as it is known
+        self._ends: deque[int] = deque()
         self._length = 0  # number of characters of all text so far
         self._released = 0  # number of characters of the released text
         self.num_tokens = 0
-        """Number of output tokens so far, including the tokens of a stop string."""
+        """Number of output tokens so far, including the tokens of a stop string that is cut off."""
 
     def add(
         self,
@@ -269,8 +277,8 @@ class OutputText:
         The caller must not change the log-probabilities afterwards.
 
         ``ended`` is True for the last tokens. ``stop_token`` is True if the last token is a stop token. A stop token is
-        part of the output's tokens, but its text is part of the output's text only with ``include_stop``. Tokens after
-        a stop string are dropped.
+        always one of the output's tokens, but its text is in the output's text only if ``include_stop`` is True. Tokens
+        after a stop string are dropped.
         """
         if self._detokenizer is None:
             self.num_tokens += len(token_ids)
@@ -297,7 +305,7 @@ class OutputText:
         return self._stops is None and not self._tokens and self._logprobs is None
 
     def _add_free(self, token_ids: Sequence[int], detokenizer: IncrementalDetokenizer) -> TextDelta:
-        """Release tokens with their text, except the tokens of an incomplete character.
+        """Release tokens together with their text, except the tokens of a character that is not complete.
 
         Most outputs use this fast path.
         """
@@ -315,7 +323,7 @@ class OutputText:
         return TextDelta(text, token_ids[:settled])
 
     def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
-        """Add new text. Return the final delta if the text completes a stop string, else None.
+        """Add new text. If the text completes a stop string, return the final piece of output. Otherwise return None.
 
         ``settled`` is True if the text of every token is complete.
         """

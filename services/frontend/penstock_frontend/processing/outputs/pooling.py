@@ -1,4 +1,4 @@
-"""Conversion of the engines' pooling outputs to results, with one result per engine request."""
+"""Conversion of the pooling outputs of engines to results. Each engine request gives one result."""
 
 import asyncio
 import time
@@ -25,12 +25,12 @@ class PooledState:
         self.answer: asyncio.Future[EngineCoreOutput] = asyncio.get_running_loop().create_future()
 
     def settle(self, output: EngineCoreOutput) -> None:
-        """Pass the result to the call."""
-        if not self.answer.done():  # skip this if the call was cancelled
+        """Pass the result to the call that waits for it."""
+        if not self.answer.done():  # do nothing if the call was cancelled
             self.answer.set_result(output)
 
     def fail(self, error: RequestFailed) -> None:
-        """End the call with an error."""
+        """End the call that waits for the result with an error."""
         if not self.answer.done():
             self.answer.set_exception(error)
 
@@ -39,7 +39,7 @@ class PooledState:
 
 
 class PooledOutputs(RequestStates[PooledState]):
-    """``OutputHandler`` for pooling requests. Tracks each request until its result arrives.
+    """``OutputHandler`` for pooling requests. It tracks each request until the result of the request arrives.
 
     ``on_done`` is called for each successful request, with the id of the engine.
     """
@@ -49,7 +49,7 @@ class PooledOutputs(RequestStates[PooledState]):
         self._on_done = on_done
 
     def add(self, request: EngineCoreRequest) -> PooledState:
-        """Track a request from now on."""
+        """Track a request from now on, until its result arrives."""
         state = self._states[request.request_id] = PooledState(request)
         return state
 
@@ -104,7 +104,7 @@ class SplitOutputs:
         tokens: Sequence[NewTokens] = (),
         drafts: Sequence[Drafts] = (),
     ) -> list[str]:
-        """Pass the outputs of a step to each handler. Return the ids of requests that the engine should abort."""
+        """Pass the outputs of one step to each handler. Return the ids of requests that the engine should abort."""
         return [
             id_ for handler in self._handlers for id_ in handler.process(outputs, engine, timestamp, tokens, drafts)
         ]
@@ -127,7 +127,9 @@ class SplitOutputs:
 
 
 def vectors_of(output: EngineCoreOutput) -> Vectors:
-    """Return the vectors in the output for an input. Raises TypeError for the output of a generation request."""
+    """Return the vectors in the engine's output for an input. Raises TypeError if this is the output of a generation
+    request.
+    """
     if output.pooling_output is None:
-        raise TypeError("the output has no vectors")
+        raise TypeError("the engine's output has no vectors, as if it belonged to a generation request")
     return output.pooling_output

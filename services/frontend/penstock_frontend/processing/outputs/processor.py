@@ -1,4 +1,4 @@
-"""Conversion of engine outputs to outputs for clients."""
+"""Conversion of the outputs of engines to outputs for clients."""
 
 import time
 from collections.abc import Sequence
@@ -25,11 +25,12 @@ from penstock_frontend.processing.outputs.request_states import RequestStates, f
 from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, text_context
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
-# The code below prepares log-probabilities for clients: each entry gets a text, and duplicates are removed.
+# The code below prepares log-probabilities for clients. Each entry gets the text of its token, and duplicates are
+# removed.
 
 
 class LogprobsReader:
-    """Adds texts to the log-probability entries of one sequence. If the request asks for no text, adds none.
+    """Adds texts to the entries of one sequence's log-probabilities. It adds no texts if the request asks for none.
 
     The text of an entry is the text that the entry's token adds after another token, including leading spaces. The text
     of a token that is part of a character is U+FFFD. The text of a special token is the token's name. The joined texts
@@ -56,9 +57,9 @@ class LogprobsReader:
         return None if logprobs is None or not num_positions else self._with_texts(logprobs)
 
     def read_prompt(self, logprobs: Logprobs | None) -> Logprobs | None:
-        """Return the log-probabilities of further prompt tokens.
+        """Return the log-probabilities of the next prompt tokens.
 
-        Cut them at the end of the prompt. Return None if no prompt tokens are left.
+        Entries after the end of the prompt are dropped. Return None if no entries for prompt tokens are left.
         """
         if logprobs is None:
             return None
@@ -77,20 +78,20 @@ _NO_DRAFTS = SpecDecodingStats()
 
 
 class RequestState:
-    """State of one sequence from its acceptance to its end, even if it moves between engines.
+    """State of one sequence, from its acceptance until its end, even if it moves between engines.
 
     Attributes:
-        engine_id: Id of the engine that sent the last output.
-        index: Index of the sequence in its call.
-        collector: Collector of the outputs, shared by all sequences of the call.
-        first_token_after: Seconds from arrival to the first token.
-        finish: End of the sequence, if the sequence ended normally.
+        engine_id: Id of the engine that sent the latest output.
+        index: Index of the sequence among the sequences of its call.
+        collector: Buffer for the outputs, which all sequences of the call share.
+        first_token_after: Seconds from the arrival of the request to its first token.
+        finish: Details of the sequence's end, if the sequence ended normally.
         decoded: Seconds from the first to the last token on each earlier engine, summed over these engines.
         num_preemptions: Number of times that engines preempted the sequence.
-        speculation: Draft statistics as reported by engines.
+        speculation: Draft statistics (speculative decoding), as engines report them.
 
-    Engine times are on the engine's clock. They are 0 until they are known, and become 0 again after a move to another
-    engine.
+    Times that an engine reports are on the engine's clock. They are 0 until they are known, and become 0 again when the
+    sequence moves to another engine.
     """
 
     __slots__ = (
@@ -163,18 +164,20 @@ class RequestState:
             self.num_prompt,
             self.num_cached,
             num_tokens,
-            # Tokens after a stop string are not part of the output.
+            # The tokens after a stop string are not part of the output.
             min(drafts.num_accepted_tokens, num_tokens),
             drafts.num_draft_tokens - drafts.num_accepted_tokens,
             media_tokens=self.media_tokens,
         )
 
     def fail(self, error: RequestFailed) -> None:
-        """End the call with an error, including all sequences of the call."""
+        """End the call of the sequence with an error. All sequences of the call end."""
         self.collector.fail(error)
 
     def moved(self) -> None:
-        """Record a move to another engine. Reset the engine times, because the engines have different clocks."""
+        """Record that the sequence has moved to another engine. Reset the times of the engine, because engines have
+        different clocks.
+        """
         self.decoded += self.last_token_time - self.first_token_time
         self.queued_time = self.scheduled_time = self.first_token_time = self.last_token_time = 0.0
 
@@ -192,7 +195,7 @@ class RequestState:
 
 
 class OutputProcessor(RequestStates[RequestState]):
-    """Tracks every generation request of this frontend, and converts the outputs of engine steps to deltas.
+    """Tracks every generation request of this frontend, and converts the outputs of engine steps to pieces for clients.
 
     The journal ensures that the outputs of a sequence arrive in order and without gaps, even from different engines.
     """
@@ -203,7 +206,9 @@ class OutputProcessor(RequestStates[RequestState]):
         self._metrics = metrics
 
     def add(self, *requests: EngineCoreRequest) -> list[RequestState]:
-        """Track the sequences of one call from now on. Their outputs are put into one shared collector, by index."""
+        """Track the sequences of one call from now on. Their outputs are put into one shared buffer, by the index of
+        the sequence.
+        """
         params = requests[0].sampling_params
         collector = OutputCollector(params.output_kind, params.stream_interval, len(requests))
         states = [RequestState(request, self._tokenizer, collector, index) for index, request in enumerate(requests)]
@@ -211,7 +216,7 @@ class OutputProcessor(RequestStates[RequestState]):
         return states
 
     def abort(self, state: RequestState) -> bool:
-        """End a request with its output so far. Return False if the request had already ended."""
+        """End a request with the output that it has so far. Return False if the request had already ended."""
         if not self.remove(state):
             return False
         try:
@@ -238,9 +243,9 @@ class OutputProcessor(RequestStates[RequestState]):
         """Process the outputs of one step. Return the ids of requests that the engine should abort.
 
         Args:
-            outputs: Outputs that have other content than new tokens.
+            outputs: Outputs that have content other than new tokens.
             engine: Id of the engine.
-            timestamp: End of the step, on the engine's clock.
+            timestamp: Time at which the step ended, on the engine's clock.
             tokens: Outputs that consist only of new tokens. They are processed before ``outputs``.
             drafts: Draft statistics of some requests in ``tokens``.
         """
@@ -252,7 +257,7 @@ class OutputProcessor(RequestStates[RequestState]):
         for request_id, token_ids in tokens:
             state = self._states.get(request_id)
             if state is None:
-                continue  # the request has ended
+                continue  # the request of this output has ended
             state.engine_id = engine
             try:
                 ended_here = self._advance_tokens(state, token_ids, metrics, step)
@@ -264,7 +269,7 @@ class OutputProcessor(RequestStates[RequestState]):
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is None:
-                continue  # the request has ended
+                continue  # the request of this output has ended
             state.engine_id = engine
             try:
                 ended_here = self._advance(state, output, metrics, step)
@@ -283,7 +288,8 @@ class OutputProcessor(RequestStates[RequestState]):
         self, state: RequestState, token_ids: list[int], metrics: EngineMetrics, step: EngineSteps
     ) -> bool:
         """Process an output that consists only of new tokens. Hot path: called once per output."""
-        logprobs = state.logprobs.read(None, len(token_ids))  # raises ValueError if log-probabilities are requested
+        # raises ValueError if the request asks for log-probabilities
+        logprobs = state.logprobs.read(None, len(token_ids))
         _count_tokens(state, len(token_ids), metrics, step)
         delta = state.text.add(token_ids, logprobs=logprobs)
         if not delta.stop:
@@ -309,7 +315,7 @@ class OutputProcessor(RequestStates[RequestState]):
         token_ids = output.new_token_ids
         logprobs = state.logprobs.read(output.new_logprobs, len(token_ids))
         prompt_logprobs = state.logprobs.read_prompt(output.new_prompt_logprobs)
-        if output.num_nans_in_logits:  # engines of an earlier release report NaN logits, and continue the request
+        if output.num_nans_in_logits:  # engines of an earlier release report NaN logits, and then continue the request
             metrics.nans(output.num_nans_in_logits)
             _report_nans(state, output.num_nans_in_logits)
         if output.prefill_stats is not None:
@@ -349,15 +355,15 @@ def _report_nans(state: RequestState, count: int) -> None:
 
 
 def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step: EngineSteps) -> None:
-    """Count new tokens.
+    """Count the new tokens of an output.
 
-    Hot path: called once per output, so totals of the step are only counted at the end of the step.
+    Hot path: called once per output, so metrics are updated only at the end of the step, with the totals of the step.
     """
     now = step.timestamp
     if state.last_token_time:
         gap = now - state.last_token_time
         step.gaps[gap] = step.gaps.get(gap, 0) + 1
-    elif state.num_received:  # the request was on another engine before
+    elif state.num_received:  # the request ran on another engine before
         state.first_token_time = now
     else:
         state.first_token_after = time.monotonic() - state.started
@@ -369,7 +375,7 @@ def _count_tokens(state: RequestState, count: int, metrics: EngineMetrics, step:
 
 
 def _forget_dropped(state: RequestState, step: EngineSteps) -> None:
-    """Subtract tokens that arrived after a stop string in the same frame. Such tokens are not part of the output."""
+    """Subtract the tokens after a stop string that arrived in the same frame, because they are not part of the output."""
     dropped = state.num_received - state.text.num_tokens
     state.num_received -= dropped
     step.num_tokens -= dropped

@@ -1,4 +1,4 @@
-"""Tracking of all requests of a frontend until they end, for each kind of request."""
+"""Tracking of all requests of a frontend until they end. There is one implementation for each kind of request."""
 
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
@@ -13,17 +13,17 @@ class State(Protocol):
     request_id: str
 
     def fail(self, error: RequestFailed) -> None:
-        """End the request for its client with an error."""
+        """End the request of the client with an error."""
 
     def moved(self) -> None:
-        """Record a move to another engine, which has a different clock."""
+        """Record that the request has moved to another engine, which has a different clock."""
 
 
 S = TypeVar("S", bound=State)
 
 
 class RequestStates(Generic[S]):
-    """States of requests by request id.
+    """States of the running requests, by request id.
 
     Implements the methods of ``OutputHandler`` that are the same for all kinds of requests.
     """
@@ -40,7 +40,7 @@ class RequestStates(Generic[S]):
         return self._states.pop(state.request_id, None) is not None
 
     def moved(self, request_ids: Iterable[str]) -> None:
-        """Record that these requests continue on another engine."""
+        """Record that these requests continue on other engines."""
         for request_id in request_ids:
             if (state := self._states.get(request_id)) is not None:
                 state.moved()
@@ -62,11 +62,11 @@ class RequestStates(Generic[S]):
 
 
 def failure_of(output: EngineCoreOutput) -> RequestFailed:
-    """Return the error of a request that its engine ended with an error or aborted."""
+    """Return the error for a request that its engine aborted, or ended with an error."""
     if output.error is not None:
         return output.error.to_exception()
     if output.finish_reason is FinishReason.ABORT:
-        # The client has not aborted this request, because requests aborted by clients are no longer tracked. So the
-        # engine is shutting down.
+        # A request that its client aborted is no longer tracked. The engine must therefore have aborted this request,
+        # because it is shutting down.
         return Unavailable("the engine ended the request because it is shutting down", reason="ENGINE_SHUT_DOWN")
     return Unavailable("the engine failed on this request", reason="ENGINE_ERROR")

@@ -1,1 +1,1 @@
-"""Parsers of tool calls and of reasoning, with one parser per model format."""
+"""Parsers of tool calls and of reasoning in the text of model outputs. There is one parser for each model format."""

@@ -1,4 +1,4 @@
-"""Base class of parsers for formats in which a mark precedes a tool call or a list of tool calls."""
+"""Base class of parsers for formats in which a mark (a fixed text) precedes a tool call or a list of tool calls."""
 
 import abc
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, 
 from penstock_frontend.processing.parsers.call_scanner import CallScanner, ObjectScanner
 
 State = Callable[[], Any]
-"""Function that reads from the start of ``_text``.
+"""Function that reads from the beginning of the buffer ``_text``.
 
-Returns the next state. Returns None if the function needs more text, or if the parser has finished.
+The function returns the next state. It returns None if it needs more text, or if the parser has finished.
 """
 
 _MAX_HEAD = 256
@@ -18,21 +18,22 @@ _MAX_HEAD = 256
 
 
 class CallReader(ToolParser):
-    """State machine that consumes text from the start of a buffer, or waits for more text.
+    """State machine that reads text from the beginning of a buffer, or waits for more text.
 
-    ``marks`` are texts that begin a call. ``ends`` are texts that end a call. The parser drops marks, ends, and the
-    whitespace around them. If the text after a mark is not a call, the mark and this text become content, and the call
-    counts as broken.
+    ``marks`` are the texts that begin a tool call. ``ends`` are the texts that end a tool call. The parser drops both,
+    and the whitespace around them. If the text after a mark is not a tool call, the mark and this text become content,
+    and the call counts as broken.
     """
 
     marks: ClassVar[Sequence[str]]
     ends: ClassVar[Sequence[str]] = ()
 
     def __init__(self) -> None:
-        self._text = ""  # text that was not read yet
+        self._text = ""  # text that the parser has not read yet
         self._ended = False  # whether the answer has ended
-        self._mark = ""  # last mark that was read
-        self._raw = ""  # whitespace, mark and further text of a possible call, until it is known to be a call
+        self._mark = ""  # the last mark that the parser has read
+        # whitespace, mark and later text of a possible call, until the parser knows whether it is a call
+        self._raw = ""
         self._scanner: CallScanner | ObjectScanner = ObjectScanner()
         self._state: State = self._outside
         self._calls: list[ToolCallDelta] = []
@@ -44,7 +45,7 @@ class CallReader(ToolParser):
         return self._advance()
 
     def finish(self) -> ToolDelta:
-        """Return the remaining text. If the text has not become a call, it is content."""
+        """Return the text that is left at the end. If it has not become a tool call, it is content."""
         self._ended = True
         return self._advance()
 
@@ -57,10 +58,10 @@ class CallReader(ToolParser):
 
     @abc.abstractmethod
     def _begin(self) -> State | None:
-        """Return the state that reads a call after the mark ``_mark``."""
+        """Return the state that reads a tool call after the mark ``_mark``."""
 
     def _outside(self) -> State | None:
-        """Read content up to the next mark. The whitespace before a mark belongs to the mark."""
+        """Read content up to the next mark. Whitespace before a mark counts as part of the mark."""
         places = [(index, mark) for mark in self.marks if (index := self._text.find(mark)) >= 0]
         if places:
             index, self._mark = min(places, key=lambda place: place[0])
@@ -76,7 +77,7 @@ class CallReader(ToolParser):
         return None
 
     def _behind(self) -> State | None:
-        """Drop whitespace and end marks after a call."""
+        """Drop the whitespace and the end marks after a tool call."""
         self._raw = ""
         self._text = self._text.lstrip()
         if any(end.startswith(self._text) for end in self.ends if len(end) > len(self._text)) or not self._text:
@@ -88,18 +89,18 @@ class CallReader(ToolParser):
         return self._outside
 
     def _broken(self) -> State:
-        """Turn the text that was read so far into content, because the text is not a call."""
+        """Turn the text of a possible call into content, because the text is not a tool call."""
         self.broken += 1
         self._content.append(self._raw)
         self._raw = ""
         return self._outside
 
     def _wait(self) -> State | None:
-        """Wait for more text of a call. If the answer has already ended, the call counts as broken."""
+        """Wait for more text of a tool call. If the answer has already ended, the call counts as broken."""
         return self._broken() if self._ended else None
 
     def _drop(self, count: int) -> None:
-        """Consume characters. They become content only if the call is broken."""
+        """Remove characters from the buffer. They become content only if the call turns out to be broken."""
         self._raw += self._text[:count]
         self._text = self._text[count:]
 
@@ -107,10 +108,10 @@ class CallReader(ToolParser):
         self._drop(len(self._text) - len(self._text.lstrip()))
 
     def _head(self, end: str, *, keep_end: bool = False) -> str | None:
-        """Consume and return the text before ``end``. Also consume ``end`` if ``keep_end`` is False.
+        """Remove the text before ``end`` from the buffer and return it. Also remove ``end`` if ``keep_end`` is False.
 
-        Returns None if ``end`` has not arrived yet. Returns ``""`` if the text before ``end`` is empty, or too long for
-        a name.
+        Return None if ``end`` has not arrived yet. Return ``""`` if the text before ``end`` is empty, or too long for a
+        tool name.
         """
         index = self._text.find(end)
         if index > _MAX_HEAD or (index < 0 and len(self._text) >= _MAX_HEAD + len(end)):
@@ -122,7 +123,9 @@ class CallReader(ToolParser):
         return head
 
     def _start(self, name: str, *, given_id: str = "", arguments: str = "") -> None:
-        """Start a call, after the text is known to be a call. ``given_id`` is the id that the model wrote, if any."""
+        """Start a tool call, once it is certain that the text is a call. ``given_id`` is the id that the model wrote,
+        if it wrote one.
+        """
         taken = not given_id or given_id in self._ids
         self._ids.append(self._new_id() if taken else given_id)
         self._raw = ""
@@ -135,12 +138,12 @@ class CallReader(ToolParser):
         self._calls.append(ToolCallDelta(index=len(self._ids) - 1, id=self._ids[-1], name=name, arguments=arguments))
 
     def _call_object(self) -> State | None:
-        """Read a call of the form ``{"name": ..., "arguments": ...}``."""
+        """Read a tool call of the form ``{"name": ..., "arguments": ...}``."""
         self._scanner = CallScanner(need_arguments=False)
         return self._scan
 
     def _arguments(self) -> State | None:
-        """Read the JSON object with the arguments of a call that has started."""
+        """Read the JSON object with the arguments of a tool call that has started."""
         self._scanner = ObjectScanner()
         return self._scan
 
@@ -164,21 +167,21 @@ class CallReader(ToolParser):
         return self._broken()
 
     def _after_scan(self) -> State | None:
-        """Return the state after the JSON of a call."""
+        """Return the state that follows after the JSON of a tool call."""
         return self._behind()
 
 
-# The class below reads calls in a JSON list: ``[{"name": ..., "arguments": ...}, ...]``.
+# The class below reads tool calls in a JSON list: ``[{"name": ..., "arguments": ...}, ...]``.
 
 
 class CallListReader(CallReader):
-    """Parser for formats with a list of calls after a mark.
+    """Parser for formats in which a JSON list of tool calls follows after a mark.
 
-    If the list ends early or has no closing bracket, its complete calls are returned.
+    If the list ends early or has no closing bracket, the parser returns those calls that are complete.
     """
 
     def _list(self) -> State | None:
-        """Read the opening bracket of the list."""
+        """Read the opening bracket of the list of calls."""
         self._drop_blanks()
         if not self._text:
             return self._wait()

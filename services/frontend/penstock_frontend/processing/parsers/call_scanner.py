@@ -1,4 +1,4 @@
-"""Incremental scanners for tool calls and other JSON objects. They process text as it arrives."""
+"""Incremental scanners for tool calls and other JSON objects, which process text as it arrives."""
 
 import abc
 import enum
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from penstock_frontend.processing.parsers.base import ToolCallDelta, ToolDelta, ToolParser, call_id
 
-# The class below matches the brackets of incomplete JSON.
+# The class below matches the brackets of JSON that is not complete yet.
 
 
 class Brackets:
-    """Tracks the brackets of one JSON value, from the first bracket to the last. Ignores brackets in strings."""
+    """Tracks the brackets of one JSON value, from the first bracket to the last. Brackets inside strings are ignored."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -55,12 +55,13 @@ class _At(enum.Enum):
 
 
 class Scanned(NamedTuple):
-    """Result of scanning a piece of text.
+    """Result of scanning one piece of text.
 
     Attributes:
-        taken: Number of consumed characters.
-        name: Name of the call, set once, when the text is first known to be a call.
-        arguments: Next part of the call's arguments.
+        taken: Number of characters of the piece that were consumed.
+        name: Name of the tool. It is set once, in the first result after which it is certain that the text is a tool
+            call.
+        arguments: Next part of the call's arguments, as JSON text.
         ended: Whether the object is complete or not valid. The next character does not belong to the object.
     """
 
@@ -76,35 +77,35 @@ def whole(text: str) -> str:
 
 
 class CallScanner:
-    """Scanner for the JSON object of a call.
+    """Scanner for the JSON object of a tool call.
 
-    Scans the outermost level of the object, and returns the call's arguments unchanged.
+    It scans the outermost level of the object, and returns the arguments of the call unchanged.
 
-    The object is known to be a call once its name and the start of its arguments are read. If the arguments are not an
-    object, they are returned when they are complete. If the arguments are a string, the string contains the arguments
-    as JSON. null and an empty string mean no arguments.
+    The object counts as a tool call once its name and the beginning of its arguments were read. If the arguments are
+    not an object, they are returned when they are complete. If the arguments are a string, the string contains the
+    arguments as JSON. null and an empty string mean no arguments.
     """
 
     def __init__(self, *, need_arguments: bool) -> None:
-        """Create the scanner. With ``need_arguments``, an object without arguments is not a call."""
+        """Create the scanner. If ``need_arguments`` is True, an object without arguments is not a tool call."""
         self._need_arguments = need_arguments
         self._has_arguments = False
         self._at = _At.OPEN
         self._key = ""
         self._name = ""
-        self._value: list[str] = []  # characters of the current key or value
+        self._value: list[str] = []  # characters of the key or value that is being read
         self._ready: list[str] = []  # parts of the arguments that were not returned yet
         self._brackets = Brackets()
         self._escaped = False
         self.raw: list[str] = []
-        """Characters that were consumed before the text was known to be a call."""
+        """Characters that were consumed before it was certain that the text is a tool call."""
         self.started = False
-        """Whether the text is known to be a call."""
+        """Whether it is certain that the text is a tool call."""
         self.complete = False
-        """Whether the object is complete and valid JSON."""
+        """Whether the object is complete, and is valid JSON."""
 
     def push(self, text: str) -> Scanned:
-        """Consume characters up to the end of the object."""
+        """Consume characters of the text, up to the end of the object."""
         before = self.started
         count = 0
         ended = False
@@ -163,7 +164,7 @@ class CallScanner:
         self._value = []
         if self._key in _ARGUMENTS:
             if self._has_arguments:
-                self._key = ""  # ignore these arguments, because the object already had arguments
+                self._key = ""  # ignore these arguments, because the object already had arguments before
             self._has_arguments = True
         if char in "{[":
             self._at, self._brackets = _At.IN_CONTAINER, Brackets()
@@ -214,7 +215,7 @@ class CallScanner:
         return bool(text) or self._key != "name"
 
     def _end_value(self) -> bool:
-        """End a number or a word. Numbers and words cannot be the name of a call."""
+        """End a number or a word. Numbers and words cannot be the name of a tool."""
         text = "".join(self._value)
         if self._key in _ARGUMENTS:
             self._ready.append("{}" if text == "null" else text)
@@ -251,7 +252,7 @@ class ObjectScanner:
         self._brackets = Brackets()
 
     def push(self, text: str) -> Scanned:
-        """Consume characters up to the end of the object."""
+        """Consume characters of the text, up to the end of the object."""
         for index, char in enumerate(text):
             if self._brackets.close(char):
                 return Scanned(index + 1, arguments=text[: index + 1], ended=True)
@@ -259,9 +260,9 @@ class ObjectScanner:
 
 
 class JsonToolParser(ToolParser):
-    """Base class of parsers for calls that are JSON objects.
+    """Base class of parsers for tool calls that are JSON objects.
 
-    Each call has its own scanner. Subclasses find the beginning of each call.
+    The class creates a new scanner for each call. Subclasses find the beginning of each call.
     """
 
     def __init__(self) -> None:
@@ -274,13 +275,13 @@ class JsonToolParser(ToolParser):
 
     @abc.abstractmethod
     def _give_back(self, scanner: CallScanner) -> None:
-        """Turn the text that was read so far into content, because the text is not a call."""
+        """Turn the text of a possible call into content, because the text is not a tool call."""
 
     def _ended(self) -> None:
-        """Handle the end of a call. Subclasses may override this method."""
+        """Handle the end of a tool call. Subclasses may override this method."""
 
     def _scan(self, scanner: CallScanner, text: str) -> str:
-        """Scan the text of the current call. Return the text after the call."""
+        """Scan the text of the current tool call. Return the text that follows after the call."""
         new = scanner.push(text)
         if new.name:
             self._id = call_id()

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of DeepSeek V3, R1 and V3.1, which use tags that only DeepSeek models have."""
+"""Tool calls and reasoning of DeepSeek V3, R1 and V3.1. These models use tags that other models do not have."""
 
 import re
 from typing import ClassVar
@@ -15,8 +15,8 @@ _FENCED_NAME = re.compile(r"\s*(\S+)\s*```(?:json)?\s*")
 
 
 class DeepSeekV3ToolParser(CallReader):
-    """Parser for calls ``function<｜tool▁sep｜>name`` with arguments in a fenced block (V3, R1), and for calls
-    ``name<｜tool▁sep｜>`` with arguments (V3.1).
+    """Parser for tool calls ``function<｜tool▁sep｜>name``, whose arguments are in a fenced block (V3, R1). It also
+    parses tool calls ``name<｜tool▁sep｜>``, which the arguments follow directly (V3.1).
     """
 
     form: ClassVar = ToolForm(
@@ -28,11 +28,11 @@ class DeepSeekV3ToolParser(CallReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kind = ""  # text before the separator
+        self._kind = ""  # text of the call before the separator
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes calls between DeepSeek's tags, in fenced blocks."""
+        """Return whether the template writes tool calls between DeepSeek's tags, with arguments in fenced blocks."""
         return _CALLS in template and f"{_FENCE}json" in template
 
     def _begin(self) -> State | None:
@@ -70,20 +70,22 @@ class DeepSeekV3ToolParser(CallReader):
 
 
 class DeepSeekV31ToolParser(DeepSeekV3ToolParser):
-    """DeepSeek parser for models whose forced calls use the format of V3.1."""
+    """DeepSeek parser for models whose forced tool calls use the format of V3.1."""
 
     form: ClassVar = ToolForm(f"{_CALL}{{bare}}{_BEFORE}", _CALL_END, "", _CALLS, _CALLS_END)
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes calls between DeepSeek's tags, without fences."""
+        """Return whether the template writes tool calls between DeepSeek's tags, with arguments outside of fenced
+        blocks.
+        """
         return _CALLS in template and f"{_FENCE}json" not in template
 
 
 class DeepSeekR1ReasoningParser(TagReasoningParser):
-    """Parser for answers that begin with reasoning even without the opening tag.
+    """Parser for answers that begin with reasoning even if they do not have the opening tag.
 
-    If the prompt has ended the reasoning, the answer has none.
+    If the prompt has already ended the reasoning, the answer has no reasoning.
     """
 
     tags: ClassVar = ("<think>", "</think>")

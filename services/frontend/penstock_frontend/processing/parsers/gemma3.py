@@ -1,4 +1,4 @@
-"""Tool calls of Gemma 3, which are a Python list of calls, or Python code in a fenced block ``tool_code``."""
+"""Tool calls of Gemma 3. They are a Python list of calls, or Python code in a fenced block ``tool_code``."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ _FENCE, _FENCE_END = "```tool_code\n", "\n```"
 
 
 class Gemma3ToolParser(Llama4PythonicToolParser):
-    """Parser for a list of calls at the start of the answer, or fenced blocks at any position.
+    """Parser for a list of tool calls at the start of the answer, or for fenced blocks at any position.
 
     A block has one call per line. The call may be an argument of ``print``. Gemma has no special tokens for tools, so
     messages or a custom template must describe this format to the model.
@@ -22,7 +22,9 @@ class Gemma3ToolParser(Llama4PythonicToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for calls in this format, and has Gemma's marks of turns."""
+        """Return whether the template asks for tool calls in this format, and has the marks around turns that Gemma
+        uses.
+        """
         return "<start_of_turn>" in template and ("[func_name" in template or "tool_code" in template)
 
     def _first(self) -> State | None:
@@ -38,7 +40,7 @@ class Gemma3ToolParser(Llama4PythonicToolParser):
         return self._outside()
 
     def _begin(self) -> State | None:
-        """Read a block up to its end."""
+        """Read a fenced block up to its end."""
         block, end, _ = self._text.partition(_FENCE_END)
         if not end:
             return self._wait()

@@ -1,6 +1,6 @@
-"""Tool calls of GLM 4.5 and later, with ``<arg_key>`` and ``<arg_value>`` tags for each argument.
+"""Tool calls of GLM 4.5 and later models, which use ``<arg_key>`` and ``<arg_value>`` tags for each argument.
 
-A call is a name and ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument.
+A call is the name of the tool, followed by ``<arg_key>key</arg_key><arg_value>value</arg_value>`` for each argument.
 """
 
 import re
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[^\s<>{}]+\s*")
 
 
 class Glm45ToolParser(MarkupReader):
-    """Parser for calls between GLM's tags.
+    """Parser for tool calls between the tags of GLM models.
 
     A JSON object between the outer tags is also a call, as in Hermes, because forced calls are JSON.
     """
@@ -29,7 +29,7 @@ class Glm45ToolParser(MarkupReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes arguments between GLM's tags."""
+        """Return whether the template writes the arguments of tool calls between GLM's tags."""
         return _KEY in template
 
     def _begin(self) -> State | None:
@@ -39,7 +39,7 @@ class Glm45ToolParser(MarkupReader):
         return self._function if self._text else self._wait()
 
     def _function(self) -> State | None:
-        """Read a name up to the next tag."""
+        """Read the name of the tool, up to the next tag."""
         head = self._head("<", keep_end=True)
         if head is None:
             return self._wait()

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss in OpenAI's harmony format, in which some messages are tool calls.
+"""Answers of gpt-oss in OpenAI's harmony format.
 
 An answer consists of messages on channels. Some messages are tool calls.
 """
@@ -16,15 +16,15 @@ _MARKS = (_START, _CHANNEL, _END, _CALL, _RETURN)
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 _MAX_HEADER = 256
-"""Maximum length of a message header, in characters."""
+"""Maximum length of the header of a message in an answer, in characters."""
 
 
 class GptOssToolParser(CallReader):
-    """Parser for messages with a recipient, which are calls: ``<|channel|>commentary to=functions.name
+    """Parser for messages with a recipient, which are tool calls: ``<|channel|>commentary to=functions.name
     <|constrain|>json<|message|>{...}``.
 
-    Other messages become content without changes. ``GptOssReasoningParser`` has removed the headers of these messages
-    before.
+    Other messages become content without changes. ``GptOssReasoningParser`` has already removed the headers of these
+    other messages.
     """
 
     form: ClassVar = ToolForm(f"{_CHANNEL}commentary to=functions.{{bare}} <|constrain|>json{_MESSAGE}", _CALL, None)
@@ -38,7 +38,7 @@ class GptOssToolParser(CallReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes messages on channels."""
+        """Return whether the template writes messages on channels, as in the harmony format."""
         return _CHANNEL in template and _MESSAGE in template
 
     def _begin(self) -> State | None:
@@ -47,7 +47,7 @@ class GptOssToolParser(CallReader):
             return self._wait()
         recipient = _RECIPIENT.search(head)
         if recipient is None:
-            self._content.append(self._raw)  # the message is not a call
+            self._content.append(self._raw)  # this message is not a tool call
             return self._outside
         self._recipient = recipient[1]
         return self._bracket
@@ -64,12 +64,12 @@ class GptOssToolParser(CallReader):
 
 class _At(enum.Enum):
     BETWEEN = enum.auto()
-    """Position before a message's header."""
+    """State in which the parser is before the header of a message."""
     ANALYSIS = enum.auto()
     SHOWN = enum.auto()
-    """Position in a message for the user."""
+    """State in which the parser is in a message for the user."""
     CALL = enum.auto()
-    """Position in a message for a tool. The parser returns such a message with all its marks."""
+    """State in which the parser is in a message for a tool. It returns such a message with all its marks."""
 
 
 class GptOssReasoningParser(ReasoningParser):
@@ -89,17 +89,16 @@ class GptOssReasoningParser(ReasoningParser):
         self._ended = False
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._said: dict[
-            _At, bool
-        ] = {}  # has a key for each kind of message with text so far; True if this text belongs to an earlier message
+        # one key for each kind of message with text so far; True if its text belongs to an earlier message
+        self._said: dict[_At, bool] = {}
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes messages on channels."""
+        """Return whether the template writes messages on channels, as in the harmony format."""
         return GptOssToolParser.fits(template)
 
     def push(self, text: str) -> ReasoningDelta:
-        """Parse the next piece of the answer. Text that may begin a header waits for the next piece."""
+        """Parse the next piece of the answer. Text that could be the beginning of a header waits for the next piece."""
         self._text += text
         while self._step():
             pass
@@ -108,7 +107,7 @@ class GptOssReasoningParser(ReasoningParser):
         return delta
 
     def finish(self) -> ReasoningDelta:
-        """Return the remaining text at the end of the answer."""
+        """Return the text that is left at the end of the answer."""
         self._ended = True
         return self.push("")
 
@@ -116,7 +115,7 @@ class GptOssReasoningParser(ReasoningParser):
         return self._header() if self._at is _At.BETWEEN else self._body()
 
     def _header(self) -> bool:
-        """Read a header, if the text begins with a header. Return whether parsing can continue."""
+        """Read the header of a message, if the text begins with one. Return whether parsing can continue."""
         start = self._text.lstrip()
         if not start.startswith((_START, _CHANNEL)):
             if not self._ended and any(mark.startswith(start) for mark in (_START, _CHANNEL)):
@@ -143,8 +142,9 @@ class GptOssReasoningParser(ReasoningParser):
         return True
 
     def _body(self) -> bool:
-        """Read a message up to its end. Return whether parsing can continue."""
-        marks = _MARKS[:2] if self._at is _At.CALL else _MARKS  # strings in a call may contain the other marks
+        """Read the text of a message up to its end. Return whether parsing can continue."""
+        # strings in a tool call may contain the other marks of the format
+        marks = _MARKS[:2] if self._at is _At.CALL else _MARKS
         places = [(index, mark) for mark in marks if (index := self._text.find(mark)) >= 0]
         if not places:
             held = 0 if self._ended else max(partial(self._text, mark) for mark in marks)

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of Granite 3, whose successor Granite 4 uses the format of Hermes for calls."""
+"""Tool calls and reasoning of Granite 3. Its successor Granite 4 uses the Hermes format for tool calls."""
 
 from typing import ClassVar
 
@@ -11,7 +11,9 @@ _THOUGHTS = "Here is my thought process:"
 
 
 class GraniteToolParser(CallListReader):
-    """Parser for ``<|tool_call|>``, followed by a JSON list of calls. Granite 3.1 writes the mark without bars."""
+    """Parser for the mark ``<|tool_call|>``, after which a JSON list of tool calls follows. Granite 3.1 writes the mark
+    without bars.
+    """
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _CALLS + "[", "]")
     tags: ClassVar = (_CALLS,)
@@ -20,7 +22,9 @@ class GraniteToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template contains Granite's mark of calls, and Granite's marks of turns."""
+        """Return whether the template contains Granite's mark of tool calls, and the marks around turns that Granite
+        uses.
+        """
         return _CALLS in template and "<|start_of_role|>" in template
 
     def _begin(self) -> State | None:
@@ -40,5 +44,5 @@ class GraniteReasoningParser(TagReasoningParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template contains the opening sentence, or tags around responses."""
+        """Return whether the template contains the opening sentence of the reasoning, or tags around responses."""
         return _THOUGHTS in template or "<response>" in template

@@ -7,11 +7,12 @@ from penstock_frontend.processing.parsers.call_scanner import CallScanner, JsonT
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _OTHER_FORMS = ("<function=", "<arg_key>")
-"""Marks of other formats that use the same tags. Calls in these formats are not JSON."""
+"""Marks of other formats that use the same tags. Tool calls in these formats are not JSON."""
 
 
 class HermesToolParser(JsonToolParser):
-    """Parser for calls between tags. Text outside the tags is content, without the whitespace around the tags.
+    """Parser for tool calls between tags. The text outside of the tags is content, without the whitespace around the
+    tags.
 
     If the text between tags is not a call, the text and the tags become content. The end tag may be missing.
     """
@@ -21,18 +22,18 @@ class HermesToolParser(JsonToolParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._gap = ""  # whitespace and begin tag before a call that is not confirmed yet
-        self._behind = ""  # last tag that was read: _BEGIN at the end of a call, _END after the end tag
+        self._gap = ""  # whitespace and begin tag before a possible call, until it is certain that the text is a call
+        self._behind = ""  # last tag that the parser has read: _BEGIN at the end of a call, and _END after the end tag
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes calls between Hermes' tags, and does not use another format with these
-        tags.
+        """Return whether the template writes tool calls between the tags of Hermes, and does not use another format
+        with these tags.
         """
         return _BEGIN in template and not any(form in template for form in _OTHER_FORMS)
 
     def push(self, text: str) -> ToolDelta:
-        """Parse the next piece of the answer. Text that may begin a tag waits for the next piece."""
+        """Parse the next piece of the answer. Text that could be the beginning of a tag waits for the next piece."""
         while text:
             if self._scanner is not None:
                 text = self._scan(self._scanner, text)
@@ -43,7 +44,7 @@ class HermesToolParser(JsonToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """Return the remaining text. If the text has not become a call, it is content."""
+        """Return the text that is left at the end. If it has not become a tool call, it is content."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if not self._behind:
@@ -54,7 +55,7 @@ class HermesToolParser(JsonToolParser):
     def _read(self, text: str) -> str:
         """Read content up to the next tag.
 
-        Whitespace before the tag is part of the tag. Return the text after the tag.
+        Whitespace before the tag counts as part of the tag. Return the text after the tag.
         """
         text = self._held + text
         index = text.find(_BEGIN)
@@ -72,7 +73,7 @@ class HermesToolParser(JsonToolParser):
         self._behind = _BEGIN
 
     def _close(self, text: str) -> str:
-        """Drop whitespace and the end tag after a call. Return the text after the end tag."""
+        """Drop the whitespace and the end tag after a tool call. Return the text after the end tag."""
         text = (self._held + text).lstrip()
         self._held = ""
         if self._behind == _BEGIN:
@@ -87,7 +88,7 @@ class HermesToolParser(JsonToolParser):
         return text
 
     def _give_back(self, scanner: CallScanner) -> None:
-        """Turn the text that was read so far into content, because the text is not a call."""
+        """Turn the text of a possible call into content, because the text is not a tool call."""
         self.broken += 1
         self._content.append(self._gap + "".join(scanner.raw))
         self._scanner = None

@@ -1,4 +1,6 @@
-"""Tool calls of Kimi K2, with ``functions.name:0`` and arguments between tags in a separate section."""
+"""Tool calls of Kimi K2. They have ``functions.name:0`` and arguments between tags, in a separate section of the
+answer.
+"""
 
 import re
 from typing import ClassVar
@@ -12,9 +14,10 @@ _ID = re.compile(r"(?:functions\.)?(\S+?)(?::\d+)?")
 
 
 class KimiK2ToolParser(CallReader):
-    """Parser for calls in which the text before the arguments is both the tool's name and the call's id.
+    """Parser for tool calls in which the text before the arguments contains the name of the tool and is the id of the
+    call.
 
-    The template writes the id next to the tool's result.
+    In later prompts, the template writes this id next to the tool's result.
     """
 
     form: ClassVar = ToolForm(f"{_CALL}functions.{{bare}}:0{_BEFORE}", _CALL_END, "", _CALLS, _CALLS_END)
@@ -24,11 +27,11 @@ class KimiK2ToolParser(CallReader):
 
     def __init__(self) -> None:
         super().__init__()
-        self._call = ""  # id of the current call
+        self._call = ""  # id of the call that is being read
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template has Kimi's section of tool calls, or Kimi's declaration of tools."""
+        """Return whether the template has the section of tool calls, or the declaration of tools, that Kimi models use."""
         return _CALLS in template or "<|im_system|>tool_declare" in template
 
     def _begin(self) -> State | None:

@@ -1,4 +1,4 @@
-"""Tool calls of Llama 3.1 to 3.3 as JSON objects ``{"name": ..., "parameters": ...}``.
+"""Tool calls of Llama 3.1 to 3.3, which are JSON objects ``{"name": ..., "parameters": ...}``.
 
 A tag may precede the JSON object.
 """
@@ -11,11 +11,11 @@ from penstock_frontend.processing.parsers.call_scanner import CallScanner, JsonT
 _TAG = "<|python_tag|>"
 _BETWEEN = " \t\r\n;,"
 _HEADERS = ("<|start_header_id|>", "<|header_start|>")
-"""Marks of message headers in Llama 3 and Llama 4."""
+"""Marks that Llama 3 and Llama 4 write around the headers of messages."""
 
 
 class Llama3JsonToolParser(JsonToolParser):
-    """Parser for an answer that begins with the JSON object of a call.
+    """Parser for an answer that begins with the JSON object of a tool call.
 
     Further calls may follow, separated by semicolons.
 
@@ -27,16 +27,18 @@ class Llama3JsonToolParser(JsonToolParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._gap = ""  # text before the call
+        self._gap = ""  # text before the tool call
         self._is_content = False
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for JSON with ``parameters``, and has Llama's marks of headers."""
+        """Return whether the template asks for JSON with ``parameters``, and has the marks around headers that Llama
+        uses.
+        """
         return '"parameters": ' in template and any(header in template for header in _HEADERS)
 
     def push(self, text: str) -> ToolDelta:
-        """Parse the next piece of the answer. Text waits until it is known to be a call or content."""
+        """Parse the next piece of the answer. Text waits until it is certain whether it is a tool call or content."""
         while text:
             if self._is_content:
                 self._content.append(text)
@@ -45,7 +47,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """Return the remaining text. If the text has not become a call, it is content."""
+        """Return the text that is left at the end. If it has not become a tool call, it is content."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if self._num_calls == 0 or self._held.strip(_BETWEEN):
@@ -54,7 +56,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return self._take()
 
     def _begin(self, text: str) -> str:
-        """Check whether a call begins. Return the text that was not consumed."""
+        """Check whether a tool call begins here. Return the text that was not consumed."""
         self._held += text
         blanks = _BETWEEN if self._num_calls else None
         start = self._held.lstrip(blanks)
@@ -70,7 +72,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return ""
 
     def _give_back(self, scanner: CallScanner) -> None:
-        """Turn the text that was read so far, and all later text, into content, because the text is not a call."""
+        """Turn the text of a possible call, and all later text, into content, because the text is not a tool call."""
         self._content.append(self._gap.lstrip(_BETWEEN) if self._num_calls else self._gap)
         self._content.append("".join(scanner.raw))
         self._scanner, self._is_content = None, True

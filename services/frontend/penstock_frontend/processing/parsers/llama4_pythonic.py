@@ -1,4 +1,4 @@
-"""Tool calls of Llama 4, whose answers are a list of calls ``[name(key="value"), ...]``."""
+"""Tool calls of Llama 4. An answer with tool calls is a list ``[name(key="value"), ...]``."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -12,9 +12,10 @@ _START, _END = "<|python_start|>", "<|python_end|>"
 
 
 class Llama4PythonicToolParser(CallListReader):
-    """Parser for an answer that begins with a list of calls. The calls are returned when the list is complete.
+    """Parser for an answer that begins with a list of tool calls. The parser returns the calls when the list is
+    complete.
 
-    Any other answer is content. The list may also have JSON objects, because forced calls are JSON.
+    Any other answer is content. The list may also contain JSON objects, because forced tool calls are JSON.
     """
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", "[", "]")
@@ -30,11 +31,13 @@ class Llama4PythonicToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for calls in this format, and has Llama 4's marks of turns."""
+        """Return whether the template asks for tool calls in this format, and has the marks around turns that Llama 4
+        uses.
+        """
         return "[func_name" in template and "<|header_start|>" in template
 
     def _first(self) -> State | None:
-        """Check whether the answer starts with calls. Calls at other positions of the answer are content."""
+        """Check whether the answer begins with tool calls. Calls at other positions of the answer are content."""
         start = self._text.lstrip()
         if start.startswith(tuple(self.marks)):
             return self._outside
@@ -58,7 +61,7 @@ class Llama4PythonicToolParser(CallListReader):
         return self._broken() if self._text else self._wait()
 
     def _opened(self) -> State | None:
-        """Continue after the opening bracket of the list."""
+        """Continue to read after the opening bracket of the list."""
         self._drop_blanks()
         if self._text.startswith("{"):
             return self._item
@@ -89,14 +92,14 @@ class Llama4PythonicToolParser(CallListReader):
         return self._behind
 
     def _no_list(self) -> State:
-        """Handle brackets whose content is not a list of calls."""
+        """Handle brackets whose content is not a list of tool calls."""
         self._content.append(self._raw)
         self._raw = ""
         return self._rest
 
     def _broken(self) -> State:
         if isinstance(self._scanner, CallScanner):
-            return self._no_list()  # the list has objects that are not calls
+            return self._no_list()  # the list contains objects that are not tool calls
         super()._broken()
         return self._rest
 

@@ -1,4 +1,4 @@
-"""Tool calls in which tags enclose each argument, and values are texts without types."""
+"""Tool calls in which each argument is between tags, and values are texts without a type."""
 
 import json
 from collections.abc import Mapping
@@ -8,11 +8,13 @@ from penstock_frontend.processing.parsers.call_reader import CallReader, State
 from penstock_frontend.processing.parsers.call_scanner import whole
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-"""Words that templates write for values that are not text. Some templates write JSON's words, and others Python's."""
+"""Words that templates write for values that are not text. Some templates write the words of JSON, and others the words
+of Python.
+"""
 
 
 class Tags(NamedTuple):
-    """Tags around an argument's name and value, and the tag that ends the call."""
+    """Tags around the name and the value of an argument, and the tag that ends the call."""
 
     key: str
     between: str
@@ -21,13 +23,13 @@ class Tags(NamedTuple):
 
 
 class MarkupReader(CallReader):
-    """Parser for calls with the tag ``key``, a name, ``between``, a value and ``value_end`` for each argument, then
-    ``end``.
+    """Parser for tool calls that have the tag ``key``, a name, ``between``, a value and ``value_end`` for each
+    argument, then ``end``.
 
     A value may contain any of the tags. A value ends at an end tag after which another argument or the end of the call
-    follows. A call is returned when it is complete, because a later argument may show that the text is not a call.
-    Values of string parameters stay unchanged. Other values are parsed as JSON if possible. ``margin`` is a line break
-    around values.
+    follows. The parser returns a call only when it is complete, because a later argument may show that the text is not
+    a tool call. Values of string parameters stay unchanged. Other values are parsed as JSON if possible. ``margin`` is
+    the line break that the format has around values.
     """
 
     markup: ClassVar[Tags]
@@ -38,14 +40,14 @@ class MarkupReader(CallReader):
         self._name = ""
         self._key = ""
         self._values: dict[str, Any] = {}
-        self._looked = 0  # position up to which the code has searched for the end of the value
+        self._looked = 0  # position in the text up to which the code has searched for the end of the value
 
     def _call(self, name: str) -> State:
         self._name, self._values = name, {}
         return self._argument
 
     def _argument(self) -> State | None:
-        """Read the next argument or the end of the call."""
+        """Read the next argument, or the end of the call."""
         self._drop_blanks()
         tags = self.markup
         if self._text.startswith(tags.end):
@@ -68,7 +70,7 @@ class MarkupReader(CallReader):
         return self._value if self._key else self._broken()
 
     def _value(self) -> State | None:
-        """Read a value up to an end tag, after which another argument or the end of the call follows."""
+        """Read a value up to an end tag after which another argument or the end of the call follows."""
         tags = self.markup
         while (index := self._text.find(tags.value_end, self._looked)) >= 0:
             behind = self._text[index + len(tags.value_end) :].lstrip()
@@ -83,7 +85,7 @@ class MarkupReader(CallReader):
         return self._wait()
 
     def _read(self, text: str) -> Any:
-        """Parse a value as JSON.
+        """Return the value of an argument, parsed as JSON.
 
         If the schema requires a string, or the value is not JSON, return the value as text.
         """
@@ -101,7 +103,7 @@ class MarkupReader(CallReader):
         return _WORDS[word] if word in _WORDS and "string" not in kinds else text
 
     def _kinds(self) -> set[str]:
-        """Return the types that the schema allows for the argument, or an empty set if the schema has no type."""
+        """Return the JSON types that the schema allows for an argument. Return an empty set if the schema has no type."""
         properties = self.schemas.get(self._name, {}).get("properties")
         schema = properties.get(self._key) if isinstance(properties, Mapping) else None
         kind = schema.get("type") if isinstance(schema, Mapping) else None

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of Mistral models, with the marks ``[TOOL_CALLS]`` and ``[THINK]``."""
+"""Tool calls and reasoning of Mistral models, which use the marks ``[TOOL_CALLS]`` and ``[THINK]``."""
 
 import re
 import secrets
@@ -12,11 +12,13 @@ from penstock_frontend.processing.parsers.reasoning_tags import TagReasoningPars
 _CALLS, _ARGUMENTS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAMED = re.compile(r"([^\s\[\]]+)\s*(?:\[CALL_ID\]\s*[^\s\[\]]+\s*)?(?:\[ARGS\]\s*)?")
 _ID_LENGTH = 9
-"""Length of call ids. Mistral's templates refuse conversations with shorter ids, and some also refuse longer ids."""
+"""Number of characters of a tool call's id. Mistral's templates refuse conversations with shorter ids, and some also
+refuse longer ids.
+"""
 
 
 class MistralToolParser(CallListReader):
-    """Parser for ``[TOOL_CALLS]``, followed by a JSON list of calls.
+    """Parser for the mark ``[TOOL_CALLS]``, after which a JSON list of tool calls follows.
 
     Models published since 2025 write ``[TOOL_CALLS]name[ARGS]{...}`` for each call.
     """
@@ -27,7 +29,7 @@ class MistralToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes calls after Mistral's mark."""
+        """Return whether the template writes tool calls after Mistral's mark."""
         return _CALLS in template
 
     def _begin(self) -> State | None:
@@ -43,7 +45,7 @@ class MistralToolParser(CallListReader):
                 return self._named
 
     def _named(self) -> State | None:
-        """Read a name up to the bracket before the call's arguments."""
+        """Read the name of the tool, up to the bracket before the arguments of the call."""
         head = self._head("{", keep_end=True)
         if head is None:
             return self._wait()
@@ -58,7 +60,7 @@ class MistralToolParser(CallListReader):
 
 
 class MistralReasoningParser(TagReasoningParser):
-    """Parser for the reasoning of Magistral and later models."""
+    """Parser for the reasoning of Magistral and of later Mistral models."""
 
     tags: ClassVar = ("[THINK]", "[/THINK]")
 

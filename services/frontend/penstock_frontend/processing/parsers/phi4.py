@@ -1,4 +1,4 @@
-"""Tool calls of Phi-4-mini, with the word ``functools`` and a JSON list of calls."""
+"""Tool calls of Phi-4-mini, which consist of the word ``functools`` and a JSON list of calls."""
 
 from typing import ClassVar
 
@@ -9,7 +9,7 @@ _WORD, _TAG, _TAG_END = "functools[", "<|tool_call|>", "<|/tool_call|>"
 
 
 class Phi4ToolParser(CallListReader):
-    """Parser for a list of calls after the word ``functools``, or between tags."""
+    """Parser for a list of tool calls that follows after the word ``functools``, or is between tags."""
 
     form: ClassVar = ToolForm('{"name": {name}, "arguments": ', "}", ", ", _WORD, "]")
     tags: ClassVar = (_TAG, _TAG_END)
@@ -18,7 +18,7 @@ class Phi4ToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template contains ``functools``, or writes tools between Phi-4's tags."""
+        """Return whether the template contains the word ``functools``, or writes tools between Phi-4's tags."""
         return _WORD in template or "<|tool|>" in template
 
     def _begin(self) -> State | None:

@@ -13,13 +13,13 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _PAIRS = {")": "(", "]": "[", "}": "{"}
 _MAX_NESTING = 64
 _BEGIN = re.compile(r"[A-Za-z_][\w.]*\s*\(")
-"""Pattern for the start of a call."""
+"""Pattern for the beginning of a tool call."""
 
 
 class BracketScanner:
     """Tracks a text from its opening bracket to the matching closing bracket.
 
-    Ignores brackets in strings with single or double quotes.
+    Brackets in strings with single or double quotes are ignored.
     """
 
     def __init__(self) -> None:
@@ -28,9 +28,9 @@ class BracketScanner:
         self._escaped = False
 
     def push(self, text: str) -> tuple[int, bool | None]:
-        """Return how many characters belong to the text, and whether the text is complete.
+        """Return how many characters belong to the bracketed text, and whether it is complete.
 
-        The second value is None if brackets do not match.
+        The second value is None if the brackets do not match.
         """
         for index, char in enumerate(text):
             if self._escaped:
@@ -53,16 +53,18 @@ class BracketScanner:
 
 
 def may_begin_calls(text: str) -> bool | None:
-    """Return whether the text after an opening bracket begins with a call, or None if more text is needed."""
+    """Return whether the text after an opening bracket begins with a tool call. Return None if more text is needed to
+    decide this.
+    """
     if _BEGIN.match(text):
         return True
     return None if re.fullmatch(r"([A-Za-z_][\w.]*\s*)?", text) and len(text) < 256 else False
 
 
 def read_calls(text: str) -> Sequence[tuple[str, str]]:
-    """Return the name and JSON arguments of each call in a text.
+    """Return the name and the arguments, as JSON, of each tool call in a text.
 
-    The text has lists of calls, or one call per line. A call may be an argument of ``print``.
+    The text must have lists of calls, or one call per line. A call may be an argument of ``print``.
 
     Raises ValueError for any other text.
     """
@@ -102,7 +104,7 @@ def _call(node: ast.expr) -> tuple[str, str]:
 
 
 def _name(node: ast.expr) -> str:
-    """Return the name of a function, including the names of its packages."""
+    """Return the name of a function, with the names of its packages in front."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

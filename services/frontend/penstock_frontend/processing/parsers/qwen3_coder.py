@@ -13,7 +13,7 @@ _NAME = re.compile(r"\s*[^\s<>]+\s*")
 
 
 class Qwen3CoderToolParser(MarkupReader):
-    """Parser for calls whose outer tags are optional.
+    """Parser for tool calls that may be without their outer tags.
 
     A JSON object between the outer tags is also a call, as in Hermes, because forced calls are JSON.
     """
@@ -27,7 +27,7 @@ class Qwen3CoderToolParser(MarkupReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template writes the name of a function inside a tag."""
+        """Return whether the template writes the name of the function inside a tag."""
         return _FUNCTION in template and "<parameter=" in template
 
     def _begin(self) -> State | None:

@@ -1,6 +1,6 @@
-"""Reasoning between two tags: its parser, and its description for engines.
+"""Reasoning between two tags: the parser for it, and the description of the tags for engines.
 
-Engines need the description, because they apply constraints only after the reasoning.
+Engines need this description, because they apply output constraints only after the reasoning.
 """
 
 import enum
@@ -16,24 +16,24 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 class _At(enum.Enum):
     START = enum.auto()
-    """Position at the start of the answer, before it is known whether reasoning follows."""
+    """State at the beginning of the answer, in which the parser does not know yet whether reasoning follows."""
     BEGUN = enum.auto()
-    """Position in the whitespace between the opening tag and the reasoning."""
+    """State in which the parser is in the whitespace between the opening tag and the reasoning."""
     REASONING = enum.auto()
     ENDED = enum.auto()
-    """Position in the whitespace after the reasoning, or in a tag that may begin the response."""
+    """State in which the parser is in the whitespace after the reasoning, or in a tag that may begin the response."""
     RESPONSE = enum.auto()
-    """Position after the tag that begins the response. Another tag ends the response."""
+    """State in which the parser is after the tag that begins the response. Another tag ends the response."""
     CONTENT = enum.auto()
 
 
 class TagReasoningParser(ReasoningParser):
-    """Parser for reasoning at the start of the answer. Drops the whitespace around the reasoning.
+    """Parser for reasoning at the start of the answer. It drops the whitespace around the reasoning.
 
     Some templates write the opening tag into the prompt. Other templates write both tags into the prompt, so that the
-    answer has no reasoning. ``begins`` and ``ends`` are variants of ``tags`` that models write. With ``always``, the
-    answer begins with reasoning even without the opening tag. ``response`` has the tags that may enclose the text after
-    the reasoning.
+    answer has no reasoning. ``begins`` and ``ends`` are variants of the two ``tags`` that models also write. If
+    ``always`` is True, the answer begins with reasoning even if it does not have the opening tag. ``response`` has the
+    tags that may enclose the text after the reasoning.
     """
 
     begins: ClassVar[Sequence[str]] = ()
@@ -48,9 +48,9 @@ class TagReasoningParser(ReasoningParser):
         self._text = ""
 
     def push(self, text: str) -> ReasoningDelta:
-        """Parse the next piece of the answer.
+        """Parse the next piece of the answer's text.
 
-        Text that may begin a tag waits for the next piece. Whitespace around tags is dropped.
+        Text that could be the beginning of a tag waits for the next piece. Whitespace around tags is dropped.
         """
         self._text += text
         reasoning = content = ""
@@ -80,7 +80,7 @@ class TagReasoningParser(ReasoningParser):
         return ReasoningDelta(reasoning, content)
 
     def finish(self) -> ReasoningDelta:
-        """Return the remaining text. If the reasoning has not ended, the text is reasoning."""
+        """Return the text that is left at the end. If the reasoning has not ended, the text is reasoning."""
         held, self._text = self._text, ""
         return ReasoningDelta(held) if self._at is _At.REASONING else ReasoningDelta("", held)
 
@@ -113,7 +113,7 @@ class TagReasoningParser(ReasoningParser):
     def _upto(self, ends: Sequence[str]) -> tuple[str, bool]:
         """Consume text up to the first of the tags in ``ends``.
 
-        Returns the text without trailing whitespace, and whether a tag was found.
+        Return the consumed text without whitespace at its end, and whether a tag was found.
         """
         places = [(index, end) for end in ends if (index := self._text.find(end)) >= 0]
         if places:
@@ -130,7 +130,7 @@ class TagReasoningParser(ReasoningParser):
 
 
 class Qwen3ReasoningParser(TagReasoningParser):
-    """Parser for reasoning between these two tags at the start of the answer."""
+    """Parser for reasoning between the tags ``<think>`` and ``</think>`` at the start of the answer."""
 
     tags: ClassVar = ("<think>", "</think>")
 
@@ -140,11 +140,11 @@ class Qwen3ReasoningParser(TagReasoningParser):
         return cls.tags[1] in template
 
 
-# Engines apply constraints only after the reasoning. The class below describes the reasoning tags for engines.
+# Engines apply output constraints only after the reasoning. The class below describes the reasoning tags for engines.
 
 
 class Reasoning(NamedTuple):
-    """Reasoning format of a model. ``tokens`` are the tokens of the parser's tags."""
+    """Reasoning format of a model, for engines. ``tokens`` are the tokens of the parser's tags."""
 
     parser: type[ReasoningParser]
     tokens: ReasoningTokens
@@ -152,20 +152,20 @@ class Reasoning(NamedTuple):
     def ended_by(self, prompt: str, params: SamplingParams) -> bool | None:
         """Return True if ``prompt`` ends the reasoning, and False if ``prompt`` begins the reasoning.
 
-        Return None if the engine must detect this itself.
+        Return None if the engine must find out itself whether the answer begins with reasoning.
 
-        An empty ``prompt`` means that the text of the prompt is not known.
+        If ``prompt`` is empty, the text of the prompt is not known.
         """
         ended = self.parser.ended_by(prompt) if prompt else None
-        # A constrained answer may have no reasoning, so the engine must search for the opening tag.
+        # An answer with a constraint may have no reasoning, so the engine must search for the opening tag.
         begins = bool(prompt) and self.parser.always and params.structured_output is None
         return False if ended is None and begins else ended
 
 
 def reasoning_of(parser: type[ReasoningParser] | None, tokenizer: Tokenizer) -> Reasoning | None:
-    """Return the reasoning format of a model.
+    """Return the reasoning format of a model for engines.
 
-    Return None if the model has no parser, or if a tag is not a single token.
+    Return None if the model has no reasoning parser, or if a tag is not a single token.
     """
     if parser is None:
         return None

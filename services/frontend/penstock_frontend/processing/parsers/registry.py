@@ -1,4 +1,4 @@
-"""Registry of parsers by name, and selection of a parser by chat template."""
+"""Registry of parsers by name, and choice of the parsers by the model's chat template."""
 
 import importlib.metadata
 from typing import NamedTuple, TypeVar
@@ -53,7 +53,7 @@ P = TypeVar("P", ToolParser, ReasoningParser)
 
 
 class Parsers(NamedTuple):
-    """Parser classes of a model. None means that tool calls or reasoning are not parsed."""
+    """Parser classes of a model. None means that outputs are not parsed for tool calls, or not for reasoning."""
 
     tool: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
@@ -62,7 +62,8 @@ class Parsers(NamedTuple):
 def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
     """Return the parsers with these names.
 
-    ``auto`` selects the first parser that fits the chat template. Built-in parsers come before parsers of plugins.
+    The name ``auto`` selects the first parser that fits the chat template. The parsers of plugins are tried after the
+    built-in parsers.
 
     Raises ConfigError.
     """
@@ -90,12 +91,12 @@ def reasoning_parser_names() -> list[str]:
 
 
 def _known() -> tuple[dict[str, type[ToolParser]], dict[str, type[ReasoningParser]]]:
-    """Return all parsers by name. Plugins cannot replace built-in parsers."""
+    """Return all parsers by name. The parser of a plugin cannot replace a built-in parser."""
     tools, reasonings = dict(_TOOL_PARSERS), dict(_REASONING_PARSERS)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
             plugin = point.load()
-        except Exception as e:  # the plugin's module may raise any error
+        except Exception as e:  # the module of the plugin may raise any error
             raise ConfigError(f"plugin {point.name!r} of {ENTRY_POINTS} cannot be loaded: {e}") from e
         if isinstance(plugin, type) and issubclass(plugin, ToolParser):
             tools.setdefault(point.name, plugin)

@@ -248,7 +248,7 @@ def test_samples_that_are_no_numbers_are_unreadable() -> None:
 
 @pytest.mark.parametrize("rate", [1, 999, 1_000_000])
 def test_a_rate_beyond_reason_is_unreadable(rate: int) -> None:
-    with pytest.raises(Unreadable, match="samples a second"):
+    with pytest.raises(Unreadable, match="samples per second"):
         decode_sound(sound_file(seconds=100 / rate, rate=rate), 16_000, LIMITS)
 
 
