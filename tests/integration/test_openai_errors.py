@@ -63,7 +63,7 @@ async def error_of(api: OpenAIServer, body: Any, path: str = "/v1/completions", 
         ({"prompt": [7, 99999]}, "prompt", f"prompt[1] is 99999; it must be below the vocabulary size, {VOCAB}"),
         ({"prompt": ["a"] * 5}, "prompt", "prompt has 5 prompts; limits.max_prompts is 4"),
         ({"prompt": {"text": "a"}}, "prompt", None),
-        ({"suffix": "x"}, "suffix", "suffix is set, but the model has no fill-in-the-middle tokens; leave it out"),
+        ({"suffix": "x"}, "suffix", "suffix is set, but the model has no fill-in-the-middle tokens; leave suffix out"),
         (
             {"suffix": "x", "prompt": [5]},
             "prompt",

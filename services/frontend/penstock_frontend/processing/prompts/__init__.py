@@ -1,1 +1,3 @@
-"""Request inputs: validation, tokenization, sampling parameters, prompt embeddings, and sequences of a prompt."""
+"""Inputs of requests: validation, tokenization, sampling parameters, prompt embeddings, and the ``n`` sequences of a
+prompt.
+"""

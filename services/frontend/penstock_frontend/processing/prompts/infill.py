@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts, for models that are trained to fill the gap between two texts."""
+"""Fill-in-the-middle prompts, for models that were trained to fill the gap between two texts."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,9 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 class InfillForm(NamedTuple):
-    """Special tokens of a fill-in-the-middle prompt. One token each precedes the prefix, the suffix and the middle."""
+    """Special tokens of a fill-in-the-middle prompt: the tokens before the prefix, before the suffix and before the
+    middle.
+    """
 
     before: str
     behind: str
@@ -23,7 +25,9 @@ FORMS = (
 
 
 def infill_form(tokenizer: Tokenizer) -> InfillForm | None:
-    """Return the form whose special tokens the tokenizer has, or None if it has no form's tokens."""
+    """Return the special tokens for fill-in-the-middle prompts that the tokenizer has. Return None if it has no such
+    tokens.
+    """
     return next((form for form in FORMS if all(tokenizer.token_id(token) is not None for token in form)), None)
 
 
@@ -35,6 +39,6 @@ def infill_prompt(tokenizer: Tokenizer, prompt: str, suffix: str) -> str:
     form = infill_form(tokenizer)
     if form is None:
         raise Unimplemented(
-            "suffix is set, but the model has no fill-in-the-middle tokens; leave it out", field="suffix"
+            "suffix is set, but the model has no fill-in-the-middle tokens; leave suffix out", field="suffix"
         )
     return f"{form.before}{prompt}{form.behind}{suffix}{form.middle}"

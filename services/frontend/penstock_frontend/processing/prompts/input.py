@@ -1,4 +1,4 @@
-"""Conversion of generation requests to engine requests: defaults, tokenization, and validation."""
+"""Conversion of generation requests to engine requests. It applies defaults, tokenizes prompts, and checks values."""
 
 import itertools
 import time
@@ -33,16 +33,13 @@ from penstock_frontend.processing.prompts.mixed_prompt import (
 )
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
-# The function below finds prompts that already begin with the BOS token, which the tokenizer adds again.
-#
-# The model would then see two BOS tokens, which never happened in training. Most such prompts were rendered by a chat
-# template, and then sent as text.
+# The function below finds prompts that already begin with the BOS token, although the tokenizer adds this token too.
 
 
 def warn_of_double_bos(token_ids: Sequence[int], tokenizer: Tokenizer, *, field: str) -> None:
-    """Warn the client if the tokenized prompt begins with the same special token twice.
+    """Warn the client if the tokenized prompt begins with two equal special tokens.
 
-    ``field`` is the name of the prompt's field in error messages.
+    ``field`` is the name of the prompt's field in the warning.
     """
     first = tokenizer.leading_token
     if first is not None and len(token_ids) > 1 and token_ids[0] == token_ids[1] == first:
@@ -55,13 +52,13 @@ def warn_of_double_bos(token_ids: Sequence[int], tokenizer: Tokenizer, *, field:
 
 
 MAX_CHARS_PER_TOKEN = 64
-"""Assumed maximum number of characters per token. Text with more characters than this times the token limit is refused
-before tokenization.
+"""Assumed maximum number of characters of one token. A text with more characters than this number times the token limit
+is refused before it is tokenized.
 """
 
 
 class InputProcessor:
-    """Validates and tokenizes requests. Every error names the field, the value and the limit."""
+    """Checks and tokenizes generation requests. Every error names the field, the value and the limit."""
 
     def __init__(
         self,
@@ -76,13 +73,14 @@ class InputProcessor:
         media: MediaPreparer | None = None,
         no_media: str = "",
     ) -> None:
-        """Create the processor.
+        """Create the processor for a model.
 
-        ``reasoning`` is the model's reasoning format. Constraints apply to the output after the reasoning. ``adapters``
-        are the adapters that requests may name, or None. ``media`` is None if only text is accepted. If ``media`` is
-        set, the tokenizer treats the model's media tokens in texts as plain text from now on. ``no_media`` is the
-        reason why a multimodal model accepts only text. Raises ConfigError if the model's default parameters are out of
-        range, or if the tokenizer cannot hide the media tokens.
+        ``reasoning`` is the model's reasoning format. Output constraints apply only to the output after the reasoning.
+        ``adapters`` are the LoRA adapters that requests may name, or None. ``media`` is None if only text is accepted.
+        If ``media`` is set, the tokenizer treats the model's media tokens in texts as plain text from now on.
+        ``no_media`` is the reason why this server accepts only text for a multimodal model. Raises ConfigError if the
+        model's default sampling parameters are out of range, or if the tokenizer cannot treat the media tokens as plain
+        text.
         """
         self._tokenizer = tokenizer
         self.defaults: Mapping[str, Any] = sampling_params.model_defaults(generation_config)
@@ -103,14 +101,14 @@ class InputProcessor:
     def check_model(self, name: str, lora: str = "", *, field: str = "model") -> str:
         """Return the name of the LoRA adapter that a request selects with ``name`` or ``lora``.
 
-        Without an adapter, return the name of the served model.
+        If the request selects no adapter, return the name of the served model.
 
         Raises NotFound for unknown names, and the errors of ``Adapters.asked_for``.
         """
         return self._adapters.asked_for(name, lora, field=field) or self._model_name
 
     def request_id(self, given: str) -> str:
-        """Return the request id for the client: the given id, or a random id if the client gave none."""
+        """Return the id of a request for its client. It is the id that the client gave, or a random id."""
         size = len(given.encode())
         if size > self._limits.now.max_request_id_bytes:
             raise InvalidArgument(
@@ -120,7 +118,7 @@ class InputProcessor:
         return given or uuid.uuid4().hex
 
     def check_tenant(self, tenant: str) -> None:
-        """Raise InvalidArgument if a tenant's name is too long."""
+        """Raise InvalidArgument if the name of a tenant is too long."""
         size = len(tenant.encode())
         if size > self._limits.now.max_tenant_bytes:
             raise InvalidArgument(
@@ -129,7 +127,8 @@ class InputProcessor:
             )
 
     def checked_context(self, context: RequestContext, request_id: str) -> RequestContext:
-        """Return the request context for engines, with the client's request id, arrival time and tenant weight.
+        """Return the request context for engines. It has the client's request id, the arrival time and the weight of
+        the tenant.
 
         Raises NotFound if the request names another model, and InvalidArgument for values that are too large.
         """
@@ -161,10 +160,10 @@ class InputProcessor:
     async def process(
         self, request: GenerateRequest, request_id: str, limits: ModelLimits | None = None
     ) -> EngineCoreRequest:
-        """Process a request as far as possible without an engine.
+        """Convert a request to engine requests, as far as possible without an engine.
 
-        ``request_id`` comes from ``request_id()``. If the engines' ``limits`` are known, a prompt that far exceeds them
-        is refused before tokenization.
+        ``request_id`` is the result of the method ``request_id``. If the engines' ``limits`` are known, a prompt that
+        is much too long is refused before it is tokenized.
         """
         context = self.checked_context(request.context, request_id)
         params = sampling_params.resolve(request.sampling, self.defaults, self._limits.now)
@@ -181,7 +180,7 @@ class InputProcessor:
         prediction = [] if request.prediction is None else await self._prediction(request.prediction, limits)
         reasoning = self._reasoning_for(params)
         return EngineCoreRequest(
-            # The serial number makes the id unique, even if a client uses the same id again.
+            # The serial number makes the id of the engine request unique, even if a client uses the same id again.
             request_id=f"{request_id}-{next(self._serial):x}",
             prompt_token_ids=prompt.token_ids,
             prompt_embeds=prompt.embeds,
@@ -194,7 +193,7 @@ class InputProcessor:
         )
 
     def _reasoning_for(self, params: SamplingParams) -> Reasoning | None:
-        """Return the reasoning format if the parameters need it, else None.
+        """Return the model's reasoning format if the sampling parameters need it. Otherwise return None.
 
         Raises InvalidArgument for a reasoning budget that engines cannot enforce.
         """
@@ -209,7 +208,7 @@ class InputProcessor:
         return self.reasoning if budget is not None or params.structured_output is not None else None
 
     def check(self, request: EngineCoreRequest, limits: ModelLimits) -> None:
-        """Check the prompt's length and token ids against the engines' limits."""
+        """Check the length of the prompt and its token ids against the limits of the engines."""
         prompt, params = request.prompt_token_ids, request.sampling_params
         if request.prompt_embeds is not None:
             check_hidden_size(request.prompt_embeds, limits.hidden_size, field="prompt")
@@ -227,7 +226,7 @@ class InputProcessor:
             )
 
     def check_length(self, prompt: str | Sequence[int], *, field: str) -> None:
-        """Raise InvalidArgument if a text or list of token ids is too long to be processed."""
+        """Raise InvalidArgument if a text or a list of token ids exceeds the limit on the prompt length."""
         if len(prompt) > self._limits.now.max_prompt_length:
             what = "characters" if isinstance(prompt, str) else "ids"
             raise InvalidArgument(
@@ -236,7 +235,7 @@ class InputProcessor:
             )
 
     async def _with_bad_words(self, params: SamplingParams) -> SamplingParams:
-        """Add the token ids of the bad words, each with and without a leading space."""
+        """Add the token ids of each bad word, once with and once without a leading space."""
         tokenized = await self._tokenizer.encode_all([form for word in params.bad_words for form in (word, f" {word}")])
         for index, token_ids in enumerate(tokenized):
             if not token_ids:
@@ -288,10 +287,10 @@ class InputProcessor:
         *,
         add_special_tokens: bool = True,
     ) -> JoinedPrompt:
-        """Join the parts of a mixed prompt.
+        """Join the parts of a mixed prompt (texts, token ids, embeddings and media).
 
-        ``limits`` are the engines' limits. It is None if they are not known, or if the prompt will be truncated later.
-        Raises InvalidArgument, and the errors of preparing media.
+        ``limits`` are the engines' limits. ``limits`` is None if the limits are not known, or if the prompt will be
+        truncated later. Raises InvalidArgument, and the errors of ``MediaPreparer.prepare``.
         """
         longest, what = self._limits.now.max_prompt_length, "limits.max_prompt_length"
         if limits is not None and limits.max_model_len < longest:
@@ -319,14 +318,14 @@ class InputProcessor:
 
 
 def longest_text(max_model_len: int) -> int:
-    """Return the number of characters above which a text is too long for the model in any tokenization."""
+    """Return the number of characters above which a text has too many tokens for the model, however it is tokenized."""
     return max_model_len * MAX_CHARS_PER_TOKEN
 
 
 def check_size(text: str, max_model_len: int, *, field: str, reason: str = "PROMPT_TOO_LONG") -> None:
-    """Raise InvalidArgument for a text that is too long in any tokenization.
+    """Raise InvalidArgument for a text that has too many tokens for the model, however it is tokenized.
 
-    Such a text is never tokenized, because this could take seconds.
+    Such a text is never tokenized, because tokenizing it could take seconds.
     """
     longest = longest_text(max_model_len)
     if len(text) > longest:
@@ -339,7 +338,7 @@ def check_size(text: str, max_model_len: int, *, field: str, reason: str = "PROM
 
 
 def check_prediction(token_ids: Sequence[int], limits: ModelLimits) -> None:
-    """Raise InvalidArgument if a prediction is longer than the longest possible output, or has an id that is not in the
+    """Raise InvalidArgument if a prediction is longer than the longest possible output, or has a token id outside the
     vocabulary.
     """
     if len(token_ids) > limits.max_model_len:
@@ -350,7 +349,7 @@ def check_prediction(token_ids: Sequence[int], limits: ModelLimits) -> None:
 
 
 def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, *, truncated: bool) -> None:
-    """Check a prompt's length before it is tokenized or copied."""
+    """Check the length of a prompt before the prompt is tokenized or copied."""
     if isinstance(prompt, str):
         check_size(prompt, max_model_len, field="text")
     elif not truncated and not isinstance(prompt, MixedPrompt) and len(prompt) > max_model_len:
@@ -358,7 +357,7 @@ def _check_early(prompt: str | Sequence[int] | MixedPrompt, max_model_len: int, 
 
 
 def _check_parts(prompt: str | Sequence[int] | MixedPrompt, limits: ModelLimits) -> None:
-    """Check the parts of a mixed prompt before they are joined."""
+    """Check the parts of a mixed prompt before they are joined to one prompt."""
     if isinstance(prompt, MixedPrompt):
         for part, field in zip(prompt.parts, prompt.fields, strict=True):
             if isinstance(part, PromptEmbeds):
@@ -368,7 +367,9 @@ def _check_parts(prompt: str | Sequence[int] | MixedPrompt, limits: ModelLimits)
 
 
 def check_hidden_size(embeds: PromptEmbeds, hidden_size: int | None, *, field: str) -> None:
-    """Raise InvalidArgument for embeddings of the wrong size, and Unimplemented if the engines accept no embeddings."""
+    """Raise InvalidArgument for embeddings of another size than the model's, and Unimplemented if the engines accept no
+    embeddings.
+    """
     if hidden_size == 0:
         raise Unimplemented(f"{field} has embeddings, but the engines accept no embeddings in prompts", field=field)
     if hidden_size is not None and embeds.hidden_size != hidden_size:
@@ -379,7 +380,7 @@ def check_hidden_size(embeds: PromptEmbeds, hidden_size: int | None, *, field: s
 
 
 def _text_of(prompt: str | Sequence[int] | MixedPrompt) -> str:
-    """Return the text of a prompt, or an empty text if the prompt is not given as text."""
+    """Return the prompt if it is a text, and an empty text otherwise."""
     if isinstance(prompt, MixedPrompt):
         return prompt.text if prompt.media else ""
     return prompt if isinstance(prompt, str) else ""
@@ -396,7 +397,7 @@ def _too_long(num_tokens: int, max_model_len: int, features: Sequence[MultiModal
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, field: str) -> None:
-    """Raise InvalidArgument if a token id is not in the vocabulary. The error names the first such id."""
+    """Raise InvalidArgument if a token id is outside the vocabulary. The error names the first such id."""
     if token_ids and max(token_ids) >= vocab_size:
         index = next(i for i, token_id in enumerate(token_ids) if token_id >= vocab_size)
         raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""Mixed prompts, which consist of texts, media, token ids and embeddings."""
+"""Mixed prompts, which consist of texts, media, token ids and embeddings in any order."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -14,14 +14,14 @@ from penstock_frontend.interfaces import ModelLimits
 from penstock_frontend.processing.media.families.base import Family, MediaPreparer, PreparedMedia, Replacement
 from penstock_frontend.processing.prompts.tokenizer import Tokenizer, joined
 
-# The code below checks and prepares media, and tokenizes texts with media.
+# The code below checks and prepares media, and tokenizes texts that contain media.
 
 
 class PlacedMedia(NamedTuple):
-    """A media item, and the tokens that replace the item's placeholder in the prompt.
+    """A media item in a prompt, and the tokens that replace the item's placeholder.
 
     Attributes:
-        prepared: The processed item.
+        prepared: The media item after processing.
         replacement: Tokens that replace the item's placeholder.
         stand_in: Text that the tokenizer converts to the placeholder token.
         placeholder_id: Id of the placeholder token.
@@ -34,29 +34,29 @@ class PlacedMedia(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Text that is tokenized instead of the item."""
+        """Text that is tokenized in the place of the media item."""
         return f"{self.replacement.before}{self.stand_in}{self.replacement.after}"
 
 
 class MediaText(NamedTuple):
-    """Text with media that is tokenized in one call. ``parts`` has texts and media, and never two adjacent texts."""
+    """Texts and media that are tokenized together in one call. Two texts are never adjacent in ``parts``."""
 
     parts: tuple[str | PlacedMedia, ...]
 
     @property
     def text(self) -> str:
-        """Complete text, with the stand-in of each media item."""
+        """The texts joined, with the stand-in text in the place of each media item."""
         return joined(part if isinstance(part, str) else part.text for part in self.parts)
 
     @property
     def has_text(self) -> bool:
-        """Whether there is any text in addition to media."""
+        """Whether there is any text besides the media."""
         return any(isinstance(part, str) for part in self.parts)
 
     def filled(self, token_ids: Sequence[int], offset: int) -> tuple[list[int], list[MultiModalFeature]]:
-        """Replace the placeholders in ``token_ids``, the token ids of ``text``.
+        """Replace the placeholders of media in ``token_ids``, which are the token ids of ``text``.
 
-        Returns the new ids and the media features.
+        Return the new token ids, and the features of the media items.
 
         ``offset`` is the number of prompt tokens before the text. Raises RuntimeError if ``token_ids`` do not belong to
         ``text``.
@@ -69,7 +69,9 @@ class MediaText(NamedTuple):
             try:
                 place = token_ids.index(item.placeholder_id, begin)
             except ValueError:
-                raise RuntimeError("a media placeholder has no token in its text") from None
+                raise RuntimeError(
+                    "the token ids do not contain the placeholder token of each media item in the text"
+                ) from None
             filled += token_ids[begin:place]
             features.append(feature_of(item, offset + len(filled)))
             filled += item.replacement.token_ids
@@ -79,7 +81,7 @@ class MediaText(NamedTuple):
 
 
 def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
-    """Return the feature of a media item at ``offset``.
+    """Return the feature of a media item whose tokens begin at ``offset`` in the prompt.
 
     The feature covers the positions from the item's first embedding to its last embedding.
     """
@@ -97,23 +99,24 @@ def feature_of(placed: PlacedMedia, offset: int) -> MultiModalFeature:
 
 
 def identifier_of(placed: PlacedMedia) -> str:
-    """Return the identifier of a media item.
+    """Return the identifier of a media item in a prompt.
 
-    If neighboring media change the encoder's input for the item, the identifier also depends on this change.
+    If other media in the prompt change the encoder's input for this item, the identifier also depends on that change.
     """
     identifier, variant = placed.prepared.identifier, placed.replacement.variant
     return hashlib.blake2b(f"{identifier}:{variant}".encode(), digest_size=32).hexdigest() if variant else identifier
 
 
 def media_tokens(features: Iterable[MultiModalFeature]) -> dict[Modality, int]:
-    """Return the number of prompt positions of media, by modality."""
+    """Return the number of prompt positions that stand for media, by modality."""
     counts: dict[Modality, int] = {}
     for feature in features:
         counts[feature.modality] = counts.get(feature.modality, 0) + feature.length
     return counts
 
 
-# The code below checks the media of prompts against the model, prepares them, and finds their replacement tokens.
+# The code below checks whether the model accepts the media of a prompt, prepares the media, and finds the tokens that
+# replace their placeholders.
 
 A = {"image": "an image", "audio": "a sound", "video": "a video"}
 
@@ -125,7 +128,9 @@ class MediaInputs(NamedTuple):
     preparer: MediaPreparer
 
     async def placed(self, prompt: MixedPrompt, context: RequestContext) -> list[PlacedMedia]:
-        """Prepare the prompt's media, in order, after ``check_media``. Raises like ``MediaPreparer.prepare``."""
+        """Prepare the media of a prompt, in order. ``check_media`` must have been called before. Raises the errors of
+        ``MediaPreparer.prepare``.
+        """
         parts, family = prompt.media, self.preparer.family
         prepared = await self.preparer.prepare(
             parts, cache_salt=context.cache_salt, deadline=context.deadline, tenant=context.tenant
@@ -142,7 +147,9 @@ class MediaInputs(NamedTuple):
 
 
 def check_media(parts: Sequence[MediaPart], family: Family | None, no_media: str = "") -> None:
-    """Raise InvalidArgument for media that the server does not accept. For the arguments, see ``accepted``."""
+    """Raise InvalidArgument for media that the server does not accept. ``family`` and ``no_media`` have the same
+    meaning as in ``accepted``.
+    """
     for part in parts:
         if family is None or part.modality not in family.modalities:
             what = A.get(part.modality, repr(part.modality))
@@ -150,11 +157,11 @@ def check_media(parts: Sequence[MediaPart], family: Family | None, no_media: str
 
 
 def accepted(family: Family | None, no_media: str) -> str:
-    """Return the accepted parts of prompts, as the end of an error message.
+    """Return the end of an error message, which states the parts that prompts may have.
 
     Args:
         family: Media family of the model, or None if only text is accepted.
-        no_media: The reason why a multimodal model accepts only text; empty for a text-only model.
+        no_media: The reason why this server accepts only text for a multimodal model. Empty for a text-only model.
     """
     if family is None and no_media:
         return f"this server accepts only text: {no_media}"
@@ -162,7 +169,7 @@ def accepted(family: Family | None, no_media: str) -> str:
 
 
 def check_engines(parts: Sequence[MediaPart], limits: ModelLimits) -> None:
-    """Raise InvalidArgument for media that no engine accepts."""
+    """Raise InvalidArgument for media that none of the engines accepts."""
     for part in parts:
         if part.modality not in [each.modality for each in limits.media]:
             raise InvalidArgument(
@@ -173,9 +180,9 @@ def check_engines(parts: Sequence[MediaPart], limits: ModelLimits) -> None:
 
 
 def check_beside_media(prompt: MixedPrompt, params: SamplingParams) -> None:
-    """Raise Unimplemented for an option that prompts with media do not support.
+    """Raise Unimplemented for an option that cannot be used together with media in the prompt.
 
-    Raise InvalidArgument for a prompt with both embeddings and media.
+    Raise InvalidArgument for a prompt that has both embeddings and media.
     """
     first = prompt.media[0].field
     for name, value in (
@@ -192,7 +199,7 @@ def check_beside_media(prompt: MixedPrompt, params: SamplingParams) -> None:
 
 
 def no_media_with(field: str, media_field: str) -> Unimplemented:
-    """Return the error for an option that prompts with media do not support."""
+    """Return the error for an option that cannot be used together with media in the prompt."""
     return Unimplemented(
         f"{field} is set, but it is not supported for prompts with media ({media_field}); remove it", field=field
     )
@@ -203,12 +210,12 @@ _Piece = str | Sequence[int] | PromptEmbeds | MediaText
 
 
 class JoinedPrompt(NamedTuple):
-    """Prompt whose parts were joined.
+    """Prompt after its parts were joined.
 
     Attributes:
-        token_ids: One token id per position. At positions with an embedding, the token id has no meaning.
-        embeds: Embeddings of the prompt, or None without embeddings.
-        features: Media features, in the order of their positions.
+        token_ids: One token id for each position. At a position with an embedding, the token id has no meaning.
+        embeds: Embeddings of the prompt. None if the prompt has no embeddings.
+        features: Features of the media items, in the order of their positions.
     """
 
     token_ids: list[int]
@@ -216,14 +223,15 @@ class JoinedPrompt(NamedTuple):
     features: Sequence[MultiModalFeature] = ()
 
     def last(self, count: int) -> "JoinedPrompt":
-        """Return the last ``count`` positions of a prompt without media."""
+        """Return the last ``count`` positions of the prompt, which must have no media."""
         return JoinedPrompt(self.token_ids[-count:], self.embeds.last(count) if self.embeds is not None else None)
 
 
 async def join_parts(
     prompt: MixedPrompt, encode: _Encode, *, max_positions: int, what: str, media: Sequence[PlacedMedia] = ()
 ) -> JoinedPrompt:
-    """Join the parts of a prompt. The prompt may have ``max_positions`` positions; ``what`` is the name of this limit.
+    """Join the parts of a prompt. The prompt may have at most ``max_positions`` positions. ``what`` is the name of this
+    limit in errors.
 
     ``encode`` tokenizes a text. The second argument of ``encode`` is True for text at the start of the prompt.
     ``media`` are the prepared media, in order.
@@ -268,8 +276,8 @@ async def join_parts(
 def _pieces(prompt: MixedPrompt, media: Iterator[PlacedMedia]) -> Iterable[tuple[_Piece, str]]:
     """Yield the pieces of a prompt, each with the name of its last part. Each piece is tokenized separately.
 
-    A text next to media forms one piece with the media. Two adjacent texts are separate pieces. Raises InvalidArgument
-    for an empty text.
+    A text forms one piece with the media next to it. Two adjacent texts are separate pieces. Raises InvalidArgument for
+    an empty text.
     """
     open_: list[str | PlacedMedia] = []
     named = ""
@@ -308,16 +316,16 @@ def _too_long(
 def _check_alike(part: PromptEmbeds, first: PromptEmbeds, field: str) -> None:
     if (part.dtype, part.hidden_size) != (first.dtype, first.hidden_size):
         raise InvalidArgument(
-            f"{field} has {part.dtype} embeddings of size {part.hidden_size}; the first embeddings of the prompt are "
-            f"{first.dtype} of size {first.hidden_size}, and all must be alike",
+            f"{field} has {part.dtype} embeddings of size {part.hidden_size}; all embeddings of the prompt must be "
+            f"{first.dtype} of size {first.hidden_size}, as the first ones are",
             field=field,
         )
 
 
 def text_context(token_ids: Sequence[int], embeds: PromptEmbeds | None) -> Sequence[int]:
-    """Return the tokens after the prompt's last embedding.
+    """Return the tokens after the last embedding of the prompt.
 
-    The detokenizer decodes the last of these tokens together with the first output tokens.
+    The detokenizer needs the last of these tokens, because it decodes them together with the first output tokens.
     """
     if embeds is None:
         return token_ids

@@ -24,13 +24,13 @@ from penstock_frontend.processing.prompts.mixed_prompt import media_tokens, no_m
 from penstock_frontend.processing.prompts.tokenizer import Cut, Tokenizer, cut, read_json, resolve
 
 AS_MANY_AS_FIT = -1
-"""Value for ``truncate_prompt_tokens`` that truncates to the model's maximum."""
+"""Value of ``truncate_prompt_tokens`` that truncates inputs to the maximum length of the model."""
 POOLING_WORDS = tuple(task.name.lower() for task in PoolingTask)
-"""Capabilities of engines that pool, which are the names of the pooling tasks."""
+"""Names of the pooling tasks. An engine has the names of the tasks that it serves as capabilities."""
 
 
 class _Tokenized(NamedTuple):
-    """A tokenized input of a pooling request."""
+    """An input of a pooling request, after tokenization."""
 
     ids: list[int]
     second_text_start: int | None = None
@@ -38,7 +38,7 @@ class _Tokenized(NamedTuple):
 
 
 class PoolingInputs:
-    """Validates and tokenizes pooling inputs. Every error names the input, the value and the limit."""
+    """Checks and tokenizes the inputs of pooling requests. Every error names the input, the value and the limit."""
 
     def __init__(self, tokenizer: Tokenizer, inputs: InputProcessor, limits: Reread[LimitsConfig]) -> None:
         self._tokenizer = tokenizer
@@ -47,7 +47,7 @@ class PoolingInputs:
         self._serial = itertools.count(1)
 
     def check_count(self, count: int, *, field: str) -> None:
-        """Raise InvalidArgument for a call without inputs, or with too many inputs."""
+        """Raise InvalidArgument for a call that has no inputs, or too many inputs."""
         if count == 0:
             raise InvalidArgument(f"{field} is empty: there is nothing to compute", field=field)
         if count > (limit := self._limits.now.max_pooling_inputs):
@@ -57,16 +57,16 @@ class PoolingInputs:
             )
 
     def with_truncation(self, request: PoolingRequest) -> PoolingRequest:
-        """Return the request with final values of ``truncate_prompt_tokens`` and ``truncation``.
+        """Return the request with the final values of ``truncate_prompt_tokens`` and ``truncation``.
 
-        In the result, ``truncate_prompt_tokens`` is None for no truncation. Otherwise ``truncation`` is the side at
-        which tokens are removed.
+        In the result, ``truncate_prompt_tokens`` is None if inputs are not truncated. Otherwise ``truncation`` is the
+        side at which tokens are removed.
         """
         where, tokens = request.truncation, request.truncate_prompt_tokens
         if where is None and tokens is not None:
             where = "end"
         elif where is None:
-            # Media cannot be truncated, so the server's setting does not apply to calls with media.
+            # Media cannot be truncated, so the server's setting for truncation does not apply to calls with media.
             mixed = any(isinstance(each, MixedPrompt) for each in request.inputs)
             where = "none" if mixed else self._limits.now.pooling_truncation
         if where == "none":
@@ -77,9 +77,9 @@ class PoolingInputs:
     async def process(
         self, request: PoolingRequest, request_id: str, limits: ModelLimits | None = None
     ) -> list[EngineCoreRequest]:
-        """Process a request as far as possible without an engine. Return one engine request per input.
+        """Convert a pooling request, as far as possible without an engine. Return one engine request for each input.
 
-        If the engines' ``limits`` are known, texts that far exceed them are refused before tokenization.
+        If the engines' ``limits`` are known, texts that are much too long are refused before they are tokenized.
         """
         context = self._inputs.checked_context(request.context, request_id)
         if limits is not None and request.truncate_prompt_tokens is not None:
@@ -90,7 +90,7 @@ class PoolingInputs:
         tokenized = await (self._pairs(request) if request.seconds else self._singles(request, context, limits))
         return [
             EngineCoreRequest(
-                # The serial number makes the id unique, even if a client uses the same id again.
+                # The serial number makes the id of the engine request unique, even if a client uses the same id again.
                 request_id=f"{request_id}-p{next(self._serial):x}",
                 prompt_token_ids=each.ids,
                 pooling_params=request.params,
@@ -108,7 +108,9 @@ class PoolingInputs:
         limits: ModelLimits,
         capabilities: Sequence[str],
     ) -> None:
-        """Check the task, the prompts' lengths and their token ids against the engines' capabilities and limits."""
+        """Check the pooling task, the lengths of the prompts and their token ids against the capabilities and limits of
+        the engines.
+        """
         check_task(request.params.task, capabilities)
         for core_request, field in zip(core_requests, request.fields, strict=True):
             prompt = core_request.prompt_token_ids
@@ -148,7 +150,7 @@ class PoolingInputs:
     async def _singles(
         self, request: PoolingRequest, context: RequestContext, limits: ModelLimits | None
     ) -> list[_Tokenized]:
-        """Tokenize the inputs.
+        """Tokenize inputs that are single texts or token ids.
 
         One thread tokenizes all texts in a single call, because one task per text would block the event loop.
         """
@@ -172,7 +174,9 @@ class PoolingInputs:
         return tokenized
 
     async def _pairs(self, request: PoolingRequest) -> list[_Tokenized]:
-        """Tokenize the pairs. Each result includes the position of the pair's second text."""
+        """Tokenize inputs that are pairs of texts. Each result includes the position at which the second text of the
+        pair begins.
+        """
         pairs = zip(request.inputs, request.seconds, strict=True)
         encoded = await self._tokenizer.encode_pairs(
             [(str(first), second) for first, second in pairs], cut=_cut_of(request)
@@ -186,9 +190,9 @@ def _cut_of(request: PoolingRequest) -> Cut | None:
 
 
 def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> None:
-    """Raise InvalidArgument for parts that a mixed input cannot contain.
+    """Raise InvalidArgument if a mixed input has a part that is neither text nor media.
 
-    Raise Unimplemented for unsupported options.
+    Raise Unimplemented for options that cannot be used with media.
     """
     if request.seconds:
         raise InvalidArgument(f"{field} has media; a pair must consist of two texts", field=field)
@@ -202,7 +206,7 @@ def _check_mixed(request: PoolingRequest, prompt: MixedPrompt, field: str) -> No
 
 
 def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
-    """Shorten texts to ``longest`` characters, because tokenizing text that will be truncated is unnecessary work."""
+    """Cut texts to ``longest`` characters, because tokenizing text that will be truncated anyway is unnecessary work."""
     at_start = request.truncation == "start"
     return msgspec.structs.replace(
         request,
@@ -214,9 +218,10 @@ def _shortened(request: PoolingRequest, longest: int) -> PoolingRequest:
 
 
 def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], embedding_size: int) -> int:
-    """Return the number of bytes of the result vectors. There is one float32 vector per request, or one per token.
+    """Return the number of bytes of the vectors in the results of engine requests. Each engine request has one float32
+    vector, or one for each of its tokens.
 
-    The number is 0 for tasks without result vectors.
+    The number is 0 for tasks whose results are not vectors.
     """
     if params.task not in (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED):
         return 0
@@ -226,16 +231,18 @@ def answer_bytes(params: PoolingParams, requests: Sequence[EngineCoreRequest], e
 
 
 def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument if no engine serves ``task``. The error names the served tasks."""
+    """Raise InvalidArgument if no engine serves the pooling task ``task``. The error names the tasks that engines
+    serve.
+    """
     word = task.name.lower()
     if word not in capabilities:
         raise _wrong_model(f"the model does not serve {word}; it serves {served(capabilities)}")
 
 
 def check_scores(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument if engines can neither score pairs nor compute embeddings.
+    """Raise InvalidArgument if the engines can neither score pairs of texts nor compute embeddings.
 
-    The error names the served tasks.
+    The error names the tasks that engines serve.
     """
     if not {"score", "embed"} & set(capabilities):
         raise _wrong_model(
@@ -244,13 +251,15 @@ def check_scores(capabilities: Sequence[str]) -> None:
 
 
 def check_pools(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument if no engine serves a pooling task. The error names the served tasks."""
+    """Raise InvalidArgument if no engine serves any pooling task. The error names the tasks that engines serve."""
     if not set(POOLING_WORDS) & set(capabilities):
         raise _wrong_model(f"the model does not pool; it serves {served(capabilities)}")
 
 
 def check_generates(capabilities: Sequence[str]) -> None:
-    """Raise InvalidArgument if the engines only pool and do not generate. The error names the served tasks."""
+    """Raise InvalidArgument if the engines serve only pooling tasks, and do not generate text. The error names the
+    tasks that engines serve.
+    """
     if "generate" not in capabilities and set(POOLING_WORDS) & set(capabilities):
         raise _wrong_model(f"the model does not generate; it serves {served(capabilities)}")
 
@@ -260,12 +269,12 @@ def _wrong_model(message: str) -> InvalidArgument:
 
 
 def served(capabilities: Sequence[str]) -> str:
-    """Return the capabilities that clients can use, as text for an error message."""
+    """Return the tasks that engines serve and clients can use, as text for an error message."""
     return ", ".join(word for word in capabilities if word in ("generate", *POOLING_WORDS)) or "nothing now"
 
 
 def load_labels(config: ModelConfig) -> list[str]:
-    """Return the class names in config.json, in order of class index.
+    """Return the names of the classes in config.json, in the order of the class indices.
 
     Return an empty list if there are none. Raises ConfigError.
     """

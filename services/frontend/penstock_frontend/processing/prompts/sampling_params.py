@@ -1,4 +1,4 @@
-"""Checks of sampling parameters and list lengths, and division of a request into its ``n`` sequences."""
+"""Checks of sampling parameters and of list lengths, and the division of a request into its ``n`` sequences."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,13 @@ from penstock_frontend.config import LimitsConfig
 
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p")
 _TOP_K_OFF = -1
-"""vLLM's value for a disabled ``top_k``."""
+"""Value of ``top_k`` that means in vLLM that ``top_k`` is off."""
 _PATH = "sampling_params"
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default parameters in a model's generation_config.json. Raises ConfigError if a value is out of range.
+    """Return the default sampling parameters in a model's generation_config.json. Raises ConfigError if a value is out
+    of range.
 
     Sampling filters apply only if ``do_sample`` is true in the file. The repetition penalty always applies.
     """
@@ -46,13 +47,13 @@ def model_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: LimitsConfig) -> SamplingParams:
-    """Return the parameters of a request.
+    """Return the sampling parameters of a request, with all defaults filled in.
 
     Values in the request have priority, then the model's defaults, then Penstock's defaults.
 
     The seed is always set.
 
-    Raises InvalidArgument. The error names the field, the value and the limit.
+    Raises InvalidArgument, which names the field, the value and the limit.
     """
     params = SamplingParams(**_with_top_k({"seed": random.getrandbits(63), **defaults, **given}))
     check_values(params)
@@ -76,7 +77,7 @@ def _with_top_k(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidArgument if a token id in ``params`` is not in the vocabulary."""
+    """Raise InvalidArgument if ``params`` has a token id outside the vocabulary."""
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
     _check_ids("bad_word_token_ids", [max(token_ids) for token_ids in params.bad_word_token_ids], vocab_size)
@@ -94,7 +95,9 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_lists(params: Any, limits: LimitsConfig) -> None:
-    """Raise InvalidArgument for a list with too many entries. ``params`` is a ``SamplingParams`` or an API message."""
+    """Raise InvalidArgument if a list in ``params`` has too many entries. ``params`` is a ``SamplingParams`` or an API
+    message.
+    """
     for name, what, limit in (
         ("stop", "strings", "max_stop_strings"),
         ("stop_token_ids", "ids", "max_stop_token_ids"),
@@ -146,18 +149,18 @@ def _refuse_size(field: str, size: int, what: str, limit: str, limits: LimitsCon
     raise InvalidArgument(f"{field} has {size} {what}; limits.{limit} is {getattr(limits, limit)}", field=field)
 
 
-# The code below splits a prompt into its ``n`` sequences. Each sequence is a separate engine request.
+# The code below divides a request into its ``n`` sequences. Each sequence is a separate engine request.
 
 
 def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """Split a request into one engine request per sequence, in order of the sequences' index.
+    """Divide a request into one engine request for each sequence, in the order of the sequences' indices.
 
     Sequence i has the seed ``seed + i``, so its output equals the output of a single request with this seed. Prompt
-    log-probabilities are the same for all sequences, so only the first sequence computes them. In engine requests,
-    ``n`` is always 1.
+    log-probabilities are the same for all sequences, so only the first sequence computes them. In each engine request,
+    ``n`` is 1.
 
-    The id of an engine request ends with a hyphen, the request's serial number, a dot, and the index. Ids that clients
-    choose can therefore not collide.
+    The id of an engine request ends with a hyphen, the request's serial number, a dot, and the index. Two engine
+    requests therefore never have the same id, even if clients choose equal ids.
     """
     params = request.sampling_params
     if params.n == 1:
@@ -178,22 +181,24 @@ def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 def _wrapped(seed: int) -> int:
-    """Return the seed, wrapped around to the smallest value if it is above the largest value."""
+    """Return the seed. If it is above the largest possible value, continue from the smallest possible value."""
     return (seed - MIN_SEED) % (MAX_SEED - MIN_SEED + 1) + MIN_SEED
 
 
-# The code below limits the lengths of lists in a request. Lists are counted before they are processed or copied.
+# The code below limits the lengths of lists in a request. The entries are counted before the lists are processed or
+# copied.
 
 
 def check_count(field: str, count: int, limits: LimitsConfig, name: str) -> None:
-    """Raise InvalidArgument if ``field`` has more entries than the limit ``name``."""
+    """Raise InvalidArgument if the list ``field`` has more entries than the limit ``name`` allows."""
     limit: int = getattr(limits, name)
     if count > limit:
         raise InvalidArgument(f"{field} has {count} entries; limits.{name} is {limit}", field=field)
 
 
 def check_conversation(messages: Sequence[Any], tools: Sequence[Any], limits: LimitsConfig) -> None:
-    """Raise InvalidArgument for too many messages or tools, or for a message with too many parts or tool calls.
+    """Raise InvalidArgument if a conversation has too many messages or tools, or if a message has too many parts or
+    tool calls.
 
     Messages may be ``ChatMessage`` objects or messages of the public API.
     """

@@ -1,4 +1,4 @@
-"""Tokenizer of the model. Uses only the ``tokenizers`` library, because importing transformers takes seconds."""
+"""Tokenizer of the model. It uses only the ``tokenizers`` library, because importing transformers takes seconds."""
 
 import asyncio
 import contextlib
@@ -25,33 +25,33 @@ _Decode = Callable[[Sequence[int]], str]
 
 
 class OddTokenError(Exception):
-    """Error for a token whose text in the library differs from the token's bytes."""
+    """Error for a token whose text in the ``tokenizers`` library differs from the token's bytes."""
 
 
 class ByteLevelDecoder:
     """Fast decoder for byte-level vocabularies.
 
-    For short inputs, it needs a fifth of the time of the library's decoder.
+    For short inputs, it needs a fifth of the time of the decoder in the ``tokenizers`` library.
 
     The decoder looks up the bytes of each token once, and compares them with the library's text of the token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, decode: _Decode) -> None:
-        """Create the decoder. ``decode`` is the library's decode function, which includes special tokens."""
+        """Create the decoder. ``decode`` is the decode function of the library, which must include special tokens."""
         self._bytes_of = _Bytes(backend, decode).__getitem__
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids``. Skip ids without a token. Raises OddTokenError."""
+        """Return the text of ``token_ids``. Ids that stand for no token are skipped. Raises OddTokenError."""
         return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", "replace")
 
 
 def is_byte_level(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether the tokenizer decodes by joining the bytes of tokens, without other changes."""
+    """Return whether the tokenizer decodes tokens by joining their bytes, without other changes."""
     return isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
 
 
 class _Bytes(dict[int, bytes]):
-    """Cache of the bytes of tokens, filled on demand."""
+    """Cache of the bytes of tokens, which is filled on demand."""
 
     def __init__(self, backend: tokenizers.Tokenizer, decode: _Decode) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def spelt_bytes(token: str) -> bytes:
         return token.encode()
 
 
-# The code below prevents text of clients from producing media placeholder tokens.
+# The code below prevents that texts of clients produce the placeholder tokens of media.
 
 
 def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -142,12 +142,12 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
 
 
 def _pieces(merge: str | Sequence[str]) -> tuple[str, str, str]:
-    """Return the two pieces of a merge, and the combined piece."""
+    """Return the two pieces of a merge, and the piece that results from the merge."""
     first, second = merge.split(" ") if isinstance(merge, str) else merge
     return first, second, first + second
 
 
-# The code below handles texts in which the names of control tokens can be plain text.
+# The code below handles texts in which some names of control tokens are plain text.
 
 
 class GuardedText(str):
@@ -161,7 +161,7 @@ class GuardedText(str):
     named: str
 
     def __new__(cls, text: str, named: str) -> "GuardedText":
-        """Create a guarded text from ``text`` and its form ``named``."""
+        """Create a guarded text from ``text`` and from the form ``named`` of the same text."""
         made = super().__new__(cls, text)
         made.named = named
         return made
@@ -170,9 +170,9 @@ class GuardedText(str):
 def cut(text: str, longest: int, *, at_start: bool = False) -> str:
     """Return at most the first ``longest`` characters.
 
-    With ``at_start``, return at most the last ``longest`` characters.
+    If ``at_start`` is True, remove the start, and return at most the last ``longest`` characters.
 
-    The result of a guarded text is guarded.
+    If the text is guarded, the result is guarded too.
     """
     kept = slice(-longest, None) if at_start else slice(longest)
     if isinstance(text, GuardedText):
@@ -181,8 +181,8 @@ def cut(text: str, longest: int, *, at_start: bool = False) -> str:
 
 
 def joined(texts: Iterable[str]) -> str:
-    """Join texts. The result is guarded if any of the texts is guarded. Unguarded texts next to guarded texts must not
-    have control tokens.
+    """Join texts. The result is guarded if any of the texts is guarded. Texts that are not guarded must not have
+    control tokens if they are joined to guarded texts.
     """
     parts = list(texts)
     text = "".join(parts)
@@ -191,14 +191,14 @@ def joined(texts: Iterable[str]) -> str:
     return GuardedText(text, "".join(part.named if isinstance(part, GuardedText) else part for part in parts))
 
 
-# The code below truncates tokenized texts. As in transformers, special tokens around a text are kept.
+# The code below truncates tokenized texts. As in transformers, the special tokens around a text are kept.
 
 End = Literal["end", "start"]
 """Side at which tokens are removed."""
 
 
 class Cut(NamedTuple):
-    """Truncation of a text.
+    """Truncation of texts.
 
     Attributes:
         longest: Maximum number of tokens of a prompt, including the special tokens around its texts.
@@ -214,12 +214,12 @@ class Cut(NamedTuple):
         return "right" if self.at == "end" else "left"
 
     def of(self, ids: list[int]) -> list[int]:
-        """Return the ids that remain after truncation."""
+        """Return the token ids that remain after truncation."""
         return ids[: self.longest] if self.at == "end" else ids[-self.longest :]
 
 
 def encode_cut(backend: tokenizers.Tokenizer, text: str, cut: Cut) -> tokenizers.Encoding:
-    """Return the tokens of a text that remain after truncation, with the special tokens around the text."""
+    """Return the tokens of a text that remain after truncation, together with the special tokens around the text."""
     encoding = backend.encode(text, add_special_tokens=False)
     encoding.truncate(cut.longest - backend.num_special_tokens_to_add(False), direction=cut.direction)
     return backend.post_process(encoding)
@@ -251,7 +251,7 @@ _WEIGHT_INDEXES = ("*.index.json",)
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-"""Pattern of byte tokens in SentencePiece vocabularies."""
+"""Pattern of the tokens that stand for single bytes in SentencePiece vocabularies."""
 _LONG_TEXT = 64 * 1024
 """Number of characters above which a text counts as long. Long texts have separate threads. Tokenizing a long text may
 take seconds, and shorter texts must not wait for it.
@@ -259,7 +259,7 @@ take seconds, and shorter texts must not wait for it.
 
 
 class TokenizerPanicError(Exception):
-    """Error that replaces a panic of the tokenizers library, which raises an unexpected BaseException."""
+    """Error in place of a panic of the ``tokenizers`` library, which raises an unexpected BaseException."""
 
 
 @contextlib.contextmanager
@@ -277,14 +277,16 @@ def _without_panic(error: BaseException) -> BaseException:
 
 
 class Encoded(NamedTuple):
-    """Token ids of a text, and, if requested, the names of the tokens in the vocabulary."""
+    """Token ids of a text. If the caller asked for them, also the names of these tokens in the vocabulary."""
 
     ids: list[int]
     tokens: Sequence[str] = ()
 
 
 class EncodedPair(NamedTuple):
-    """Token ids of two texts in one prompt. ``second_text_start`` is the start of the second text, or None."""
+    """Token ids of two texts in one prompt. ``second_text_start`` is the position of the second text, or None if
+    unknown.
+    """
 
     ids: list[int]
     second_text_start: int | None
@@ -312,8 +314,8 @@ class Tokenizer:
         self._anchor = self._find_anchor()
 
     def hide(self, tokens: Sequence[str]) -> None:
-        """Treat these tokens as plain text from now on. ``stand_in`` returns the text that produces such a token. Call
-        this method before any text is tokenized. Raises ConfigError.
+        """Treat these tokens as plain text from now on. ``stand_in`` returns the text that produces such a token. This
+        method must be called before any text is tokenized. Raises ConfigError.
         """
         self._reader, self._stand_ins = hide(self._backend, tokens)
 
@@ -328,7 +330,7 @@ class Tokenizer:
         return self._stand_ins[token]
 
     def added_tokens(self) -> list[tokenizers.AddedToken]:
-        """Return the added tokens, without hidden tokens."""
+        """Return the added tokens of the tokenizer, without the hidden tokens."""
         added = self._backend.get_added_tokens_decoder().values()
         return [token for token in added if token.content not in self._stand_ins]
 
@@ -342,8 +344,8 @@ class Tokenizer:
 
         Return their names for ``GuardedText.named``.
 
-        Clients cannot know these names. Call this method once, after ``hide`` and before any text is tokenized. Raises
-        ConfigError.
+        Clients cannot know these names. This method must be called once, after ``hide`` and before any text is
+        tokenized. Raises ConfigError.
         """
         self._guarded_reader, names = hide(self._reader, tokens)
         return names
@@ -354,14 +356,14 @@ class Tokenizer:
             return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, with_tokens: bool = False) -> Encoded:
-        """Tokenize ``text``. Return the token ids, and also the tokens' names if ``with_tokens`` is True."""
+        """Tokenize ``text``. Return the token ids. If ``with_tokens`` is True, also return the names of the tokens."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(
             self._threads_for(len(text)), self._encode, text, add_special_tokens, with_tokens
         )
 
     async def encode_pairs(self, pairs: Sequence[tuple[str, str]], *, cut: Cut | None = None) -> list[EncodedPair]:
-        """Tokenize pairs of texts. The tokenizer's pair template makes one prompt of each pair. For ``cut``, see
+        """Tokenize pairs of texts. The tokenizer's pair template makes one prompt of each pair. ``cut`` works as in
         ``encode_all``.
         """
 
@@ -372,7 +374,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ``token_ids``, including special tokens. Skip ids without a token."""
+        """Return the text of ``token_ids``, including special tokens. Ids that stand for no token are skipped."""
         if self._byte_level is None:
             return self._decode(token_ids)
         try:
@@ -390,7 +392,7 @@ class Tokenizer:
 
     @functools.cached_property
     def leading_token(self) -> int | None:
-        """Special token that the tokenizer adds before every text, such as BOS or CLS, or None."""
+        """Special token that the tokenizer adds before every text, such as BOS or CLS. None if it adds none."""
         with_it, without = (self._backend.encode("a", add_special_tokens=add).ids for add in (True, False))
         return with_it[0] if len(with_it) > len(without) and with_it[:1] != without[:1] else None
 
@@ -399,7 +401,7 @@ class Tokenizer:
         return int(self._backend.num_special_tokens_to_add(pair))
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the token with this text, or None."""
+        """Return the id of the token with this text, or None if there is no such token."""
         token_id: int | None = self._backend.token_to_id(text)
         return token_id
 
@@ -408,12 +410,12 @@ class Tokenizer:
         return self._backend.token_to_id(text) in self.special_ids
 
     def text_of(self, token_id: int) -> str:
-        """Return the text that a token adds after another token.
+        """Return the text that a token adds when it follows another token.
 
         The text includes a leading space, which is lost if the token is decoded alone.
 
-        Returns U+FFFD for a token that is part of a character, the name for a special token, and ``""`` for an id
-        without a token.
+        Return U+FFFD for a token that is part of a character, the name of a special token, and ``""`` for an id without
+        a token.
         """
         text = self._texts.get(token_id)
         if text is None:
@@ -423,8 +425,8 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of the token's text. For a token that is part of a character, these are the token's own
-        bytes, not the bytes of U+FFFD.
+        """Return the bytes of a token's text. For a token that is part of a character, these are the token's own bytes,
+        not the bytes of U+FFFD.
         """
         data = self._bytes.get(token_id)
         if data is None:
@@ -433,7 +435,9 @@ class Tokenizer:
         return data
 
     def _own_bytes(self, token_id: int, text: str) -> bytes:
-        """Return the token's bytes in a byte-level vocabulary. In other vocabularies, return the bytes of ``text``."""
+        """Return the bytes that a token stands for in a byte-level vocabulary. In other vocabularies, return the bytes
+        of ``text``.
+        """
         token = self._backend.id_to_token(token_id) or ""
         if (fallback := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes([int(fallback[1], 16)])
@@ -443,7 +447,7 @@ class Tokenizer:
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False, cut: Cut | None = None
     ) -> list[list[int]]:
-        """Return the token ids of each text. ``cut`` truncates long texts. The limit of ``cut`` must be above
+        """Return the token ids of each text. ``cut`` states how long texts are truncated. Its limit must be above
         ``num_added`` tokens.
         """
 
@@ -459,7 +463,7 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(threads, encode)
 
     async def decode_all(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of a complete sequence, decoded in a tokenizer thread."""
+        """Return the text of all tokens of a sequence. The text is decoded in a tokenizer thread."""
 
         def decode() -> str:
             return self.decode(
@@ -469,14 +473,14 @@ class Tokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._threads_for(len(token_ids)), decode)
 
     async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``function`` in a tokenizer thread with the caller's context. Use this method for work on texts that
+        """Call ``function`` in a tokenizer thread with the caller's context. This method is for work on texts that
         would block the event loop.
         """
         call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
-        """Close the thread pools, and drop queued texts."""
+        """Close the thread pools, and drop the texts that still wait for a thread."""
         for threads in (self._threads, self._long_threads):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -494,7 +498,7 @@ class Tokenizer:
         return self._threads if size <= _LONG_TEXT else self._long_threads
 
     def _reading(self, text: str) -> tuple[tokenizers.Tokenizer, str]:
-        """Return the tokenizer for a text, and the form of the text that this tokenizer reads."""
+        """Return the tokenizer to use for a text, and the form of the text that this tokenizer reads."""
         return (self._guarded_reader, text.named) if isinstance(text, GuardedText) else (self._reader, text)
 
     def _encode(self, text: str, add_special_tokens: bool, with_tokens: bool) -> Encoded:
@@ -518,7 +522,7 @@ class Tokenizer:
 
 class ModelFiles(NamedTuple):
     """Files of a model that the frontend reads: the tokenizer, and ``generation_config.json`` as a dict. The dict is
-    empty if the file is missing.
+    empty if this file is missing.
     """
 
     tokenizer: Tokenizer
@@ -526,7 +530,7 @@ class ModelFiles(NamedTuple):
 
 
 def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
-    """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError with a missing file."""
+    """Read the tokenizer and generation config of a directory or hub id. Raises ConfigError if a file is missing."""
     folder = resolve(config)
     backend = _load_backend(folder, config.path)
     return ModelFiles(Tokenizer(backend, num_threads=num_threads), read_json(folder / "generation_config.json"))
@@ -539,7 +543,7 @@ def resolve(config: ModelConfig) -> Path:
         return folder
     if folder.is_absolute() or config.path.startswith(".") or config.path.count("/") > 1:
         raise ConfigError(f"model.path is {config.path!r}: there is no such directory")
-    import huggingface_hub  # import here, because the import is slow and only needed for hub ids
+    import huggingface_hub  # import here, because the import is slow and is only needed for hub ids
 
     try:
         return Path(
@@ -550,7 +554,7 @@ def resolve(config: ModelConfig) -> Path:
                 ignore_patterns=list(_WEIGHT_INDEXES),
             )
         )
-    except Exception as e:  # the library's exceptions have no common base class
+    except Exception as e:  # the exceptions of the library have no common base class
         raise ConfigError(
             f"model.path is {config.path!r}, which is not a directory; its download from the hub failed: {_first_line(e)}"
         ) from e
@@ -572,7 +576,7 @@ def _convert_tokenizer(folder: Path, path: str) -> tokenizers.Tokenizer:
         from transformers import AutoTokenizer  # import here, because it is slow and only needed for other formats
 
         backend = getattr(AutoTokenizer.from_pretrained(str(folder)), "backend_tokenizer", None)
-    except Exception as e:  # the model's tokenizer class may raise any error
+    except Exception as e:  # the tokenizer class of the model may raise any error
         raise ConfigError(f"{problem}: {_first_line(e)}") from e
     if not isinstance(backend, tokenizers.Tokenizer):
         raise ConfigError(problem)

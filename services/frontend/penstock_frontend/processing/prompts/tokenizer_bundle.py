@@ -1,4 +1,4 @@
-"""Description of the model for gateways: the model card, and an archive of the tokenizer files."""
+"""Description of the model for gateways: the model card (metadata), and an archive of the tokenizer files."""
 
 import asyncio
 import hashlib
@@ -16,16 +16,16 @@ from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.sampling_params import SAMPLING_DEFAULTS, model_defaults
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
-# The code below reads metadata of the model for clients that build prompts and parse outputs themselves.
+# The code below reads metadata of the model, for clients that build prompts and parse outputs themselves.
 
 _ADVERTISED = (*SAMPLING_DEFAULTS, "repetition_penalty")
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """Metadata from a model's files.
+    """Metadata of a model, from the model's files.
 
-    ``folder`` is the directory of the files. ``sampling_defaults`` are the model's default parameters that differ from
-    Penstock's defaults. ``pad_token_id`` and ``bos_token_id`` are 0 if the model has no such token.
+    ``folder`` is the directory of the files. ``sampling_defaults`` are those default sampling parameters of the model
+    that differ from Penstock's defaults. ``pad_token_id`` and ``bos_token_id`` are 0 if the model has no such token.
     """
 
     folder: Path
@@ -38,10 +38,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model_card(config: ModelConfig, generation_config: Mapping[str, Any]) -> ModelCard:
-    """Return the model card. Raises ConfigError if config.json exists, but cannot be read."""
+    """Return the metadata of a model. Raises ConfigError if config.json exists, but cannot be read."""
     folder = resolve(config)
     described = read_json(folder / "config.json")
-    # Multimodal models describe their language model in a separate section.
+    # Multimodal models have the configuration of their language model in a separate section.
     text = {**described, **(described.get("text_config") or {})}
     ends = [*_ids(text.get("eos_token_id")), *_ids(generation_config.get("eos_token_id"))]
     defaults = model_defaults(generation_config)
@@ -81,20 +81,22 @@ _NAMES = frozenset(
 )
 _SUFFIXES = (".model", ".tiktoken", ".jinja")
 _EPOCH = (1980, 1, 1, 0, 0, 0)
-"""Earliest date that a zip archive can store. All files get this date, so that equal files give equal archives."""
+"""Earliest date that a zip archive can store. All files in the archive get this date, so that equal files give equal
+archives.
+"""
 
 
 class Bundle(NamedTuple):
-    """Zip archive, and the archive's SHA-256 in hexadecimal."""
+    """Zip archive of the tokenizer files, and the SHA-256 of the archive in hexadecimal."""
 
     data: bytes
     sha256: str
 
 
 class TokenizerBundle:
-    """Archive of the tokenizer files. The archive is built in a thread when it is first used.
+    """Archive of the tokenizer files. A thread builds the archive when it is first needed.
 
-    The archive is cached, because the files do not change.
+    The archive is then kept, because the files do not change.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,10 +104,11 @@ class TokenizerBundle:
         self._building: asyncio.Task[Bundle] | None = None
 
     async def get(self) -> Bundle:
-        """Return the archive. Raises NotFound if the model has no tokenizer files."""
+        """Return the archive of the tokenizer files. Raises NotFound if the model has no tokenizer files."""
         if self._building is None or (self._building.done() and self._building.exception() is not None):
             self._building = asyncio.create_task(asyncio.to_thread(_build, self._folder))
-        # Concurrent callers share one build. If one caller is cancelled, the build must continue for the other callers.
+        # Callers that ask at the same time share one build. If one caller is cancelled, the build must continue for the
+        # others.
         return await asyncio.shield(self._building)
 
 
