@@ -97,7 +97,10 @@ async def test_a_tenants_limit_counts_sequences(manual: FakeEngine, model: Path)
 async def test_a_request_that_a_tenant_will_never_have_room_for_is_told_so(engine: FakeEngine, model: Path) -> None:
     limits = LimitsConfig(max_tenant_requests=8)
     async with openai_server(model, engines=[engine.address], limits=limits) as api:
-        message = "the request without a tenant has 9 sequences (n, or number of inputs); the limit limits.max_tenant_requests is 8"
+        message = (
+            "the request without a tenant has 9 sequences (n, or number of inputs); "
+            "the limit limits.max_tenant_requests is 8"
+        )
         assert await completion(api, n=9) == (400, message)
         error = await failure(api.server.stub.Generate(make_request(n=9)))
         assert (error.code, error.field) == ("INVALID_ARGUMENT", "sampling_params.n")

@@ -476,13 +476,13 @@ async def test_allowed_tools_are_the_only_ones_that_the_model_knows(served: Serv
                     "tools": [{"type": "function", "name": "f", "parameters": {"type": "x"}}],
                 }
             ],
-            "tools[0].tools[0].parameters.type is 'x'; arguments are an object, so it must be 'object'",
+            "tools[0].tools[0].parameters.type is 'x'; it must be 'object', because the arguments of a tool are an object",
         ),
         (MESSAGES, [{"type": "bash_20250124", "name": "bash"}, {"name": ""}], "tools[1].name is empty"),
         (
             MESSAGES,
             [{"name": "f", "input_schema": {"type": "string"}}],
-            "tools[0].input_schema.type is 'string'; arguments are an object, so it must be 'object'",
+            "tools[0].input_schema.type is 'string'; it must be 'object', because the arguments of a tool are an object",
         ),
     ],
     ids=str,

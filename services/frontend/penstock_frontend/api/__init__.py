@@ -1,1 +1,1 @@
-"""Public APIs, one package per protocol, and modules that all protocols use."""
+"""Public APIs of the frontend, with one package for each protocol, and modules that all protocols use."""

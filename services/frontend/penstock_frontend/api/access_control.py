@@ -1,4 +1,4 @@
-"""Access control: credentials of gRPC and HTTP calls, and refusal of calls from web pages of other origins."""
+"""Access control: it checks the credentials of gRPC and HTTP calls, and refuses calls from web pages of other origins."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -30,8 +30,8 @@ OPERATORS_METHODS = frozenset(
 def grpc_check(
     authenticator: Authenticator, *, scope: call_types.Scope, operators: Collection[str] = ()
 ) -> Callable[[str, Mapping[str, str]], None]:
-    """Return a check for CallerGuard. Methods in ``operators`` require the scope ``admin``; other methods require
-    ``scope``.
+    """Return a check of gRPC calls for CallerGuard. Methods in ``operators`` require the scope ``admin``, and other
+    methods require ``scope``.
 
     The health service requires no credentials.
     """
@@ -64,7 +64,7 @@ class HttpAuthentication:
         self._operators_paths = frozenset(operators_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request, if its credentials are valid."""
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
@@ -80,10 +80,11 @@ class HttpAuthentication:
         await self._app(scope, receive, send)
 
 
-# Calls from web pages of other origins.
+# The code below refuses calls from web pages of other origins.
 
 PROBES = frozenset(("/health", "/ping"))
-"""Paths that report only whether the server is up. Probes call these paths by any address, such as a pod's IP address.
+"""Paths that report only whether the server is up. Probes may call these paths under any address, such as the IP
+address of a pod.
 """
 
 
@@ -95,7 +96,7 @@ class WebCallers:
         self._rules = rules
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve or refuse one request."""
+        """Serve one request, or refuse it according to the rules."""
         if scope["type"] == "http" and scope["path"] not in PROBES:
             refused = refusal(scope["method"], scope["headers"], self._rules)
             if refused is not None:

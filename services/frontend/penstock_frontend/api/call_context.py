@@ -1,4 +1,4 @@
-"""Request context from a call's metadata. gRPC metadata and HTTP headers use the same names."""
+"""Context of the requests of a call, read from the call's metadata. gRPC metadata and HTTP headers use the same names."""
 
 import time
 from collections.abc import Mapping
@@ -12,17 +12,18 @@ _INT32 = range(-(2**31), 2**31)
 _UINT32 = range(2**32)
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _RANK_HEADERS = ("x-penstock-data-parallel-rank", "x-data-parallel-rank")
-"""Header names of Penstock and of vLLM."""
+"""Names of the header that chooses the engine's rank, in Penstock and in vLLM."""
 _NO_HINTS = pb.RoutingHints()
 
 
 def context_of_call(
     metadata: Mapping[str, str], *, deadline: float | None = None, hints: pb.RoutingHints = _NO_HINTS
 ) -> RequestContext:
-    """Return the context of a call's requests. A value in the message's ``hints`` overrides the call's ``metadata``.
+    """Return the context for the requests of a call. A value in ``hints`` of the message overrides the value in the
+    call's ``metadata``.
 
-    ``deadline`` is the call's deadline in seconds since the Unix epoch. Raises InvalidArgument with the name of the
-    wrong metadata key.
+    ``deadline`` is the call's deadline in seconds since the Unix epoch. Raises InvalidArgument, which names the
+    metadata key with the wrong value.
     """
     return RequestContext(
         data_parallel_rank=hints.data_parallel_rank
@@ -38,17 +39,21 @@ def context_of_call(
 
 
 def tenant_of_call(metadata: Mapping[str, str]) -> str:
-    """Return the tenant of a call before its message is read: the caller's tenant, or the tenant named in ``metadata``."""
+    """Return the tenant of a call before the message of the call is read. It is the caller's tenant, or the tenant that
+    ``metadata`` names.
+    """
     return tenant_of_caller(metadata.get("x-penstock-tenant", ""))
 
 
 def tenant_of_message(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> str:
-    """Return the tenant in a message's ``hints``. If the hints name no tenant, return the tenant of the call."""
+    """Return the tenant that ``hints`` of a message name. If they name no tenant, return the tenant of the call."""
     return tenant_of_caller(hints.tenant) if hints.tenant else tenant_of_call(metadata)
 
 
 def deadline_after(time_left: float | None) -> float | None:
-    """Return the deadline ``time_left`` seconds from now, in seconds since the Unix epoch. None means no deadline."""
+    """Return the deadline that is ``time_left`` seconds from now, in seconds since the Unix epoch. None means no
+    deadline.
+    """
     return None if time_left is None else time.time() + time_left
 
 

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 
 class IgnoredField(NamedTuple):
-    """A field without effect.
+    """A request field that has no effect.
 
     Attributes:
         protocol: The routes or RPCs that have the field.
-        place: Path of the object with the field, such as ``messages[].content[]``; empty for the body itself.
+        place: Path of the object that has the field, such as ``messages[].content[]``. Empty for the body itself.
         name: Name of the field.
-        example: A value that clients send.
+        example: A value that clients send in the field.
         why: Reason why the field has no effect.
-        structs: The structs of the objects that may have the field; empty in gRPC.
+        structs: The structs of the objects that may have the field. Empty for fields in gRPC.
         repeated: Whether the answer repeats the value. The value has no other effect.
     """
 
@@ -30,7 +30,7 @@ class IgnoredField(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Path of the field: ``place`` and ``name``."""
+        """Path of the field, which consists of ``place`` and ``name``."""
         return f"{self.place}.{self.name}" if self.place else self.name
 
 
@@ -58,13 +58,13 @@ _OF_RUNS: tuple[tuple[str, object], ...] = (
     ("pending_safety_checks", [{"id": "x"}]),
     ("acknowledged_safety_checks", [{"id": "x"}]),
 )
-"""Fields of tool calls and results that only the program that runs the tools needs: name, example."""
+"""Fields of tool calls and results that only the program that runs the tools needs. Each item is a name and an example."""
 _CHAT, _RESPONSE, _MESSAGES = ("ChatCompletionRequest",), ("ResponseBody",), ("MessagesBody", "ConversationBody")
 _PARTS = ("PartBody",)
 
 
 def _of_openai(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
-    """Return the fields that control OpenAI's own service. All its generating routes have these fields."""
+    """Return the fields that control OpenAI's own service. All of its routes that generate text have these fields."""
     return (
         IgnoredField(protocol, "", "safety_identifier", "u1", _LABEL, structs),
         IgnoredField(protocol, "", "prompt_cache_key", "k", _CACHED, structs),
@@ -106,11 +106,11 @@ _HINTS: tuple[tuple[str, object, str], ...] = (
     ("api_key", "x", _CLIENT),
     ("api_base", "x", _CLIENT),
 )
-"""Fields of other servers and of clients that change no output: name, example, reason."""
+"""Fields of other servers and of clients that do not change the output. Each item is a name, an example and a reason."""
 
 
 def _hints(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
-    """Return the fields of other servers and of clients that clients may send to every generating route."""
+    """Return those fields of other servers and of clients that clients may send to every route that generates text."""
     return tuple(IgnoredField(protocol, "", name, example, why, structs) for name, example, why in _HINTS)
 
 
@@ -261,5 +261,5 @@ IGNORED: tuple[IgnoredField, ...] = (
 
 @cache
 def ignored_in(struct: str) -> frozenset[str]:
-    """Return the names of the fields without effect that objects of a struct may have."""
+    """Return the names of those fields without effect that an object of a struct may have."""
     return frozenset(field.name for field in IGNORED if struct in field.structs)

@@ -1,4 +1,4 @@
-"""Tools of a request: selection and names of the tools in the prompt, and inputs of custom tools in answers."""
+"""Tools of a request: the choice and the names of the tools in the prompt, and the inputs of custom tools in answers."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta
 from penstock_frontend.processing.parsers.call_scanner import whole
 
 INPUT = "input"
-"""Name of the only argument of a function that represents a custom tool. The argument's value is a text."""
+"""Name of the only argument of a function that represents a custom tool. The value of this argument is a text."""
 _SEPARATOR = "__"
 
 
@@ -24,13 +24,13 @@ class ServedTool(NamedTuple):
     """A tool that the prompt describes to the model.
 
     Attributes:
-        tool: The function in the prompt.
-        field: Path of the object in the request that has the tool's name, such as ``tools[1].function``.
+        tool: The function that the prompt describes.
+        field: Path of the object in the request that has the name of the tool, such as ``tools[1].function``.
         name: The client's name of the tool.
-        namespace: The client's name of the tool's namespace; empty if the tool is in no namespace.
-        custom: Whether the tool is a custom tool, whose input is a text instead of arguments.
-        syntax: Syntax of the grammar that the input must match; empty if any text is allowed.
-        schema: The client's name of the arguments' schema.
+        namespace: The client's name of the tool's namespace. Empty if the tool is in no namespace.
+        custom: Whether the tool is a custom tool. The input of a custom tool is a text instead of arguments.
+        syntax: Syntax of the grammar that the input must match. Empty if any text is allowed.
+        schema: The name of the client's field with the schema of the arguments.
     """
 
     tool: Tool
@@ -47,10 +47,10 @@ class ToolChoice(NamedTuple):
 
     Attributes:
         mode: ``auto``, ``none`` or ``required``.
-        named: Name, in the prompt, of the tool that must be called; empty if the choice names no tool.
-        allowed: Names, in the prompt, of the tools that may be called; None if all may be called.
-        hosted: Type of the tool that must be called, if the choice has a type instead of a name; else empty.
-        field: Field name in errors about the choice.
+        named: Name, in the prompt, of the tool that must be called. Empty if the choice names no tool.
+        allowed: Names, in the prompt, of the tools that may be called. None if all tools may be called.
+        hosted: Type of the tool that must be called, if the choice has a type instead of a name. Otherwise empty.
+        field: Name of the field with the choice, for errors.
     """
 
     mode: str
@@ -61,7 +61,9 @@ class ToolChoice(NamedTuple):
 
 
 class ChosenTools(NamedTuple):
-    """The tools that the model may call. ``names``: map from our field names to the client's, for errors."""
+    """The tools that the model may call. ``names`` is the map from Penstock's field names to the client's field names,
+    for errors.
+    """
 
     tools: Sequence[Tool]
     mode: str
@@ -87,13 +89,15 @@ class ServedTools:
         namespace: str = "",
         schema: str = "parameters",
     ) -> None:
-        """Add a function. ``schema``: the client's name of ``parameters``. Raises InvalidArgument if the schema does
-        not describe an object.
+        """Add a function. ``schema`` is the name of the client's field with the schema ``parameters``. Raises
+        InvalidArgument if the schema does not describe an object.
         """
         kind = (parameters or {}).get("type")
         if kind is not None and kind != "object":
             at = f"{field}.{schema}.type"
-            raise InvalidArgument(f"{at} is {_shown(kind)}; arguments are an object, so it must be 'object'", field=at)
+            raise InvalidArgument(
+                f"{at} is {_shown(kind)}; it must be 'object', because the arguments of a tool are an object", field=at
+            )
         tool = Tool(name=flat_name(name, namespace), description=description or "", parameters=parameters)
         self._add(ServedTool(tool, field, name, namespace, schema=schema))
 
@@ -107,7 +111,9 @@ class ServedTools:
         definition: str = "",
         namespace: str = "",
     ) -> None:
-        """Add a custom tool as a function with one text argument. ``syntax``: syntax of the grammar ``definition``."""
+        """Add a custom tool, as a function with one text argument. ``syntax`` is the syntax of the grammar
+        ``definition``.
+        """
         text = {"type": "string"}
         told = description or ""
         if syntax:
@@ -119,7 +125,7 @@ class ServedTools:
         self._add(ServedTool(tool, field, name, namespace, custom=True, syntax=syntax))
 
     def leave_out(self, kind: str, field: str, name: str = "") -> None:
-        """Leave out a tool that this server does not run, and warn the client. ``kind``: type of the tool."""
+        """Leave out a tool that this server does not run, and warn the client. ``kind`` is the type of the tool."""
         self._left_out.append((kind, field, name))
         warn(
             WarningKind.TOOL_LEFT_OUT,
@@ -132,16 +138,16 @@ class ServedTools:
 
     @property
     def has_custom(self) -> bool:
-        """True if the request has custom tools."""
+        """True if at least one tool of the request is a custom tool."""
         return any(served.custom for served in self._served)
 
     def called(self, name: str) -> ServedTool | None:
-        """Return the tool with this name in the prompt, or None."""
+        """Return the tool that has this name in the prompt, or None if there is none."""
         return self._by_name.get(name)
 
     def chosen(self, choice: ToolChoice) -> ChosenTools:
-        """Apply the tool choice. Raises InvalidArgument if the choice requires a tool that was left out or does not
-        exist.
+        """Return the tools that remain after the tool choice was applied. Raises InvalidArgument if the choice requires
+        a tool that was left out or does not exist.
         """
         self._check(choice)
         served = [
@@ -194,7 +200,9 @@ class ServedTools:
 
 
 def flat_name(name: str, namespace: str | None = "") -> str:
-    """Return the name of a tool in the prompt. The namespace becomes a prefix, because models do not know namespaces."""
+    """Return the name that a tool has in the prompt. The namespace becomes a prefix of it, because models do not know
+    namespaces.
+    """
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith(_SEPARATOR) else f"{namespace}{_SEPARATOR}{name}"
@@ -225,13 +233,13 @@ def _warn_of_grammar(served: ServedTool, *, forced: bool) -> None:
 _BEGIN = re.compile(rf'\s*{{\s*"{INPUT}"\s*:\s*"')
 _CHARACTER = re.compile(r"\\(?:u[0-9a-fA-F]{4}|[^u])|[^\\]", re.DOTALL)
 _HIGH = re.compile(r"\\u[dD][89abAB]")
-"""First half of a surrogate pair. The second half may be in the next piece."""
+"""First half of a surrogate pair, of which the second half may be in the next piece."""
 
 
 class InputReader:
-    """Incremental reader of the text ``input`` in a call's arguments, while the model generates them.
+    """Incremental reader of the text ``input`` in the arguments of a call, while the model generates these arguments.
 
-    If the arguments do not begin with that text, all arguments become the input.
+    If the arguments do not begin with this field, the whole text of the arguments becomes the input.
     """
 
     def __init__(self) -> None:
@@ -240,7 +248,7 @@ class InputReader:
         self._ended = False
 
     def push(self, arguments: str) -> str:
-        """Add a piece of the arguments. Return the new part of the text."""
+        """Add a piece of the arguments. Return the new part of the input."""
         if self._ended:
             return ""
         self._raw += arguments
@@ -252,7 +260,9 @@ class InputReader:
         return self._text()
 
     def finish(self) -> str:
-        """Return the rest of the text at the end of the call, or all arguments if they do not begin with ``input``."""
+        """Return the rest of the input at the end of the call. Return all arguments if they do not begin with
+        ``input``.
+        """
         if self._begun:
             return "" if self._ended else self._text(ended=True)
         try:
@@ -275,12 +285,12 @@ class InputReader:
         written, self._raw = self._raw[:upto], self._raw[upto:]
         try:
             return whole(json.loads(f'"{written}"', strict=False))
-        except ValueError:  # not an escape sequence of JSON
+        except ValueError:  # not an escape sequence that JSON allows
             return whole(written)
 
 
 class CustomInputs:
-    """Converter for the tool calls of one sequence: it replaces the arguments of custom tools by inputs."""
+    """Converter of the tool calls of one sequence. It replaces the arguments of custom tools by their inputs."""
 
     def __init__(self, tools: ServedTools) -> None:
         self._tools = tools
@@ -289,7 +299,7 @@ class CustomInputs:
         self._last: ToolCallDelta | None = None
 
     def read(self, output: ChatOutput) -> ChatOutput:
-        """Return the output, in which calls of custom tools have an input instead of arguments."""
+        """Return the output, in which calls of custom tools have an input in the place of arguments."""
         if not self._has_custom:
             return output
         calls: list[ToolCallDelta] = []
@@ -308,7 +318,7 @@ class CustomInputs:
         return msgspec.structs.replace(output, tool_calls=calls)
 
     def _finish(self, calls: list[ToolCallDelta]) -> None:
-        """Add the rest of the last call's input to the last piece of the call, or as a new piece."""
+        """Add the rest of the last call's input to the last piece of this call, or add a new piece with the rest."""
         last, self._last = self._last, None
         if last is None or (reader := self._readers.pop(last.index, None)) is None:
             return
@@ -321,5 +331,7 @@ class CustomInputs:
 
 
 def input_arguments(text: str) -> str:
-    """Return the arguments of a custom tool's call whose input is ``text``, in the form that the model writes."""
+    """Return the arguments for a call of a custom tool whose input is ``text``, in the form in which models write
+    arguments.
+    """
     return json.dumps({INPUT: text}, ensure_ascii=False)

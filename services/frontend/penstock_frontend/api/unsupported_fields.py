@@ -38,20 +38,21 @@ ROUTES: Mapping[str, str] = {
     "ClassificationBody": "/classify",
     "RerankBody": "/rerank",
 }
-"""Map from structs to the public names of the objects that they represent."""
+"""Map from structs to the public names of the objects that the structs represent."""
 
 
 class UnsupportedField(NamedTuple):
-    """A field, or several fields with the same effect.
+    """A request field that is not supported, or several such fields with the same effect.
 
     Attributes:
         names: Names of the fields.
         effect: Effect that the field would have, as a noun.
-        instead: Alternative for clients; empty if there is no alternative.
+        instead: Alternative that clients can use. Empty if there is no alternative.
         structs: Structs of the objects in which clients send the field. A struct that declares the field supports it.
-        neutral: Values without effect, in addition to null, false, 0 and empty values.
+        neutral: Values that have no effect, in addition to null, false, 0 and empty values.
         strict: Whether false, 0 and empty values also have an effect.
-        wraps: Whether the field is an object that contains other fields. It has no effect if all of them are ignored.
+        wraps: Whether the field is an object that contains other fields. Such a field has no effect if all fields in
+            the object are ignored.
     """
 
     names: tuple[str, ...]
@@ -63,7 +64,7 @@ class UnsupportedField(NamedTuple):
     wraps: bool = False
 
     def asks(self, value: object, struct: str) -> bool:
-        """Return True if ``value`` would have an effect as the field's value in an object of ``struct``."""
+        """Return True if the field has an effect when it has the value ``value`` in an object of ``struct``."""
         if value is None or any(_same(value, each) for each in self.neutral):
             return False
         if self.wraps and isinstance(value, dict) and value.keys() <= ignored_in(struct):
@@ -71,7 +72,7 @@ class UnsupportedField(NamedTuple):
         return self.strict or bool(value)
 
     def refusal(self, path: str) -> Unimplemented:
-        """Return the error for a request that has the field. ``path``: path of the field in the body."""
+        """Return the error for a request that has the field. ``path`` is the path of the field in the body."""
         remedy = f"use {self.instead}" if self.instead else "leave it out"
         return Unimplemented(f"{path} is not served; {remedy}", field=path)
 
@@ -414,5 +415,5 @@ UNSUPPORTED: tuple[UnsupportedField, ...] = (
 
 @cache
 def unsupported_in(struct: str) -> Mapping[str, UnsupportedField]:
-    """Return the fields that are refused in objects of a struct, by name."""
+    """Return the fields that are refused in objects of a struct, by name of the field."""
     return {name: field for field in UNSUPPORTED if struct in field.structs for name in field.names}

@@ -42,8 +42,8 @@ QUIET = 2.0
 """Number of seconds after which a drain is complete, if during that time no calls run and no calls can arrive on open
 connections.
 
-This time must be longer than a round trip, because a client that was asked to reconnect may start calls on the old
-connection for the time of one round trip.
+This time must be longer than a round trip. For about one round trip, a client that was asked to reconnect may still
+start calls on the old connection.
 """
 
 

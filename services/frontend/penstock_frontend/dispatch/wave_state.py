@@ -14,8 +14,8 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
 
     The group counts as running only if the coordinator's view says so. Without a coordinator, the group counts as idle.
     If a running group counts as idle, the frontend sends start messages that are not needed but do no harm. If an idle
-    group counts as running, the group starts its wave late. In this case, the rank that waits for the wave then sends
-    its start message to its frontends again, and the frontends pass the message on to the other ranks.
+    group counts as running, the group starts its wave late. The rank that waits for the wave then sends its start
+    message to its frontends again. The frontends pass the message on to the other ranks.
     """
 
     view: GroupView = GroupView()

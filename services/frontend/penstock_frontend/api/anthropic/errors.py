@@ -6,7 +6,7 @@ from starlette.types import Scope
 from penstock_frontend.api.openai import errors as openai
 
 PREFIX = "/v1/messages"
-"""Prefix of the protocol's paths."""
+"""Prefix of the paths of Anthropic's protocol."""
 _VERSION = b"anthropic-version"
 _TYPES = {
     400: "invalid_request_error",
@@ -34,7 +34,7 @@ class MessagesErrorDetails(msgspec.Struct, frozen=True):
 
 
 class MessagesError(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of every answer whose status is not 200, and of the event that ends a failed stream."""
+    """Body of every answer whose status is not 200, and body of the event that ends a failed stream."""
 
     type: str = "error"
     error: MessagesErrorDetails
@@ -47,7 +47,7 @@ def is_anthropic(scope: Scope) -> bool:
 
 
 def answer(error: Exception, request_id: str = "") -> openai.ErrorAnswer:
-    """Return the answer for an error.
+    """Return the HTTP answer for an error.
 
     Errors other than RequestFailed and HttpError are incidents: the frontend logs the error, and the client gets status
     500 without the text of the error.
@@ -66,5 +66,5 @@ def answer(error: Exception, request_id: str = "") -> openai.ErrorAnswer:
 
 
 def event(error: Exception, request_id: str) -> bytes:
-    """Return the event that ends a failed stream."""
+    """Return the event with an error that ends a failed stream."""
     return b"event: error\ndata: %b\n\n" % answer(error, request_id).body

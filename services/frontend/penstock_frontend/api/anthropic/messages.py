@@ -1,4 +1,4 @@
-"""``/v1/messages`` and ``/v1/messages/count_tokens``: conversations in Anthropic's protocol, and their routes."""
+"""``/v1/messages`` and ``/v1/messages/count_tokens``: the routes for conversations in Anthropic's protocol."""
 
 import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -56,14 +56,14 @@ _NAMES = {
 
 
 class Messages:
-    """Handlers of the messages API."""
+    """Handlers of the routes of the Messages API."""
 
     def __init__(self, llm: AsyncLLM, chat: ChatCalls) -> None:
         self._llm = llm
         self._chat = chat
 
     async def create(self, call: Call, given: Body) -> Answer:
-        """Continue the conversation. Raises RequestFailed."""
+        """Generate the next message of a conversation. Raises RequestFailed."""
         body = await given.decode(MessagesBody)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
@@ -90,7 +90,7 @@ class Messages:
         return await _whole(writer, generation)
 
     async def count(self, call: Call, given: Body) -> Answer:
-        """Return the number of tokens in the conversation. Raises RequestFailed."""
+        """Return the number of prompt tokens of a conversation. Raises RequestFailed."""
         body = await given.decode(ConversationBody)
         self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
@@ -104,9 +104,9 @@ class Messages:
         return TokenCount(len(token_ids))
 
     def _sampling(self, body: MessagesBody) -> dict[str, Any]:
-        # Request deltas even for a complete answer, so that the answer has the same blocks as a stream.
+        # Request deltas even for an answer that is not streamed, so that the answer has the same blocks as a stream.
         values = {**sampling_fields.values(body, format_constraint(body)), "output_kind": OutputKind.DELTA}
-        # Clients send a budget even to models that do not reason. Such models have no reasoning to limit.
+        # Clients send a budget for reasoning even to models without reasoning, in which there is nothing to limit.
         if self._chat.reasons and body.thinking is not None and body.thinking.budget_tokens is not None:
             if self._llm.inputs.reasoning is not None:
                 values["thinking_token_budget"] = body.thinking.budget_tokens
@@ -155,7 +155,7 @@ def _request(
 
 
 def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping[str, str]:
-    """Return the map from our field names to the client's field names."""
+    """Return the map from the names of Penstock's fields to the names of the client's fields."""
     thinking = {} if body.thinking is None else {"sampling_params.thinking_token_budget": "thinking.budget_tokens"}
     return {
         **{f"messages[{index}]": place for index, place in enumerate(turns.places)},
@@ -167,7 +167,7 @@ def _names(body: ConversationBody, turns: Turns, chosen: ChosenTools) -> Mapping
 
 
 def routes(llm: AsyncLLM, chat: ChatCalls, *, gate: Gate, bodies: Bodies) -> Sequence[Route]:
-    """Return all routes. ``gate`` and ``bodies`` are shared with the listener's other protocols."""
+    """Return all routes of the Messages API. Other protocols of the HTTP listener use the same ``gate`` and ``bodies``."""
     messages = Messages(llm, chat)
     handlers = {errors.PREFIX: messages.create, f"{errors.PREFIX}/count_tokens": messages.count}
     return [

@@ -15,7 +15,7 @@ _DEFAULT_LIMIT, _MAX_LIMIT = 20, 1000
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A model or LoRA adapter.
+    """A model or a LoRA adapter in the list of models.
 
     ``created_at`` is the start time of this server. ``max_input_tokens`` is null while no engine is connected.
     """
@@ -29,7 +29,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of the model list."""
+    """A page of the list of models."""
 
     data: Sequence[ModelInfo]
     has_more: bool
@@ -38,8 +38,8 @@ class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicModels:
-    """Handlers of ``/v1/models`` in Anthropic's format. They read the models from ``models``, the handler of OpenAI's
-    format.
+    """Handlers of ``/v1/models`` in Anthropic's format. They read the models from ``models``, which is the handler for
+    OpenAI's format.
     """
 
     def __init__(self, llm: AsyncLLM, models: Models) -> None:
@@ -47,7 +47,9 @@ class AnthropicModels:
         self._models = models
 
     async def list(self, call: Call, given: Body) -> Answer:
-        """Return a page of the models. Raises InvalidArgument for an invalid limit or an unknown id."""
+        """Return a page of the list of models. Raises InvalidArgument for a limit that is not valid, or for an unknown
+        id.
+        """
         del given
         infos = [self._info(name) for name in self._models.names()]
         first, last = 0, len(infos)
@@ -69,7 +71,7 @@ class AnthropicModels:
         )
 
     async def get(self, call: Call, given: Body) -> Answer:
-        """Return one model. Raises NotFound."""
+        """Return the model with this name. Raises NotFound."""
         del given
         name = call.path["name"]
         if not name:

@@ -1,4 +1,4 @@
-"""Bodies, messages and streaming events of ``/v1/messages``, and the writer of messages."""
+"""Types of the request bodies, messages and streaming events of ``/v1/messages``, and the writer of messages."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,18 +15,18 @@ from penstock_frontend.api.openai.sampling_fields import SamplingFields
 from penstock_frontend.call_types import Finish
 from penstock_frontend.processing.chat.answers import Block, BlockKind, BlockPiece, Blocks, ChatOutput
 
-# The answer to ``/v1/messages``: the message, its streaming events, and the writer of both.
+# The types below are the answer to ``/v1/messages``: the message and its streaming events.
 
 
 class TextBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """Text."""
+    """Block of a message with text."""
 
     text: str
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking"):
-    """Reasoning of the model. If the client asks to omit reasoning, ``signature`` contains the reasoning; otherwise
-    ``signature`` is empty.
+    """Block of a message with reasoning of the model. ``signature`` contains the reasoning if the client asks to omit
+    reasoning. Otherwise ``signature`` is empty.
     """
 
     thinking: str
@@ -34,7 +34,7 @@ class ThinkingBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="tool_use"):
-    """A tool call."""
+    """Block of a message with a tool call."""
 
     id: str
     name: str
@@ -45,7 +45,9 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. ``input_tokens`` counts computed input tokens, ``cache_read_input_tokens`` cached input tokens."""
+    """Token counts. ``input_tokens`` is the number of input tokens that were computed, and ``cache_read_input_tokens``
+    is the number of cached input tokens.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
@@ -54,7 +56,9 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. ``stop_sequence`` is the stop sequence that ended the answer, or null."""
+    """The assistant's message, which is the answer. ``stop_sequence`` is the stop sequence that ended the answer, or
+    null.
+    """
 
     id: str
     type: str = "message"
@@ -67,38 +71,38 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenCount(msgspec.Struct, frozen=True):
-    """Number of tokens in the prompt of a conversation."""
+    """Number of tokens in the prompt that a conversation is rendered to."""
 
     input_tokens: int
 
 
 class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Base class of all events. Some events have no other fields."""
+    """Base class of all streaming events. Some events have no fields besides their type."""
 
     type: str
 
 
 class MessageStart(StreamEvent, frozen=True, kw_only=True):
-    """``message_start``: the message without content."""
+    """Event ``message_start``. It has the message without content."""
 
     message: AssistantMessage
 
 
 class BlockStart(StreamEvent, frozen=True, kw_only=True):
-    """``content_block_start``: a block without content."""
+    """Event ``content_block_start``. It has a block without content."""
 
     index: int
     content_block: ContentBlock
 
 
 class TextDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="text_delta"):
-    """A further piece of a text."""
+    """The next piece of a text block."""
 
     text: str
 
 
 class ThinkingDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="thinking_delta"):
-    """A further piece of reasoning."""
+    """The next piece of a reasoning block."""
 
     thinking: str
 
@@ -110,60 +114,61 @@ class SignatureDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"
 
 
 class JsonDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="input_json_delta"):
-    """A further piece of a tool call's input, as JSON text."""
+    """The next piece of the input of a tool call, as JSON text."""
 
     partial_json: str
 
 
 class BlockDelta(StreamEvent, frozen=True, kw_only=True):
-    """``content_block_delta``: a further piece of a block."""
+    """Event ``content_block_delta``. It has the next piece of a block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta
 
 
 class BlockStop(StreamEvent, frozen=True, kw_only=True):
-    """``content_block_stop``: the end of a block."""
+    """Event ``content_block_stop``. It ends a block."""
 
     index: int
 
 
 class EndDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """Reason for the end of the message."""
+    """Reason for which the message ended."""
 
     stop_reason: str | None
     stop_sequence: str | None
 
 
 class MessageDelta(StreamEvent, frozen=True, kw_only=True):
-    """``message_delta``: the end of the message, with its token counts."""
+    """Event ``message_delta``. It has the reason for the end of the message, and the token counts of the message."""
 
     delta: EndDelta
     usage: Usage
 
 
-# If a client asks to omit reasoning, the block's signature contains the reasoning. Clients return signatures unchanged
-# with the history, so the model can read its earlier reasoning. The text is encoded, not encrypted.
+# If a client asks to omit reasoning, the signature of the block contains the reasoning. Clients return signatures
+# unchanged with the conversation, so the model can read its earlier reasoning. The text in the signature is encoded,
+# not encrypted.
 
 _PREFIX = "penstock.thinking."
 
 
 def sealed(thinking: str) -> str:
-    """Return the signature of a block whose reasoning is omitted."""
+    """Return the signature of a block whose reasoning the client does not want to see."""
     return _PREFIX + base64.b64encode(thinking.encode()).decode()
 
 
 def opened(signature: str) -> str:
-    """Return the reasoning in a signature, or an empty text if another server created the signature."""
+    """Return the reasoning that a signature contains. Return an empty text if another server created the signature."""
     if not signature.startswith(_PREFIX):
         return ""
     try:
         return base64.b64decode(signature.removeprefix(_PREFIX), validate=True).decode()
-    except ValueError:  # from another server, or truncated
+    except ValueError:  # the signature comes from another server, or is cut off
         return ""
 
 
-# The writer of a message.
+# The code below writes a message.
 
 _REASONS: Mapping[FinishReason, str] = {
     FinishReason.STOP: "end_turn",
@@ -174,10 +179,12 @@ _NOTHING = Usage(input_tokens=0, cache_read_input_tokens=0, output_tokens=0)
 
 
 class MessageWriter:
-    """Converts outputs into events, and finally into one message."""
+    """Converts outputs into streaming events, and into one complete message at the end."""
 
     def __init__(self, message_id: str, model: str, *, parallel_calls: bool, thinking: bool = True) -> None:
-        """Create the writer. ``thinking``: True to show reasoning; False to put the reasoning into the signature only."""
+        """Create the writer. If ``thinking`` is True, reasoning is shown. If it is False, reasoning is only in the
+        signature of its block.
+        """
         self._blocks = Blocks(parallel_calls=parallel_calls)
         self._thinking = thinking
         self._end = EndDelta(stop_reason=None, stop_sequence=None)
@@ -187,14 +194,14 @@ class MessageWriter:
         self._usage = _NOTHING
 
     def begin(self, input_tokens: int) -> StreamEvent:
-        """Return the first event, with the number of prompt tokens. The last event has the number of cached prompt
-        tokens.
+        """Return the first event, which has the number of prompt tokens. The number of cached prompt tokens is in the
+        last event.
         """
         usage = msgspec.structs.replace(_NOTHING, input_tokens=input_tokens)
         return MessageStart(type="message_start", message=msgspec.structs.replace(self._begun, usage=usage))
 
     def take(self, output: ChatOutput) -> Iterator[StreamEvent]:
-        """Return the events of a piece of output, including the end of the message."""
+        """Return the streaming events for a piece of output. For the last piece, these include the end of the message."""
         for piece in self._blocks.push(output):
             yield from self._events(piece)
         if output.finish is not None:
@@ -203,7 +210,7 @@ class MessageWriter:
             yield StreamEvent(type="message_stop")
 
     def whole(self) -> AssistantMessage:
-        """Return the complete message after its end."""
+        """Return the complete message. All output must have arrived."""
         return msgspec.structs.replace(
             self._begun,
             content=[self._content(block) for block in self._blocks.all],
@@ -265,7 +272,7 @@ def _more(block: Block, text: str) -> TextDelta | ThinkingDelta | JsonDelta:
 
 
 def _empty(block: Block) -> ContentBlock:
-    """Return the block in its initial form in a stream."""
+    """Return a copy of the block without content, as it is at its start in a stream."""
     match block.kind:
         case BlockKind.TEXT:
             return TextBlock(text="")
@@ -276,7 +283,7 @@ def _empty(block: Block) -> ContentBlock:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """Return a call's arguments as an object. The object is empty if the arguments are missing or incomplete."""
+    """Return the arguments of a tool call as an object. The object is empty if the arguments are missing or incomplete."""
     try:
         found = msgspec.json.decode(arguments or "{}")
     except msgspec.DecodeError:
@@ -284,7 +291,7 @@ def _input(arguments: str) -> dict[str, object]:
     return found if isinstance(found, dict) else {}
 
 
-# The bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``.
+# The types below are the request bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``.
 
 _INT32_MAX = 2**31 - 1
 _THINKING = ("enabled", "adaptive", "disabled")
@@ -305,7 +312,9 @@ class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A block of a message's content. If a block omits its reasoning, ``signature`` contains the reasoning."""
+    """A block of a message's content in the request. If the block omits its reasoning, ``signature`` contains the
+    reasoning.
+    """
 
     type: str
     text: str = ""
@@ -350,8 +359,8 @@ class ToolUseChoiceBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning settings: ``type`` turns reasoning on or off, if the model's template supports that, and
-    ``budget_tokens`` limits it.
+    """Settings for reasoning. ``type`` turns reasoning on or off, if the model's chat template supports this.
+    ``budget_tokens`` limits the reasoning.
 
     If ``display`` is ``omitted``, only the signature contains the reasoning.
     """
@@ -362,21 +371,24 @@ class ThinkingBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnswerFormatBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Format of the answer: ``json_schema``."""
+    """Required format of the answer, which can only be ``json_schema``."""
 
     type: str
     schema: dict[str, Any] | None = None
 
 
 class OutputConfigBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the answer. ``effort`` becomes a variable of the chat template."""
+    """Settings for the answer. ``effort`` becomes a variable of the chat template."""
 
     effort: str | None = None
     format: AnswerFormatBody | None = None
 
 
 class ConversationBody(SamplingFields, kw_only=True):
-    """Fields of both bodies. The sampling fields have vLLM's names, and have no effect when only tokens are counted."""
+    """Fields that the bodies of both routes share.
+
+    The sampling fields have vLLM's names. They have no effect when only tokens are counted.
+    """
 
     messages: list[TurnBody]
     system: str | list[BlockBody] | None = None
@@ -395,7 +407,9 @@ class MessagesBody(ConversationBody, kw_only=True):
 
 
 def check(body: ConversationBody) -> None:
-    """Check the fields that the domain types do not check. Raises InvalidArgument and Unimplemented."""
+    """Check those fields of a body that the conversion to domain types does not check. Raises InvalidArgument and
+    Unimplemented.
+    """
     refuse_fields(
         body,
         "prompt_logprobs",
@@ -431,7 +445,7 @@ def check(body: ConversationBody) -> None:
 
 
 def blocks_of(content: Any, path: str) -> str | list[BlockBody] | None:
-    """Return the content of a tool result as blocks. Results of tools that Anthropic runs have other forms.
+    """Return the content of a tool result as blocks. The results of tools that Anthropic runs are not lists of blocks.
 
     Raises InvalidArgument.
     """

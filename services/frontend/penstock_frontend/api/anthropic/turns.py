@@ -1,4 +1,4 @@
-"""Conversion of Anthropic's messages, images and tools to domain types."""
+"""Conversion of the messages, images and tools in Anthropic's protocol to domain types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,15 +24,15 @@ from penstock_frontend.call_types import ChatMessage, ContentPart, MediaPart, To
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
 
-# Chat templates cannot express some block types. These blocks become text in the prompt.
+# Chat templates have no form for some types of blocks. These blocks become text in the prompt.
 
 TEXTS = ("text", "document", "search_result", "tool_reference")
-"""Types of blocks that are text or that become text."""
+"""Types of blocks that are text, or that become text in the prompt."""
 _SECRETS = ("encrypted_content", "encrypted_index", "encrypted_stdout")
 
 
 def text_of(block: BlockBody, place: str) -> str:
-    """Return the text of a block. Raises InvalidArgument, and Unimplemented for documents that are files."""
+    """Return the text of a block. Raises InvalidArgument, and Unimplemented for a document that is a file."""
     match block.type:
         case "text":
             return block.text
@@ -84,22 +84,22 @@ def _content(content: Any, place: str) -> str:
 
 
 def _readable(value: Any) -> Any:
-    """Return a JSON value without its encrypted parts."""
+    """Return a copy of a JSON value without its encrypted parts."""
     if isinstance(value, Mapping):
         return {name: _readable(each) for name, each in value.items() if name not in _SECRETS}
     return [_readable(each) for each in value] if isinstance(value, list) else value
 
 
-# Images.
+# The code below converts images.
 
 _TYPES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 
 
 def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
-    """Return the image of a source at ``place`` in the turn at ``path``. The image's field path is relative to the
-    turn.
+    """Return the image that the source ``place`` of the turn at ``path`` has. The field path of the image is relative
+    to the turn.
 
-    Raises InvalidArgument, and Unimplemented for files.
+    Raises InvalidArgument, and Unimplemented for an uploaded file.
     """
     where = f"{path}.{place}"
     if source is None:
@@ -125,22 +125,24 @@ def image_of(source: SourceBody | None, path: str, place: str) -> MediaPart:
 
 
 _BILLING = "x-anthropic-billing-header"
-"""Prefix of a system text block that Anthropic's own clients send. The text of the block differs in every call."""
+"""Beginning of a system text block that Anthropic's own clients send. The text of this block is different in every
+call.
+"""
 
 
 class Turns(NamedTuple):
-    """The domain messages, and the path of each message in the body."""
+    """The messages as domain types, with the path of each message in the body."""
 
     messages: list[ChatMessage]
     places: list[str]
 
 
 def turns_of(body: ConversationBody) -> Turns:
-    """Convert the conversation to domain messages.
+    """Convert the conversation in a body to messages as domain types.
 
-    All system texts form the first message, because templates expect the system message there. The turns come after
-    it. Tool results become separate messages before the other content of their turn. Field paths of images are relative
-    to their turns. Raises InvalidArgument and Unimplemented.
+    All system texts form the first message, because templates expect the system message there. The turns come after it.
+    Tool results become separate messages before the other content of their turn. Field paths of images are relative to
+    their turns. Raises InvalidArgument and Unimplemented.
     """
     system, messages, places = _system(body.system, "system"), [], []
     for index, turn in enumerate(body.messages):
@@ -166,19 +168,19 @@ def turns_of(body: ConversationBody) -> Turns:
 
 
 def continues(body: ConversationBody) -> bool:
-    """Return True if the last message is from the assistant, so that the answer must continue this message."""
+    """Return True if the last message is an assistant message, which the answer must then continue."""
     return bool(body.messages) and body.messages[-1].role == "assistant"
 
 
 def template_kwargs(body: ConversationBody) -> dict[str, Any]:
-    """Return the variables of the chat template."""
+    """Return the variables of the chat template that the body sets."""
     effort = body.output_config.effort if body.output_config is not None else None
     thinking = {} if body.thinking is None else {"enable_thinking": body.thinking.type != "disabled"}
     return {**effort_kwargs(effort, "output_config.effort"), **thinking, **(body.chat_template_kwargs or {})}
 
 
 def format_constraint(body: ConversationBody) -> Constraint | None:
-    """Return the constraint from ``output_config.format``, or None. Raises InvalidArgument."""
+    """Return the output constraint in ``output_config.format``. Return None if there is none. Raises InvalidArgument."""
     format_ = body.output_config.format if body.output_config is not None else None
     if format_ is None:
         return None
@@ -192,7 +194,9 @@ def format_constraint(body: ConversationBody) -> Constraint | None:
 
 
 def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
-    """Return the assistant's messages. A new message starts after each result of a tool that Anthropic ran."""
+    """Return the assistant's messages of one turn. After each result of a tool that Anthropic ran, a new message
+    starts.
+    """
     if isinstance(turn.content, str):
         return [ChatMessage(role="assistant", content=turn.content)]
     found: list[ChatMessage] = []
@@ -231,7 +235,7 @@ def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
 
 
 class _Said(NamedTuple):
-    """An assistant message under construction."""
+    """An assistant message that is still being put together."""
 
     texts: list[str]
     thoughts: list[str]
@@ -247,7 +251,7 @@ class _Said(NamedTuple):
 
 
 def _hosted_result(block: BlockBody, place: str) -> ChatMessage:
-    """Return the message with the result of a tool that Anthropic ran."""
+    """Return a message with the result of a tool that Anthropic ran."""
     return ChatMessage(role="tool", content=result_text(block, place), tool_call_id=block.tool_use_id)
 
 
@@ -272,7 +276,9 @@ def _question(turn: TurnBody, path: str) -> list[ChatMessage]:
 
 
 def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
-    """Return the system texts. Billing texts are left out, because they would make every prompt begin differently."""
+    """Return the texts of the system prompt. Billing texts are left out, because each of them would make the prompt
+    begin differently.
+    """
     if content is None or isinstance(content, str):
         return [content] if content else []
     for index, block in enumerate(content):
@@ -282,14 +288,16 @@ def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
 
 
 def _result(content: str | Sequence[BlockBody] | None, path: str, place: str) -> str | list[ContentPart]:
-    """Return the result of a tool. ``place``: path of the result in the turn at ``path``."""
+    """Return the result of a tool. ``place`` is the path of the result in the turn at ``path``."""
     if content is None or isinstance(content, str):
         return content or ""
     return _joined([_part(block, path, f"{place}[{index}]") for index, block in enumerate(content)])
 
 
 def _part(block: BlockBody, path: str, place: str) -> ContentPart:
-    """Return an image part, or a text part for blocks that are or become text. Raises Unimplemented for other blocks."""
+    """Return an image part for an image block, and a text part for a block that is or becomes text. Raises
+    Unimplemented for other blocks.
+    """
     if block.type == "image":
         source = None if isinstance(block.source, str) else block.source
         return ContentPart(type="media", media=image_of(source, path, f"{place}.source"))
@@ -299,7 +307,7 @@ def _part(block: BlockBody, path: str, place: str) -> ContentPart:
 
 
 def _joined(parts: list[ContentPart]) -> str | list[ContentPart]:
-    """Return the parts joined to one text if all parts are texts, else the parts."""
+    """Return the parts joined to one text if all of them are texts. Otherwise return the parts unchanged."""
     return parts if any(part.media for part in parts) else "\n".join(part.text for part in parts)
 
 
@@ -307,13 +315,13 @@ def _not_served(kind: str, place: str) -> Unimplemented:
     return Unimplemented(f"{place}.type is {quoted(kind)}, which is not served here", field=f"{place}.type")
 
 
-# Tools and tool choice.
+# The code below converts tools and the tool choice.
 
 _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def tools_of(bodies: Sequence[ClientToolBody] | None) -> ServedTools:
-    """Return the tools of a body. Tools that Anthropic runs or defines have other types and are left out. Raises
+    """Return the tools of a body. Tools that Anthropic runs or defines have other types, and are left out. Raises
     InvalidArgument.
     """
     tools = ServedTools()
@@ -327,7 +335,7 @@ def tools_of(bodies: Sequence[ClientToolBody] | None) -> ServedTools:
 
 
 def choice_of(choice: ToolUseChoiceBody | None, *, tools: bool) -> ToolChoice:
-    """Return the tool choice of a body. ``tools``: whether the body has tools. Raises InvalidArgument."""
+    """Return the tool choice of a body. ``tools`` is True if the body has tools. Raises InvalidArgument."""
     if choice is None:
         return ToolChoice("auto")
     if choice.type == "tool":

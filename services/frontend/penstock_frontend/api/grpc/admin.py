@@ -1,4 +1,4 @@
-"""The operators' API, ``penstock.admin.v1.AdminService``."""
+"""API for operators, ``penstock.admin.v1.AdminService``."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -27,7 +27,7 @@ from penstock_frontend.tenants import TenantRefusals
 
 
 def lora_info(info: AdapterInfo) -> pb.LoraInfo:
-    """Return the message about an adapter."""
+    """Return the message that describes a LoRA adapter."""
     message = to_message(info.held or HeldAdapter(b""), pb.LoraInfo, digest=None, pinned=None)
     fill(message, info.adapter)
     fill(message, info)
@@ -45,11 +45,12 @@ _PAUSE_MODES: dict[int, str] = {
 }
 _MAX_SLEEP_LEVEL = 2
 _MAX_DEPTH = MAX_ARGUMENT_DEPTH - 1
-"""Maximum nesting depth of a worker method's arguments. One level less, because they are nested in a call's arguments.
+"""Maximum nesting depth of the arguments of a worker method. It is one less than the limit for a call, because the
+arguments are nested in the arguments of a call.
 """
 _MAX_DRAIN_TIMEOUT = 86_400.0
 _DRAIN_INTERVAL = 0.1
-"""Seconds between two checks of a draining engine."""
+"""Number of seconds between two checks of the state of a draining engine."""
 _WAKE_UP_TAGS = ("weights", "kv_cache")
 
 add_to_server = service_pb2_grpc.add_AdminServiceServicer_to_server
@@ -58,10 +59,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class AdminServicer(service_pb2_grpc.AdminServiceServicer):
-    """Controls engines through their sessions. Methods that are not served yet fail with UNIMPLEMENTED.
+    """Controls engines through the frontend's sessions with them. Methods that are not supported yet fail with
+    UNIMPLEMENTED.
 
-    The servicer sends a call to all connected engines in parallel. If an engine fails, the call fails with that
-    engine's error after all engines have answered. The other engines have then carried out the call.
+    The servicer sends a call to all connected engines in parallel. If an engine fails, the call fails with the error of
+    this engine, after all engines have answered. The other engines have carried out the call in this case.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         lost: LostEngines,
         tenants: TenantRefusals,
     ) -> None:
-        """Create the servicer. ``coordinator``: None if the configuration lists the engines."""
+        """Create the servicer. ``coordinator`` is None if the configuration lists the engines."""
         self._lost = lost
         self._tenants = tenants
         self._engines = engines
@@ -81,24 +83,24 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         self._coordinator = coordinator
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
-        """Stop scheduling. Returns once all engines are paused."""
+        """Make the engines stop scheduling requests. Returns once all engines are paused."""
         await self._ask("pause", _pause_mode(request.mode), request.clear_cache)
         return pb.PauseResponse()
 
     async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
-        """Resume scheduling."""
+        """Make paused engines schedule requests again."""
         await self._ask("resume")
         return pb.ResumeResponse()
 
     async def Sleep(self, request: pb.SleepRequest, context: Context) -> pb.SleepResponse:
-        """Free device memory."""
+        """Make the engines free device memory."""
         if request.level > _MAX_SLEEP_LEVEL:
             raise InvalidArgument(f"level is {request.level}; it must be from 0 to {_MAX_SLEEP_LEVEL}", field="level")
         await self._ask("sleep", request.level, _pause_mode(request.mode or control_pb2.PAUSE_MODE_ABORT))
         return pb.SleepResponse()
 
     async def WakeUp(self, request: pb.WakeUpRequest, context: Context) -> pb.WakeUpResponse:
-        """Allocate device memory again."""
+        """Make sleeping engines allocate device memory again."""
         for index, tag in enumerate(request.tags):
             if tag not in _WAKE_UP_TAGS:
                 raise InvalidArgument(
@@ -108,7 +110,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.WakeUpResponse()
 
     async def IsSleeping(self, request: pb.IsSleepingRequest, context: Context) -> pb.IsSleepingResponse:
-        """Return which engines sleep."""
+        """Return for each engine whether it sleeps."""
         return pb.IsSleepingResponse(engines=await self._ask("is_sleeping"))
 
     async def GetEngineInfo(self, request: pb.GetEngineInfoRequest, context: Context) -> pb.GetEngineInfoResponse:
@@ -119,7 +121,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         )
 
     async def GetCluster(self, request: pb.GetClusterRequest, context: Context) -> pb.GetClusterResponse:
-        """Return the cluster as this frontend sees it."""
+        """Return the state of the cluster, as this frontend knows it."""
         return pb.GetClusterResponse(
             engines=[to_message(status, control_pb2.EngineStatus) for status in self._engines.view.cluster()],
             coordinator_connected=self._coordinator is not None and self._coordinator.connected,
@@ -134,7 +136,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     async def ResetPrefixCache(
         self, request: pb.ResetPrefixCacheRequest, context: Context
     ) -> pb.ResetPrefixCacheResponse:
-        """Clear the prefix caches."""
+        """Clear the prefix caches of the engines."""
         return pb.ResetPrefixCacheResponse(
             num_engines_reset=await self._reset("reset_prefix_cache", request.preempt_running)
         )
@@ -142,7 +144,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     async def ResetMultimodalCache(
         self, request: pb.ResetMultimodalCacheRequest, context: Context
     ) -> pb.ResetMultimodalCacheResponse:
-        """Clear the engines' caches of received media."""
+        """Clear the engines' caches of media that the frontends have sent."""
         return pb.ResetMultimodalCacheResponse(num_engines_reset=len(await self._ask("reset_mm_cache")))
 
     async def ResetEncoderCache(
@@ -152,18 +154,18 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.ResetEncoderCacheResponse(num_engines_reset=len(await self._ask("reset_encoder_cache")))
 
     async def StartProfile(self, request: pb.StartProfileRequest, context: Context) -> pb.StartProfileResponse:
-        """Start the profilers."""
+        """Start the profilers of the engines."""
         await self._ask("start_profile")
         return pb.StartProfileResponse()
 
     async def StopProfile(self, request: pb.StopProfileRequest, context: Context) -> pb.StopProfileResponse:
-        """Stop the profilers. The returned paths are on the engines' machines."""
+        """Stop the profilers of the engines. The returned paths are on the engines' machines."""
         paths = await self._ask("stop_profile")
         return pb.StopProfileResponse(paths=[path for of_engine in paths.values() for path in of_engine])
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[pb.DrainResponse]:
-        """Drain an engine. Yields the number of remaining requests after each change, until it is 0 or the engine is
-        gone.
+        """Drain an engine. Yields the number of its remaining requests after each change, until it is 0 or the engine
+        has left.
         """
         known = {status.engine_id: status for status in self._engines.view.cluster()}
         if request.engine_id not in known:
@@ -171,7 +173,8 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
                 f"engine_id is {quoted(request.engine_id)}; engines: {', '.join(sorted(known)) or 'none'}",
                 field="engine_id",
             )
-        if not 0 <= request.timeout_seconds <= _MAX_DRAIN_TIMEOUT:  # also false for NaN
+        if not 0 <= request.timeout_seconds <= _MAX_DRAIN_TIMEOUT:
+            # also refuse NaN, for which every comparison is false
             raise InvalidArgument(
                 f"timeout_seconds is {request.timeout_seconds:g}; it must be from 0 to {_MAX_DRAIN_TIMEOUT:g}",
                 field="timeout_seconds",
@@ -199,10 +202,10 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         *,
         gives: bool,
     ) -> tuple[int, int]:
-        """Tell an engine to drain; may be repeated.
+        """Tell an engine to drain. The call may be repeated.
 
-        Returns the engine's number of requests, and the size in bytes of the KV blocks that it keeps for other engines.
-        The size is requested only if ``gives`` is true. Both numbers are 0 if the engine is gone.
+        Return the number of the engine's requests, and the size in bytes of the KV blocks that it keeps for other
+        engines. The size is requested only if ``gives`` is True. Both numbers are 0 if the engine has left.
         """
         requests = await self._ask_of("drain", [timeout], engine)
         info = await self._ask_of("engine_info", [], engine) if gives else None
@@ -210,7 +213,9 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return int(requests or 0), int(kept.get("leased_bytes", 0)) if kept else 0
 
     async def _ask_of(self, method: str, arguments: list[Any], engine: str) -> Any:
-        """Return the answer of one engine, or None if the engine is gone. Raises the engine's error."""
+        """Return the answer of one engine to a call. Return None if the engine has left. Raises the error of the
+        engine.
+        """
         result = (await self._engines.call_utility(method, arguments, engine=engine)).get(engine)
         if isinstance(result, RequestFailed):
             if result.reason == "ENGINE_GONE":
@@ -219,7 +224,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return result
 
     async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleResponse:
-        """Change the number of engines in a pool. The coordinator checks the request."""
+        """Change the number of engines in a pool. The coordinator checks the request and changes the number."""
         if self._coordinator is None:
             raise FailedPrecondition(
                 "this frontend has no coordinator, so it cannot change the number of engines; set coordinator.address",
@@ -237,27 +242,27 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.ScaleResponse(previous_replicas=previous)
 
     async def LoadLora(self, request: pb.LoadLoraRequest, context: Context) -> pb.LoadLoraResponse:
-        """Load an adapter on every engine and register its name."""
+        """Load a LoRA adapter on every engine, and register the adapter's name."""
         loaded = await self._adapters.load(
             request.name, request.path, load_inplace=request.load_inplace, pinned=request.pinned
         )
         return pb.LoadLoraResponse(lora=lora_info(loaded))
 
     async def UnloadLora(self, request: pb.UnloadLoraRequest, context: Context) -> pb.UnloadLoraResponse:
-        """Remove an adapter's name."""
+        """Remove the name of a LoRA adapter."""
         return pb.UnloadLoraResponse(lora=lora_info(await self._adapters.unload(request.name)))
 
     async def ListLoras(self, request: pb.ListLorasRequest, context: Context) -> pb.ListLorasResponse:
-        """Return the adapters that requests can use."""
+        """Return the LoRA adapters that requests can name."""
         adapters = await self._adapters.list()
         return pb.ListLorasResponse(names=[each.adapter.name for each in adapters], loras=map(lora_info, adapters))
 
     async def PinLora(self, request: pb.PinLoraRequest, context: Context) -> pb.PinLoraResponse:
-        """Pin an adapter in the engines' memory, or unpin it."""
+        """Pin a LoRA adapter in the memory of the engines, or unpin it."""
         return pb.PinLoraResponse(lora=lora_info(await self._adapters.pin(request.name, pinned=not request.unpin)))
 
     async def CollectiveRpc(self, request: pb.CollectiveRpcRequest, context: Context) -> pb.CollectiveRpcResponse:
-        """Call a method on every worker. The engines decide which methods are allowed."""
+        """Call a method on every worker of the engines. The engines decide which methods are allowed."""
         if not request.method:
             raise InvalidArgument("method is not set", field="method")
         results = await self._ask("collective_rpc", request.method, _arguments(request.arguments))
@@ -266,7 +271,9 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         )
 
     async def _reset(self, method: str, *arguments: object) -> int:
-        """Call a method that returns True if it has reset something. Return the number of engines that returned True."""
+        """Call a reset method on all engines. The method returns True if it has reset something. Return the number of
+        engines that returned True.
+        """
         return sum(result is True for result in (await self._ask(method, *arguments)).values())
 
     async def _ask(self, method: str, *arguments: object) -> dict[str, Any]:
@@ -274,7 +281,9 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
 
 def _caller(context: Context) -> str:
-    """Return the caller's name for logs: the name of its key, token or certificate; empty without authentication."""
+    """Return the name of the caller for logs. It is the name of its key, token or certificate. It is empty if
+    authentication is off.
+    """
     principal = current_principal.get()
     return ", ".join(peer_names(context)) if principal is None else principal.name
 
@@ -287,12 +296,14 @@ def _pause_mode(mode: int) -> str:
 
 
 def _arguments(packed: bytes) -> Sequence[object]:
-    """Return the arguments of a CollectiveRpc, an empty list if ``packed`` is empty. Raises InvalidArgument."""
+    """Return the arguments of a CollectiveRpc call. Return an empty list if ``packed`` is empty. Raises
+    InvalidArgument.
+    """
     if not packed:
         return []
     try:
         decoded = msgspec.msgpack.decode(packed, type=list[Any])
-    except msgspec.DecodeError as e:  # includes ValidationError
+    except msgspec.DecodeError as e:  # this error class includes ValidationError
         raise InvalidArgument(f"arguments is not a msgpack array: {e}", field="arguments") from None
     except RecursionError:
         raise _too_deep() from None

@@ -1,4 +1,6 @@
-"""The public API, ``penstock.inference.v1.InferenceService``, with GenerateSession: many requests on one stream."""
+"""Public gRPC API, ``penstock.inference.v1.InferenceService``. Its method GenerateSession serves many requests on one
+stream.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -33,26 +35,26 @@ from penstock_frontend.dispatch.adapters import NamedAdapter
 R = TypeVar("R", GenerateRequest, ChatRequest)
 Out = TypeVar("Out")
 
-# GenerateSession: many requests on one stream.
+# The code below serves GenerateSession, which has many requests on one stream.
 
 _MAX_QUEUED = 16
-"""Maximum number of messages in the write queue. When the queue is full, collectors merge new outputs of requests."""
+"""Maximum number of responses that wait to be sent. When as many wait, the new outputs of requests are merged."""
 
 
 class _Running(NamedTuple):
-    """A request of the session, and the task that serves it."""
+    """A request of a session, and the task that serves this request."""
 
     live: LiveRequest
     task: asyncio.Task[None]
 
 
 class GenerateSession:
-    """One client's stream: one task reads the stream, one task serves each request, and ``responses`` yields the
-    answers.
+    """Stream of one client with many requests. One task reads the stream, one task serves each request, and
+    ``responses`` yields the answers.
 
-    A request's task adds one output at a time to the queue, and waits while the queue is full. So a slow client uses
-    memory proportional to the outputs of its requests, and delays no other client. An aborted request ends with a last
-    output with the finish reason ABORT. The stream ends when the client has half-closed it and the last request has
+    A request's task adds one output at a time to the queue, and waits while the queue is full. A slow client therefore
+    uses memory in proportion to the outputs of its requests, and delays no other client. An aborted request ends with
+    an output whose finish reason is ABORT. The stream ends when the client has half-closed it and the last request has
     ended.
     """
 
@@ -67,7 +69,7 @@ class GenerateSession:
     ) -> None:
         """Create a session. ``time_left`` returns the seconds until the call's deadline, which applies to each request.
 
-        A request whose response exceeds ``max_response_bytes`` fails; the session continues.
+        If a response of a request exceeds ``max_response_bytes``, this request fails, and the session continues.
         """
         self._llm = llm
         self._metadata = metadata
@@ -82,7 +84,7 @@ class GenerateSession:
     async def responses(
         self, requests: AsyncIterator[pb.GenerateSessionRequest]
     ) -> AsyncIterator[pb.GenerateSessionResponse]:
-        """Yield the answers to ``requests``."""
+        """Yield the answers to the messages in ``requests``."""
         self._main = asyncio.create_task(self._serve(requests), name="generate session")
         try:
             while (response := await self._out.get()) is not None:
@@ -92,7 +94,7 @@ class GenerateSession:
             self.close()
 
     def close(self) -> None:
-        """End all requests and tasks of the call. Idempotent."""
+        """End all requests and tasks of the session. Idempotent."""
         if self._main is not None:
             self._main.cancel()
         for running in self._running.values():
@@ -109,17 +111,18 @@ class GenerateSession:
                         message = await anext(incoming)
                     except StopAsyncIteration:
                         break
-                    except RequestFailed as e:  # the message cannot be read, so its request is unknown
+                    except RequestFailed as e:
+                        # the message cannot be read, so it is not known which request it is about
                         await self._fail("", e)
                         continue
                     await self._answer(message, tasks)
-        except ExceptionGroup as e:  # a failure of the stream, not of a request; ``responses`` raises it at the end
+        except ExceptionGroup as e:  # the stream has failed, not a request; ``responses`` raises this error at its end
             await self._out.put(None)
             raise e.exceptions[0] from None
         await self._out.put(None)
 
     async def _answer(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
-        """Process one message. A failure does not affect other requests."""
+        """Process one message of the client. An error affects no other request of the session."""
         request_id = message.generate.request_id or message.abort_request_id
         try:
             await self._take(message, tasks)
@@ -131,7 +134,7 @@ class GenerateSession:
             )
 
     async def _take(self, message: pb.GenerateSessionRequest, tasks: asyncio.TaskGroup) -> None:
-        """Process one message. Raises RequestFailed if the message starts a request and the request is refused."""
+        """Process one message of the client. If the message starts a request that is refused, raises RequestFailed."""
         kind = message.WhichOneof("message")
         if kind == "abort_request_id":
             await self._abort(message.abort_request_id)
@@ -163,11 +166,11 @@ class GenerateSession:
         self._running[live.request_id] = _Running(live, tasks.create_task(self._run(request, live)))
 
     async def _abort(self, request_id: str) -> None:
-        """Abort a request. Ignored if it has already ended."""
+        """Abort a request. Do nothing if the request has already ended."""
         running = self._running.get(request_id)
         if running is None or self._llm.abort(running.live):
             return
-        # The request has not been sent to an engine, so this is its only output.
+        # The request has not been sent to an engine, so this message is its only output.
         running.task.cancel()
         self._end(running.live)
         last = pb.GenerateResponse(request_id=request_id, finish_reason=finish_pb2.FINISH_REASON_ABORT)
@@ -175,11 +178,13 @@ class GenerateSession:
         await self._out.put(pb.GenerateSessionResponse(output=last))
 
     async def _run(self, request: GenerateRequest, live: LiveRequest) -> None:
-        """Serve one request until its end. A failure does not affect other requests."""
+        """Serve one request until it ends. An error affects no other request of the session."""
         try:
             async for output in self._llm.generate(request, live):
                 if live.released:
-                    self._end(live)  # before this output is sent, so that the id is free when the client reads it
+                    # free the id before this output is sent, so that the client can use the id again when it reads the
+                    # output
+                    self._end(live)
                 response = pb.GenerateSessionResponse(output=messages.generate_response(output, live.request_id))
                 check_response_size(response, self._max_response_bytes)
                 await self._out.put(response)
@@ -213,7 +218,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
-    """Converts calls into requests of AsyncLLM. The server's interceptor converts errors into statuses."""
+    """Converts calls into requests of AsyncLLM. The interceptor of the server converts errors into gRPC statuses."""
 
     def __init__(
         self,
@@ -234,7 +239,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         self._max_response_bytes = config.server.max_message_bytes
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Continue a prompt and stream the output. Warnings are sent as initial metadata."""
+        """Generate a continuation of a prompt, and stream the output. Warnings are sent as initial metadata."""
         warnings = self._warnings.begin(_caller(context))
         converted = messages.generate_request(request, **_call(context), limits=self._limits.now)
         async for output, request_id in self._outputs(converted, self._llm.generate, context, warnings):
@@ -243,7 +248,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def GenerateSession(
         self, request_iterator: AsyncIterator[pb.GenerateSessionRequest], context: Context
     ) -> AsyncIterator[pb.GenerateSessionResponse]:
-        """Serve many requests on one stream."""
+        """Serve many requests of a client on one stream."""
         session = GenerateSession(
             self._llm,
             metadata=_metadata(context),
@@ -256,7 +261,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             yield response
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> AsyncIterator[pb.ChatResponse]:
-        """Continue a conversation and stream the answer. Warnings are sent as initial metadata."""
+        """Generate the next message of a conversation, and stream the message. Warnings are sent as initial metadata."""
         warnings = self._warnings.begin(_caller(context))
         converted = messages.chat_request(request, **_call(context), limits=self._limits.now)
         async for output, request_id in self._outputs(converted, self._chat.run, context, warnings):
@@ -265,10 +270,10 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
     async def _outputs(
         self, request: R, run: Callable[[R, LiveRequest], AsyncIterator[Out]], context: Context, warnings: CallWarnings
     ) -> AsyncIterator[tuple[Out, str]]:
-        """Yield the outputs of one request with its id, after sending the warnings."""
+        """Yield the outputs of one request, each with the request id. Send the warnings before the first output."""
         live = self._llm.accept(request.context.external_request_id, demand_of(request))
-        # A call may end at any await, for example while a slow client reads a message. Only the done callback always
-        # runs.
+        # A call may be cancelled at any await, for example while a slow client reads a message. Only the done callback
+        # runs in every case.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         begun = False
         async for output in run(request, live):
@@ -278,14 +283,14 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
             yield output, live.request_id
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        """Return the embeddings of the inputs."""
+        """Return the embeddings of the inputs in a request."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
         return messages.embed_response(
             *await self._llm.run_pooling(messages.embed_request(request, **_call(context), limits=self._limits.now))
         )
 
     async def Classify(self, request: pb.ClassifyRequest, context: Context) -> pb.ClassifyResponse:
-        """Return the classes of the inputs."""
+        """Return the classes of the inputs in a request."""
         self._llm.pooling.inputs.check_count(len(request.inputs), field="inputs")
         converted = messages.classify_request(request, **_call(context), limits=self._limits.now)
         result, request_id = await self._llm.run_pooling(converted)
@@ -293,13 +298,15 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         return messages.classify_response(result, request_id, per_token=per_token, labels=self._labels)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Return the scores of pairs: scores of a cross-encoder, or cosine similarities of embeddings."""
+        """Return the scores of pairs of texts. They are the scores of a cross-encoder, or cosine similarities of
+        embeddings.
+        """
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")
         converted = messages.score_request(request, **_call(context))
         return messages.score_response(await self._scoring.run(converted))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """Convert a text to token ids."""
+        """Return the token ids of a text."""
         self._llm.inputs.check_model(request.model)
         add = request.add_special_tokens if request.HasField("add_special_tokens") else True
         encoded = await self._llm.encode(request.text, add_special_tokens=add, with_tokens=True)
@@ -309,13 +316,13 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Convert token ids to a text."""
+        """Return the text that token ids stand for."""
         self._llm.inputs.check_model(request.model)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return pb.DetokenizeResponse(text=await self._llm.decode(request.token_ids, skip_special_tokens=skip))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        """Return the models that are served."""
+        """Return the model and the LoRA adapters that this frontend serves."""
         adapters = self._llm.adapters.adapters
         aliases = (self._named(name) for name in adapters.aliases)
         return pb.ListModelsResponse(
@@ -323,14 +330,14 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         )
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
-        """Return one model."""
+        """Return the model or LoRA adapter with this name."""
         if not request.name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
         self._llm.inputs.check_model(request.name, field="name")
         return pb.GetModelResponse(model=self._named(request.name) or self._describe())
 
     def _named(self, name: str) -> pb.Model | None:
-        """Return the model or adapter with this name, or None for an alias whose adapter does not exist."""
+        """Return the model or LoRA adapter with this name. Return None for an alias whose adapter does not exist."""
         adapters = self._llm.adapters.adapters
         adapter = adapters.get(name)
         if adapter is None and adapters.aliases.get(name, name) != self._model.name:
@@ -361,7 +368,9 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
 
 
 def _caller(context: Context) -> str:
-    """Return the caller's name for logs. The port is left out, because it changes with every connection."""
+    """Return the name of the caller for logs. The port of an address is left out, because each connection has another
+    port.
+    """
     host, _, _ = peer_address(context.peer()).rpartition(":")
     return caller_named(host.strip("[]") or "local")
 

@@ -1,4 +1,6 @@
-"""Conversion of message parts that several calls of ``penstock.inference.v1`` use: context, media, predictions, usage."""
+"""Conversion of those parts of messages that several calls of ``penstock.inference.v1`` share: context, media,
+predictions and usage.
+"""
 
 import json
 import math
@@ -34,7 +36,7 @@ from penstock_frontend.processing.prompts.sampling_params import check_count
 
 
 def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -> None:
-    """Set the fields about the end of a sequence in its last message."""
+    """Set the fields about the end of a sequence in the last message of the sequence."""
     message.finish_reason = finish_pb2.FinishReason.ValueType(finish.reason)
     if isinstance(finish.stop_reason, str):
         message.stop_reason.text = finish.stop_reason
@@ -44,7 +46,9 @@ def add_finish(message: pb.GenerateResponse | pb.ChatResponse, finish: Finish) -
 
 
 def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | None:
-    """Return the predicted output, or None if there is none. Raises InvalidArgument for an empty prediction."""
+    """Return the predicted output in a message, or None if there is none. Raises InvalidArgument for an empty
+    prediction.
+    """
     if not message.HasField("prediction"):
         return None
     match message.prediction.WhichOneof("content"):
@@ -57,7 +61,7 @@ def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | 
 
 
 def object_of(text: str, field: str) -> dict[str, Any] | None:
-    """Return the JSON object in a field, or None if the field is empty. Raises InvalidArgument."""
+    """Return the JSON object that a field contains as text, or None if the field is empty. Raises InvalidArgument."""
     if not text:
         return None
     try:
@@ -69,17 +73,17 @@ def object_of(text: str, field: str) -> dict[str, Any] | None:
     return value
 
 
-# Media of requests, and mixed prompts.
+# The code below converts media of requests, and mixed prompts.
 
 MAX_TENSORS = 64
-"""Maximum number of tensors of a preprocessed item."""
+"""Maximum number of tensors of one preprocessed media item."""
 
 
 def media_part(message: media_pb2.Media, path: str) -> MediaPart:
-    """Return the media part of a message at ``path`` in the request. Downloads and decodes nothing.
+    """Return the media item of the message at ``path`` in the request. Nothing is downloaded or decoded.
 
-    Raises InvalidArgument if a field is missing or wrong, Unimplemented for video files and tensors that are not
-    inline.
+    Raises InvalidArgument if a field is missing or wrong. Raises Unimplemented for video files, and for tensors that
+    are not in the message.
     """
     modality = modality_from_proto(message.modality, path=f"{path}.modality")
     kind = message.WhichOneof("source")
@@ -97,8 +101,8 @@ def media_part(message: media_pb2.Media, path: str) -> MediaPart:
 
 
 def mixed_prompt(message: pb.MixedPrompt, path: str, limits: LimitsConfig) -> MixedPrompt:
-    """Return a prompt of several parts. Raises InvalidArgument for too many or invalid parts, and the errors of
-    ``media_part``.
+    """Return the mixed prompt in a message. Raises InvalidArgument if there are too many parts, or a part is not valid.
+    Raises the errors of ``media_part``.
     """
     check_count(f"{path}.parts", len(message.parts), limits, "max_prompt_parts")
     parts = [_prompt_part(part, f"{path}.parts[{i}]") for i, part in enumerate(message.parts)]
@@ -106,7 +110,7 @@ def mixed_prompt(message: pb.MixedPrompt, path: str, limits: LimitsConfig) -> Mi
 
 
 def _prompt_part(message: pb.PromptPart, path: str) -> tuple[Part, str]:
-    """Return the part and the path of the part's field."""
+    """Return a part of a mixed prompt, and the path of the field that contains it."""
     match message.WhichOneof("part"):
         case "text":
             return message.text, f"{path}.text"
@@ -189,7 +193,7 @@ Message: TypeAlias = pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest | pb.
 def context_of(message: Message, metadata: Mapping[str, str], time_left: float | None) -> RequestContext:
     """Return the request context of a message and its call. Raises InvalidArgument.
 
-    ``time_left``: seconds until the call's deadline.
+    ``time_left`` is the number of seconds until the deadline of the call.
     """
     return msgspec.structs.replace(
         context_of_call(metadata, deadline=deadline_after(time_left), hints=message.routing),

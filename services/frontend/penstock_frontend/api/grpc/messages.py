@@ -1,4 +1,6 @@
-"""Conversion between ``penstock.inference.v1`` messages and domain types: Generate, Chat, Embed, Classify, Score."""
+"""Conversion between ``penstock.inference.v1`` messages and domain types, for the calls Generate, Chat, Embed, Classify
+and Score.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -42,15 +44,16 @@ from penstock_frontend.processing.chat.tool_choice import named_choice
 from penstock_frontend.processing.outputs.pooling import vectors_of
 from penstock_frontend.processing.prompts.sampling_params import check_conversation, check_count, check_lists
 
-# Generate and its session.
+# The code below converts messages of Generate and GenerateSession.
 
 
 def generate_request(
     message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> GenerateRequest:
-    """Return the domain request. ``time_left``: seconds until the call's deadline.
+    """Return the request of a message as a domain type. ``time_left`` is the number of seconds until the call's
+    deadline.
 
-    Raises InvalidArgument for invalid fields and for lists that are too long.
+    Raises InvalidArgument for fields that are not valid, and for lists that are too long.
     """
     check_lists(message.sampling_params, limits)
     return GenerateRequest(
@@ -84,15 +87,16 @@ def generate_response(output: RequestOutput, request_id: str) -> pb.GenerateResp
     return message
 
 
-# Chat.
+# The code below converts messages of Chat.
 
 
 def chat_request(
     message: pb.ChatRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> ChatRequest:
-    """Return the domain request. ``time_left``: seconds until the call's deadline.
+    """Return the request of a message as a domain type. ``time_left`` is the number of seconds until the call's
+    deadline.
 
-    Raises InvalidArgument for invalid fields and for lists that are too long.
+    Raises InvalidArgument for fields that are not valid, and for lists that are too long.
     """
     check_conversation(message.messages, message.tools, limits)
     for index, each in enumerate(message.messages):
@@ -152,18 +156,18 @@ def _tool(tool: pb.Tool, path: str) -> Tool:
 
 
 def _choice(message: pb.ChatRequest) -> tuple[str, str]:
-    """Return the domain values of ``tool_choice`` and ``named_tool``."""
+    """Return the tool choice of a message, as the domain values ``tool_choice`` and ``named_tool``."""
     if not message.HasField("tool_choice"):
         return "auto", ""
     which = message.tool_choice.WhichOneof("choice")
     if which is None:
-        raise InvalidArgument("tool_choice has neither mode nor function", field="tool_choice")
+        raise InvalidArgument("tool_choice has neither mode nor function; set one of them", field="tool_choice")
     if which == "mode":
         return message.tool_choice.mode, ""
     return named_choice(message.tool_choice.function, field="tool_choice.function")
 
 
-# Embed, Classify and Score.
+# The code below converts messages of Embed, Classify and Score.
 
 _EMBED_TASKS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
@@ -172,8 +176,8 @@ _CLASSIFY_TASKS = (PoolingTask.CLASSIFY, PoolingTask.TOKEN_CLASSIFY)
 def embed_request(
     message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> PoolingRequest:
-    """Return the domain request. ``time_left``: seconds until the call's deadline. Raises InvalidArgument and
-    Unimplemented.
+    """Return the request of a message as a domain type. ``time_left`` is the number of seconds until the call's
+    deadline. Raises InvalidArgument and Unimplemented.
     """
     params = _params(message.pooling_params, _EMBED_TASKS, meaningless=("use_activation",))
     inputs, fields = _inputs(message.inputs, limits)
@@ -183,14 +187,18 @@ def embed_request(
 def classify_request(
     message: pb.ClassifyRequest, *, metadata: Mapping[str, str], time_left: float | None, limits: LimitsConfig
 ) -> PoolingRequest:
-    """Return the domain request for a classification. ``time_left`` and errors are as in ``embed_request``."""
+    """Return the request for a classification as a domain type. ``time_left`` and the errors are the same as in
+    ``embed_request``.
+    """
     params = _params(message.pooling_params, _CLASSIFY_TASKS, meaningless=("dimensions", "normalize"))
     inputs, fields = _inputs(message.inputs, limits)
     return PoolingRequest(inputs=inputs, fields=fields, params=params, context=context_of(message, metadata, time_left))
 
 
 def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time_left: float | None) -> ScoreRequest:
-    """Return the domain request for scores. ``time_left`` and errors are as in ``embed_request``."""
+    """Return the request for scores as a domain type. ``time_left`` and the errors are the same as in
+    ``embed_request``.
+    """
     query, query_field = _plain(message.query, "query")
     documents = [_plain(each, f"documents[{index}]") for index, each in enumerate(message.documents)]
     return ScoreRequest(
@@ -203,7 +211,7 @@ def score_request(message: pb.ScoreRequest, *, metadata: Mapping[str, str], time
 
 
 def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
-    """Return the message with embeddings."""
+    """Return the message with the embeddings of a result."""
     return pb.EmbedResponse(
         request_id=request_id,
         embeddings=[parts.vectors_to_proto(vectors_of(output)) for output in result.outputs],
@@ -214,7 +222,7 @@ def embed_response(result: PoolingResult, request_id: str) -> pb.EmbedResponse:
 def classify_response(
     result: PoolingResult, request_id: str, *, per_token: bool, labels: Sequence[str]
 ) -> pb.ClassifyResponse:
-    """Return the message with classes."""
+    """Return the message with the classes of a result."""
     response = pb.ClassifyResponse(request_id=request_id, usage=to_message(result, stats_pb2.Usage))
     for output in result.outputs:
         vectors = vectors_of(output)
@@ -228,14 +236,14 @@ def classify_response(
 
 
 def score_response(result: ScoreResult) -> pb.ScoreResponse:
-    """Return the message with scores."""
+    """Return the message with the scores of a result."""
     return to_message(result, pb.ScoreResponse, usage=to_message(result, stats_pb2.Usage))
 
 
 def _params(
     message: pooling_pb2.PoolingParams, tasks: tuple[PoolingTask, PoolingTask], *, meaningless: tuple[str, ...]
 ) -> PoolingParams:
-    """Return the pooling parameters. If the message sets no task, the first of ``tasks`` is used."""
+    """Return the pooling parameters of a message. If the message sets no task, the task is the first of ``tasks``."""
     for field, value in message.ListFields():
         if field.name in meaningless:
             raise InvalidArgument(
@@ -256,7 +264,7 @@ def _params(
 
 
 def _inputs(inputs: Iterable[pb.PoolingInput], limits: LimitsConfig) -> tuple[list[PoolingPrompt], list[str]]:
-    """Return the inputs and the names of their fields."""
+    """Return the inputs of a pooling request, and the path of each input."""
     found = [_input(each, f"inputs[{index}]", limits) for index, each in enumerate(inputs)]
     return [prompt for prompt, _ in found], [field for _, field in found]
 
@@ -272,7 +280,7 @@ def _input(message: pb.PoolingInput, path: str, limits: LimitsConfig) -> tuple[P
 
 
 def _plain(message: pb.PoolingInput, path: str, choices: str = "text or token_ids") -> tuple[Prompt, str]:
-    """Return the text or the token ids, and the name of their field."""
+    """Return the text or the token ids of a prompt, and the path of the field that contains them."""
     match message.WhichOneof("input"):
         case "text":
             return message.text, f"{path}.text"

@@ -1,4 +1,6 @@
-"""Helpers of gRPC servicers: refusal of unserved methods, utility calls to all engines, and media limits."""
+"""Helpers for gRPC servicers: refusal of methods that are not supported, utility calls to all engines, and media
+limits.
+"""
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
@@ -16,9 +18,9 @@ T = TypeVar("T")
 
 
 def refuses_unserved(service: ServiceDescriptor) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that adds the methods of ``service`` that the class does not define.
+    """Return a class decorator that adds those methods of ``service`` that the class does not define.
 
-    The added methods fail with UNIMPLEMENTED and name the method.
+    The added methods fail with UNIMPLEMENTED, and the error names the method.
     """
 
     def decorate(servicer: type[T]) -> type[T]:
@@ -37,7 +39,7 @@ def _refusing(method: MethodDescriptor) -> Callable[..., Any]:
         raise Unimplemented(error)
 
     async def refuse_stream(*_: object) -> AsyncIterator[object]:
-        if error:  # always true; the yield below makes this an async generator
+        if error:  # always true; because of the yield below, this function is an async generator
             raise Unimplemented(error)
         yield None
 
@@ -45,10 +47,10 @@ def _refusing(method: MethodDescriptor) -> Callable[..., Any]:
 
 
 async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dict[str, Any]:
-    """Call a method on all engines. Return the results by engine id, in the order of the ids.
+    """Call a utility method on all engines. Return the results by engine id, in the order of the ids.
 
-    Waits until all engines have answered. Then raises the first error, if any, with the name of its engine. Raises
-    Unavailable if no engine is connected.
+    The function waits until all engines have answered. If an engine failed, it then raises the first error, with the
+    name of the engine. Raises Unavailable if no engine is connected.
     """
     results = await engines.call_utility(method, arguments)
     if not results:
@@ -60,9 +62,9 @@ async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dic
 
 
 def media_limits(llm: AsyncLLM, limits: LimitsConfig) -> list[MediaLimits]:
-    """Return the limits of each modality that the model, the frontend and all engines support.
+    """Return those limits on media of each modality that the model, the frontend and all engines accept.
 
-    If limits differ, the lowest applies. The list is empty while no engine is connected.
+    If their limits differ, the result has the lowest limit. The list is empty while no engine is connected.
     """
     engines, media = llm.engines.view.limits, llm.inputs.media
     if engines is None or media is None:

@@ -1,1 +1,3 @@
-"""HTTP listener: connections, parsing with limits, request bodies, endpoints, streams, telemetry, and web page."""
+"""HTTP listener: connections, parsing of requests within limits, request bodies, endpoints, streams, telemetry, and the
+web page.
+"""

@@ -1,4 +1,4 @@
-"""Connections of the HTTP listener: limits, timeouts, answers, and closing."""
+"""Connections of clients to the HTTP listener, with their limits, timeouts and answers."""
 
 import asyncio
 import math
@@ -22,11 +22,11 @@ from penstock_frontend.api.http.streaming import PIECES, Pieces
 from penstock_frontend.api.openai.errors import HttpError, answer
 from penstock_frontend.config import HttpConfig
 
-# The answer to one HTTP request.
+# The code below sends the answer to one HTTP request.
 
 
 class AnsweredConnection(Protocol):
-    """Connection of the answered request, as ``Answer`` uses it."""
+    """Connection on which a request is answered, as ``Answer`` uses it."""
 
     @property
     def is_old(self) -> bool:
@@ -34,20 +34,23 @@ class AnsweredConnection(Protocol):
         ...
 
     def leaves_rest(self, cycle: RequestResponseCycle) -> bool:
-        """Return True if too much of the request's body is missing to read it after the answer."""
+        """Return True if so much of the request's body has not arrived yet that the server will not read it after the
+        answer.
+        """
         ...
 
     def discard_rest(self) -> None:
-        """End the output, discard the input for a while, then close."""
+        """End the output, discard received bytes for a short time, then close the connection."""
         ...
 
 
 class Answer:
-    """Sends an answer with uvicorn's cycle, and adds support for early closing and for HTTP/1.0.
+    """Sends the answer to a request with uvicorn's cycle object. It adds support for closing the connection early, and
+    for HTTP/1.0.
 
-    The answer has ``Connection: close`` if its connection is old, or if the server will not read the rest of the
-    request's body. HTTP/1.0 clients do not support chunks. For them, an answer without a length ends when the server
-    closes the connection.
+    The answer has ``Connection: close`` if the connection has reached its maximum age, or if the server will not read
+    the rest of the request's body. HTTP/1.0 clients do not support chunked answers. For these clients, an answer
+    without a length ends when the server closes the connection.
     """
 
     def __init__(self, cycle: RequestResponseCycle, connection: AnsweredConnection) -> None:
@@ -67,7 +70,7 @@ class Answer:
         return answered
 
     async def send(self, message: Message) -> None:
-        """Send one ASGI message. Raises RuntimeError for a message that is out of order."""
+        """Send one ASGI message of the application. Raises RuntimeError if the message comes in the wrong order."""
         cycle = self._cycle
         if message["type"] == "http.response.start" and not cycle.response_started:
             await self._start(message)
@@ -75,7 +78,9 @@ class Answer:
             await self._write(message)
         elif self._leaves_rest and not message.get("more_body", False):
             cycle.keep_alive = (
-                True  # otherwise the cycle would close the connection, and the client might not read the answer
+                # otherwise uvicorn's cycle would close the connection, and the client might not be able to read the
+                # answer
+                True
             )
             await cycle.send(message)  # type: ignore[arg-type]  # of the same form
             self._connection.discard_rest()
@@ -117,17 +122,17 @@ class Answer:
             cycle.on_response()
 
 
-# Refusals of HTTP requests that reach no handler.
+# The code below refuses HTTP requests before a handler sees them.
 
 
 def malformed(error: httptools.HttpParserError, cause: BaseException | None) -> HttpError:
-    """Return the refusal of bytes that are not an HTTP request.
+    """Return the refusal for bytes that are not an HTTP request.
 
     ``cause`` is the exception that a callback of the HTTP parser raised, or None. If the request did not cause this
     exception, this function raises the exception again.
     """
     if isinstance(cause, (UnicodeDecodeError, AttributeError, httptools.HttpParserInvalidURLError)):
-        # The target is not ASCII, has no path, or is not a URL.
+        # The target of the request is not ASCII, has no path, or is not a URL.
         return HttpError(400, "the request's target must be a path, or an http URL with one, in ASCII", "bad_request")
     if cause is not None:
         raise cause
@@ -135,7 +140,9 @@ def malformed(error: httptools.HttpParserError, cause: BaseException | None) -> 
 
 
 def refusal(error: HttpError) -> bytes:
-    """Return the complete answer, head and body. The answer has ``Connection: close``."""
+    """Return the bytes of the complete answer to a refused request, with head and body. The answer has ``Connection:
+    close``.
+    """
     body = answer(error).body
     head = (
         f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n"
@@ -145,28 +152,32 @@ def refusal(error: HttpError) -> bytes:
 
 
 _JITTER = 0.1
-"""Fraction of ``max_age`` by which connection lifetimes vary, so that clients do not all reconnect at the same time."""
+"""Fraction of ``max_age`` by which the lifetimes of connections vary, so that clients do not all reconnect at the same
+time.
+"""
 _WORTH_READING = 64 * 1024
-"""Maximum number of body bytes that are read after the answer, so that the connection can be used again."""
+"""Maximum number of bytes of a request's body that the server reads after the answer, so that the connection can be
+used again.
+"""
 _LINGER = 2.0
-"""Seconds for a client to read the answer before the connection closes, if the server has not read the whole body."""
+"""Number of seconds that a client has to read the answer before the connection closes, if the server has not read the
+whole body.
+"""
 
 
 class HttpConnection(RequestParsing):
-    """uvicorn's connection, with limits on the work before a handler runs.
+    """Connection of a client. It extends uvicorn's connection by limits on the work that happens before a handler runs.
 
     - Bytes are parsed in slices. ``turns`` divides the event loop's time between connections. Reading pauses while
       received bytes are not parsed yet, while a handler has enough of its body, and while a pipelined request waits.
     - A request's head has size limits, and so does the framing around its body (``RequestSize``).
     - A head must be complete within ``header_timeout`` seconds from its first byte. If a request was answered before
-    its
-      body was complete, the body must be complete within ``header_timeout`` seconds from the answer. At other times
+      its body was complete, the body must be complete within ``header_timeout`` seconds from the answer. At other times
       without an active request, the connection is idle, even if it is new. uvicorn closes an idle connection after
       ``timeout_keep_alive``. The reader of a body enforces the deadline of the body.
     - The connection closes after an answer with ``Connection: close``. That is the first answer after ``max_age``
-    seconds
-      (infinite: never), or after ``end_with_next_answer``. An idle connection stays open until then, because the client
-      may be sending a request at this moment.
+      seconds (infinite: never), or after ``end_with_next_answer``. An idle connection stays open until then, because
+      the client may be sending a request at this moment.
     - If a request is answered before its body has arrived, the server does not parse the rest of the body. The server
       discards the rest for a short time, so that the client can read the answer, and then closes the connection.
     """
@@ -183,14 +194,16 @@ class HttpConnection(RequestParsing):
         self._reads = True
         self._num_unanswered = 0
         self._answering: RequestResponseCycle | None = None
-        """The request whose handler runs. Pipelined requests wait until this request is answered."""
+        """The request whose handler runs now. Pipelined requests wait until this request is answered."""
         self._discards = False
         self._refusal: HttpError | None = None
-        """Error that stopped parsing. The client gets this error after the answers in progress are complete."""
+        """Error because of which parsing has stopped. The client gets the error after the answers in progress are
+        complete.
+        """
         self._deadline: asyncio.TimerHandle | None = None
         self._ends_at = math.inf
 
-    # Transport events
+    # The methods below are called for events of the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own type
         """Handle a new client connection."""
@@ -211,7 +224,7 @@ class HttpConnection(RequestParsing):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Handle the loss of the connection. uvicorn informs only the handler of the newest request, so this method
-        informs the other handlers.
+        informs all other handlers.
         """
         for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None:
@@ -223,10 +236,10 @@ class HttpConnection(RequestParsing):
         self._unparsed = memoryview(b"")
         super().connection_lost(exc)
 
-    # Parsing
+    # The methods below parse requests.
 
     def parse_slice(self) -> bool:
-        """Parse one slice of the received bytes. Return True if more received bytes can be parsed."""
+        """Parse one slice of the received bytes. Return True if another slice can be parsed now."""
         self._waits_for_turn = False
         if self._can_parse:
             self._parse()
@@ -237,7 +250,7 @@ class HttpConnection(RequestParsing):
         return False
 
     def reading_changed(self) -> None:
-        """Resume or pause reading after a handler has asked for more of its body, or has enough of its body."""
+        """Resume or pause reading, after a handler has asked for more of the body, or has enough of it."""
         self._go_on()
 
     @property
@@ -251,7 +264,7 @@ class HttpConnection(RequestParsing):
         )
 
     def _parse(self) -> None:
-        """Pass one slice to the parser."""
+        """Pass one slice of received bytes to the HTTP parser."""
         self._unset_keepalive_if_required()
         piece, self._unparsed = self._unparsed[:SLICE], self._unparsed[SLICE:]
         try:
@@ -264,7 +277,7 @@ class HttpConnection(RequestParsing):
         self.turns.spend(len(piece), self.num_events)
 
     def _go_on(self) -> None:
-        """Resume or pause reading and parsing, depending on the connection's state."""
+        """Resume or pause reading and parsing, as the state of the connection requires."""
         if self._can_parse and not self._waits_for_turn:
             self._waits_for_turn = True
             self.turns.wait(self)
@@ -276,11 +289,11 @@ class HttpConnection(RequestParsing):
             self._reads = wanted
             (self.transport.resume_reading if wanted else self.transport.pause_reading)()
 
-    # Answers
+    # The methods below handle answers.
 
     @property
     def busy(self) -> bool:
-        """Return True if a request is being received or answered."""
+        """Return True if a request is being received or answered on this connection."""
         return bool(self._num_unanswered or self.in_head or self._unparsed)
 
     @property
@@ -288,21 +301,25 @@ class HttpConnection(RequestParsing):
         return self.loop.time() >= self._ends_at
 
     def end_with_next_answer(self) -> None:
-        """Close the connection after the next answer that has not started yet."""
+        """Close the connection after the next answer whose head was not sent yet."""
         self._ends_at = 0.0
 
     def leaves_rest(self, cycle: RequestResponseCycle) -> bool:
-        """Return True if too much of the request's body is missing to read it after the answer."""
+        """Return True if so much of the request's body has not arrived yet that the server will not read it after the
+        answer.
+        """
         if cycle is not self.cycle or not self.in_body:
             return False
-        if cycle.waiting_for_100_continue or self.length is None:  # the body may never arrive or never end
+        if cycle.waiting_for_100_continue or self.length is None:
+            # the rest of the body may never arrive, or may never end
             return True
         return self.length - self.size.body > _WORTH_READING
 
     def discard_rest(self) -> None:
-        """End the output, discard the input for a while, then close.
+        """End the output, discard received bytes for a short time, then close the connection.
 
-        Closing with unread bytes would make the system reset the connection, and the client might lose its answer.
+        If the server closed the connection while unread bytes are left, the operating system would reset it, and the
+        client might lose the answer.
         """
         if self.transport.is_closing() or self._discards:
             return
@@ -316,7 +333,7 @@ class HttpConnection(RequestParsing):
         self._rest_until_next_discard()
 
     def discard_more(self) -> None:
-        """Read and discard once more."""
+        """Read and discard received bytes once more."""
         self._read(wanted=True)
 
     def _rest_until_next_discard(self) -> None:
@@ -324,7 +341,7 @@ class HttpConnection(RequestParsing):
         self.discards.wait(self)
 
     def on_response_complete(self) -> None:
-        """Handle a complete answer. The next request may already have arrived."""
+        """Handle the end of an answer. The next request may have arrived already."""
         self._num_unanswered -= 1
         super().on_response_complete()
         if self._refusal is not None and not self._num_unanswered and not self.transport.is_closing():
@@ -333,7 +350,9 @@ class HttpConnection(RequestParsing):
             self._go_on()
 
     def on_headers_complete(self) -> None:
-        """Handle a complete head: the request is served, or waits for the previous one."""
+        """Handle the complete head of a request. The request is served now, or waits until the previous request is
+        answered.
+        """
         before = self.cycle
         super().on_headers_complete()
         self._num_unanswered += self.cycle is not before
@@ -343,14 +362,15 @@ class HttpConnection(RequestParsing):
         super()._start_asgi_task(cycle, Answer(cycle, self).of(app))  # type: ignore[arg-type]
 
     def _refuse(self, error: HttpError) -> None:
-        """Stop parsing, and send an error to the client if the answer to the faulty request has not started yet."""
+        """Stop parsing. Send an error to the client if the answer to the faulty request has not started yet."""
         cycle: RequestResponseCycle | None = self.cycle
         self._refusal = error
         if cycle is not None and not self.in_head and self._num_unanswered == 1:
             if cycle.response_started:
                 self.transport.abort()
                 return
-            cycle.disconnected = True  # the handler sees a disconnect; the client gets this error instead
+            # the handler sees that the client has disconnected, and the client gets this error instead of an answer
+            cycle.disconnected = True
             cycle.message_event.set()
             self._num_unanswered = 0
         if not self._num_unanswered:
@@ -360,10 +380,12 @@ class HttpConnection(RequestParsing):
         self.transport.write(refusal(error))
         self.discard_rest()
 
-    # Timeouts
+    # The method below handles timeouts.
 
     def _watch(self) -> None:
-        """Start or stop the timeout for heads and remaining bodies, depending on the connection's state."""
+        """Start or stop the timeout for incomplete heads and for the rest of bodies, as the state of the connection
+        requires.
+        """
         if self._discards:
             return
         if self.transport.is_closing() or self._num_unanswered or self._unparsed:
@@ -395,9 +417,10 @@ class HttpConnection(RequestParsing):
 
 
 class _Flow(FlowControl):
-    """uvicorn's flow control, except that the connection decides whether to read.
+    """uvicorn's flow control, changed so that the connection decides whether to read.
 
-    Reading must also pause while received bytes are not parsed yet, which uvicorn does not know.
+    Reading must also pause while received bytes are not parsed yet. uvicorn's flow control does not consider these
+    bytes.
     """
 
     def __init__(self, transport: asyncio.Transport, connection: HttpConnection) -> None:
@@ -405,18 +428,18 @@ class _Flow(FlowControl):
         self._connection = connection
 
     def pause_reading(self) -> None:
-        """Record that the handler has enough of its body, or that a pipelined request waits."""
+        """Record that the handler has enough of the body, or that a pipelined request waits."""
         self.read_paused = True
 
     def resume_reading(self) -> None:
-        """Record that the handler needs more of its body."""
+        """Record that the handler needs more of the body."""
         if self.read_paused:
             self.read_paused = False
             self._connection.reading_changed()
 
 
 def connection_class(config: HttpConfig) -> type[HttpConnection]:
-    """Return the class of a listener's connections. uvicorn creates one instance per client."""
+    """Return the class for the connections of a listener. uvicorn creates one instance for each client connection."""
     settings = {
         "limits": RequestLimits(config.max_header_bytes, config.max_headers),
         "header_timeout": config.header_timeout,

@@ -1,4 +1,6 @@
-"""HTTP endpoints: body, limits, deadline, errors, and cancellation when the client disconnects."""
+"""HTTP endpoints: they read the body, apply limits and the deadline, send errors, and cancel the call when the client
+disconnects.
+"""
 
 import asyncio
 import contextlib
@@ -25,15 +27,15 @@ from penstock_frontend.config import FairnessConfig, HttpConfig
 
 REQUEST_ID = "x-request-id"
 _SHORT_REQUEST_ID = "request-id"
-"""Header from which Anthropic's clients read the request id."""
+"""Name of the header from which Anthropic's clients read the request id."""
 TIMEOUT = "x-request-timeout"
 PLAIN_TEXT = "text/plain; charset=utf-8"
 _MAX_TIMEOUT = 86_400.0
-"""Maximum timeout of a call in seconds."""
+"""Maximum timeout of a call that a client may set, in seconds."""
 
 
 def id_headers(headers: Headers) -> dict[str, str]:
-    """Return the headers of an answer with the call's id. If the client sent no id, the id is random."""
+    """Return the headers of an answer that contain the call's id. If the client sent no id, the id is random."""
     request_id = headers.get(REQUEST_ID) or uuid.uuid4().hex
     return {REQUEST_ID: request_id, _SHORT_REQUEST_ID: request_id}
 
@@ -42,11 +44,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a call other than its body.
 
     Attributes:
-        request_id: the client's id, or a random id.
-        given_id: the client's id from the header; empty if the client sent no id.
-        context: the context for the call's requests, from the headers.
-        path: the path parameters.
-        query: the query parameters.
+        request_id: id of the call, which is the client's id or a random id.
+        given_id: the client's id from the header. Empty if the client sent no id.
+        context: the context for the requests of the call, read from the headers.
+        path: the parameters in the path of the URL.
+        query: the parameters in the query of the URL.
     """
 
     request_id: str
@@ -56,7 +58,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     query: Mapping[str, str]
 
     def name(self, prefix: str, body_id: str | None = None) -> str:
-        """Return the id of an answer: ``prefix`` for its kind, and the id from the header or the body, or a random id."""
+        """Return the id of an answer. It has ``prefix`` for the kind of the answer, and the id from the header or the
+        body, or a random id.
+        """
         return f"{prefix}-{self.given_id or body_id or self.request_id}"
 
 
@@ -68,16 +72,16 @@ class PlainText(msgspec.Struct, frozen=True):
 
 Answer: TypeAlias = msgspec.Struct | EventStream
 Handler: TypeAlias = Callable[[Call, Body], Awaitable[Answer]]
-"""Function that decodes the body, closes the body once the call is admitted, and returns the answer."""
+"""Function that decodes the body of a call, closes the body once the call is admitted, and returns the answer."""
 ErrorShape: TypeAlias = Callable[[Exception, str], errors.ErrorAnswer]
-"""Function that formats an error for a protocol. Its arguments are the error and the call's id."""
+"""Function that formats an error for a protocol. Its arguments are the error and the id of the call."""
 
 
 class Gate:
-    """Limits the number of HTTP calls in progress. A call counts from the time when its body has been read.
+    """Limits the number of HTTP calls that are in progress. A call counts from the time at which its body was read.
 
-    ``HttpConfig`` has the limits. When a limit is reached, calls of tenants above their fair share are refused; see
-    ``TenantRoom``.
+    ``HttpConfig`` has the limits. When a limit is reached, calls of tenants that use more than their fair share are
+    refused (see ``TenantRoom``).
     """
 
     def __init__(
@@ -86,7 +90,9 @@ class Gate:
         fairness: Reread[FairnessConfig],
         on_refused: Callable[[ResourceExhausted, str, str], None],
     ) -> None:
-        """Create the gate. ``on_refused`` is called with error, tenant and id of each call that is refused at a limit."""
+        """Create the gate. ``on_refused`` is called for each call that is refused at a limit, with the error, the
+        tenant and the id.
+        """
         self.on_refused = on_refused
         self._max_requests = config.max_requests
         self._fairness = fairness
@@ -95,7 +101,7 @@ class Gate:
 
     @contextlib.contextmanager
     def open(self, tenant: str) -> Iterator[None]:
-        """Count a call of a tenant while the call is served. Raises ResourceExhausted at the limit."""
+        """Count a call of a tenant while the call is served. Raises ResourceExhausted if a limit is reached."""
         weight = self._fairness.now.weight_of(tenant)
         if not self._room.takes_count(tenant, weight, 1, self._max_requests):
             raise ResourceExhausted(
@@ -112,10 +118,10 @@ class Gate:
 
 
 class Endpoint:
-    """An ASGI application around a handler.
+    """ASGI application for one handler.
 
-    The handler runs in its own task. When the client disconnects, the task is cancelled, which aborts the call's
-    requests on the engines.
+    The handler runs in a task of its own. When the client disconnects, this task is cancelled, and the requests of the
+    call are aborted on the engines.
     """
 
     def __init__(self, gate: Gate, bodies: Bodies, handler: Handler, shape: ErrorShape = errors.answer) -> None:
@@ -125,7 +131,7 @@ class Endpoint:
         self._handler = handler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call."""
+        """Serve one HTTP call."""
         headers = Headers(scope=scope)
         echo = id_headers(headers)
         request_id = echo[REQUEST_ID]
@@ -164,13 +170,13 @@ class Endpoint:
 async def send_error(
     send: Send, error: Exception, headers: Mapping[str, str], shape: ErrorShape = errors.answer
 ) -> None:
-    """Send an error as an answer. ``headers`` contains the request's id."""
+    """Send an error as the answer to a call. ``headers`` contains the id of the call."""
     answer = shape(error, headers.get(REQUEST_ID, ""))
     await send_json(send, answer.status, answer.body, {**answer.headers, **headers})
 
 
 async def _unless_gone(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Run ``work``. Cancel ``work`` when the client disconnects."""
+    """Run ``work`` until its end. If the client disconnects before, cancel ``work``."""
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_until_gone(receive))
     try:
@@ -199,13 +205,15 @@ def _call(headers: Headers, request_id: str, scope: Scope) -> Call:
 
 
 def _announced(headers: Headers) -> int | None:
-    """Return the announced length of the body, or None. The listener has checked that the header is a number."""
+    """Return the length of the body that the client announced, or None. The listener has checked that the header is a
+    number.
+    """
     length = headers.get("content-length")
     return None if length is None else int(length)
 
 
 def _deadline(text: str | None) -> float | None:
-    """Return the deadline in seconds since the Unix epoch, or None. Raises InvalidArgument."""
+    """Return the deadline that the headers set, in seconds since the Unix epoch, or None. Raises InvalidArgument."""
     if text is None:
         return None
     try:

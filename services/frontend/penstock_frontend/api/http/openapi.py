@@ -55,11 +55,13 @@ _ERRORS = {
 }
 _REF = "#/components/schemas/{name}"
 _UNTYPED = {"default": None}
-"""Schema of a field that is always refused. The document leaves such fields out."""
+"""Schema of a field that is refused whatever its value is. The OpenAPI document leaves such fields out."""
 
 
 class _Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """One method of one path. ``chunk``: type of a streamed chunk, ``text``: media type of an answer that is not JSON."""
+    """One method of one path. ``chunk`` is the type of a streamed chunk. ``text`` is the media type of an answer that
+    is not JSON.
+    """
 
     summary: str
     body: type | None = None
@@ -162,7 +164,7 @@ _PARAMETER = re.compile(r"{(\w+)}")
 
 
 def document(paths: frozenset[str]) -> dict[str, Any]:
-    """Return the OpenAPI document of ``paths``. Paths that this module does not describe are left out."""
+    """Return the OpenAPI document of ``paths``. It leaves out paths that this module does not describe."""
     described: dict[str, dict[str, Any]] = {}
     for method, operations in _METHODS.items():
         for path, each in operations.items():
@@ -177,7 +179,7 @@ def document(paths: frozenset[str]) -> dict[str, Any]:
 
 
 def route(routes: list[Route]) -> Route:
-    """Return a route that serves the document of ``routes`` and of itself."""
+    """Return a route that serves the OpenAPI document. The document describes ``routes`` and this route itself."""
     paths = frozenset(each.path.replace(":path}", "}") for each in routes) | {PATH}
     content = msgspec.json.encode(document(paths))
 
@@ -191,7 +193,7 @@ def _operation(path: str, each: _Operation) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"} if each.text.startswith("text/") else {}
     content = {each.text: {"schema": schema}} if each.text else {"application/json": {"schema": _ref(each.answer)}}
     if each.chunk is not None:
-        # Each event is a chunk as JSON, or an error. The last event is [DONE].
+        # Each event is a chunk as JSON, or an error. The last event is the text [DONE].
         about = f"An event; its data is a {each.chunk.__name__}, the last one's [DONE]."
         event: dict[str, Any] = {"type": "object", "description": about, "properties": {"data": {"type": "string"}}}
         content["text/event-stream"] = {"schema": event}

@@ -1,4 +1,4 @@
-"""Web page at ``/`` with a playground and the state of the cluster. The page reads the state from ``/cluster``."""
+"""Web page at ``/`` with a playground and the state of the cluster. The page reads this state from ``/cluster``."""
 
 import importlib.resources
 from collections.abc import Callable, Collection
@@ -13,7 +13,8 @@ from penstock_frontend.interfaces import EngineView
 
 _HEADERS = {
     "Cache-Control": "no-cache",
-    # The page is one file with its script and style. The page loads no other file, and other pages must not frame it.
+    # The page is one file that contains its script and its style. It loads no other file, and other pages must not show
+    # it in a frame.
     "Content-Security-Policy": (
         "default-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
@@ -23,8 +24,9 @@ _HEADERS = {
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one engine. ``kv_cache_usage`` is a fraction from 0 to 1. ``id`` is empty until the frontend has reached
-    the engine.
+    """State of one engine in the answer of ``/cluster``.
+
+    ``kv_cache_usage`` is a fraction from 0 to 1. ``id`` is empty until the frontend has reached the engine.
     """
 
     id: str
@@ -37,18 +39,18 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """Answer of ``/cluster``: the cluster as this frontend sees it.
+    """Answer of ``/cluster``: the state of the cluster, as this frontend knows it.
 
     Attributes:
         model: the model's name.
-        capabilities: capabilities of the engines.
+        capabilities: names of the capabilities of the engines.
         chat: whether the model has a chat template.
-        tools: whether conversations may have tools.
+        tools: whether requests for conversations may have tools.
         media: modalities that the model accepts in addition to text.
-        serving: whether the frontend accepts requests now.
-        max_model_len: maximum tokens; 0 while no engine is connected.
+        serving: whether the frontend reports that it accepts requests now.
+        max_model_len: maximum number of tokens of prompt and output together. 0 while no engine is connected.
         coordinator: ``connected``, ``disconnected``, or ``none`` without a coordinator.
-        engines: the engines.
+        engines: state of each engine.
     """
 
     model: str
@@ -63,7 +65,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Page:
-    """Serves the page and ``/cluster``, the state that the page shows."""
+    """Handler of the web page, and of ``/cluster`` with the state that the page shows."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Page:
         self._html = importlib.resources.files("penstock_frontend").joinpath("page/index.html").read_bytes()
 
     def routes(self) -> list[Route]:
-        """Return the routes for the HTTP application."""
+        """Return the routes of the page for the HTTP application."""
         return [Route("/", self._index), Route("/cluster", self._cluster)]
 
     def state(self) -> ClusterState:

@@ -1,4 +1,4 @@
-"""Reading of HTTP request bodies: size limits, decompression, and memory limits until the call is admitted."""
+"""Reading of the bodies of HTTP requests: size limits, decompression, and limits on memory until the call is admitted."""
 
 import asyncio
 import codecs
@@ -21,8 +21,9 @@ from penstock_frontend.call_warnings import WarningLog
 from penstock_frontend.calls.admission import InFlight
 from penstock_frontend.config import HttpConfig
 
-# Decompression for ``Content-Encoding`` gzip, deflate, br and zstd. A decompressor yields pieces of limited size. So a
-# small body that decompresses to a large body is refused early, and the event loop serves other calls between pieces.
+# The code below decompresses bodies whose ``Content-Encoding`` is gzip, deflate, br or zstd. A decompressor yields
+# pieces of limited size. A small body that decompresses to a large body is therefore refused early, and the event loop
+# can serve other calls between two pieces.
 
 if sys.version_info >= (3, 14):
     from compression import zstd
@@ -30,25 +31,25 @@ else:
     from backports import zstd
 
 PIECE = 256 * 1024
-"""Approximate number of bytes in a decompressed piece. A piece of brotli has up to four times as many bytes."""
+"""Approximate number of bytes in a piece of decompressed data. For brotli, a piece has up to four times as many bytes."""
 _WINDOW_LOG = 23
-"""Window size limit for zstd: 8 MiB, the maximum that HTTP allows (RFC 9659)."""
+"""Limit on the window size of zstd data, as a power of two: 8 MiB, which is the maximum that HTTP allows (RFC 9659)."""
 
 
 class Decompressor(Protocol):
-    """Decompressor of a body that arrives in parts."""
+    """Decompressor for a body that arrives in several parts."""
 
     def pieces(self, part: bytes) -> Iterator[bytes]:
-        """Yield the content of one more part, in pieces of about ``PIECE`` bytes. Raises HttpError 400 if the body is
-        damaged.
+        """Yield the content of the next part of the body, in pieces of about ``PIECE`` bytes. Raises HttpError 400 if
+        the body is damaged.
         """
 
     def finish(self) -> None:
-        """Finish after the last part. Raises HttpError 400 if the body is incomplete."""
+        """Check, after the last part, that the body is complete. Raises HttpError 400 if it is not."""
 
 
 def decompressor_of(encoding: str) -> Decompressor | None:
-    """Return the decompressor for a ``Content-Encoding``, or None for an uncompressed body.
+    """Return the decompressor for a ``Content-Encoding``. Return None for a body that is not compressed.
 
     Raises HttpError 415 for an unknown encoding or several encodings.
     """
@@ -72,14 +73,14 @@ class _Codec(Protocol):
 
     @property
     def surplus(self) -> bool:
-        """True if data came after the end of the body."""
+        """True if more data followed after the end of the compressed body."""
 
     def feed(self, part: bytes) -> Iterator[bytes]:
-        """Yield the content of a non-empty part in pieces."""
+        """Yield the content of a part of the body in pieces. The part must not be empty."""
 
 
 class _Checked:
-    """Decompressor that uses a codec and reports the codec's errors as HttpError."""
+    """Decompressor that uses a codec, and converts the codec's errors to HttpError."""
 
     def __init__(self, name: str, codec: _Codec) -> None:
         self._name = name
@@ -108,16 +109,16 @@ class _Checked:
 
 
 class _Zlib:
-    """Decompresses zlib formats. ``window`` is zlib's ``wbits``.
+    """Decompressor for the formats of zlib. ``window`` is zlib's parameter ``wbits``.
 
-    If ``window`` is None, the format is deflate. HTTP requires zlib's header, but some clients leave the header out;
-    both forms are accepted.
+    If ``window`` is None, the format is deflate. HTTP requires the header of zlib in this format, but some clients
+    leave it out. Both forms are accepted.
     """
 
     def __init__(self, window: int | None) -> None:
         self._window = window
         self._first: bytes | None = b""
-        """Bytes received before the header was complete; None after that."""
+        """Bytes that were received before the header was complete. None after that."""
         self._stream = zlib.decompressobj()
 
     @property
@@ -146,7 +147,7 @@ class _Zlib:
 
 class _Brotli:
     surplus = False
-    """False, because the brotli codec itself refuses data after the end."""
+    """Always False, because the brotli codec itself refuses data after the end."""
 
     def __init__(self) -> None:
         self._stream = brotli.Decompressor()
@@ -159,7 +160,7 @@ class _Brotli:
         piece = self._stream.process(part, output_buffer_limit=PIECE)
         while (
             piece or not self._stream.can_accept_more_data()
-        ):  # an empty last piece may be needed to finish the stream
+        ):  # the codec may need an empty last piece to finish the stream
             yield piece
             if self._stream.is_finished():
                 return
@@ -186,7 +187,9 @@ class _Zstd:
 
 
 def _has_zlib_header(start: bytes) -> bool:
-    """Return True for a header by RFC 1950: method 8, and a valid checksum over the first two bytes."""
+    """Return True if the data begin with a header as in RFC 1950: method 8, and a valid checksum over the first two
+    bytes.
+    """
     return start[0] & 0x0F == 8 and int.from_bytes(start[:2], "big") % 31 == 0
 
 
@@ -199,20 +202,23 @@ _MAKERS: dict[str, Callable[[], _Codec]] = {
 }
 
 
-# Size check of a JSON text before it is decoded. In any thread, the decoder keeps the interpreter's lock until it has
-# decoded the whole text, and no other request is served in that time. The limits on the text bound that time.
+# The code below checks the size of a JSON text before it is decoded. The decoder keeps the interpreter's lock until the
+# whole text is decoded, even in another thread, and no other request is served in that time. The limits on the text
+# bound that time.
 
 _PIECE = 256 * 1024
-"""Number of bytes checked per turn of the event loop."""
+"""Number of bytes that are checked in one iteration of the event loop."""
 MAX_NESTING = 512
-"""Maximum nesting of lists and objects. Recursive code over the decoded value then stays within Python's stack limit.
+"""Maximum nesting of lists and objects. With this limit, recursive code over the decoded value stays within Python's
+stack limit.
 """
 _STEP = [{"[": 1, "{": 1, "]": -1, "}": -1}.get(chr(byte), 0) for byte in range(256)]
 _NO_BRACKETS = bytes(byte for byte in range(256) if not _STEP[byte])
 
 
 async def check_json_size(text: bytes, *, max_values: int, max_objects: int) -> None:
-    """Check the number of values, of objects, and the nesting depth of a JSON text. Raises InvalidArgument at a limit.
+    """Check the number of values, the number of objects, and the nesting depth of a JSON text. Raises InvalidArgument
+    if a limit is exceeded.
 
     If the text is not valid JSON, the counts have no meaning.
     """
@@ -235,7 +241,8 @@ async def check_json_size(text: bytes, *, max_values: int, max_objects: int) -> 
 
 
 class JsonSize:
-    """Counts the values and objects of a JSON text that arrives in pieces: its commas and brackets outside strings.
+    """Counts the values and objects of a JSON text that arrives in pieces. For this, it counts the commas and brackets
+    outside of strings.
 
     If an object or list has only one value, this value is not counted separately. ``nesting`` is the maximum depth of
     lists and objects.
@@ -250,7 +257,7 @@ class JsonSize:
         self._rest = b""
 
     def add(self, piece: bytes) -> None:
-        """Count one more piece."""
+        """Count the values and objects in the next piece of the text."""
         text = self._rest + piece
         num_backslashes = len(text) - len(text.rstrip(b"\\"))
         self._rest = b"\\" if num_backslashes % 2 else b""
@@ -267,7 +274,9 @@ class JsonSize:
 
 
 def _may_exceed(text: bytes, max_values: int, max_objects: int) -> bool:
-    """Return True if the limits are exceeded when all commas and brackets count, even those in strings."""
+    """Return True if the limits could be exceeded, because they are exceeded when commas and brackets in strings are
+    counted too.
+    """
     if len(text) <= min(max_values, max_objects, MAX_NESTING):
         return False
     objects, lists = text.count(b"{"), text.count(b"[")
@@ -275,7 +284,7 @@ def _may_exceed(text: bytes, max_values: int, max_objects: int) -> bool:
 
 
 _LARGE = 1024 * 1024
-"""Minimum size in bytes of a body that is converted in a thread."""
+"""Size in bytes from which on a body is converted in a thread."""
 
 T = TypeVar("T")
 
@@ -285,10 +294,11 @@ class ClientGone(Exception):  # noqa: N818 - not an error
 
 
 class Bodies:
-    """Registry of all bodies in memory. ``HttpConfig`` has the limits.
+    """Registry of all request bodies that are in memory. ``HttpConfig`` has the limits.
 
-    If the bodies have too many bytes, the largest body that is being read is dropped. If too many bodies are being
-    read, the oldest of them is dropped. So stalled clients cannot block other clients.
+    If the bodies together have too many bytes, the largest of the bodies that are being read is dropped. If too many
+    bodies are being read, the oldest of them is dropped. Clients that stop sending can therefore not block other
+    clients.
     """
 
     def __init__(
@@ -296,21 +306,23 @@ class Bodies:
     ) -> None:
         """Create the registry of bodies.
 
-        ``registry``: metrics registry for the count of unknown fields; None: they are not counted. ``warnings``:
-        warning log that all protocols share; None: a separate log.
+        ``registry`` is the metrics registry for the number of unknown fields. None means that they are not counted.
+        ``warnings`` is the log of warnings that all protocols share. None means a separate log.
         """
         self.config = config
         self.warnings = warnings or WarningLog(registry)
         self.policy = FieldPolicy(refuse=config.unknown_fields == "refuse", registry=registry)
         self.in_flight = InFlight()
-        self._reading: dict[Body, None] = {}  # oldest first
+        self._reading: dict[Body, None] = {}  # the oldest body comes first
 
     def open(self, client: str) -> "Body":
-        """Return the body of a new call, for a ``with`` block. ``client``: the caller's name from ``client_of``."""
+        """Return the body of a new call, for use in a ``with`` block. ``client`` is the name of the caller, from
+        ``client_of``.
+        """
         return Body(self, client)
 
     def begin(self, body: "Body") -> None:
-        """Record that a body is being read."""
+        """Record that the reading of a body has begun."""
         limit = self.config.max_requests
         if len(self._reading) >= limit:
             oldest = next(iter(self._reading))
@@ -318,7 +330,7 @@ class Bodies:
         self._reading[body] = None
 
     def end(self, body: "Body") -> None:
-        """Record that reading of a body has ended. Idempotent."""
+        """Record that the reading of a body has ended. Idempotent."""
         self._reading.pop(body, None)
 
     def make_room(self) -> None:
@@ -333,8 +345,9 @@ class Bodies:
 class Body:
     """Body of one call, used as ``with bodies.open(client) as body``.
 
-    Call ``read`` and ``decode``, and call ``close`` once the call is admitted. The bytes of the body, including its
-    decoded form, count towards the limit until ``close``. Leaving the ``with`` block also closes the body.
+    The handler calls ``read`` and ``decode``, and then ``close`` once the call is admitted. The bytes of the body,
+    including its decoded form, count towards the limit until ``close``. Leaving the ``with`` block also closes the
+    body.
     """
 
     def __init__(self, bodies: Bodies, client: str) -> None:
@@ -358,7 +371,7 @@ class Body:
         self.close()
 
     def close(self) -> None:
-        """Stop counting the body. Idempotent."""
+        """Stop counting the bytes of the body. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -375,8 +388,9 @@ class Body:
             encoding: value of ``Content-Encoding``.
 
         Raises:
-            HttpError: 408 if the body is too slow, 413 too large, 415 of unknown compression, 400 damaged.
-            ResourceExhausted: the body was dropped at a memory limit.
+            HttpError: with status 408 if the body arrives too slowly, 413 if it is too large, 415 if its compression is
+                not known, and 400 if it is damaged.
+            ResourceExhausted: the body was dropped, because the limit on bodies in memory was reached.
             ClientGone: the client disconnected.
         """
         decompressor = decompressor_of(encoding)
@@ -401,7 +415,9 @@ class Body:
         self._read = True
 
     async def decode(self, kind: type[T]) -> T:
-        """Decode the body and free its bytes. Raises InvalidArgument with the name of the faulty field."""
+        """Decode the body to a struct, and free the bytes of the body. Raises InvalidArgument, which names the faulty
+        field.
+        """
         data = b"".join(self._parts).removeprefix(codecs.BOM_UTF8)
         self._parts.clear()
         config = self._bodies.config
@@ -411,14 +427,14 @@ class Body:
         return body
 
     async def converted(self, convert: Callable[[], T]) -> T:
-        """Return the result of ``convert``, which converts the decoded body. A large body is converted in a thread,
-        because it may contain videos.
+        """Return the result of ``convert`` for the decoded body. For a large body, ``convert`` runs in a thread,
+        because the body may contain videos.
         """
         return await asyncio.to_thread(convert) if self.size > _LARGE else convert()
 
     def give_way(self, message: str, excess: int) -> None:
-        """Stop reading, so that ``read`` raises ResourceExhausted with ``message``. ``excess``: number of bytes over
-        the limit.
+        """Stop reading the body, so that ``read`` raises ResourceExhausted with ``message``. ``excess`` is the number
+        of bytes above the limit.
         """
         self._refusal = ResourceExhausted(message, retry_after=self._bodies.in_flight.retry_after(1, excess))
         self._forget()

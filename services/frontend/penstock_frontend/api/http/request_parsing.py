@@ -1,4 +1,4 @@
-"""Parsing of HTTP requests: size limits, and fair sharing of the event loop between connections."""
+"""Parsing of HTTP requests: limits on their size, and fair sharing of the event loop between connections."""
 
 import asyncio
 from collections import deque
@@ -10,11 +10,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock_frontend.api.openai.errors import HttpError
 
-# Limits on bytes outside the body: the head, chunk framing, and trailers.
+# The code below limits the bytes outside of the body: the head, the framing of chunks, and trailers.
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """Limits of one request: ``max_header_bytes`` limits its head, ``max_headers`` the number of headers and trailers."""
+    """Limits on one request. ``max_header_bytes`` limits the size of its head, and ``max_headers`` limits the number of
+    headers and trailers.
+    """
 
     max_header_bytes: int
     max_headers: int
@@ -23,9 +25,9 @@ class RequestLimits(msgspec.Struct, frozen=True):
 class RequestSize:
     """Counts the bytes of one request, and refuses a request that consists mostly of framing.
 
-    The parser reports a header or a piece of a body only when the header or piece is complete. So this class counts all
-    bytes on arrival, and subtracts the bytes of the body. The difference is the size of the head, chunk size lines,
-    chunk extensions and trailers.
+    The parser reports a header or a piece of a body only when the header or piece is complete. This class therefore
+    counts all bytes when they arrive, and subtracts the bytes of the body. The difference is the size of the head,
+    chunk size lines, chunk extensions and trailers.
     """
 
     def __init__(self, limits: RequestLimits) -> None:
@@ -40,7 +42,7 @@ class RequestSize:
         self._head_is_complete = False
 
     def add_header(self) -> None:
-        """Count a header or trailer. Raises HttpError 431 if the request has too many."""
+        """Count a header or trailer. Raises HttpError 431 if the request has too many headers."""
         self._headers += 1
         if self._headers > self._limits.max_headers:
             limit = self._limits.max_headers
@@ -49,12 +51,12 @@ class RequestSize:
             )
 
     def complete_head(self) -> None:
-        """Record that all further bytes belong to the body."""
+        """Record that the head is complete, so that all further bytes belong to the body."""
         self._head_is_complete = True
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes passed to the parser. Raises HttpError 431 if the head is too large, 400 if the framing is too
-        large.
+        """Count bytes that are passed to the parser. Raises HttpError 431 if the head is too large, and HttpError 400
+        if the framing is too large.
         """
         self._received += num_bytes
         limit = self._limits.max_header_bytes
@@ -76,27 +78,31 @@ class RequestSize:
             )
 
 
-# Fair sharing of parsing between connections in each turn of the event loop.
+# The code below shares the parsing time of each iteration of the event loop fairly between connections.
 
 SLICE = 4096
-"""Maximum number of bytes in one slice, i.e. in one call of a connection's parser."""
+"""Maximum number of bytes in one slice, which is passed to the HTTP parser of a connection in one call."""
 BYTES_PER_TURN = 256 * 1024
-"""Maximum bytes that all connections together parse in one turn of the event loop. This takes less than 1 ms."""
+"""Maximum number of bytes that all connections together parse in one iteration of the event loop. Parsing this many
+bytes takes less than 1 ms.
+"""
 EVENTS_PER_TURN = 4096
-"""Maximum parser events (a header, a piece of a body) of all connections in one turn of the event loop. This takes
-about 1 ms.
+"""Maximum number of parser events (a header, or a piece of a body) of all connections together in one iteration of the
+event loop. They take about 1 ms.
 """
 REQUEST_EVENTS = 64
-"""Number of parser events for which the head of a request counts. It counts more because it starts a task."""
+"""Number of parser events for which the head of a request counts. It counts more than one event, because it starts a
+task.
+"""
 _DISCARD_INTERVAL = 0.001
-"""Seconds between two reads from connections whose input is discarded. One read returns at most 256 KiB."""
+"""Number of seconds between two reads from the connections whose input is discarded. One read returns at most 256 KiB."""
 
 
 class Parsing(Protocol):
-    """A connection with unparsed bytes."""
+    """A connection that has received bytes which are not parsed yet."""
 
     def parse_slice(self) -> bool:
-        """Parse up to ``SLICE`` bytes. Return True if the connection can parse another slice now."""
+        """Parse at most ``SLICE`` bytes. Return True if the connection can parse another slice now."""
         ...
 
 
@@ -109,7 +115,8 @@ class Discarding(Protocol):
 
 
 class ParsingTurns:
-    """Scheduler that limits parsing per turn of the event loop, and lets the listener's connections parse in turn.
+    """Scheduler that limits the parsing in each iteration of the event loop, and lets the connections of a listener
+    parse in turn.
 
     A client decides how many events its bytes produce. Without a limit, a few connections with bodies in one-byte
     chunks would block the loop, and no other request would be served.
@@ -123,17 +130,19 @@ class ParsingTurns:
 
     @property
     def has_room(self) -> bool:
-        """True if a connection may parse now, without calling ``wait``."""
+        """True if a connection may parse now, without a call of ``wait``."""
         return not self._waiting and self._is_below_limits
 
     def spend(self, num_bytes: int, events: int) -> None:
-        """Count bytes and events parsed in this turn."""
+        """Count bytes and parser events that were parsed in this iteration of the event loop."""
         self._bytes += num_bytes
         self._events += events
         self._schedule()
 
     def wait(self, connection: Parsing) -> None:
-        """Let ``connection`` parse in later turns, slice by slice, until its ``parse_slice`` returns False."""
+        """Let ``connection`` parse in later iterations of the event loop, slice by slice, until its ``parse_slice``
+        returns False.
+        """
         self._waiting.append(connection)
         self._schedule()
 
@@ -158,8 +167,8 @@ class ParsingTurns:
 
 
 class DiscardingTurns:
-    """Scheduler for connections whose input is discarded. They read one after the other, so that the cost does not
-    depend on their number.
+    """Scheduler for connections whose input is discarded. They read one after the other, so that their number does not
+    change the work per second.
     """
 
     def __init__(self) -> None:
@@ -167,7 +176,7 @@ class DiscardingTurns:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, connection: Discarding) -> None:
-        """Add ``connection``, whose ``discard_more`` is called when its turn comes."""
+        """Add a connection. Its ``discard_more`` is called when its turn comes."""
         self._waiting.append(connection)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DISCARD_INTERVAL, self._turn)
@@ -181,8 +190,8 @@ class DiscardingTurns:
 
 
 class RequestParsing(HttpToolsProtocol):
-    """Parsing half of uvicorn's connection, with limits on heads and framing, and with checks that usually a proxy
-    does.
+    """The part of uvicorn's connection that parses requests. It adds limits on heads and framing, and checks that
+    usually a proxy does.
 
     Attributes of the current request: ``in_head``, ``in_body``, ``length`` (announced bytes of the body), and ``size``.
     """
@@ -199,8 +208,8 @@ class RequestParsing(HttpToolsProtocol):
         self._repeats_head = False
 
     def feed(self, piece: memoryview) -> None:
-        """Parse a piece, and set ``num_events`` to the number of resulting events. Raises HttpParserError and
-        HttpError.
+        """Parse a slice of received bytes, and set ``num_events`` to the number of resulting events. Raises
+        HttpParserError and HttpError.
         """
         self.num_events = 1
         rest = piece
@@ -215,10 +224,10 @@ class RequestParsing(HttpToolsProtocol):
         self.size.add(len(piece))
 
     def _decline_upgrade(self) -> None:
-        """Continue with the body of a request that offers a protocol upgrade, as Java's client does.
+        """Continue with the body of a request that offers a protocol upgrade, as Java's HTTP client does.
 
-        The parser would treat the body as data of the other protocol. So this method passes the parser another head,
-        with the body's length and without an upgrade.
+        The parser would treat the body as data of the other protocol. This method therefore passes another head to the
+        parser, with the length of the body and without the upgrade.
         """
         framing = [header for header in self.headers if header[0] in (b"content-length", b"transfer-encoding")]
         self._repeats_head = True
@@ -236,12 +245,12 @@ class RequestParsing(HttpToolsProtocol):
         self.in_head, self.length, self._hosts = True, None, 0
 
     def on_url(self, url: bytes) -> None:
-        """Handle the request's target, or a part of the target."""
+        """Handle the target of a request, or a part of it."""
         if not self._repeats_head:
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Handle a header or trailer. Trailers are counted and dropped, because the handler may already have read the
+        """Handle a header or a trailer. Trailers are only counted, because the handler may already have read the
         headers.
         """
         if self._repeats_head:
@@ -258,7 +267,9 @@ class RequestParsing(HttpToolsProtocol):
             self._hosts += 1
 
     def on_headers_complete(self) -> None:
-        """Handle a complete head: the request is served, or waits for the previous one."""
+        """Handle the complete head of a request. The request is served now, or waits until the previous request is
+        answered.
+        """
         if self._repeats_head:
             return
         if self._hosts != 1 and self.parser.get_http_version() == "1.1":
@@ -269,14 +280,14 @@ class RequestParsing(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Handle a piece of the body."""
+        """Handle a piece of a request's body."""
         self.num_events += 1
         self.size.body += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Handle the end of the request."""
-        if self.parser.should_upgrade():  # the parser reports the body after the upgrade has been declined
+        """Handle the end of a request."""
+        if self.parser.should_upgrade():  # the parser reports the body later, after the upgrade was declined
             return
         self.in_body = False
         super().on_message_complete()

@@ -1,4 +1,6 @@
-"""HTTP server: ``/health``, ``/ping``, ``/metrics``, ``/openapi.json``, the given routes, and HTTP telemetry."""
+"""HTTP server. It serves ``/health``, ``/ping``, ``/metrics``, ``/openapi.json`` and the given routes, and records HTTP
+telemetry.
+"""
 
 import asyncio
 import contextlib
@@ -27,11 +29,11 @@ from penstock_frontend.api.http.connection import HttpConnection, connection_cla
 from penstock_frontend.config import HttpConfig
 
 _KEEP_ALIVE = 75
-"""Seconds until an idle connection is closed. This timeout is longer than those of clients and load balancers, so that
-the client side closes first.
+"""Number of seconds after which an idle connection is closed. This timeout is longer than the timeouts of clients and
+load balancers, so that these close the connection first.
 """
 _CLOSE_GRACE = 2
-"""Seconds that clients have to read their last answers when the server stops."""
+"""Number of seconds that clients have to read their last answers when the server stops."""
 
 
 def make_app(
@@ -43,16 +45,16 @@ def make_app(
     allowed_origins: Sequence[str] = (),
     middleware: Sequence[Middleware] = (),
 ) -> Starlette:
-    """Return the application.
+    """Return the ASGI application of the HTTP listener.
 
     Args:
-        registry: the metrics for ``/metrics``.
+        registry: registry with the metrics that ``/metrics`` returns.
         not_ready: returns the reason why the server is not ready. ``/health`` and ``/ping`` answer with status 503 and
-            the reason, or with 200 if the reason is empty.
-        routes: further routes. ``/openapi.json`` also describes these routes.
+            this reason, or with status 200 if the reason is empty.
+        routes: the other routes of the application. ``/openapi.json`` also describes these routes.
         exception_handlers: Starlette's exception handlers.
         allowed_origins: origins of web pages that may call (CORS).
-        middleware: middleware inside the CORS middleware.
+        middleware: middleware that runs inside the CORS middleware.
     """
 
     async def health(_: Request) -> Response:
@@ -85,14 +87,15 @@ def make_app(
 class _WithoutSlash:
     """Middleware that ignores slashes at the end of a path.
 
-    A redirect to the right path would not work, because clients may drop the body or the method in a redirect.
+    A redirect to the path without slashes would not work, because clients may drop the body or the method when they
+    follow a redirect.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Remove the slashes and call the application."""
+        """Remove slashes at the end of the path, and call the application."""
         path = scope.get("path", "")
         if len(path) > 1 and path.endswith("/"):
             scope = {**scope, "path": path.rstrip("/") or "/"}
@@ -100,10 +103,10 @@ class _WithoutSlash:
 
 
 class HttpServer:
-    """A uvicorn server in the running event loop. Port -1: no server."""
+    """A uvicorn server in the running event loop. If the port is -1, there is no server."""
 
     def __init__(self, config: HttpConfig, app: ASGIApp, certificates: Certificates | None = None) -> None:
-        """Create the server. ``certificates`` records when this listener's certificates expire."""
+        """Create the server. ``certificates`` records when the TLS certificates of this listener expire."""
         self._config = config
         self._certificates = certificates
         self._connection = connection_class(config)
@@ -124,8 +127,8 @@ class HttpServer:
         self.port = -1
 
     async def start(self) -> int:
-        """Start to listen and return the port. Raises ConfigError if the port is in use or a certificate cannot be
-        used.
+        """Start to listen, and return the port. Raises ConfigError if the port cannot be bound, or if a certificate
+        cannot be used.
         """
         if self._config.port < 0:
             return -1
@@ -150,7 +153,9 @@ class HttpServer:
 
     @property
     def num_left(self) -> int:
-        """Number of connections with a request in progress. If a maximum age is set, idle connections also count."""
+        """Number of connections that have a request in progress. If connections have a maximum age, idle connections
+        are counted too.
+        """
         idle_ones = bool(self._config.max_connection_age)
         return sum(idle_ones or connection.busy for connection in self._open())
 
@@ -158,7 +163,7 @@ class HttpServer:
         return [each for each in self._server.server_state.connections if isinstance(each, HttpConnection)]
 
     async def stop(self) -> None:
-        """Finish running requests and close the port. Idempotent."""
+        """Finish running requests, and close the port. Idempotent."""
         if self.task is not None:
             self._server.should_exit = True
             await self.task
@@ -179,7 +184,7 @@ def _listen(config: HttpConfig) -> socket.socket:
     except OSError as e:
         raise ConfigError(f"http.host is {config.host!r}: {e}") from None
     try:
-        # Share the port only if reuse_port is set. Two servers on one port would receive each other's clients.
+        # Share the port only if reuse_port is set, because two servers on one port would receive each other's clients.
         option = socket.SO_REUSEPORT if config.reuse_port else socket.SO_REUSEADDR
         listener.setsockopt(socket.SOL_SOCKET, option, 1)
         take_both_families(listener)
@@ -193,14 +198,15 @@ def _listen(config: HttpConfig) -> socket.socket:
     return listener
 
 
-# Metrics and traces of HTTP requests.
+# The code below records metrics and traces of HTTP requests.
 
 _UNTRACED = ("/health", "/ping", "/metrics")
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class HttpTelemetry:
-    """ASGI middleware that counts requests by route, method and status class, and creates a span for each.
+    """ASGI middleware that counts requests by route, method and status class, and creates a trace span for each
+    request.
 
     The span's parent comes from the header ``traceparent``.
     """
@@ -213,12 +219,12 @@ class HttpTelemetry:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. An application error counts as status 500."""
+        """Serve one request. An error of the application counts as status 500."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         host, port = scope.get("client") or ("", 0)
-        # Every request has its own task, so there is no need to restore the old value.
+        # Every request has its own task, so there is no need to restore the old value at the end.
         current_caller.set(Caller(scope["path"], with_port(host, port) if host else ""))
         span = self._begin(scope)
         status = 500
@@ -234,7 +240,7 @@ class HttpTelemetry:
         finally:
             try:
                 self._end(scope, status, span)
-            except Exception as e:  # a telemetry failure must not spoil the answer
+            except Exception as e:  # an error of telemetry must not replace the answer
                 incident(e, request="", doing="observing the end of an HTTP request")
 
     def _begin(self, scope: Scope) -> Span | None:
@@ -262,6 +268,6 @@ class HttpTelemetry:
 
 
 def _handler(scope: Scope) -> str:
-    """Return the route's path with parameter names. For all unknown paths, return the label ``none``."""
+    """Return the path of the route, with the names of its parameters. For an unknown path, return the label ``none``."""
     path = getattr(scope.get("route"), "path", None)
     return path if isinstance(path, str) else "none"

@@ -12,7 +12,7 @@ from penstock_frontend.api.openai import errors
 
 
 async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None:
-    """Send the status line and the headers."""
+    """Send the status line and the headers of an answer."""
     encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": status, "headers": encoded})
 
@@ -25,15 +25,15 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 
 PIECES = "penstock.pieces"
-"""Name of the ASGI extension that contains a request's ``Pieces``, if the server supports them."""
+"""Name of the ASGI extension that contains the ``Pieces`` of a request, if the server supports them."""
 
 
 class Pieces:
-    """Writes pieces of a streamed body directly to the connection.
+    """Writes the pieces of a streamed body directly to the connection of the client.
 
-    For a piece of a few bytes, sending it through the application and uvicorn would cost more than all other work. The
-    caller sends the answer's head before, without a content length. The caller sends the end of the answer through
-    uvicorn as usual. uvicorn does not need the pieces between head and end.
+    Sending a piece of a few bytes through the application and uvicorn would take more time than all other work on it.
+    Before the first piece, the caller must send the head of the answer, without a content length. After the last piece,
+    the caller ends the answer through uvicorn as usual. uvicorn need not see the pieces between the head and the end.
     """
 
     __slots__ = ("_cycle",)
@@ -53,18 +53,18 @@ class Pieces:
 
 
 DONE = b"data: [DONE]\n\n"
-"""Last event of a stream in the OpenAI completion protocols."""
+"""Last event of a stream in OpenAI's completion protocols."""
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _ENCODER = msgspec.json.Encoder()
 
 
 class StreamForm(msgspec.Struct, frozen=True):
-    """Event format of a protocol.
+    """Format of the events in a stream, in one protocol.
 
     Attributes:
         event: returns the event of a chunk.
-        failure: returns the event for an error that occurs after the status was sent, given the error and the request
-            id.
+        failure: returns the event for an error that occurs after the status was sent. Its arguments are the error and
+            the request id.
         end: last event of the stream.
     """
 
@@ -74,15 +74,15 @@ class StreamForm(msgspec.Struct, frozen=True):
 
 
 class EventStream:
-    """An answer that is streamed as chunks.
+    """An answer that is streamed in chunks.
 
     The answer starts only when the first chunk is available, so that errors before it become an HTTP status. The stream
-    writes an event when the client's connection accepts data. Until then the stream requests no further chunk, and the
-    request's collector merges new output. So a slow client gets fewer and larger chunks.
+    writes an event when the client's connection accepts data. Until then, the stream asks for no further chunk, and new
+    output of the request is merged. A slow client therefore gets fewer and larger chunks.
     """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[msgspec.Struct, None], form: StreamForm) -> None:
-        """Create the stream. ``first`` is the event of the first chunk."""
+        """Create the stream. ``first`` is the event with the first chunk."""
         self._first = first
         self._rest = rest
         self._form = form
@@ -91,20 +91,20 @@ class EventStream:
     async def started(
         cls, chunks: AsyncGenerator[msgspec.Struct, None], form: StreamForm | None = None
     ) -> "EventStream":
-        """Wait for the first of ``chunks``, and return the stream. The default ``form`` is that of completions.
+        """Wait for the first of ``chunks``, and return the stream. By default, ``form`` is the format of completions.
 
-        Raises the error that occurs before the first chunk.
+        If an error occurs before the first chunk, this method raises the error.
         """
         form = form or CHUNKS
         try:
             return cls(form.event(await anext(chunks)), chunks, form)
         except BaseException:
-            await chunks.aclose()  # this ends the request that produces the chunks
+            await chunks.aclose()  # closing the chunks ends the request that produces them
             raise
 
     async def write(self, scope: Scope, send: Send, headers: Mapping[str, str]) -> None:
-        """Send all chunks, then the last event of the form, even after an error. The request that produces the chunks
-        always ends.
+        """Send all chunks, then the last event of the format, even after an error. The request that produces the chunks
+        ends in every case.
         """
         event = self._form.event
         pieces: Pieces | None = scope.get("extensions", {}).get(PIECES)
@@ -123,7 +123,7 @@ class EventStream:
 
 
 def _event(chunk: msgspec.Struct) -> bytes:
-    """Return the event of a chunk. The event is one line, because JSON has no raw line breaks."""
+    """Return the event with a chunk. The event is one line, because JSON contains no line breaks outside of escapes."""
     return b"data: %b\n\n" % _ENCODER.encode(chunk)
 
 
@@ -132,7 +132,7 @@ def _failure(error: Exception, request_id: str) -> bytes:
 
 
 def named(chunk: msgspec.Struct) -> bytes:
-    """Return the event of a chunk. The event's name is the ``type`` of the chunk."""
+    """Return the event with a chunk. The name of the event is the field ``type`` of the chunk."""
     kind: str = chunk.type  # type: ignore[attr-defined]
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), _ENCODER.encode(chunk))
 

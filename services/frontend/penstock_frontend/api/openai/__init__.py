@@ -1,1 +1,1 @@
-"""OpenAI's APIs over HTTP: chat completions, completions, models, and shared helpers."""
+"""OpenAI's APIs over HTTP: chat completions, completions and models, with the helpers that they share."""

@@ -1,4 +1,4 @@
-"""Routes of the OpenAI API, and errors for unknown paths."""
+"""Routes of the OpenAI API, and errors for paths that are not known."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +45,8 @@ def routes(
 ) -> Sequence[Route]:
     """Return all routes.
 
-    ``labels``: names of the model's classes, in order. All calls of the listener share ``gate`` and ``bodies``.
+    ``labels`` are the names of the model's classes, in the order of the class indices. All calls of the listener share
+    ``gate`` and ``bodies``.
     """
     scoring = ScoringCalls(llm)
     models, tokenization = Models(llm, config.model), Tokenization(llm, chat)
@@ -93,20 +94,22 @@ def routes(
 
 
 class _ByProtocol:
-    """Application for a path that exists in OpenAI's and in Anthropic's protocol. It answers in the client's protocol."""
+    """Application for a path that exists in OpenAI's and in Anthropic's protocol. It answers in the protocol of the
+    client.
+    """
 
     def __init__(self, openai: Endpoint, anthropic_: Endpoint) -> None:
         self._openai = openai
         self._anthropic = anthropic_
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call."""
+        """Serve one call in the protocol of the client."""
         endpoint = self._anthropic if anthropic.is_anthropic(scope) else self._openai
         await endpoint(scope, receive, send)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Return the error for an unknown path or method."""
+    """Return the error for a path or method that is not known."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path
     off = ": lora.http_loading is false" if path in PATHS else _hint(path, request.app.routes)
@@ -121,8 +124,9 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _hint(path: str, routes: Sequence[BaseRoute]) -> str:
-    """Return a hint with the known path that contains ``path`` or that ``path`` contains. Such paths are common errors,
-    because clients append a path to their base_url. Without such a path, return a hint with the most similar known path.
+    """Return a hint with the known path that contains ``path``, or that ``path`` contains. Such paths are a common
+    mistake, because clients append a path to their base_url. If there is no such path, return a hint with the most
+    similar known path.
     """
     known = [route.path for route in routes if isinstance(route, Route) and route.path.startswith("/v1/")]
     known = [each for each in known if "{" not in each]

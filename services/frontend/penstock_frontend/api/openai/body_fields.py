@@ -13,9 +13,10 @@ _INT32_MAX = 2**31 - 1
 
 
 def decode(body: bytes, kind: type[T]) -> T:
-    """Return the struct of a body. The caller has checked the nesting depth. ``FieldPolicy`` handles unknown fields.
+    """Return the struct of a body, decoded from JSON. The caller must have checked the nesting depth. ``FieldPolicy``
+    handles unknown fields.
 
-    Raises InvalidArgument with the name of the faulty field.
+    Raises InvalidArgument, which names the faulty field.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -25,12 +26,14 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
-    """Return the error. If a field is missing, the error also names the most similar field of the body as a hint."""
+    """Return the error with a hint. If a field is missing, the hint is the field of the body with the most similar
+    name.
+    """
     if error.reason != "MISSING_FIELD" or "." in error.field:
         return error
     try:
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    # the text has a syntax error after the object with the missing field, so its names cannot be read
+    # the text has a syntax error after the object with the missing field, so the names in this object cannot be read
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         return undecodable(e)
     word = nearest(error.field, given).removeprefix("; did you mean ").removesuffix("?")
@@ -41,9 +44,10 @@ def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
 
 
 def refuse_fields(body: msgspec.Struct, *names: str) -> None:
-    """Check that the named fields have no effect. Raises Unimplemented for the first field that has one.
+    """Check that each of the named fields has a value without effect. Raises Unimplemented for the first field whose
+    value has an effect.
 
-    The bodies of several routes share these fields, but this route does not support them; see
+    The bodies of several routes share these fields, but this route does not support them. They are listed in
     ``unsupported_fields.py``.
     """
     struct = type(body).__name__
@@ -56,7 +60,7 @@ def refuse_fields(body: msgspec.Struct, *names: str) -> None:
 def check_range(name: str, value: float | None, low: float, high: float) -> None:
     """Check that ``value`` is None or in the range from ``low`` to ``high``. Raises InvalidArgument.
 
-    If the upper limit is only the maximum of a 32-bit field, errors about too small values do not mention it.
+    If ``high`` is only the maximum of a 32-bit field, errors about too small values do not mention it.
     """
     if value is not None and not low <= value <= high:
         limit = f"at least {low}" if high == _INT32_MAX and low >= -1 and value < low else f"from {low} to {high}"
@@ -64,12 +68,14 @@ def check_range(name: str, value: float | None, low: float, high: float) -> None
 
 
 def shown(value: object) -> str:
-    """Return an excerpt of a body's value for error messages: a text in quotes, another value as JSON."""
+    """Return an excerpt of a value of a body for error messages. A text is in quotes, and another value is JSON."""
     return quoted(value) if isinstance(value, str) else excerpt(msgspec.json.encode(value).decode())
 
 
 def text_of(raw: msgspec.Raw, field: str) -> str | None:
-    """Return a JSON value as text, the content of a JSON string, or None for null and unset values."""
+    """Return a JSON value as text, or the content of the value if it is a JSON string. Return None for null and for
+    unset values.
+    """
     text = bytes(raw)
     if text in (b"", b"null"):
         return None

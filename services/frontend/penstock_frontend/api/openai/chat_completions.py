@@ -1,4 +1,6 @@
-"""``/v1/chat/completions``: continues conversations. The answer is complete or streamed."""
+"""Route ``/v1/chat/completions``, which generates the next message of a conversation. The answer is complete or
+streamed.
+"""
 
 import functools
 import time
@@ -49,21 +51,27 @@ from penstock_frontend.processing.parsers.base import ToolCallDelta
 
 
 class FunctionPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function's name and arguments. A stream sends the name in one piece, and the arguments as pieces of JSON text."""
+    """Name and arguments of a function call. In a stream, the name comes in one piece, and the arguments come as pieces
+    of JSON text.
+    """
 
     arguments: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class CustomPart(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A custom tool's name and input. A stream sends the name in one piece, and the input as pieces of text."""
+    """Name and input of a call of a custom tool. In a stream, the name comes in one piece, and the input comes as
+    pieces of text.
+    """
 
     input: str | msgspec.UnsetType = msgspec.UNSET
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool call, or a piece of it. Only the first piece has ``id`` and ``type``; only pieces have ``index``."""
+    """A tool call, or a piece of a tool call in a stream. Only the first piece has ``id`` and ``type``. Only pieces
+    have ``index``.
+    """
 
     index: int | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET
@@ -73,7 +81,7 @@ class ToolCallPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's message.
+    """The assistant's message, which is the answer.
 
     Reasoning has two field names, because some clients read one name and some the other. vLLM's field is present even
     if it is null.
@@ -88,7 +96,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """New content of a message. The first delta has the role."""
+    """New content of the message in a stream. The first delta has the role."""
 
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
@@ -98,7 +106,9 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer. ``stop_reason`` (the stop string or token id) and ``token_ids`` are fields of vLLM."""
+    """One answer (choice) of a call. ``stop_reason`` (the stop string or token id) and ``token_ids`` are fields of
+    vLLM.
+    """
 
     index: int
     message: Message
@@ -109,7 +119,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A piece of one answer."""
+    """A piece of one answer (choice) in a stream."""
 
     index: int
     delta: Delta
@@ -120,7 +130,9 @@ class ChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a call's choices. ``top_logprobs`` is None for no log-probabilities, and -1 for all available ones."""
+    """Settings for the content of a call's choices. ``top_logprobs`` is None for no log-probabilities, and -1 for all
+    that are available.
+    """
 
     top_logprobs: int | None
     bytes_of: BytesOf
@@ -130,7 +142,7 @@ class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoiceWriter:
-    """Writes the choice of one answer. ``num_tokens``: number of tokens written."""
+    """Writes one choice of a call. ``num_tokens`` is the number of tokens that were written so far."""
 
     def __init__(self, index: int, style: ChatStyle, tools: ServedTools) -> None:
         self._index = index
@@ -143,7 +155,7 @@ class ChatChoiceWriter:
         self.num_tokens = 0
 
     def whole(self, output: ChatOutput) -> ChatChoice:
-        """Return the choice for the complete output, with each tool call in one piece."""
+        """Return the choice for the whole output, in which each tool call is one piece."""
         output = self._inputs.read(output)
         calls = self._calls(output)
         reasoning = (output.reasoning or None) if self._style.reasoning else None
@@ -163,7 +175,7 @@ class ChatChoiceWriter:
         )
 
     def piece(self, output: ChatOutput) -> ChunkChoice | None:
-        """Return the choice for a piece of output, or None if the piece has nothing to send."""
+        """Return the choice for a piece of output. Return None if there is nothing to send for the piece."""
         output = self._inputs.read(output)
         calls = self._calls(output)
         self.num_tokens += len(output.token_ids)
@@ -190,7 +202,7 @@ class ChatChoiceWriter:
         )
 
     def _calls(self, output: ChatOutput) -> Sequence[ToolCallDelta]:
-        """Return the tool calls to send. If parallel calls are off, return only the first call."""
+        """Return the tool calls to send. If parallel calls are off, only the first tool call is sent."""
         parallel = self._style.parallel_tool_calls
         calls = [call for call in output.tool_calls if parallel or call.index == 0]
         self._has_calls = self._has_calls or bool(calls)
@@ -207,7 +219,7 @@ class ChatChoiceWriter:
         return None if top is None else chat_logprobs(output.logprobs, top=top, bytes_of=self._style.bytes_of)
 
     def _part(self, call: ToolCallDelta, *, index: int | msgspec.UnsetType) -> ToolCallPart:
-        """Return a tool call or a piece of it. The first piece has the name."""
+        """Return a tool call, or a piece of it. The first piece has the name of the tool."""
         if call.name:
             self._called[call.index] = self._tools.called(call.name)
         tool = self._called.get(call.index)
@@ -224,7 +236,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
-    """Body of ``/v1/chat/completions``."""
+    """Request body of ``/v1/chat/completions``."""
 
     messages: list[MessageBody]
     tools: list[ToolBody] | None = None
@@ -244,7 +256,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. ``prompt_logprobs`` and ``prompt_token_ids`` are fields of vLLM."""
+    """Complete answer of ``/v1/chat/completions``. ``prompt_logprobs`` and ``prompt_token_ids`` are fields of vLLM."""
 
     id: str
     object: str = "chat.completion"
@@ -278,7 +290,7 @@ class ChatCompletions:
         self._chat = chat
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Continue the conversation. Raises RequestFailed."""
+        """Generate the next message of a conversation. Raises RequestFailed."""
         body = await given.decode(ChatCompletionRequest)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
@@ -303,7 +315,7 @@ class ChatCompletions:
     async def _prompt_token_ids(
         self, body: ChatCompletionRequest, request: ChatRequest, names: Mapping[str, str]
     ) -> list[int]:
-        """Return the prompt's token ids if the answer includes them, else an empty list."""
+        """Return the token ids of the prompt if the answer must include them. Otherwise return an empty list."""
         if not body.return_token_ids and not (body.stream_options and body.stream_options.continuous_usage_stats):
             return []
         try:
@@ -315,7 +327,7 @@ class ChatCompletions:
 
 
 class _Making:
-    """Produces the answer of one call."""
+    """Produces the answer of one call, complete or in chunks."""
 
     def __init__(
         self,
@@ -343,7 +355,7 @@ class _Making:
         self._writers: dict[int, ChatChoiceWriter] = {}
 
     async def whole(self, generation: Generation[ChatOutput]) -> ChatCompletion:
-        """Return the complete answer after all sequences have ended."""
+        """Return the complete answer, after all sequences have ended."""
         choices: dict[int, ChatChoice] = {}
         of_prompt: Logprobs | None = None
         finishes: list[Finish | None] = []
@@ -367,7 +379,7 @@ class _Making:
         )
 
     async def chunks(self, generation: Generation[ChatOutput]) -> AsyncGenerator[ChatCompletionChunk, None]:
-        """Yield the answer in chunks."""
+        """Yield the chunks of a streamed answer."""
         options = self._body.stream_options or StreamOptions()
         none = None if options.include_usage else msgspec.UNSET
         prompt: Sequence[int] | msgspec.UnsetType

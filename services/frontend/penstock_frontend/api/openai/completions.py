@@ -1,4 +1,4 @@
-"""``/v1/completions``: continues prompts. The answer is complete or streamed."""
+"""Route ``/v1/completions``, which generates continuations of prompts. The answer is complete or streamed."""
 
 import asyncio
 import functools
@@ -49,7 +49,9 @@ from penstock_frontend.processing.prompts.infill import infill_prompt
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence, or a piece of it. ``stop_reason`` (stop string or token id) and the later fields are those of vLLM."""
+    """Output of one sequence, or a piece of it. ``stop_reason`` (the stop string or token id) and the fields after it
+    are those of vLLM.
+    """
 
     index: int
     text: str
@@ -62,7 +64,9 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChoiceStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """Content of a call's choices. If ``only_prompt`` is set, the output has one token, and the choices do not show it."""
+    """Settings for the content of a call's choices. If ``only_prompt`` is set, engines generate one token, and the
+    choices do not show it.
+    """
 
     echo: bool
     only_prompt: bool
@@ -70,14 +74,16 @@ class ChoiceStyle(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: bool
 
     def counted(self, usage: Usage) -> Usage:
-        """Return the usage of a finished sequence. An output that the choices do not show does not count."""
+        """Return the token counts of a finished sequence. If the choices do not show the output, its tokens are not
+        counted.
+        """
         if not self.only_prompt:
             return usage
         return msgspec.structs.replace(usage, completion_tokens=0, accepted_draft_tokens=0, rejected_draft_tokens=0)
 
 
 class ChoiceWriter:
-    """Writer of the choice of one sequence. ``offsets`` is set if log-probabilities are requested."""
+    """Writes the choice of one sequence. ``offsets`` is set if the request asks for log-probabilities."""
 
     def __init__(self, index: int, prompt: Prompt, style: ChoiceStyle, offsets: TextOffsets | None) -> None:
         self._index = index
@@ -88,7 +94,7 @@ class ChoiceWriter:
         self._num_tokens = 0
 
     def write(self, output: RequestOutput, of_prompt: Logprobs | None) -> CompletionChoice:
-        """Return the choice for a piece of output. The first piece begins with the echoed prompt."""
+        """Return the choice for a piece of output. The first piece begins with the prompt if the prompt is echoed."""
         style, first = self._style, not self._started
         self._started = True
         self._num_tokens += 0 if style.only_prompt else len(output.token_ids)
@@ -106,7 +112,7 @@ class ChoiceWriter:
         )
 
     def usage_so_far(self) -> UsageInfo:
-        """Return the number of prompt tokens and of output tokens written so far."""
+        """Return the number of prompt tokens, and the number of output tokens that were written so far."""
         return usage_info(len(self._prompt.token_ids or ()), self._num_tokens)
 
     def _logprobs(self, output: RequestOutput, of_prompt: Logprobs | None, *, first: bool) -> CompletionLogprobs | None:
@@ -132,11 +138,13 @@ class ChoiceWriter:
 DEFAULT_MAX_TOKENS = 16
 _INT32_MAX = 2**31 - 1
 _POSITIONS_PER_TURN = 256
-"""Number of choices and log-probability positions that are written per turn of the event loop."""
+"""Number of choices and positions of log-probabilities that are written in one iteration of the event loop."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """Body of ``/v1/completions``. ``prompt``: a text, texts, token ids, or lists of them."""
+    """Request body of ``/v1/completions``. ``prompt`` is a text, token ids, or a list of texts or of lists of token
+    ids.
+    """
 
     prompt: str | list[str | TokenId | list[TokenId]]
     echo: bool | None = None
@@ -146,12 +154,14 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences to generate per prompt. The answer shows ``n`` of them."""
+        """Number of sequences to generate for each prompt. The answer shows ``n`` of them."""
         return self.best_of or self.n or 1
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete answer, or a chunk of a streamed answer. Choice p * n + i is sequence i of prompt p."""
+    """A complete answer, or a chunk of a streamed answer. The choice with the index p * n + i is sequence i of prompt
+    p.
+    """
 
     id: str
     object: str = "text_completion"
@@ -170,7 +180,7 @@ class Completions:
         self._limits = limits
 
     async def __call__(self, call: Call, raw: Body) -> Answer:
-        """Continue the prompts. Raises RequestFailed."""
+        """Generate continuations of the prompts. Raises RequestFailed."""
         body = await raw.decode(CompletionRequest)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
@@ -211,7 +221,7 @@ class Completions:
 
 
 class _Making:
-    """Produces the answer of one call."""
+    """Produces the answer of one call, complete or in chunks."""
 
     def __init__(self, llm: AsyncLLM, body: CompletionRequest, call: Call, model: str) -> None:
         self._llm = llm
@@ -233,9 +243,9 @@ class _Making:
         self._prediction = predicted_text(body.prediction)
 
     async def sources(self, given: Sequence[Given]) -> list[Source[RequestOutput]]:
-        """Return one request per prompt. Raises RequestFailed.
+        """Return one request for each prompt. Raises RequestFailed.
 
-        If a limit does not allow all requests, the error is raised before any prompt is tokenized.
+        If a limit does not allow all of the requests, the error is raised before any prompt is tokenized.
         """
         tenant = self._context.tenant
         self._llm.check_room(
@@ -269,7 +279,7 @@ class _Making:
         ]
 
     async def whole(self, generation: Generation[RequestOutput]) -> Completion:
-        """Return the complete answer after all sequences have ended."""
+        """Return the complete answer, after all sequences have ended."""
         finals: list[list[RequestOutput]] = [[] for _ in self._prompts]
         of_prompts: dict[int, Logprobs | None] = {}
         with generation:
@@ -289,7 +299,7 @@ class _Making:
         return self._completion(choices, self._usage.total(), **kv)
 
     async def chunks(self, generation: Generation[RequestOutput]) -> AsyncGenerator[Completion, None]:
-        """Yield the answer in chunks."""
+        """Yield the chunks of a streamed answer."""
         every = bool(self._options.continuous_usage_stats)
         none = None if self._options.include_usage else msgspec.UNSET
         with generation:
@@ -316,7 +326,7 @@ class _Making:
         return each.prompt * (self._body.n or 1) + each.output.index
 
     def _chosen(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-        """Return the sequences of a prompt that become choices, in the order of the choices."""
+        """Return those sequences of a prompt that become choices, in the order of the choices."""
         if self._body.num_sequences > (self._body.n or 1):
             return ranked(sorted(outputs, key=lambda output: output.index))
         return sorted(outputs, key=lambda output: output.index)
@@ -333,8 +343,8 @@ class _Making:
         return self._writers[index]
 
     def _offsets(self, prompt: Prompt) -> TextOffsets:
-        """Return the object that computes an output's text offsets. Without echo, the prompt is only context for
-        decoding.
+        """Return the object that computes the text offsets of an output. If the prompt is not echoed, it is only
+        context for decoding.
         """
         context = () if self._body.echo else prompt.token_ids or ()
         skip = self._body.skip_special_tokens is not False
@@ -380,7 +390,7 @@ def _check_best_of(body: CompletionRequest) -> None:
 
 
 def _infilled(llm: AsyncLLM, prompt: Given, suffix: str) -> str:
-    """Return the prompt for a fill-in-the-middle model. Raises InvalidArgument and Unimplemented."""
+    """Return the fill-in-the-middle prompt for the body's prompt and suffix. Raises InvalidArgument and Unimplemented."""
     if not isinstance(prompt, str):
         raise InvalidArgument(
             "suffix is set, but prompt is token ids; with suffix, prompt must be text", field="prompt"
@@ -394,7 +404,9 @@ def _names(body: CompletionRequest) -> Mapping[str, str]:
 
 
 def _values(body: CompletionRequest) -> dict[str, Any]:
-    """Return the sampling parameters. If the prompt is echoed, it gets as many log-probabilities as the output."""
+    """Return the sampling parameters of the body. If the prompt is echoed, it gets as many log-probabilities as the
+    output.
+    """
     values = {"n": 1, "max_tokens": DEFAULT_MAX_TOKENS, **sampling_fields.values(body)}
     values["max_tokens"] = max(values["max_tokens"], 1)
     values["n"] = body.num_sequences

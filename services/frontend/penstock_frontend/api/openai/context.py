@@ -1,4 +1,4 @@
-"""Request context of the OpenAI API."""
+"""Context of the requests in the OpenAI API (model, tenant, priority and other fields)."""
 
 import msgspec
 
@@ -10,9 +10,9 @@ _INT32 = 2**31
 
 
 class ContextFields(msgspec.Struct, kw_only=True):
-    """Context fields of all bodies with inputs.
+    """Fields of the request context that all bodies with inputs share.
 
-    ``priority`` and ``request_id`` are fields of vLLM. ``lora`` is a field of Penstock that names a LoRA adapter;
+    ``priority`` and ``request_id`` are fields of vLLM. ``lora`` is a field of Penstock that names a LoRA adapter.
     ``model`` may name the adapter instead.
     """
 
@@ -23,15 +23,16 @@ class ContextFields(msgspec.Struct, kw_only=True):
 
 
 class GenerationContextFields(ContextFields, kw_only=True):
-    """Context fields of bodies that generate text."""
+    """Fields of the request context that bodies have if they generate text."""
 
     cache_salt: str | None = None
 
 
 def context_of(call: Call, prefix: str, body: ContextFields) -> RequestContext:
-    """Return the context from the body. For fields that the body does not set, the call's headers are used.
+    """Return the context of the requests of a body. For fields that the body does not set, the headers of the call are
+    used.
 
-    ``prefix``: prefix of the request id and the answer id. Raises InvalidArgument.
+    ``prefix`` is the prefix of the request id and of the answer's id. Raises InvalidArgument.
     """
     check_range("priority", body.priority, -_INT32, _INT32 - 1)
     return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""Conversion of chat messages, media, tools and the reasoning effort to domain types."""
+"""Conversion of chat messages, media, tools and the reasoning effort of a body to domain types."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,16 +13,18 @@ from penstock_frontend.call_types import ChatMessage, ContentPart, MediaPart, To
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.histories import arguments_text, warn_of_lost_calls
 
-# Conversion of tools, tool choices and tool calls in chat completions.
+# The code below converts tools, tool choices and tool calls of chat completions.
 
 T = TypeVar("T")
 
 MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
-"""Map from the clients' names of tool choice modes to ours. ``any`` is Mistral's and Anthropic's ``required``."""
+"""Map from the names that clients use for tool choice modes to Penstock's names. Mistral and Anthropic call the mode
+``required`` ``any``.
+"""
 
 
 class FunctionCallBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A function call in a message. ``arguments``: a JSON object, as text or as an object."""
+    """A function call in a message. ``arguments`` is a JSON object, given as text or as an object."""
 
     name: str = ""
     arguments: Any = None
@@ -45,8 +47,8 @@ class ToolCallBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call. If a call is required, the function's schema is enforced even without
-    ``strict``.
+    """A function that the model may call. If a call is required, the schema of the function is enforced even if
+    ``strict`` is not set.
     """
 
     name: str = ""
@@ -55,14 +57,14 @@ class FunctionBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GrammarBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Grammar of a custom tool's input. ``syntax`` is ``lark`` or ``regex``."""
+    """Grammar of the input of a custom tool. ``syntax`` is ``lark`` or ``regex``."""
 
     syntax: str
     definition: str
 
 
 class CustomFormatBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Format of a custom tool's input: ``text`` or ``grammar``."""
+    """Format of the input of a custom tool, which is ``text`` or ``grammar``."""
 
     type: str
     grammar: GrammarBody | None = None
@@ -77,7 +79,7 @@ class CustomBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool: a function or a custom tool. Tools of other types are left out."""
+    """A tool of a body: a function or a custom tool. Tools of other types are left out."""
 
     type: str | None = None
     function: FunctionBody | None = None
@@ -85,13 +87,13 @@ class ToolBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True):
-    """The name of a tool."""
+    """The name of a tool in a tool choice."""
 
     name: str
 
 
 class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that may be called."""
+    """A tool that the tool choice allows the model to call."""
 
     type: str = "function"
     name: str | None = None
@@ -100,14 +102,16 @@ class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllowedToolsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools that the model may call. ``mode`` is ``auto``, or ``required`` if the model must call one of them."""
+    """The tools that the tool choice allows the model to call. ``mode`` is ``auto``, or ``required`` if the model must
+    call one of them.
+    """
 
     mode: str = "auto"
     tools: list[AllowedToolBody] = []
 
 
 class ToolChoiceObject(AllowedToolBody, frozen=True, kw_only=True):
-    """Tool choice as an object: the tool that must be called, the tools that may be called, or a mode."""
+    """Tool choice in the form of an object: a tool that must be called, the tools that may be called, or a mode."""
 
     allowed_tools: AllowedToolsBody | None = None
 
@@ -156,7 +160,7 @@ def choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice:
 
 
 def call_of(body: ToolCallBody, path: str) -> ToolCall:
-    """Return the domain's tool call. Raises InvalidArgument and Unimplemented."""
+    """Return the tool call of a message as a domain type. Raises InvalidArgument and Unimplemented."""
     match body.type or ("custom" if body.custom else "function"):
         case "function":
             return function_call(body.id or "", _set(body.function, f"{path}.function"), f"{path}.function")
@@ -168,21 +172,23 @@ def call_of(body: ToolCallBody, path: str) -> ToolCall:
 
 
 def function_call(call_id: str, body: FunctionCallBody, path: str) -> ToolCall:
-    """Return the domain's call of a function. Raises InvalidArgument."""
+    """Return the function call of a message as a domain type. Raises InvalidArgument."""
     if not body.name:
         raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
     return ToolCall(id=call_id, name=body.name, arguments=arguments_text(body.arguments, f"{path}.arguments"))
 
 
 def mode_of(text: str, field: str) -> str:
-    """Return the domain's mode of a tool choice. Raises InvalidArgument."""
+    """Return the mode of a tool choice as a domain value. Raises InvalidArgument."""
     if text not in MODES:
         raise InvalidArgument(f"{field} is {quoted(text)}; known: auto, none, required", field=field)
     return MODES[text]
 
 
 def check_syntax(syntax: str, field: str) -> None:
-    """Check the syntax of a grammar; an empty text means no grammar. Raises InvalidArgument."""
+    """Check that the syntax of a grammar is known. An empty text means that there is no grammar. Raises
+    InvalidArgument.
+    """
     if syntax not in ("", "lark", "regex"):
         raise InvalidArgument(f"{field} is {quoted(syntax)}; known: lark, regex", field=field)
 
@@ -198,7 +204,7 @@ def _grammar(format_: CustomFormatBody | None, path: str) -> GrammarBody | None:
 
 
 def _named(body: AllowedToolBody, path: str) -> tuple[str, str]:
-    """Return the name of a tool, and the path of the name."""
+    """Return the name of a tool, and the path of this name in the body."""
     for name in ("function", "custom"):
         if (inner := getattr(body, name)) is not None:
             return inner.name, f"{path}.{name}.name"
@@ -211,7 +217,7 @@ def _set(value: T | None, path: str) -> T:
     return value
 
 
-# Message parts with media, in the forms of OpenAI and vLLM.
+# The code below converts parts of messages with media, in the forms of OpenAI and vLLM.
 
 _URLS: Mapping[str, tuple[str, Modality]] = {
     "image_url": ("image_url", "image"),
@@ -219,10 +225,12 @@ _URLS: Mapping[str, tuple[str, Modality]] = {
     "audio_url": ("audio_url", "audio"),
     "video_url": ("video_url", "video"),
 }
-"""Types of parts with a URL. The values are the name of the part's field and the modality."""
+"""Types of parts that have a URL. The values are the name of the part's field with the URL, and the modality."""
 _AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg")
 _OTHER_NAMES = {"wave": "wav", "vnd.wave": "wav", "mpeg": "mp3", "mpga": "mp3", "oga": "ogg"}
-"""Map from other names of audio formats to OpenAI's names. Keys are in lower case, without ``audio/`` and ``x-``."""
+"""Map from other names of audio formats to OpenAI's names. The keys are in lower case, without the prefixes ``audio/``
+and ``x-``.
+"""
 _DETAILS = ("auto", "low", "high", "original")
 _REFUSED = {
     "image_embeds": "; gRPC's Media.embeds takes embeddings",
@@ -242,14 +250,14 @@ class UrlBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputAudioBody(msgspec.Struct, frozen=True, kw_only=True):
-    """An audio file in base64."""
+    """An audio file, encoded in base64."""
 
     data: str
     format: str
 
 
 class MediaFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Media fields of a part. A media part has one of these fields, depending on its type."""
+    """Fields of a message part that contain media. A media part has one of these fields, depending on its type."""
 
     image_url: UrlBody | str | None = None
     input_audio: InputAudioBody | None = None
@@ -261,24 +269,24 @@ class MediaFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class VideoIoBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options for videos. ``fps``: frame rate of a video that is sent as frames."""
+    """Options for videos. ``fps`` is the frame rate of a video that is sent as frames."""
 
     fps: float = DEFAULT_FPS
 
 
 class MediaIoBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's ``media_io_kwargs``: options for reading media."""
+    """vLLM's field ``media_io_kwargs``, which has options for reading media."""
 
     video: VideoIoBody = VideoIoBody()
 
     @property
     def fps(self) -> float:
-        """Frame rate in frames per second. Raises InvalidArgument."""
+        """Frame rate of videos, in frames per second. Raises InvalidArgument."""
         return check_fps(self.video.fps, "media_io_kwargs.video.fps")
 
 
 class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options for all media of a body: additional arguments for the processor, and the frame rate of videos."""
+    """Options for all media of a body: additional arguments for the model's processor, and the frame rate of videos."""
 
     processor_kwargs: dict[str, Any] = {}
     fps: float = DEFAULT_FPS
@@ -290,18 +298,18 @@ def options_of(processor_kwargs: dict[str, Any] | None, io: MediaIoBody | None) 
 
 
 MEDIA_TYPES = ("image_url", "input_audio", "audio_url", "video_url")
-"""Types of media parts in chat completions. The responses API uses ``input_image``."""
+"""Types of media parts in chat completions. The Responses API has the type ``input_image`` instead."""
 
 
 def is_media(kind: str) -> bool:
-    """Return True if parts of this type are media. That includes media types that the server does not support."""
+    """Return True if parts of this type are media. This includes media types that the server does not support."""
     return kind in _URLS or kind == "input_audio" or kind in _REFUSED
 
 
 def media_of(kind: str, body: MediaFields, path: str, options: MediaOptions) -> MediaPart:
-    """Return the media part for a part at ``path``. ``is_media`` must be true for the part's type.
+    """Return the media item of the part at ``path``. ``is_media`` must be true for the type of the part.
 
-    Raises InvalidArgument if a field is missing or wrong, Unimplemented if a field or type is not supported.
+    Raises InvalidArgument if a field is missing or wrong, and Unimplemented if a field or type is not supported.
     """
     if kind in _REFUSED:
         raise Unimplemented(f"{path}.type is {quoted(kind)}, which is not served{_REFUSED[kind]}", field=f"{path}.type")
@@ -347,7 +355,9 @@ def _sound(body: InputAudioBody | None, path: str, options: MediaOptions) -> Med
 
 
 def _audio_format(name: str) -> str:
-    """Return OpenAI's name of an audio format, from a name in any case or from a media type with parameters."""
+    """Return OpenAI's name of an audio format. The format is given as a name in upper or lower case, or as a media type
+    with parameters.
+    """
     kind, slash, subtype = name.strip().lower().partition("/")
     short = subtype.partition(";")[0].strip() if slash and kind == "audio" else name.strip().lower()
     short = short.removeprefix("x-")
@@ -361,11 +371,11 @@ def _check_detail(detail: str | None, field: str) -> None:
 
 _NO_OPTIONS = MediaOptions()
 CONVERSATION = {"prompt is": "the conversation with its template and tools is"}
-"""Map for ``renamed``: in errors, a prompt from a chat template is called a conversation."""
+"""Map for ``renamed``. With it, errors call a prompt that the chat template rendered a conversation."""
 
 
 class PartBody(MediaFields, frozen=True, kw_only=True):
-    """A part of a message's content: text or media. Other types are refused later."""
+    """A part of a message's content: text or media. Parts of other types are refused later."""
 
     type: str
     text: str = ""
@@ -391,7 +401,7 @@ class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def messages_of(bodies: Sequence[MessageBody], options: MediaOptions = _NO_OPTIONS) -> list[ChatMessage]:
-    """Return the domain's messages. Raises InvalidArgument and Unimplemented."""
+    """Return the messages of a body as domain types. Raises InvalidArgument and Unimplemented."""
     messages = [_message(body, f"messages[{index}]", options) for index, body in enumerate(bodies)]
     warn_of_lost_calls(messages, [f"messages[{index}]" for index in range(len(messages))])
     return messages
@@ -432,13 +442,13 @@ def _part(body: PartBody, path: str, options: MediaOptions) -> ContentPart:
 
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""Values of the reasoning effort in OpenAI's and Anthropic's protocols."""
+"""Values of the reasoning effort that OpenAI's and Anthropic's protocols have."""
 
 
 def effort_kwargs(effort: str | None, field: str) -> dict[str, Any]:
-    """Return the template variables for a reasoning effort. Raises InvalidArgument.
+    """Return the variables of the chat template for a reasoning effort. Raises InvalidArgument.
 
-    ``none`` turns reasoning off if the template supports that.
+    The effort ``none`` turns reasoning off, if the template supports this.
     """
     if effort is None:
         return {}

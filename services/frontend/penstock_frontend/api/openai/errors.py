@@ -15,7 +15,7 @@ _STATUS = {
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
     "PERMISSION_DENIED": 403,
-    "UNIMPLEMENTED": 400,  # not 501, because clients would retry the request
+    "UNIMPLEMENTED": 400,  # not 501, because clients would retry a request after this status
     "NOT_FOUND": 404,
     "ALREADY_EXISTS": 400,
     "FAILED_PRECONDITION": 400,
@@ -25,7 +25,7 @@ _STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 _REASON_STATUS = {"MEDIA_TOO_LARGE": 413}
-"""HTTP statuses for error reasons that do not use the status of their gRPC code."""
+"""HTTP statuses of those error reasons that do not have the usual status of their gRPC code."""
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -52,13 +52,13 @@ _CODES = {
     "CREDENTIALS_MISSING": "invalid_api_key",
     "CREDENTIALS_WRONG": "invalid_api_key",
 }
-"""OpenAI's codes for some error reasons. For other reasons, the code is the reason in lower case."""
+"""OpenAI's codes of some error reasons. For other reasons, the code is the reason in lower case."""
 _PLACE = re.compile(r" - at `(?:(?P<key>key)` in `)?\$(?P<path>[^`]*)`$")
 
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]*)`")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>[^`]*)`")
 _PROCESSOR_KWARGS = re.compile(r"(?<![\w.])processor_kwargs\b")
-"""Name of ``mm_processor_kwargs`` in the gRPC API."""
+"""Name that the gRPC API uses for the field ``mm_processor_kwargs``."""
 
 
 _HTTP_NAMES = {"json_schema": "json"}
@@ -66,7 +66,7 @@ _HTTP_NAMES = {"json_schema": "json"}
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
-    """Details of an error. ``param`` is the faulty field."""
+    """Details of an error. ``param`` is the name of the faulty field."""
 
     message: str
     type: str
@@ -75,7 +75,7 @@ class ErrorDetails(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Body of every answer whose status is not 200, and of the event that ends a failed stream."""
+    """Body of every answer whose status is not 200, and body of the event that ends a failed stream."""
 
     error: ErrorDetails
 
@@ -91,8 +91,8 @@ class HttpError(Exception):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
-    """An error as it is sent. ``headers`` has Retry-After if a retry may succeed, and WWW-Authenticate if credentials
-    are required.
+    """HTTP answer with an error. ``headers`` has Retry-After if a retry may succeed, and WWW-Authenticate if
+    credentials are required.
     """
 
     status: int
@@ -101,7 +101,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
-    """Return the answer for an error.
+    """Return the HTTP answer for an error.
 
     Errors other than RequestFailed and HttpError are incidents: the frontend logs the error, and the client gets status
     500 without the text of the error.
@@ -118,8 +118,8 @@ def answer(error: Exception, request_id: str = "") -> ErrorAnswer:
 
 
 def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
-    """Return the error with the client's field names. ``names`` maps prefixes of our field paths to the client's
-    prefixes.
+    """Return the error with the names of the client's fields. ``names`` maps prefixes of Penstock's field paths to
+    prefixes of the client's field paths.
 
     A key of ``names`` with a space is a prefix of an error message, not of a field path.
     """
@@ -132,7 +132,7 @@ def renamed(error: RequestFailed, names: Mapping[str, str]) -> RequestFailed:
         if " " not in ours and rest != field and (ours.endswith(".") or rest[:1] in ("", ".", "[")):
             message, field = message.replace(ours, theirs, 1), theirs + rest
             break
-    for ours, theirs in names.items():  # other parameters that the message mentions
+    for ours, theirs in names.items():  # other parameters that the error message mentions
         if ours.startswith("sampling_params."):
             message = message.replace(ours, theirs)
     message = _PROCESSOR_KWARGS.sub("mm_processor_kwargs", message.replace("sampling_params.", ""))
@@ -149,9 +149,9 @@ def undecodable(
     """Return the error for a JSON text that is not valid, or that has a field of the wrong type.
 
     Args:
-        error: the decoder's error.
-        path: path of the text in the body.
-        kind: struct of the text. The types of its fields define the allowed words and the known names.
+        error: the error of the decoder.
+        path: path of the JSON text in the body.
+        kind: struct of the body. The types of the struct's fields define the allowed words and the known names.
     """
     if not isinstance(error, msgspec.ValidationError):
         return InvalidArgument(f"the body is not valid JSON: {error}", reason="INVALID_JSON")
@@ -204,7 +204,7 @@ def _is_struct(kind: Any) -> bool:
 
 
 def _words(kind: type | None, name: str) -> Sequence[str]:
-    """Return the allowed words of a field, or an empty list if the field allows any text or is not in the struct."""
+    """Return the words that a field allows. Return an empty list if the field allows any text, or is not in the struct."""
     fields = msgspec.structs.fields(kind) if kind is not None and issubclass(kind, msgspec.Struct) else ()
     types = [member for field in fields if field.name == name for member in (field.type, *typing.get_args(field.type))]
     return [str(word) for of in types if typing.get_origin(of) is typing.Literal for word in typing.get_args(of)]

@@ -1,4 +1,4 @@
-"""Prompts of one HTTP call, and the generation requests of the call, one per prompt."""
+"""Prompts of one HTTP call, and the generation requests of the call. Each prompt has one request."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
@@ -27,13 +27,13 @@ O = TypeVar("O")  # noqa: E741 - an output
 
 
 class Source(NamedTuple, Generic[O]):
-    """A request to accept.
+    """A request that a call wants to have accepted.
 
     Attributes:
         request_id: id of the request.
-        demand: resources that the request needs.
-        outputs: returns the outputs of the request; called once the request is accepted.
-        names: map of field names for the request's errors, see ``renamed``.
+        demand: part of the limits on requests in flight that the request uses.
+        outputs: function that returns the outputs of the request. It is called once the request is accepted.
+        names: map of field names for the errors of the request, as in ``renamed``.
     """
 
     request_id: str
@@ -43,7 +43,7 @@ class Source(NamedTuple, Generic[O]):
 
 
 class PromptOutput(NamedTuple, Generic[O]):
-    """A piece of output, and the index of its request."""
+    """A piece of output, and the index of its request in the call."""
 
     prompt: int
     output: O
@@ -52,8 +52,8 @@ class PromptOutput(NamedTuple, Generic[O]):
 class Generation(Generic[O]):
     """The requests of one call, used as ``with Generation(llm, sources, body) as generation``.
 
-    All requests are accepted at the start of the ``with`` block, and always released at its end. The call's body is
-    closed once the requests are accepted.
+    All requests are accepted at the start of the ``with`` block, and released at its end in every case. The call's body
+    is closed once the requests are accepted.
     """
 
     def __init__(self, llm: AsyncLLM, sources: Sequence[Source[O]], body: Body) -> None:
@@ -63,7 +63,7 @@ class Generation(Generic[O]):
         self._lives: list[LiveRequest] = []
 
     def __enter__(self) -> "Generation[O]":
-        """Accept all requests. If one request is refused, none is accepted, and RequestFailed is raised."""
+        """Accept all requests. If one of them is refused, none is accepted, and the error RequestFailed is raised."""
         try:
             for source in self._sources:
                 self._lives.append(self._llm.accept(source.request_id, source.demand))
@@ -80,11 +80,11 @@ class Generation(Generic[O]):
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of prompt tokens of all requests that were sent to engines. Every request with an output was sent."""
+        """Number of prompt tokens of all requests that were sent to engines. A request that has an output was sent."""
         return sum(len(live.prompt_token_ids) for live in self._lives)
 
     def cancel(self) -> None:
-        """Abort the requests. The output that they have so far is kept.
+        """Abort the requests of the call. The output that they have so far is kept.
 
         Requests that have started end with the finish reason ABORT. Other requests end with the error Cancelled.
         """
@@ -93,10 +93,10 @@ class Generation(Generic[O]):
             self._llm.abort(live)
 
     def outputs(self) -> AsyncGenerator[PromptOutput[O], None]:
-        """Yield the outputs of all requests.
+        """Yield the outputs of all requests of the call.
 
         Raises the RequestFailed of the first request that fails, with the client's field names. At most one output of
-        each request waits here for the client. The request's collector merges further output.
+        each request waits here for the client. Further output of a request is merged until then.
         """
         return self._of(0) if len(self._sources) == 1 else self._of_all()
 
@@ -130,7 +130,7 @@ class Generation(Generic[O]):
             async with aclosing(self._of(index)) as outputs:
                 async for output in outputs:
                     await queue.put(output)
-        except Exception as e:  # the reader of the queue raises it again
+        except Exception as e:  # the reader of the queue raises the error again
             await queue.put(e)
         else:
             await queue.put(None)
@@ -140,22 +140,22 @@ class Generation(Generic[O]):
             self._llm.release(live)
 
 
-# The prompts of a completion call.
+# The code below prepares the prompts of a completion call.
 
 AS_MANY_AS_FIT = -1
-"""Value of ``truncate_prompt_tokens`` that keeps as many prompt tokens as possible while the output still fits."""
+"""Value of ``truncate_prompt_tokens`` that keeps as many prompt tokens as possible, so that the output still fits."""
 Given = str | list[int]
-"""Text, or token ids that the frontend uses unchanged."""
+"""A text, or token ids, which the frontend does not change."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt of a completion call.
 
     Attributes:
-        given: text or token ids.
-        token_ids: token ids of the prompt if the answer needs them, else None.
-        echo: text of the prompt, for answers that begin with the prompt.
-        names: map of field names for errors, see ``renamed``.
+        given: the prompt as text or as token ids.
+        token_ids: token ids of the prompt if the answer must include them. Otherwise None.
+        echo: text of the prompt, for choices that must begin with the prompt.
+        names: map of field names for errors, as in ``renamed``.
     """
 
     given: Given
@@ -165,7 +165,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def split(prompt: str | Sequence[str | int | list[int]], limit: int) -> list[Given]:
-    """Return the prompts in a body's ``prompt``.
+    """Return the prompts in the field ``prompt`` of a body.
 
     Raises InvalidArgument if there is no prompt, if there are more than ``limit`` prompts, or if texts and token ids
     are mixed.
@@ -174,7 +174,7 @@ def split(prompt: str | Sequence[str | int | list[int]], limit: int) -> list[Giv
         return [prompt]
     if not prompt:
         raise InvalidArgument("prompt is empty: there is no prompt", field="prompt")
-    if set(map(type, prompt)) == {int}:  # fast check, because a prompt may have a million token ids
+    if set(map(type, prompt)) == {int}:  # this check must be fast, because a prompt may have a million token ids
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > limit:
         raise InvalidArgument(f"prompt has {len(prompt)} prompts; limits.max_prompts is {limit}", field="prompt")
@@ -199,8 +199,8 @@ async def prepare(
     skip_special_tokens: bool,
     names: Mapping[str, str],
 ) -> Prompt:
-    """Return a prompt. If the answer or the truncation needs token ids, the prompt is tokenized here, and truncated to
-    its last ``keep`` tokens. Raises RequestFailed.
+    """Return a prompt, ready for a request. If the answer or the truncation needs token ids, the prompt is tokenized
+    here, and truncated to its last ``keep`` tokens. Raises RequestFailed.
     """
     names = {"text": field, "token_ids.ids": field, "token_ids": field, "prompt": field, **names}
     if not given:

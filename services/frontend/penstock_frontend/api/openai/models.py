@@ -17,7 +17,7 @@ from penstock_frontend.dispatch.adapters import NamedAdapter
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A model, or a LoRA adapter of the model in ``parent``.
+    """A model, or a LoRA adapter of the model that ``parent`` names.
 
     ``max_model_len`` and ``root`` are fields of vLLM. ``max_model_len`` is a number of tokens, and null while no engine
     is connected. ``root`` is the path of the model or adapter.
@@ -50,17 +50,17 @@ class Models:
         """Start time of this server, in seconds since the Unix epoch."""
 
     def names(self) -> Sequence[str]:
-        """Return the names of the model and of its LoRA adapters."""
+        """Return the name of the model, and the names of its LoRA adapters."""
         return [self._model.name, *(named.adapter.name for named in self._llm.adapters.adapters.all())]
 
     async def list(self, call: Call, given: Body) -> Answer:
-        """Return the model, its LoRA adapters, and all their aliases."""
+        """Return the model, its LoRA adapters, and the aliases of all of them."""
         adapters = self._llm.adapters.adapters.all()
         aliases = (self._named(name) for name in self._llm.adapters.adapters.aliases)
         return ModelList(data=[self._describe(), *map(self._adapter, adapters), *filter(None, aliases)])
 
     async def get(self, call: Call, given: Body) -> Answer:
-        """Return one model. Raises NotFound."""
+        """Return the model or LoRA adapter with this name. Raises NotFound."""
         name = call.path["name"]
         if not name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
@@ -68,7 +68,7 @@ class Models:
         return self._named(name) or self._describe()
 
     def _named(self, name: str) -> Model | None:
-        """Return the model or adapter with this name, or None for an alias whose adapter does not exist."""
+        """Return the model or LoRA adapter with this name. Return None for an alias whose adapter does not exist."""
         adapters = self._llm.adapters.adapters
         adapter = adapters.get(name)
         if adapter is None and adapters.aliases.get(name, name) != self._model.name:
@@ -90,16 +90,16 @@ class Models:
         )
 
 
-# ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as in vLLM.
+# The code below loads and unloads LoRA adapters: ``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as in vLLM.
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATHS = frozenset((LOAD, UNLOAD))
-"""Paths that require the scope admin."""
+"""Paths of these routes, which require the scope admin."""
 _NAMES = {"name": "lora_name", "path": "lora_path"}
 
 
 class LoadLoraAdapterRequest(msgspec.Struct, kw_only=True):
-    """Body of a call that loads a LoRA adapter.
+    """Request body of a call that loads a LoRA adapter.
 
     ``lora_path`` is a directory on the engines' machines. ``load_inplace`` replaces an adapter with the same name and
     other content. ``pinned``, a field of Penstock, keeps the adapter in the engines' memory.
@@ -112,20 +112,20 @@ class LoadLoraAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadLoraAdapterRequest(msgspec.Struct, kw_only=True):
-    """Body of a call that unloads a LoRA adapter. ``lora_int_id`` is a field of vLLM and is ignored."""
+    """Request body of a call that unloads a LoRA adapter. ``lora_int_id`` is a field of vLLM that has no effect."""
 
     lora_name: str
     lora_int_id: int | None = None
 
 
 class LoraAdapters:
-    """Handlers of loading and unloading."""
+    """Handlers of the routes that load and unload LoRA adapters."""
 
     def __init__(self, adapters: AdapterCalls) -> None:
         self._adapters = adapters
 
     async def load(self, call: Call, given: Body) -> Answer:
-        """Load an adapter on every engine and register its name. Raises RequestFailed."""
+        """Load a LoRA adapter on every engine, and register the adapter's name. Raises RequestFailed."""
         body = await given.decode(LoadLoraAdapterRequest)
         given.close()
         try:
@@ -137,7 +137,7 @@ class LoraAdapters:
         return PlainText(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, call: Call, given: Body) -> Answer:
-        """Remove the name of an adapter. Raises RequestFailed."""
+        """Remove the name of a LoRA adapter. Raises RequestFailed."""
         body = await given.decode(UnloadLoraAdapterRequest)
         given.close()
         try:
@@ -154,6 +154,6 @@ class Version(msgspec.Struct, frozen=True):
 
 
 async def version(call: Call, given: Body) -> Answer:
-    """Return the version of the frontend's distribution."""
+    """Return the version of the installed frontend package."""
     del call, given
     return Version(importlib.metadata.version("penstock-frontend"))

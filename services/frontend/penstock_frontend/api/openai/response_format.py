@@ -14,7 +14,7 @@ _KNOWN = "text, json_object, json_schema, structural_tag, json, regex, grammar"
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """A schema in OpenAI's form. The schema is always enforced, even if ``strict`` is false."""
+    """A JSON schema in OpenAI's form. The schema is always enforced, even if ``strict`` is false."""
 
     schema: msgspec.Raw
     name: str = ""
@@ -47,13 +47,13 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """An output constraint of a body.
+    """An output constraint that a body contains.
 
     Attributes:
         field: Path of the constraint's value in the body.
         head: The field of the body that contains the value.
-        kind: Field of StructuredOutput for this kind of constraint.
-        value: Value of that field.
+        kind: Name of the field of StructuredOutput for this kind of constraint.
+        value: Value for that field of StructuredOutput.
     """
 
     field: str
@@ -63,12 +63,13 @@ class Constraint(msgspec.Struct, frozen=True):
 
     @property
     def output(self) -> StructuredOutput:
-        """The constraint as a domain type."""
+        """The output constraint as a domain type."""
         return StructuredOutput(**{self.kind: self.value})
 
 
 def read_format(raw: msgspec.Raw, head: str = "response_format") -> Constraint | None:
-    """Return the constraint of a format, or None for ``text`` and null. ``head``: the field that contains the format.
+    """Return the output constraint of a response format. Return None for ``text`` and null. ``head`` is the field that
+    contains the format.
 
     Raises:
         InvalidArgument: The format has an unknown type or field, or its value is missing.
@@ -112,7 +113,7 @@ def _read(given: ResponseFormat, head: str) -> Constraint | None:
 
 
 def _values(given: ResponseFormat, head: str) -> dict[str, str]:
-    """Return the values of the format that are set, by their paths in the body."""
+    """Return those values of the format that are set, by their paths in the body."""
     found = {
         f"{head}.schema": text_of(given.schema, f"{head}.schema"),
         f"{head}.value": text_of(given.value, f"{head}.value"),
@@ -129,7 +130,7 @@ def _values(given: ResponseFormat, head: str) -> dict[str, str]:
 
 
 def _wrapped(value: msgspec.Raw) -> msgspec.Raw | None:
-    """Return the schema if ``value`` has TGI's form ``{"name": ..., "schema": ...}``, else None."""
+    """Return the schema in ``value`` if it has TGI's form ``{"name": ..., "schema": ...}``. Otherwise return None."""
     try:
         return msgspec.json.decode(value, type=JsonSchemaFormat).schema
     except (msgspec.DecodeError, UnicodeDecodeError):  # the value itself is a schema, or the value is empty
@@ -137,7 +138,9 @@ def _wrapped(value: msgspec.Raw) -> msgspec.Raw | None:
 
 
 def _one(given: ResponseFormat, values: dict[str, str], head: str, *names: str, required: bool = True) -> str | None:
-    """Return the path of the only value that is set. ``names``: fields that the type allows, the usual field first."""
+    """Return the path of the only value that is set. ``names`` are the fields that the type allows, and the usual field
+    comes first.
+    """
     fields = [f"{head}.{name}" for name in names]
     _check_fields(given, values, head, fields)
     if len(values) > 1:
@@ -146,14 +149,14 @@ def _one(given: ResponseFormat, values: dict[str, str], head: str, *names: str, 
     if values:
         return next(iter(values))
     if required:
-        # In OpenAI's form the missing field is the outer object.
+        # In OpenAI's form, the missing field is the object that contains the schema.
         field = fields[0].removesuffix(".schema") if names[0] == "json_schema.schema" else fields[0]
         raise InvalidArgument(f"{field} is not set", field=field)
     return None
 
 
 def _check_fields(given: ResponseFormat, values: dict[str, str], head: str, fields: Sequence[str]) -> None:
-    """Check that the format's type allows all values that are set. Raises InvalidArgument."""
+    """Check that the type of the format allows all values that are set. Raises InvalidArgument."""
     for field in values:
         if field not in fields:
             raise InvalidArgument(

@@ -24,7 +24,7 @@ from penstock_frontend.call_types import Finish
 from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.dispatch.kv_gateway import KvGateway, answer_of
 
-# Names that other servers use for the same sampling parameters.
+# The code below handles the names that other servers use for the same sampling parameters.
 
 _INT32_MAX = 2**31 - 1
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -33,7 +33,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "stop": ("stop_sequences",),
     "seed": ("random_seed",),
 }
-"""Map from our names of parameters to the names that other servers use."""
+"""Map from Penstock's names of parameters to the names that other servers use."""
 _UNLIMITED: Mapping[str, tuple[int, ...]] = {"n_predict": (-1,), "num_predict": (-1, -2)}
 """Values with which llama.cpp and Ollama express that there is no limit."""
 _OTHER_RANGES: Mapping[str, tuple[int, int]] = {
@@ -44,7 +44,7 @@ _OTHER_RANGES: Mapping[str, tuple[int, int]] = {
 
 
 class OtherNames(GenerationContextFields, kw_only=True):
-    """Alternative names of fields in generation bodies.
+    """Alternative names of fields in bodies that generate text.
 
     ``max_completion_tokens`` and ``max_output_tokens`` are OpenAI's, ``n_predict`` is llama.cpp's, ``num_predict``
     Ollama's, ``max_new_tokens`` TGI's and SGLang's, ``min_new_tokens`` SGLang's, ``stop_sequences`` Anthropic's and
@@ -62,8 +62,8 @@ class OtherNames(GenerationContextFields, kw_only=True):
 
 
 def unify(body: OtherNames) -> None:
-    """Copy the values of alternative names to the fields with our names. ``max_completion_tokens`` overrides
-    ``max_tokens``.
+    """Copy the values of fields with alternative names to the fields with Penstock's names. ``max_completion_tokens``
+    overrides ``max_tokens``.
 
     Raises:
         InvalidArgument: A value is out of range, or two names of a parameter have different values.
@@ -83,7 +83,7 @@ def unify(body: OtherNames) -> None:
 
 
 def other_names(body: OtherNames) -> Mapping[str, str]:
-    """Return a map from our parameter names to the names that the body uses. Errors use this map."""
+    """Return the map from Penstock's names of parameters to the names that the body uses, for errors."""
     return {
         f"sampling_params.{ours}": name
         for ours, others in _NAMES.items()
@@ -108,7 +108,7 @@ def _check_same(given: Mapping[str, Any]) -> None:
             )
 
 
-# The output constraint, under the names of various servers.
+# The code below handles output constraints, under the names of various servers.
 
 _PATH = "sampling_params.structured_output"
 _BLANKS = {kind.name.lower(): kind for kind in JsonWhitespace}
@@ -117,7 +117,7 @@ _WITHOUT_JSON = ("regex", "choice", "grammar")
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A constraint in vLLM's form. At most one constraint field may be set.
+    """An output constraint in vLLM's form. At most one of the constraint fields may be set.
 
     In addition, one field about whitespace in JSON may be set: Penstock's ``json_whitespace``, or vLLM's
     ``disable_any_whitespace``, which means the same as ``compact``.
@@ -135,7 +135,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ConstraintFields(OtherNames, kw_only=True):
-    """Body fields that constrain the output. At most one may be set.
+    """Body fields that constrain the output. At most one of them may be set.
 
     ``response_format`` is OpenAI's field, ``structured_outputs`` is vLLM's, and ``guided_*`` is vLLM's older form.
     ``json_schema`` and ``grammar`` are llama.cpp's, ``format`` is Ollama's, ``regex`` and ``ebnf`` are SGLang's.
@@ -155,7 +155,8 @@ class ConstraintFields(OtherNames, kw_only=True):
 
 
 def constraint_of(body: ConstraintFields, own: Constraint | None = None) -> StructuredOutput | None:
-    """Return the constraint of the body, or None. ``own``: constraint from the field of the body's own protocol.
+    """Return the output constraint of the body, or None. ``own`` is the constraint from the field that the body's own
+    protocol has.
 
     Raises:
         InvalidArgument: A constraint is not valid, or the body has two constraints.
@@ -182,7 +183,7 @@ def constraint_of(body: ConstraintFields, own: Constraint | None = None) -> Stru
 
 
 def constraint_names(body: ConstraintFields, own: Constraint | None = None) -> Mapping[str, str]:
-    """Return a map from our names of the constraint and its parts to the client's names, for errors.
+    """Return the map from Penstock's names of the constraint and its parts to the client's names, for errors.
 
     Raises the errors of ``constraint_of``.
     """
@@ -198,8 +199,8 @@ def _all(body: ConstraintFields, own: Constraint | None) -> Sequence[Constraint]
 
 
 def _of_llama_cpp(body: ConstraintFields) -> list[Constraint | None]:
-    """Return the constraints from the fields of llama.cpp and Ollama. If ``grammar`` is an object, it is a format of
-    TGI.
+    """Return the constraints from the fields of llama.cpp and Ollama. If ``grammar`` is an object, it is a format in
+    TGI's form.
     """
     grammar, format_ = bytes(body.grammar), bytes(body.format)
     found: list[Constraint | None] = []
@@ -276,29 +277,31 @@ def _blanks(given: StructuredOutputs) -> JsonWhitespace:
     return JsonWhitespace.COMPACT
 
 
-# The predicted output, in OpenAI's form.
+# The code below handles predicted outputs, in OpenAI's form.
 
 NAMES: Mapping[str, str] = {"prediction.text": "prediction.content"}
-"""Map from our field names of the prediction to the client's field names."""
+"""Map from Penstock's field names of the prediction to the client's field names."""
 
 
 class PredictionPart(msgspec.Struct, frozen=True):
-    """A part of a predicted output. The part must be text."""
+    """A part of a predicted output, which must be text."""
 
     type: str
     text: str = ""
 
 
 class PredictionBody(msgspec.Struct, frozen=True):
-    """Predicted output ``{"type": "content", "content": text}``. If the content is a list of parts, they are joined."""
+    """Predicted output ``{"type": "content", "content": text}``. If the content is a list of parts, the parts are
+    joined.
+    """
 
     type: str
     content: str | list[PredictionPart]
 
 
 def predicted_text(prediction: PredictionBody | None) -> str | None:
-    """Return the predicted text, or None. Raises InvalidArgument for an unknown type, Unimplemented for a part that is
-    not text.
+    """Return the predicted text, or None if there is none. Raises InvalidArgument for an unknown type, and
+    Unimplemented for a part that is not text.
     """
     if prediction is None:
         return None
@@ -331,12 +334,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "num_speculative_tokens": (0, _INT32 - 1),
     "thinking_token_budget": (-1, _INT32 - 1),
 }
-"""Ranges of values that the protobuf fields can contain. The limits of the parameters themselves are narrower."""
+"""Ranges of the values that the fields of the protobuf message can contain. The limits of the parameters themselves are
+narrower.
+"""
 _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Options for token counts in a stream: in an additional last chunk, or in every chunk."""
+    """Options for the token counts in a stream. They can be in an additional last chunk, or in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -354,10 +359,12 @@ class RepetitionFields(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(ConstraintFields, kw_only=True):
-    """Sampling fields that generation bodies share, from OpenAI and vLLM. Null means unset.
+    """Sampling fields that bodies share if they generate text, from OpenAI and vLLM. Null means that the field is not
+    set.
 
-    ``truncate_prompt_tokens`` is the number of last prompt tokens to keep; -1 keeps as many as possible while the
-    output still fits. ``num_speculative_tokens`` is a field of Penstock, and so is ``prediction`` in completions.
+    ``truncate_prompt_tokens`` is the number of tokens to keep at the end of the prompt. -1 keeps as many as possible,
+    so that the output still fits. ``num_speculative_tokens`` is a field of Penstock, and so is ``prediction`` in
+    completions.
     """
 
     temperature: float | None = None
@@ -401,11 +408,12 @@ _PLAIN = tuple(
     for name in SamplingFields.__struct_fields__
     if name in SamplingParams.__struct_fields__ and name not in _OTHER_FORMS
 )
-"""Fields that become sampling parameters without conversion."""
+"""Names of the fields that become sampling parameters without conversion."""
 
 
 def check(body: SamplingFields) -> None:
-    """Check the common fields that the domain types do not check, and copy values of alternative names to our names.
+    """Check those common fields that the conversion to domain types does not check. Copy values of alternative names to
+    Penstock's names.
 
     Raises InvalidArgument and Unimplemented.
     """
@@ -425,24 +433,26 @@ def check(body: SamplingFields) -> None:
 
 
 def with_kv(call: Call, body: SamplingFields, gateway: KvGateway, *, num_sequences: int, of: str = "n") -> Call:
-    """Return the call with the body's KV transfer parameters in its context. Raises Unimplemented and InvalidArgument.
+    """Return the call, to whose context the KV transfer parameters of the body were added. Raises Unimplemented and
+    InvalidArgument.
 
-    ``of``: name of the field that sets the number of sequences.
+    ``of`` is the name of the field that sets the number of sequences.
     """
     kv = gateway.read(body.kv_transfer_params, n=num_sequences, field="kv_transfer_params", of=of)
     return msgspec.structs.replace(call, context=msgspec.structs.replace(call.context, kv=kv))
 
 
 def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any]:
-    """Return the answer's KV transfer parameters. They are empty if not exactly one sequence has such parameters."""
+    """Return the KV transfer parameters for the answer. They are empty unless exactly one sequence has such parameters."""
     answers = [said for finish in finishes if finish is not None and (said := answer_of(finish)) is not None]
     return {"kv_transfer_params": answers[0]} if len(answers) == 1 else {}
 
 
 def values(body: SamplingFields, own: Constraint | None = None) -> dict[str, Any]:
-    """Return the sampling parameters that are set, under the names of ``SamplingParams``. Raises InvalidArgument.
+    """Return those sampling parameters of the body that are set, by the names of ``SamplingParams``. Raises
+    InvalidArgument.
 
-    ``own`` is the constraint in the form of the body's own protocol.
+    ``own`` is the output constraint in the form of the body's own protocol.
     """
     found: dict[str, Any] = {name: value for name in _PLAIN if (value := getattr(body, name)) is not None}
     found |= {name: tuple(value) for name in _LISTS if (value := getattr(body, name)) is not None}
@@ -463,5 +473,7 @@ def values(body: SamplingFields, own: Constraint | None = None) -> dict[str, Any
 
 
 def names(body: SamplingFields, own: Constraint | None = None) -> Mapping[str, str]:
-    """Return a map from our field names to the client's, for errors raised after conversion. ``own``: see ``values``."""
+    """Return the map from Penstock's field names to the client's field names, for errors after the conversion. ``own``
+    has the same meaning as in ``values``.
+    """
     return {**NAMES, **other_names(body), **constraint_names(body, own)}

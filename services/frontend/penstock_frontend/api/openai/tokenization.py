@@ -26,7 +26,9 @@ from penstock_frontend.processing.prompts.tokenizer import Encoded
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of ``/tokenize``: a ``prompt``, or the ``messages`` of a conversation with other chat fields."""
+    """Request body of ``/tokenize``. It has a ``prompt``, or the ``messages`` of a conversation with other fields of a
+    chat.
+    """
 
     prompt: str | None = None
     messages: list[MessageBody] | None = None
@@ -73,7 +75,7 @@ class Tokenization:
         self._chat = chat
 
     async def tokenize(self, call: Call, given: Body) -> Answer:
-        """Convert a text or a conversation to token ids. Raises RequestFailed."""
+        """Return the token ids of a text or of a conversation. Raises RequestFailed."""
         body = await given.decode(TokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
         request = await self._request(body)
@@ -89,7 +91,7 @@ class Tokenization:
         )
 
     async def detokenize(self, call: Call, given: Body) -> Answer:
-        """Convert token ids to a text. Raises RequestFailed."""
+        """Return the text that token ids stand for. Raises RequestFailed."""
         body = await given.decode(DetokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
         try:
@@ -99,7 +101,9 @@ class Tokenization:
         return Text(text)
 
     async def _encoded(self, request: GenerateRequest, *, with_tokens: bool) -> Encoded:
-        """Return the token ids. If ``with_tokens`` is set, also return the vocabulary's text of each id."""
+        """Return the token ids of a prompt. If ``with_tokens`` is set, also return the text of each id in the
+        vocabulary.
+        """
         if isinstance(request.prompt, str):
             add = request.add_special_tokens
             try:
@@ -113,8 +117,8 @@ class Tokenization:
         return Encoded(await self._llm.prompt_ids(request))
 
     async def _request(self, body: TokenizeRequest) -> GenerateRequest:
-        """Return the request with the prompt. No special tokens are added to a conversation, because the chat template
-        writes them.
+        """Return the request with the prompt to tokenize. The tokenizer adds no special tokens to a conversation,
+        because the chat template writes them.
         """
         if (body.prompt is None) == (body.messages is None):
             raise InvalidArgument("exactly one of prompt and messages must be set", field="prompt")

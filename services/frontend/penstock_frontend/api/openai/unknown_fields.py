@@ -1,4 +1,4 @@
-"""Detection of unknown fields in JSON bodies, including nested objects, and their logging, counting and refusal."""
+"""Detection of unknown fields in JSON bodies, also in nested objects. Unknown fields are logged, counted and refused."""
 
 import asyncio
 import re
@@ -21,13 +21,15 @@ from penstock_frontend.call_types import caller_named
 from penstock_frontend.call_warnings import LoggedOnce
 
 _MOST = 32
-"""Maximum number of unknown fields reported per body."""
+"""Maximum number of unknown fields that are reported for one body."""
 _MOST_NESTED = 2
-"""Maximum nesting, in one pass, of objects of the same struct, such as blocks in a tool result in a block."""
+"""Maximum number of objects of the same struct that may be nested in each other in one pass. Such objects are, for
+example, blocks in a tool result in a block.
+"""
 _OPEN = frozenset({"DocumentBody"})
-"""Structs whose objects are a client's own data. ``ignored_fields.py`` lists all other fields of these objects."""
+"""Structs of objects that contain a client's own data. ``ignored_fields.py`` lists all other fields of these objects."""
 _RAW = {"response_format": ResponseFormat}
-"""Structs of fields that the body's struct keeps as JSON text."""
+"""Structs of those fields that the struct of the body keeps as JSON text."""
 _TYPES = {
     "ToolBody": frozenset({b"", b"function", b"custom"}),
     "FunctionTool": frozenset({b"function", b"custom", b"namespace"}),
@@ -46,9 +48,12 @@ _TYPES = {
         )
     ),
 }
-"""Types of objects whose fields are checked, by struct. Tools of other types are left out, so any field is allowed."""
+"""Types of objects whose fields are checked, by struct. Tools of other types are left out of the prompt, so they may
+have any field.
+"""
 _NESTED = {"BlockBody": "content"}
-"""Fields, by struct, that may contain a list of objects of the same struct, although their declared type is any value.
+"""Fields that may contain a list of objects of the same struct, although their declared type is any value. The key is
+the struct.
 """
 _NULL = b"null"
 
@@ -57,10 +62,10 @@ class UnknownField(NamedTuple):
     """A field that the server does not know.
 
     Attributes:
-        path: Path of the field in the body, such as ``messages[2].nmae``.
-        shape: The path without indexes, such as ``messages[].nmae``.
-        name: Last part of the path.
-        known: Names of the fields that the object with this field may have.
+        path: Path of the unknown field in the body, such as ``messages[2].nmae``.
+        shape: The path without indices, such as ``messages[].nmae``.
+        name: Last part of the path, such as ``nmae``.
+        known: Names of all fields that the object may have.
     """
 
     path: str
@@ -80,7 +85,8 @@ class _Plan(NamedTuple):
 
 
 def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
-    """Return the unknown fields of a body that was decoded as ``kind``: for each shape, its first field.
+    """Return the unknown fields of a body that was decoded as ``kind``. For each shape, the result has only the first
+    field.
 
     Null fields and fields listed as ignored are left out.
 
@@ -91,13 +97,14 @@ def find_unknown(body: bytes, kind: type) -> list[UnknownField]:
     try:
         _checker(kind).decode(body)
     except (msgspec.ValidationError, UnicodeDecodeError):
-        pass  # the body has an unknown or invalid name; the code below finds it
+        pass  # the body has a name that is unknown or not valid; the code below finds it
     else:
         return []
     found: dict[str, UnknownField] = {}
     try:
         for field in _walk(msgspec.json.decode(body, type=dict[str, msgspec.Raw]), kind, "", ""):
-            if len(found) < _MOST:  # continue even at the maximum, because a later field may have to be refused
+            if len(found) < _MOST:
+                # continue even if the maximum is reached, because a later field may have to be refused
                 found.setdefault(field.shape, field)
     except (msgspec.DecodeError, UnicodeDecodeError) as e:
         raise undecodable(e) from None
@@ -128,7 +135,7 @@ def _unknown_in(given: Mapping[str, msgspec.Raw], plan: _Plan, path: str, shape:
         if (field := plan.unsupported.get(name)) is not None:
             if field.asks(msgspec.json.decode(raw), plan.struct):
                 raise field.refusal(f"{path}{name}")
-        elif not plan.closed:  # the decoder of a closed struct has already refused the field
+        elif not plan.closed:  # for a struct that allows no other fields, the decoder has already refused the field
             yield UnknownField(f"{path}{name}", f"{shape}{name}", name, plan.known)
 
 
@@ -137,17 +144,17 @@ def _begins(raw: msgspec.Raw, with_: bytes) -> bool:
 
 
 def _objects_of(raw: msgspec.Raw) -> Iterator[tuple[int, Mapping[str, msgspec.Raw]]]:
-    """Yield the objects of a list and their indexes. Other values in the list are skipped."""
+    """Yield the objects of a list, each with its index. Other values in the list are skipped."""
     try:
         yield from enumerate(msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]]))
-    except msgspec.ValidationError:  # the list also contains texts or numbers
+    except msgspec.ValidationError:  # the list may also contain texts or numbers
         for index, value in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
             if _begins(value, b"{"):
                 yield index, msgspec.json.decode(value, type=dict[str, msgspec.Raw])
 
 
 def _is_structural_tag(value: Mapping[str, msgspec.Raw]) -> bool:
-    """Return True if the object is a structural tag. Then it has the fields that xgrammar defines."""
+    """Return True if the object is a structural tag, which has the fields that xgrammar defines."""
     return bytes(value.get("type", msgspec.Raw())) == b'"structural_tag"'
 
 
@@ -178,7 +185,7 @@ def _plan(kind: type[msgspec.Struct]) -> _Plan:
 
 @cache
 def _checker(kind: type) -> msgspec.json.Decoder[Any]:
-    """Return a decoder that refuses every body with unknown fields, and passes most others.
+    """Return a decoder that refuses every body with unknown fields, and accepts most of the other bodies.
 
     The decoder skips values, so it is several times as fast as a check of every object.
     """
@@ -186,37 +193,37 @@ def _checker(kind: type) -> msgspec.json.Decoder[Any]:
 
 
 def _strict(kind: type, around: tuple[type, ...]) -> type[msgspec.Struct]:
-    """Return a struct that has exactly the field names that an object of ``kind`` may have.
+    """Return a struct with exactly those field names that an object of ``kind`` may have.
 
-    ``around``: structs that contain the object.
+    ``around`` has the structs that contain the object.
     """
     plan, within = _plan(kind), (*around, kind)
     types: dict[str, Any] = dict.fromkeys(sorted(plan.silent), msgspec.Raw)
     for name in plan.objects.keys() | plan.lists.keys():
         inner = _one_of(plan.lists.get(name), within)
         types[name] = _one_of(plan.objects.get(name), within) | list[inner]  # type: ignore[valid-type]
-    # JSON names need not be valid Python names.
+    # Names in JSON need not be valid Python names.
     places = {f"f{place}": name for place, name in enumerate(types)}
     fields = [(place, types[name], None) for place, name in places.items()]
     return msgspec.defstruct(f"Strict{kind.__name__}", fields, rename=places, forbid_unknown_fields=True, frozen=True)
 
 
 def _one_of(of: type | None, within: tuple[type, ...]) -> Any:
-    """Return the type for a value that is not a list. The type refuses objects with unknown names, and objects that are
-    nested too deeply.
+    """Return the type for a value that is not a list. The type refuses objects with unknown field names, and objects
+    that are nested too deeply.
     """
     plain = str | int | float | bool | None
     return plain if of is None or within.count(of) == _MOST_NESTED else plain | _strict(of, within)
 
 
 def _members(of: Any) -> Collection[Any]:
-    """Return the types of a union, or the single type."""
+    """Return the types of which a union consists. For another type, return the type itself."""
     args = typing.get_args(of)
     return args if args and typing.get_origin(of) is not list and typing.get_origin(of) is not dict else (of,)
 
 
 def _is_struct(of: Any) -> bool:
-    # A struct that forbids unknown fields needs no check here.
+    # The decoder already checks a struct that forbids unknown fields, so it needs no check here.
     return (
         isinstance(of, type)
         and issubclass(of, msgspec.Struct)
@@ -228,19 +235,19 @@ def _is_struct(of: Any) -> bool:
 _LARGE = 64 * 1024
 """Size of a body in bytes above which the body is checked in a thread."""
 _MAX_LABELS = 50
-"""Maximum number of fields with a label of their own in the metric. All further fields share one label."""
+"""Maximum number of unknown fields that have their own label in the metric. All other unknown fields share one label."""
 _LABEL = re.compile(r"[a-z][a-z0-9_]{0,39}(?:(?:\[\])?\.[a-z][a-z0-9_]{0,39}){0,3}")
-"""Pattern of names that may become labels: names that look like names of API fields."""
+"""Pattern of the field names that may become labels, because they look like names of API fields."""
 _OTHER = "other"
 _MAX_NAME = 64
 
 
 class FieldPolicy:
-    """Checker of the fields of every HTTP body. Use it only in the event loop's thread.
+    """Checker of the fields of every HTTP body. All methods must be called on the event loop's thread.
 
     Args:
-        refuse: Whether a body with an unknown field is refused. If False, unknown fields are ignored.
-        registry: Metrics registry for the count of unknown fields; None: unknown fields are not counted.
+        refuse: Whether a body with an unknown field is refused. If it is False, unknown fields are ignored.
+        registry: Metrics registry for the number of unknown fields. None means that unknown fields are not counted.
     """
 
     def __init__(self, *, refuse: bool, registry: CollectorRegistry | None = None) -> None:
@@ -254,8 +261,8 @@ class FieldPolicy:
         )
 
     async def check(self, body: bytes, kind: type, client: str) -> None:
-        """Check a body that was decoded as ``kind``. ``client``: the caller's name from ``client_of``. Raises
-        InvalidArgument.
+        """Check the fields of a body that was decoded as ``kind``. ``client`` is the name of the caller, from
+        ``client_of``. Raises InvalidArgument.
         """
         # Check a large body in a thread, so that the event loop can serve other requests.
         large = len(body) > _LARGE
@@ -284,7 +291,7 @@ class FieldPolicy:
 
 
 def client_of(scope: Scope) -> str:
-    """Return the caller's name for logs: its tenant, the name of its credentials, or its address."""
+    """Return the name of the caller for logs. It is its tenant, the name of its credentials, or its address."""
     address = scope.get("client")
     return caller_named(str(address[0]) if address else "local")
 

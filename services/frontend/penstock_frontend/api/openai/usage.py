@@ -1,4 +1,4 @@
-"""Token counts in OpenAI's format."""
+"""Token counts of a call, in OpenAI's format."""
 
 from collections.abc import Collection, Mapping
 
@@ -9,7 +9,7 @@ from penstock_frontend.call_types import Usage
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """Numbers of cached prompt tokens and of prompt tokens at media positions, if the prompt has media."""
+    """Number of cached prompt tokens. If the prompt has media, also the number of prompt tokens that stand for media."""
 
     cached_tokens: int
     audio_tokens: int | msgspec.UnsetType = msgspec.UNSET
@@ -18,11 +18,11 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True):
-    """Numbers of reasoning tokens and of accepted and rejected draft tokens.
+    """Number of reasoning tokens, and numbers of accepted and rejected draft tokens.
 
-    The prediction fields count all drafts, not only those from the client's prediction. Accepted draft tokens are
-    completion tokens. Rejected draft tokens are not, and are not charged. ``reasoning_tokens`` is set for chats with
-    models that reason.
+    The fields about predictions count all draft tokens, not only those from the client's prediction. Accepted draft
+    tokens are completion tokens. Rejected draft tokens are not completion tokens, and are not charged.
+    ``reasoning_tokens`` is set for chats with models that reason.
     """
 
     accepted_prediction_tokens: int
@@ -31,7 +31,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class UsageInfo(msgspec.Struct, frozen=True):
-    """Token counts of a call. ``completion_tokens_details`` is set only if tokens were drafted, or if the model
+    """Token counts of a call. ``completion_tokens_details`` is set only if there were draft tokens, or if the model
     reasons.
     """
 
@@ -43,22 +43,24 @@ class UsageInfo(msgspec.Struct, frozen=True):
 
 
 class UsageCount:
-    """Sum of the token counts of a call's sequences. A prompt counts once, regardless of its number of sequences."""
+    """Sum of the token counts of a call's sequences. A prompt is counted once, whatever its number of sequences is."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, Usage] = {}
         self._sequences: dict[tuple[int, int], Usage] = {}
 
     def finished(self, prompt: int, index: int, usage: Usage) -> None:
-        """Count the finished sequence ``index`` of the prompt with number ``prompt``."""
+        """Count the finished sequence ``index`` of the prompt ``prompt``. Both numbers begin with 0."""
         if index == 0 or prompt not in self._prompts:
             self._prompts[prompt] = (
-                usage  # use sequence 0: for later sequences, all tokens of the prompt are cached by the first
+                # use the cached tokens of sequence 0, because for later sequences, sequence 0 has cached all tokens of
+                # the prompt
+                usage
             )
         self._sequences[prompt, index] = usage
 
     def total(self) -> UsageInfo:
-        """Return the sums over all sequences counted so far."""
+        """Return the sums over all sequences that were counted so far."""
         prompts: Collection[Usage] = self._prompts.values()
         sequences = self._sequences.values()
         reasoning = [count for usage in sequences if (count := usage.reasoning_tokens) is not None]
@@ -87,16 +89,16 @@ def usage_info(
     reasoning: int | None = None,
     media: Mapping[Modality, int] = {},
 ) -> UsageInfo:
-    """Return the counts in OpenAI's format.
+    """Return the token counts in OpenAI's format.
 
     Args:
-        prompt_tokens: tokens of the prompts.
-        completion_tokens: output tokens.
-        cached_tokens: prompt tokens found in the prefix cache.
-        accepted: accepted draft tokens.
-        rejected: rejected draft tokens.
-        reasoning: reasoning tokens; None if the output is not parsed for reasoning.
-        media: prompt tokens at media positions.
+        prompt_tokens: number of tokens of the prompts.
+        completion_tokens: number of output tokens.
+        cached_tokens: number of prompt tokens that were found in the prefix cache.
+        accepted: number of accepted draft tokens.
+        rejected: number of rejected draft tokens.
+        reasoning: number of reasoning tokens. None if the output is not parsed for reasoning.
+        media: number of prompt tokens that stand for media.
     """
     return UsageInfo(
         prompt_tokens=prompt_tokens,

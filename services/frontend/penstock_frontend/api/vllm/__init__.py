@@ -1,1 +1,1 @@
-"""vLLM's gRPC services."""
+"""gRPC services of vLLM that the frontend also offers."""

@@ -1,4 +1,6 @@
-"""``vllm.grpc.engine.VllmEngine``: vLLM's protocol for gateways and load generators, which tokenize prompts themselves."""
+"""Service ``vllm.grpc.engine.VllmEngine``. This is vLLM's protocol for gateways and load generators that tokenize
+prompts themselves.
+"""
 
 import asyncio
 import importlib.metadata
@@ -30,13 +32,13 @@ from penstock_frontend.dispatch.kv_gateway import CONNECTOR
 from penstock_frontend.processing.prompts.mixed_prompt import accepted
 from penstock_frontend.processing.prompts.tokenizer_bundle import ModelCard, TokenizerBundle
 
-# Conversion of KV cache events to messages.
+# The code below converts KV cache events to messages.
 
 _HASH_BYTES = 8
 
 
 def kv_event_batch(batch: KvEventBatch, first_id: int) -> common_pb2.KvEventBatch:
-    """Return the message for a batch of events. The events are numbered from ``first_id``."""
+    """Return the message for a batch of events. The events get consecutive ids from ``first_id`` on."""
     return common_pb2.KvEventBatch(
         sequence_number=batch.sequence,
         timestamp=batch.timestamp,
@@ -83,12 +85,12 @@ def _folded(block_hash: bytes) -> int:
 _SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"]
 SERVICE_NAME: str = _SERVICE.full_name
 LASTING = (f"/{SERVICE_NAME}/SubscribeKvEvents",)
-"""Methods whose calls last until the client or the server ends them."""
+"""Names of the methods whose calls last until the client or the server ends them."""
 _VERSION = importlib.metadata.version("penstock-frontend")
 _CHUNK_BYTES = 64 * 1024
 _KV_ROLES = {EngineRole.BOTH: "kv_both", EngineRole.PREFILL: "kv_producer", EngineRole.DECODE: "kv_consumer"}
 _FLUSH_RETRY = 0.1
-"""Seconds between two attempts to clear prefix caches while requests are running."""
+"""Number of seconds between two attempts to clear the prefix caches while requests are running."""
 _PROFILE_OPTIONS = (
     "output_dir",
     "start_step",
@@ -133,18 +135,18 @@ class VllmEngineServicer:
         self._started = time.monotonic()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Continue a prompt. Yields chunks, or complete sequences at the end."""
+        """Generate a continuation of a prompt. Yields chunks, or complete sequences at the end."""
         converted = messages.generate_request(request, **messages.call_details(context), anchor=self._anchor)
         said, n = request.kv_transfer_params_json, converted.sampling["n"]
         kv = self._llm.gateway.read_json(said, n=n, field="kv_transfer_params_json")
         converted = msgspec.structs.replace(converted, context=msgspec.structs.replace(converted.context, kv=kv))
-        # -1 means the maximum length of a prompt that leaves space for one output token
+        # -1 means the maximum length of a prompt after which there is room for one output token
         if converted.sampling["truncate_prompt_tokens"] == -1:
             room = await self._llm.prompt_room(1, converted.context)
             converted.sampling["truncate_prompt_tokens"] = room
         live = self._llm.accept(converted.context.external_request_id, demand_of(converted), abortable=True)
-        # A call may end at any await, for example while a slow client reads a message. Only the done callback always
-        # runs.
+        # A call may be cancelled at any await, for example while a slow client reads a message. Only the done callback
+        # runs in every case.
         context.add_done_callback(lambda _: self._llm.release(live))  # type: ignore[arg-type]  # its stub is no Protocol
         writer = messages.GenerateResponses(converted, live, stream=request.stream)
         async for output in self._llm.generate(converted, live):
@@ -152,7 +154,9 @@ class VllmEngineServicer:
                 yield response
 
     def _anchor(self, modality: Modality) -> int:
-        """Return the id of the token that the chat template writes for a media item. Raises InvalidArgument."""
+        """Return the id of the token that the chat template writes for a media item of this modality. Raises
+        InvalidArgument.
+        """
         media = self._llm.inputs.media
         family = media.preparer.family if media is not None else None
         if family is None or modality not in family.modalities:
@@ -175,11 +179,13 @@ class VllmEngineServicer:
         return pb.AbortResponse()
 
     async def HealthCheck(self, request: pb.HealthCheckRequest, context: Context) -> pb.HealthCheckResponse:
-        """Report whether requests should be sent to this frontend."""
+        """Report whether clients should send requests to this frontend."""
         return pb.HealthCheckResponse(healthy=self._readiness.ready, message=self._readiness.why or "serving")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
-        """Return the properties of the model. Waits for an engine, because the answer includes limits of the engine."""
+        """Return the properties of the model. Waits for an engine, because the answer includes limits that the engine
+        reports.
+        """
         deadline = deadline_after(context.time_remaining())
         limits = await self._llm.engines.wait_until_usable(deadline, tenant=messages.tenant_of(context))
         defaults = self._card.sampling_defaults
@@ -201,8 +207,8 @@ class VllmEngineServicer:
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.GetServerInfoResponse:
-        """Return the properties of this frontend and its engines. docs/guides/gateways.md explains each field, and why
-        some are not set.
+        """Return the properties of this frontend and of its engines. docs/guides/gateways.md explains each field, and
+        why some fields are not set.
         """
         infos = list((await ask_all(self._llm.engines, "engine_info")).values())
         dtypes = {info.get("dtype", "") for info in infos}
@@ -225,8 +231,8 @@ class VllmEngineServicer:
         )
 
     def _media_info(self, media: Sequence[MediaLimits], dtype: str) -> dict[str, Any]:
-        """Return the fields about media. Gateways send tensors as the model's processor produces them; engines
-        normalize pixels.
+        """Return the fields of the answer about media. Gateways send tensors as the model's processor produces them,
+        and engines normalize the pixels.
         """
         schemes = ["data", "http", "https"] if self._media.allowed_domains else ["data"]
         return {
@@ -240,7 +246,7 @@ class VllmEngineServicer:
         }
 
     def _kv_info(self) -> dict[str, Any]:
-        """Return the fields about KV transfer. Engines with the same fingerprint can exchange blocks."""
+        """Return the fields of the answer about KV transfer. Engines with the same fingerprint can exchange KV blocks."""
         known, connector = self._llm.engines.view.cluster(), self._llm.gateway.connector
         giving = [e for e in known if connector != CONNECTOR or (e.kv_address and e.kv_fingerprint)]
         if not giving:
@@ -256,7 +262,7 @@ class VllmEngineServicer:
         }
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Context) -> pb.GetLoadsResponse:
-        """Return the load of each engine."""
+        """Return the load of each engine that has a rank."""
         loads = self._llm.engines.view.rank_loads()
         if request.HasField("dp_rank"):
             loads = [load for load in loads if load.rank == request.dp_rank]
@@ -283,7 +289,7 @@ class VllmEngineServicer:
     async def GetTokenizer(
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        """Stream a zip archive of the tokenizer's files. The last piece has the archive's SHA-256."""
+        """Stream a zip archive of the tokenizer's files. The last piece has the SHA-256 of the archive."""
         data, sha256 = await self._bundle.get()
         for start in range(0, len(data), _CHUNK_BYTES):
             stop = start + _CHUNK_BYTES
@@ -292,8 +298,8 @@ class VllmEngineServicer:
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Stream the content of the engines' prefix caches, and then all changes. In the stream, every engine is a rank
-        with its own sequence numbers.
+        """Stream the current content of the engines' prefix caches, and after that all changes. In the stream, every
+        engine is a rank that has its own sequence numbers.
         """
         if request.start_sequence_number:
             raise OutOfRange(
@@ -308,7 +314,8 @@ class VllmEngineServicer:
             raise Unimplemented("the engines do not publish KV cache events; set cache.enable_kv_events to true")
         subscription = self._kv_events.subscribe()
         context.add_done_callback(lambda _: subscription.close())  # type: ignore[arg-type]  # its stub is no Protocol
-        await context.send_initial_metadata(())  # subscribers wait for the metadata, and the first event may take long
+        # subscribers wait for the initial metadata, and it may take long until the first event comes
+        await context.send_initial_metadata(())
         num_events = 0
         async for batch in subscription:
             yield kv_event_batch(batch, num_events + 1)
@@ -317,8 +324,8 @@ class VllmEngineServicer:
     async def FlushCache(
         self, request: common_pb2.FlushCacheRequest, context: Context
     ) -> common_pb2.FlushCacheResponse:
-        """Clear the prefix caches. If engines refuse because requests are running, retry for up to ``timeout_s``
-        seconds.
+        """Clear the prefix caches of the engines. If engines refuse because requests are running, retry for at most
+        ``timeout_s`` seconds.
         """
         if not 0.0 <= request.timeout_s < math.inf:
             raise InvalidArgument(
@@ -340,12 +347,12 @@ class VllmEngineServicer:
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> common_pb2.ProfileResponse:
-        """Start the engines' profilers. The configuration sets the profilers' options."""
+        """Start the profilers of the engines. The options of the profilers come from the configuration."""
         refuse_set(request, _PROFILE_OPTIONS)
         await ask_all(self._llm.engines, "start_profile")
         return common_pb2.ProfileResponse(success=True, message="profiling")
 
     async def StopProfile(self, request: common_pb2.StopProfileRequest, context: Context) -> common_pb2.ProfileResponse:
-        """Stop the profilers. The message has the paths of the traces on the engines' machines."""
+        """Stop the profilers of the engines. The returned message has the paths of the traces on the engines' machines."""
         paths = (await ask_all(self._llm.engines, "stop_profile")).values()
         return common_pb2.ProfileResponse(success=True, message=", ".join(path for each in paths for path in each))

@@ -1,4 +1,4 @@
-"""Media of ``vllm.grpc.engine``: conversion of token ids with tensors or media references to mixed prompts."""
+"""Media of ``vllm.grpc.engine``: conversion of token ids with tensors or with references to media to mixed prompts."""
 
 import itertools
 import sys
@@ -16,9 +16,9 @@ from penstock_frontend.api.media_sources import source_of_url
 from penstock_frontend.call_types import Features, MediaPart, MixedPrompt, Part
 
 MAX_ITEMS = 1024
-"""Maximum number of media items per batch. The configured limit applies later."""
+"""Maximum number of media items in one batch. The limit in the configuration is checked later."""
 Anchor = Callable[[Modality], int]
-"""Function that returns the token that represents a media item before expansion.
+"""Function that returns the token that stands for a media item before it is replaced by the tokens of the item.
 
 The function raises InvalidArgument if the model does not support the modality.
 """
@@ -33,14 +33,14 @@ _MAIN_TENSOR: Mapping[Modality, str] = {
     "audio": "input_features",
     "video": "pixel_values_videos",
 }
-"""Names that transformers' processors use for the tensor that this protocol calls ``pixel_values``, by modality."""
+"""Name that transformers' processors use for the tensor that is called ``pixel_values`` in this protocol, by modality."""
 _DTYPES: Mapping[str, TensorDtype] = {name: name for name in DTYPE_BYTES}
 _WIDENED = "uint32"
 """Data type of sizes in this protocol. It is converted to int64, the type that transformers' processors use."""
 
 
 class _Placed(NamedTuple):
-    """A media item, and the range of token ids that it replaces."""
+    """A media item, and the range of token ids in the prompt that it replaces."""
 
     start: int
     stop: int
@@ -49,12 +49,14 @@ class _Placed(NamedTuple):
 
 
 def with_tensors(token_ids: Sequence[int], batches: Sequence[tuple[pb.MultimodalInputs, str]]) -> MixedPrompt:
-    """Return the prompt with preprocessed items at their placeholders. ``batches``: pairs of a batch and its path.
+    """Return the prompt with preprocessed media items at their placeholders. ``batches`` has pairs of a batch and its
+    path.
 
     The token ids at placeholders are ignored, because an item's tensors determine its tokens. Hashes from clients are
     also ignored.
 
-    Raises InvalidArgument if tensors and placeholders do not match, Unimplemented for tensors outside the message.
+    Raises InvalidArgument if tensors and placeholders do not match, and Unimplemented for tensors that are not in the
+    message.
     """
     placed = [item for message, path in batches for item in _items(message, path, len(token_ids))]
     placed.sort(key=lambda item: item.start)
@@ -65,7 +67,9 @@ def with_tensors(token_ids: Sequence[int], batches: Sequence[tuple[pb.Multimodal
 
 
 def with_references(token_ids: Sequence[int], refs: pb.MediaRefs, anchor: Anchor) -> MixedPrompt:
-    """Return the prompt with each media item at its anchor token. Raises InvalidArgument if an anchor is missing."""
+    """Return the prompt with each media item at its anchor token. Raises InvalidArgument if the anchor token of an item
+    is missing.
+    """
     placed: list[_Placed] = []
     begin = 0
     _check_count("media_refs.items", len(refs.items))
@@ -139,7 +143,7 @@ def _check_count(field: str, count: int) -> None:
 
 
 def _split(message: pb.MultimodalInputs, modality: Modality, path: str, count: int) -> list[dict[str, TensorData]]:
-    """Return the tensors of each of ``count`` items, under transformers' names."""
+    """Return the tensors of each of ``count`` items, by the names that transformers uses."""
     wire = message.encoder_input_key or "pixel_values"
     given = {wire: _tensor(message.pixel_values, f"{path}.pixel_values")} if message.HasField("pixel_values") else {}
     for name, tensor in message.model_specific_tensors.items():
@@ -148,7 +152,7 @@ def _split(message: pb.MultimodalInputs, modality: Modality, path: str, count: i
     sizes = set(message.flat_keys.values())
     for name, data in given.items():
         if name in sizes and name not in message.flat_keys:
-            continue  # a tensor of this protocol only: it has the sizes by which another tensor is split
+            continue  # only this protocol has this tensor: it contains the sizes by which another tensor is split
         field = f"{path}.{name[:64]}"
         kept = _MAIN_TENSOR[modality] if name == "pixel_values" else name
         if name in message.flat_keys:
@@ -165,7 +169,7 @@ def _split(message: pb.MultimodalInputs, modality: Modality, path: str, count: i
 
 
 def _sizes(given: Mapping[str, TensorData], name: str, field: str, count: int) -> list[int]:
-    """Return the number of rows of each item in the tensor ``field``."""
+    """Return the number of rows that each item has in the tensor ``field``."""
     of = given.get(name)
     if of is None or of.dtype not in ("int64", "int32"):
         raise InvalidArgument(
@@ -183,7 +187,7 @@ def _sizes(given: Mapping[str, TensorData], name: str, field: str, count: int) -
 
 
 def _cut(tensor: TensorData, rows: Sequence[int], field: str) -> list[TensorData]:
-    """Split a tensor into pieces. ``rows``: number of rows of each piece."""
+    """Split a tensor into pieces along its first dimension. ``rows`` has the number of rows of each piece."""
     if not tensor.shape or min(rows) < 0 or sum(rows) != tensor.shape[0]:
         raise InvalidArgument(
             f"{field} has shape {list(tensor.shape)}; its first dimension must be {sum(rows)}, the sum of the sizes",

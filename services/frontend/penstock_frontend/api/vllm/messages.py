@@ -1,4 +1,4 @@
-"""Conversion between ``vllm.grpc.engine`` messages and domain types: requests, outputs, and embeddings."""
+"""Conversion between ``vllm.grpc.engine`` messages and domain types, for requests, outputs, and embeddings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def context_of(
 ) -> RequestContext:
     """Return the request context of a message and its call. Raises InvalidArgument.
 
-    ``time_left``: seconds until the call's deadline.
+    ``time_left`` is the number of seconds until the deadline of the call.
     """
     context = msgspec.structs.replace(
         context_of_call(metadata, deadline=deadline_after(time_left)), external_request_id=message.request_id
@@ -58,19 +58,19 @@ _SAME_NAMES = [
     for field in pb.SamplingParams.DESCRIPTOR.fields
     if field.name in SamplingParams.__struct_fields__ and not field.is_repeated
 ]
-"""Fields of the protocol with the same name in SamplingParams. Lists are excluded, because their types differ."""
+"""Fields of the protocol that have the same name in SamplingParams. Lists are not included, because their types differ."""
 
 
 def generate_request(
     message: pb.GenerateRequest, *, metadata: Mapping[str, str], time_left: float | None, anchor: Anchor
 ) -> GenerateRequest:
-    """Return the domain request, without KV transfer parameters.
+    """Return the request of a message as a domain type, without KV transfer parameters.
 
     Args:
-        message: the request message.
+        message: the message with the request.
         metadata: the call's metadata.
         time_left: seconds until the call's deadline, or None.
-        anchor: returns the anchor token of media given as references.
+        anchor: function that returns the anchor token of media items that are given as references.
 
     Raises:
         Unimplemented: a field is not supported yet.
@@ -105,7 +105,9 @@ def _prompt(message: pb.GenerateRequest, kind: str, anchor: Anchor) -> str | Seq
 
 
 def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time_left: float | None) -> PoolingRequest:
-    """Return the domain request for an embedding. ``time_left`` and errors are as in ``generate_request``."""
+    """Return the request for an embedding as a domain type. ``time_left`` and the errors are the same as in
+    ``generate_request``.
+    """
     if not message.HasField("tokenized"):
         raise InvalidArgument("tokenized is not set", field="tokenized")
     return PoolingRequest(
@@ -117,7 +119,7 @@ def embed_request(message: pb.EmbedRequest, *, metadata: Mapping[str, str], time
 
 
 def call_details(context: Any) -> dict[str, Any]:
-    """Return the call's metadata and remaining time, as keyword arguments for ``generate_request``."""
+    """Return the metadata and the remaining time of a call, as keyword arguments for ``generate_request``."""
     return {"metadata": _metadata(context), "time_left": context.time_remaining()}
 
 
@@ -131,10 +133,11 @@ def _metadata(context: Any) -> dict[str, str]:
 
 
 def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
-    """Return all parameters, by the names of ``SamplingParams``. The gateway applies the model's own defaults.
+    """Return all sampling parameters of a message, by the names of ``SamplingParams``. The gateway has applied the
+    model's own defaults.
 
     In this protocol, 0 means unset for most fields. Unset ``n``, ``top_p`` and ``repetition_penalty`` are 1. The answer
-    has only token ids; text is produced only to find stop strings. The token that completes a stop string is included,
+    has only token ids. Text is produced only to find stop strings. The token that completes a stop string is included,
     because gateways cut the text themselves and the token may begin before the stop string. Raises InvalidArgument.
     """
     stop = tuple(message.stop)
@@ -179,11 +182,11 @@ def _constraint(message: pb.SamplingParams) -> StructuredOutput | None:
     return StructuredOutput(**constraint)
 
 
-# Outputs and embeddings.
+# The code below converts outputs and embeddings to messages.
 
 
 def embed_response(result: PoolingResult) -> pb.EmbedResponse:
-    """Return the message for one embedding. Raises TypeError for a result without an embedding."""
+    """Return the message for the embedding in a result. Raises TypeError for a result without an embedding."""
     (output,) = result.outputs
     if output.pooling_output is None:
         raise TypeError("the pooling output has no embedding")
@@ -194,9 +197,10 @@ def embed_response(result: PoolingResult) -> pb.EmbedResponse:
 class GenerateResponses:
     """Makes the messages for the outputs of one call.
 
-    When streaming, each output becomes a chunk with the new tokens. After the last chunk of a sequence comes its
-    ``complete`` message, which repeats the tokens of that chunk and has the total counts. Without streaming, the answer
-    has only ``complete`` messages, with all tokens. The first message of sequence 0 has the prompt's log-probabilities.
+    In a stream, each output becomes a chunk with the new tokens. After the last chunk of a sequence comes its
+    ``complete`` message, which repeats the tokens of that chunk and has the total counts. If the call is not a stream,
+    the answer has only ``complete`` messages, with all tokens. The first message of sequence 0 has the prompt's
+    log-probabilities.
     """
 
     def __init__(self, request: GenerateRequest, live: LiveRequest, *, stream: bool) -> None:
@@ -206,7 +210,7 @@ class GenerateResponses:
         self._prompt_top: int | None = request.sampling["prompt_logprobs"]
 
     def of(self, output: RequestOutput) -> Iterator[pb.GenerateResponse]:
-        """Yield the messages for an output."""
+        """Yield the messages for one output."""
         if self._stream:
             yield pb.GenerateResponse(chunk=self._chunk(output))
         if output.finish is not None:
@@ -258,7 +262,7 @@ def _output_logprobs(logprobs: Logprobs | None, top: int | None) -> pb.OutputLog
 def _input_logprobs(
     logprobs: Logprobs | None, prompt_token_ids: Sequence[int], top: int | None
 ) -> pb.InputLogProbs | None:
-    """Return one position per prompt token. The first position has no log-probability."""
+    """Return the log-probability of each prompt token, one per position. The first position has no log-probability."""
     if logprobs is None:
         return None
     values = [pb.InputTokenLogProb(value=logprobs.logprobs[start]) for start in logprobs.offsets[:-1]]
@@ -270,7 +274,9 @@ def _input_logprobs(
 
 
 def _top_logprobs(logprobs: Logprobs) -> list[pb.TopLogProbs]:
-    """Return the most likely tokens of each position. The first entry of a position, the chosen token, is left out."""
+    """Return the most likely tokens of each position. The first entry of each position is left out, because it is the
+    chosen token.
+    """
     return [
         pb.TopLogProbs(values=logprobs.logprobs[start + 1 : stop], token_ids=logprobs.token_ids[start + 1 : stop])
         for start, stop in zip(logprobs.offsets, logprobs.offsets[1:], strict=False)

@@ -1,1 +1,1 @@
-"""Embedding, rerank, score and classification routes, in the forms of vLLM, Jina and Cohere."""
+"""Routes for embeddings, reranking, scores and classes, in the forms of vLLM, Jina and Cohere."""

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: embeddings of inputs."""
+"""Route ``/v1/embeddings``, which computes embeddings of inputs."""
 
 import functools
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _ENCODINGS = ("float", "base64")
 
 
 class EmbeddingRequest(TruncationFields, kw_only=True):
-    """Body of ``/v1/embeddings``. ``input``: a text, texts, token ids, or lists of them.
+    """Request body of ``/v1/embeddings``. ``input`` is a text, token ids, or a list of texts or of lists of token ids.
 
     Most other fields are those of vLLM. ``messages`` is a conversation that is the only input. ``normalize``, also
     called ``use_activation``, defaults to the model's setting. ``embedding_types``, a field of Cohere, is a list with
@@ -58,7 +58,7 @@ class EmbeddingRequest(TruncationFields, kw_only=True):
 
 
 class Embedding(msgspec.Struct, frozen=True, kw_only=True):
-    """The embedding of an input: numbers, or float32 bytes (little-endian) in base64."""
+    """The embedding of one input: numbers, or float32 bytes (little-endian) in base64."""
 
     object: str = "embedding"
     index: int
@@ -73,7 +73,7 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
 
 
 class EmbeddingList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, in the order of the inputs."""
+    """Answer of ``/v1/embeddings``, with the embeddings in the order of the inputs."""
 
     id: str
     object: str = "list"
@@ -91,7 +91,7 @@ class Embeddings:
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Embed the inputs. Raises RequestFailed."""
+        """Compute the embeddings of the inputs. Raises RequestFailed."""
         body = await given.decode(EmbeddingRequest)
         check_range("dimensions", body.dimensions, 1, _INT32 - 1)
         truncation = truncation_of(body)
@@ -110,7 +110,7 @@ class Embeddings:
         request = await self._with_inputs(request, body, given)
         result, request_id = await pooled(self._llm, request, given)
         usage = EmbeddingUsage(result.prompt_tokens, result.prompt_tokens)
-        # The JSON encoder copies a msgspec.Raw unchanged.
+        # The JSON encoder copies a msgspec.Raw without changes.
         data = cast(
             Sequence[Embedding],
             await written(
@@ -146,14 +146,16 @@ class Embeddings:
             request,
             inputs=[rendered.prompt],
             fields=["messages"],
-            add_special_tokens=bool(body.add_special_tokens),  # the template writes the special tokens
+            # the chat template writes the special tokens, so the tokenizer must not add them
+            add_special_tokens=bool(body.add_special_tokens),
         )
 
 
 def _encoding_of(body: EmbeddingRequest) -> str | None:
-    """Return the encoding of the embeddings.
+    """Return the encoding in which the answer has the embeddings.
 
-    Raises InvalidArgument if two fields set different encodings, Unimplemented if one field lists several encodings.
+    Raises InvalidArgument if two fields set different encodings, and Unimplemented if one field lists several
+    encodings.
     """
     types = body.embedding_types
     if not types:

@@ -1,4 +1,4 @@
-"""Body fields shared by pooling routes: inputs, normalization, and truncation."""
+"""Body fields that the pooling routes share: inputs, normalization, and truncation."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.outputs.pooling import vectors_of
 
-# Truncation of inputs that are too long, under the names of various servers.
+# The code below truncates inputs that are too long. Its fields have the names of various servers.
 
 _NUMBER_BYTES = 4
 _ENCODER = msgspec.json.Encoder()
@@ -30,13 +30,15 @@ _SIDES: Mapping[str, Mapping[str, Truncation]] = {
     "truncation_direction": {"right": "end", "left": "start"},
     "truncate": {"end": "end", "start": "start"},
 }
-"""Fields that select the end to truncate. The values map the words of a field, in lower case, to that end."""
+"""Fields that select the side at which inputs are truncated. The values map each word that a field allows, in lower
+case, to that side.
+"""
 
 _NO_CUT = ("NONE", "none", "None")
 
 
 class TruncationFields(ContextFields, kw_only=True):
-    """Truncation fields.
+    """Body fields about the truncation of inputs.
 
     ``truncate_prompt_tokens`` (vLLM): maximum number of tokens of an input; -1 means the model's maximum.
     ``truncation_side`` (vLLM) and ``truncation_direction`` (TEI): the side that is cut off; the default is ``right``.
@@ -52,7 +54,7 @@ class TruncationFields(ContextFields, kw_only=True):
 
 
 def truncation_of(body: TruncationFields) -> Truncation | None:
-    """Return the end at which inputs that are too long are truncated, as in ``PoolingRequest.truncation``.
+    """Return the side at which inputs that are too long are truncated, as in ``PoolingRequest.truncation``.
 
     Raises:
         InvalidArgument: A field is out of range, or two fields contradict each other.
@@ -81,7 +83,9 @@ def _side(name: str, value: bool | str | None) -> Truncation | None:
 
 
 def _agreed(body: TruncationFields, given: Mapping[str, Any]) -> Any:
-    """Return the value of the fields that are set, or None. Raises InvalidArgument if their values differ."""
+    """Return the value of those fields that are set, or None if none is set. Raises InvalidArgument if their values
+    differ.
+    """
     values = {name: value for name, value in given.items() if value is not None}
     for name, value in values.items():
         first = next(iter(values))
@@ -95,12 +99,12 @@ def _agreed(body: TruncationFields, given: Mapping[str, Any]) -> Any:
 
 
 Input: TypeAlias = str | list[str | TokenId | list[TokenId]]
-"""A text, texts, token ids, or lists of them."""
+"""Type of an input field: a text, token ids, or a list of texts or of lists of token ids."""
 
 
 class PoolingFields(TruncationFields, kw_only=True):
-    """Common fields of bodies in vLLM's protocol. If ``use_activation`` is false, the answer has the model's raw
-    scores.
+    """Fields that the bodies in vLLM's protocol share. If ``use_activation`` is false, the answer has the raw scores of
+    the model.
     """
 
     use_activation: bool | None = None
@@ -115,9 +119,9 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | None:
-    """Return whether embeddings are normalized, or None for the model's setting. Raises InvalidArgument.
+    """Return whether embeddings are normalized. Return None if the model's setting applies. Raises InvalidArgument.
 
-    vLLM has both names.
+    vLLM has two names for this field.
     """
     if None not in (normalize, use_activation) and normalize != use_activation:
         raise InvalidArgument(
@@ -129,7 +133,9 @@ def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | 
 
 
 def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], Sequence[str]]:
-    """Return the inputs of a body and their names, both empty for an empty list. Raises InvalidArgument."""
+    """Return the inputs of a body, and the path of each input. Both are empty for an empty list. Raises
+    InvalidArgument.
+    """
     try:
         inputs = split(given, _MANY) if given else []
     except InvalidArgument as e:
@@ -139,13 +145,13 @@ def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], S
 
 
 def usage_of(prompt_tokens: int) -> PoolingUsage:
-    """Return the token counts in the form of the answer."""
+    """Return the token counts of a result, in the form of the answer."""
     return PoolingUsage(prompt_tokens=prompt_tokens, total_tokens=prompt_tokens)
 
 
 async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[PoolingResult, str]:
-    """Return the result of ``request``, and its id. Raises RequestFailed with the body's field names."""
-    given.close()  # the next call admits the request before it does any other work
+    """Return the result of ``request``, and the request's id. Raises RequestFailed, with the field names of the body."""
+    given.close()  # the call below admits the request before it does any other work
     try:
         return await llm.run_pooling(request)
     except RequestFailed as e:
@@ -155,15 +161,15 @@ async def pooled(llm: AsyncLLM, request: PoolingRequest, given: Body) -> tuple[P
 async def written(
     outputs: Sequence[EngineCoreOutput], pace: Pace, numbers: Callable[[Vectors], Any], made: Callable[[int, Any], Any]
 ) -> list[msgspec.Raw]:
-    """Encode the entry of every output as JSON.
+    """Encode the answer's entry for every output as JSON.
 
-    Encoding many numbers is slow, so the work is divided over several turns of the event loop.
+    Encoding many numbers is slow, so the work is divided over several iterations of the event loop.
 
     Args:
-        outputs: the outputs.
-        pace: limits the work per turn.
-        numbers: converts the numbers of an output.
-        made: returns the entry, given the index of the output and the converted numbers.
+        outputs: the engines' outputs, one for each input.
+        pace: limits the work in each iteration of the event loop.
+        numbers: function that converts the numbers of an output.
+        made: function that returns the entry for the index of an output and its converted numbers.
     """
     found = []
     for index, output in enumerate(outputs):
@@ -174,5 +180,5 @@ async def written(
 
 
 def in_base64(vectors: Vectors) -> str:
-    """Return the float32 numbers in base64."""
+    """Return float32 numbers as bytes in base64."""
     return base64.b64encode(vectors.data).decode()

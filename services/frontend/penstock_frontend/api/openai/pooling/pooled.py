@@ -1,4 +1,4 @@
-"""``/pooling`` and ``/classify``, as in vLLM: outputs of pooling models, and classes of inputs."""
+"""Routes ``/pooling`` and ``/classify``, as in vLLM: outputs of pooling models, and classes of inputs."""
 
 import time
 from collections.abc import Sequence
@@ -34,13 +34,16 @@ from penstock_frontend.processing.prompts.pooling import check_pools
 
 _INT32_MAX = 2**31 - 1
 _UNASKED = (PoolingTask.TOKEN_EMBED, PoolingTask.TOKEN_CLASSIFY, PoolingTask.EMBED, PoolingTask.CLASSIFY)
-"""Default tasks, in order of preference. Without a task in the body, the first task that the model supports is used."""
+"""Tasks from which the task is chosen if the body names none, in order of preference. The first task that the model
+supports is used.
+"""
 _VECTORS = (PoolingTask.EMBED, PoolingTask.TOKEN_EMBED)
 _OF_VECTORS = ("dimensions", "normalize")
 
 
 class PoolingBody(PoolingFields, kw_only=True):
-    """Body of ``/pooling``. The default ``task`` is one embedding per token, if the model supports that task.
+    """Request body of ``/pooling``. By default, ``task`` is one embedding for each token, if the model supports this
+    task.
 
     ``dimensions`` and ``normalize`` apply to embeddings. For embeddings, ``use_activation`` means the same as
     ``normalize``.
@@ -56,7 +59,9 @@ class PoolingBody(PoolingFields, kw_only=True):
 
 
 class Pooled(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of an input: numbers, a list of numbers per token, or all numbers as float32 (little-endian) in base64."""
+    """Result of one input: numbers, a list of numbers for each token, or all numbers as float32 bytes (little-endian)
+    in base64.
+    """
 
     index: int
     object: str = "pooling"
@@ -64,7 +69,7 @@ class Pooled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PooledList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, in the order of the inputs."""
+    """Answer of ``/pooling``, with the results in the order of the inputs."""
 
     id: str
     object: str = "list"
@@ -82,7 +87,7 @@ class Pooling:
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Pool the inputs. Raises RequestFailed."""
+        """Compute the results of the inputs. Raises RequestFailed."""
         body = await given.decode(PoolingBody)
         truncation = truncation_of(body)
         check_range("dimensions", body.dimensions, 1, _INT32_MAX)
@@ -90,7 +95,7 @@ class Pooling:
         model = self._llm.inputs.check_model(context.model, context.lora)
         inputs, fields = inputs_of(body.input)
         self._llm.pooling.inputs.check_count(len(inputs), field="input")
-        # Only an engine knows the model's tasks.
+        # Only an engine knows which tasks the model supports.
         await self._llm.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         request = PoolingRequest(
             inputs=inputs,
@@ -101,7 +106,7 @@ class Pooling:
             truncation=truncation,
         )
         result, request_id = await pooled(self._llm, request, given)
-        # The JSON encoder copies a msgspec.Raw unchanged.
+        # The JSON encoder copies a msgspec.Raw without changes.
         numbers = in_base64 if body.encoding_format == "base64" else _numbers
         data = cast(
             Sequence[Pooled],
@@ -142,17 +147,17 @@ def _numbers(vectors: Vectors) -> Sequence[float | list[float]]:
     return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
-# ``/classify``.
+# The code below serves ``/classify``.
 
 
 class ClassificationBody(PoolingFields, kw_only=True):
-    """Body of ``/classify``. ``input``: a text, texts, token ids, or lists of them."""
+    """Request body of ``/classify``. ``input`` is a text, token ids, or a list of texts or of lists of token ids."""
 
     input: Input
 
 
 class Classification(msgspec.Struct, frozen=True, kw_only=True):
-    """Classes of an input.
+    """Classes of one input.
 
     ``probs`` has the probabilities in the order of the model's labels. ``label`` is the label of the most likely class,
     or null if the model has no labels.
@@ -165,7 +170,7 @@ class Classification(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, in the order of the inputs."""
+    """Answer of ``/classify``, with the classes in the order of the inputs."""
 
     id: str
     object: str = "list"
@@ -176,14 +181,14 @@ class ClassificationList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Classifications:
-    """Handler of ``/classify``. ``labels``: names of the model's classes, in order."""
+    """Handler of ``/classify``. ``labels`` are the names of the model's classes, in the order of the class indices."""
 
     def __init__(self, llm: AsyncLLM, *, labels: Sequence[str]) -> None:
         self._llm = llm
         self._labels = labels
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Classify the inputs. Raises RequestFailed."""
+        """Compute the classes of the inputs. Raises RequestFailed."""
         body = await given.decode(ClassificationBody)
         truncation = truncation_of(body)
         context = context_of(call, "classify", body)

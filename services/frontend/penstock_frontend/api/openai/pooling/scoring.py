@@ -1,4 +1,4 @@
-"""``/score`` and ``/rerank``: scores of text pairs, as in vLLM, Jina and Cohere."""
+"""Routes ``/score`` and ``/rerank``: scores of pairs of texts, as in vLLM, Jina and Cohere."""
 
 import time
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from penstock_frontend.call_types import ScoreRequest
 from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.calls.scoring import ScoringCalls
 
-# ``/v1/score`` and ``/score``, as in vLLM.
+# The code below serves ``/v1/score`` and ``/score``, as in vLLM.
 
 _NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
-"""Possible field names of the first and the second side of the pairs."""
+"""Possible names of the two fields with the first and the second texts of the pairs."""
 
 
 class ScoreBody(PoolingFields, kw_only=True):
-    """Body of ``/score``.
+    """Request body of ``/score``.
 
     One of these pairs of fields must be set: ``queries`` and ``documents``, ``queries`` and ``items``, ``text_1`` and
     ``text_2``, ``data_1`` and ``data_2``. The first field has one input, or as many inputs as the second field.
@@ -46,7 +46,7 @@ class ScoreBody(PoolingFields, kw_only=True):
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """Score of a pair."""
+    """Score of one pair of texts."""
 
     index: int
     object: str = "score"
@@ -54,7 +54,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreList(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, in the order of the pairs."""
+    """Answer of ``/score``, with the scores in the order of the pairs."""
 
     id: str
     object: str = "list"
@@ -72,7 +72,7 @@ class Scores:
         self._scoring = scoring
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Score the pairs. Raises RequestFailed."""
+        """Compute the scores of the pairs. Raises RequestFailed."""
         body = await given.decode(ScoreBody)
         truncation = truncation_of(body)
         context = context_of(call, "score", body)
@@ -99,7 +99,7 @@ class Scores:
             truncation=truncation,
             context=context,
         )
-        given.close()  # the call below admits the request first
+        given.close()  # the call below admits the request before it does any other work
         result = await self._scoring.run(request)
         return ScoreList(
             id=result.request_id,
@@ -117,7 +117,7 @@ class _Sides(NamedTuple):
 
 
 def _sides(body: ScoreBody) -> _Sides:
-    """Return the two sides and their field names in the body.
+    """Return the first and the second texts of the pairs, and the names of their fields in the body.
 
     Raises InvalidArgument if no pair of ``_NAMES`` is set, or if several fields of different pairs are set.
     """
@@ -136,19 +136,19 @@ def _sides(body: ScoreBody) -> _Sides:
     )
 
 
-# ``/rerank``, ``/v1/rerank`` and ``/v2/rerank``, as in Jina and Cohere.
+# The code below serves ``/rerank``, ``/v1/rerank`` and ``/v2/rerank``, as in Jina and Cohere.
 
 _INT32_MAX = 2**31 - 1
 
 
 class DocumentBody(msgspec.Struct, frozen=True):
-    """A document as an object with ``text``. Other fields of the object are ignored."""
+    """A document in the form of an object with the field ``text``. Other fields of the object are ignored."""
 
     text: str
 
 
 class RerankBody(PoolingFields, kw_only=True):
-    """Body of ``/rerank``.
+    """Request body of ``/rerank``.
 
     ``documents`` are texts, or objects with ``text``. If ``top_n`` is null or 0, the answer has all documents. If
     ``return_documents`` is false, the answer does not have the texts of the documents.
@@ -161,7 +161,7 @@ class RerankBody(PoolingFields, kw_only=True):
 
 
 class RankedDocument(msgspec.Struct, frozen=True):
-    """A document in the answer."""
+    """Text of a document in the answer."""
 
     text: str
 
@@ -175,7 +175,7 @@ class Ranked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer, sorted by descending score. Documents with equal scores are in the order of the body."""
+    """Answer of ``/rerank``, sorted by score, highest first. Documents with equal scores are in the order of the body."""
 
     id: str
     model: str
@@ -191,7 +191,7 @@ class Reranking:
         self._scoring = scoring
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Rank the documents. Raises RequestFailed."""
+        """Rank the documents by their score for the query. Raises RequestFailed."""
         body = await given.decode(RerankBody)
         truncation = truncation_of(body)
         check_range("top_n", body.top_n, 0, _INT32_MAX)
@@ -209,7 +209,7 @@ class Reranking:
             truncation=truncation,
             context=context,
         )
-        given.close()  # the call below admits the request first
+        given.close()  # the call below admits the request before it does any other work
         result = await self._scoring.run(request)
         order = sorted(range(len(texts)), key=result.scores.__getitem__, reverse=True)
         shown = body.return_documents is not False

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: items, stored responses, and streaming events."""
+"""OpenAI's Responses API: its items, stored responses, and streaming events."""

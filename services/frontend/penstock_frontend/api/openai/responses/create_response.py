@@ -1,4 +1,6 @@
-"""``POST /v1/responses``: continues conversations. Later calls can continue the responses."""
+"""Route ``POST /v1/responses``, which continues a conversation with a new response. Later calls can continue the
+response.
+"""
 
 import functools
 import time
@@ -60,7 +62,7 @@ class ResponseCreation:
         self._store = store
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Continue the conversation. Raises RequestFailed."""
+        """Generate the response to a conversation. Raises RequestFailed."""
         body = await given.decode(ResponseBody)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
@@ -90,7 +92,7 @@ class ResponseCreation:
         self._llm.check_room([demand])
         label = request.context.external_request_id
         source = Source(label, demand, functools.partial(self._chat.run, request), names)
-        # Clients may use one id for several calls, but response ids must be unique.
+        # Clients may use one request id for several calls, but the ids of responses must be unique.
         response_id = f"resp_{uuid.uuid4().hex if call.given_id else call.request_id}"
         making = _Making(self._begun(body, response_id, model, keep=keep), self._llm, body, tenant, messages, tools)
         generation = Generation(self._llm, [source], given)
@@ -123,7 +125,7 @@ class ResponseCreation:
 
 
 class _Making:
-    """Produces one response. ``messages``: the conversation without instructions."""
+    """Produces one response. ``messages`` are the messages of the conversation without instructions."""
 
     def __init__(
         self,
@@ -148,7 +150,7 @@ class _Making:
         self._messages = messages
 
     async def whole(self, generation: Generation[ChatOutput], store: ResponseStore) -> Response:
-        """Return the response after its end. Raises RequestFailed, except for a cancelled response."""
+        """Return the complete response, after it has ended. Raises RequestFailed, but not for a cancelled response."""
         with generation:
             self._begin(generation, store)
             try:
@@ -165,7 +167,7 @@ class _Making:
         return self._writer.response
 
     async def events(self, generation: Generation[ChatOutput], store: ResponseStore) -> AsyncGenerator[Event, None]:
-        """Yield the response's events. An error before the first output is raised. A later error becomes the last
+        """Yield the events of the response. An error before the first output is raised. A later error becomes the last
         event.
         """
         begun = False
@@ -185,7 +187,7 @@ class _Making:
                     store.end(self._tenant, self._writer.response.id)
                     raise
                 self._writer.fail(e)
-            except BaseException:  # the client has disconnected
+            except BaseException:  # the client has disconnected from the stream
                 store.end(self._tenant, self._writer.response.id)
                 raise
         self._end(store)
@@ -207,7 +209,7 @@ def _turns(body: ResponseBody) -> input_items.Turns:
 
 
 def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], chosen: ChosenTools) -> ChatRequest:
-    # Request deltas even for a complete answer, so that the answer has the same items as a stream.
+    # Request deltas even for a response that is not streamed, so that the response has the same items as a stream.
     own = input_items.format_constraint(body.text.format if body.text is not None else None)
     values = {**sampling_fields.values(body, own), "output_kind": OutputKind.DELTA}
     if body.with_logprobs:
@@ -227,7 +229,7 @@ def _request(body: ResponseBody, call: Call, messages: Sequence[ChatMessage], ch
 
 
 def _items(given: str | Sequence[InputItem]) -> list[InputItem]:
-    """Return the input as items with ids and types."""
+    """Return the input of the body as items that have ids and types."""
     if isinstance(given, str):
         part = InputPart(type="input_text", text=given)
         given = [InputItem(type="message", role="user", content=[part])]

@@ -1,4 +1,4 @@
-"""Conversion of input items and tools to domain types, and of outputs to the history of a later response."""
+"""Conversion of input items and tools to domain types, and of outputs to the history for a later response."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from penstock_frontend.call_warnings import WarningKind, warn
 from penstock_frontend.processing.chat.answers import Block, BlockKind
 from penstock_frontend.processing.chat.histories import arguments_text
 
-# Conversion of tool calls and results in the input to domain types or to text in the prompt.
+# The code below converts tool calls and results in the input to domain types, or to text in the prompt.
 
 CALLS = (
     "function_call",
@@ -45,7 +45,7 @@ CALLS = (
     "computer_call",
     "tool_search_call",
 )
-"""Types of tool calls whose result is a separate item, which the client sends."""
+"""Types of tool calls whose result the client sends as a separate item."""
 OUTPUTS = (
     "function_call_output",
     "custom_tool_call_output",
@@ -65,7 +65,7 @@ TEXTS = (
     "mcp_approval_request",
     "mcp_approval_response",
 )
-"""Types of tool calls that OpenAI has run. The call and its result are one item."""
+"""Types of tool calls that OpenAI has run. Each such item contains both the call and its result."""
 SECRETS = ("compaction", "compaction_summary", "context_compaction")
 """Types of encrypted items, which only the server that created them can read."""
 _SHOWN = (
@@ -87,7 +87,7 @@ _SHOWN = (
 
 
 def call_of(item: InputItem, path: str) -> ToolCall:
-    """Return the tool call of an item. Raises InvalidArgument."""
+    """Return the tool call of an item as a domain type. Raises InvalidArgument."""
     call_id, kind = item.call_id or item.id or "", item.type or ""
     if kind in ("function_call", "custom_tool_call"):
         if not item.name:
@@ -102,7 +102,7 @@ def call_of(item: InputItem, path: str) -> ToolCall:
 
 
 def output_of(item: InputItem, path: str) -> str | list[InputPart]:
-    """Return the result of a tool: text and media, or other JSON as text. Raises InvalidArgument."""
+    """Return the result of a tool in an item. It is text and media, or other JSON as text. Raises InvalidArgument."""
     raw = b"" if isinstance(item.output, msgspec.UnsetType) else bytes(item.output)
     if raw in (b"", b"null"):
         shown = {"status": item.status} if item.type == "apply_patch_call_output" else {"tools": item.tools}
@@ -121,7 +121,7 @@ def output_of(item: InputItem, path: str) -> str | list[InputPart]:
 
 
 def text_of(item: InputItem, path: str) -> str:
-    """Return, as text, the item of a tool that OpenAI runs. Warn the client about the conversion."""
+    """Return an item of a tool that OpenAI runs as text. Warn the client about the conversion."""
     shown = {name: value for name in _SHOWN if (value := getattr(item, name)) is not None}
     if not isinstance(item.output, msgspec.UnsetType) and bytes(item.output) != b"null":
         shown["output"] = msgspec.json.decode(bytes(item.output))
@@ -136,7 +136,7 @@ def text_of(item: InputItem, path: str) -> str:
 
 
 def warn_of_secret(item: InputItem, path: str) -> None:
-    """Warn the client about an item that is not in the prompt."""
+    """Warn the client about an encrypted item that is not in the prompt."""
     text = f"is of type '{item.type}' and is left out: only its author can read it"
     warn(WarningKind.HISTORY_LEFT_OUT, path, text)
 
@@ -153,16 +153,17 @@ _TEXT_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 
 
 class Turns(NamedTuple):
-    """The domain messages, and for each message the path of its first item."""
+    """The messages as domain types, with the path of the first item of each message."""
 
     messages: list[ChatMessage]
     places: list[str]
 
 
 def turns_of(given: str | Sequence[InputItem], options: MediaOptions) -> Turns:
-    """Convert the input to messages. Consecutive items of the assistant (reasoning, text, calls) become one message.
+    """Convert the input of a body to messages. Consecutive items of the assistant (reasoning, text and calls) become
+    one message.
 
-    Field paths of media are relative to their items. Raises InvalidArgument and Unimplemented.
+    The field paths of media are relative to the items of the media. Raises InvalidArgument and Unimplemented.
     """
     if isinstance(given, str):
         return Turns([ChatMessage(role="user", content=given)], ["input"])
@@ -175,7 +176,7 @@ def turns_of(given: str | Sequence[InputItem], options: MediaOptions) -> Turns:
 
 
 def answered(blocks: Iterable[Block], tools: ServedTools) -> list[ChatMessage]:
-    """Return the output of the assistant as messages. ``tools``: tools of the request that produced the output."""
+    """Return the output of the assistant as messages. ``tools`` are the tools of the request that produced the output."""
     turns = _Turns()
     for block in blocks:
         if block.kind is BlockKind.REASONING:
@@ -190,13 +191,13 @@ def answered(blocks: Iterable[Block], tools: ServedTools) -> list[ChatMessage]:
 
 
 def template_kwargs(body: ResponseBody) -> dict[str, Any]:
-    """Return the variables of the chat template."""
+    """Return the variables of the chat template that the body sets."""
     effort = body.reasoning.effort if body.reasoning else None
     return {**effort_kwargs(effort, "reasoning.effort"), **(body.chat_template_kwargs or {})}
 
 
 def format_constraint(format_: FormatBody | None) -> Constraint | None:
-    """Return the constraint from ``text.format``, or None. Raises InvalidArgument."""
+    """Return the output constraint in ``text.format``. Return None if there is none. Raises InvalidArgument."""
     head, field = "text.format", "text.format.schema"
     match format_.type if format_ else "text":
         case "text":
@@ -214,13 +215,13 @@ def format_constraint(format_: FormatBody | None) -> Constraint | None:
 
 
 def names(body: ResponseBody, places: Sequence[str], before: int, chosen: ChosenTools) -> Mapping[str, str]:
-    """Return a map from our field names to the client's field names, for errors.
+    """Return the map from Penstock's field names to the client's field names, for errors.
 
     Args:
-        body: the body.
-        places: paths of the input's messages.
-        before: number of messages before the input's messages.
-        chosen: the tools.
+        body: the body of the request.
+        places: paths of the messages of the input.
+        before: number of messages that precede the messages of the input.
+        chosen: the tools that the model may call.
     """
     own = format_constraint(body.text.format if body.text is not None else None)
     return {
@@ -236,9 +237,10 @@ def names(body: ResponseBody, places: Sequence[str], before: int, chosen: Chosen
 
 
 class _Turns:
-    """Messages under construction.
+    """Messages that are still being put together.
 
-    New content of the assistant is added to its last message if chat templates write it after the existing content.
+    New content of the assistant is added to its last message, if chat templates write the new content after the
+    existing content.
     """
 
     def __init__(self) -> None:
@@ -264,7 +266,7 @@ class _Turns:
         self._change(reasoning=(self._open.reasoning if self._open else "") + text)
 
     def noted(self, text: str) -> None:
-        """Add a note about a tool between the assistant's texts."""
+        """Add a note about a tool between the texts of the assistant."""
         if self._open is None or self._open.tool_calls or not isinstance(self._open.content, str | None):
             self._begin()
         said = self._open.content if self._open is not None else None
@@ -339,14 +341,16 @@ def _add(turns: _Turns, item: InputItem, path: str, options: MediaOptions) -> No
 def _content(
     content: str | Sequence[InputPart] | None, path: str, name: str, options: MediaOptions
 ) -> str | list[ContentPart]:
-    """Return text, or parts of text and media. Raises Unimplemented for other parts, and errors of ``media_of``."""
+    """Return the content of a message as text, or as parts of text and media. Raises Unimplemented for other parts, and
+    the errors of ``media_of``.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     return [_part(part, path, f"{name}[{index}]", options) for index, part in enumerate(content)]
 
 
 def _part(part: InputPart, path: str, place: str, options: MediaOptions) -> ContentPart:
-    """Convert a part. ``place``: path of the part in its item."""
+    """Convert a part of an item to a domain type. ``place`` is the path of the part in its item."""
     if is_media(part.type):
         media = media_of(part.type, part, f"{path}.{place}", options)
         relative = msgspec.structs.replace(media, field=media.field.removeprefix(f"{path}."))
@@ -361,16 +365,16 @@ def _missing(field: str) -> InvalidArgument:
     return InvalidArgument(f"{field} is not set", field=field, reason="MISSING_FIELD")
 
 
-# Tools and tool choice.
+# The code below converts tools and the tool choice.
 
 SERVED = ("function", "custom", "namespace")
-"""Types of tools that are in the prompt. Other types are left out."""
+"""Types of tools that the prompt describes to the model. Tools of other types are left out."""
 
 
 def tools_of(bodies: Sequence[FunctionTool] | None) -> ServedTools:
     """Return the tools of a body. Raises InvalidArgument.
 
-    A tool in a namespace becomes a function whose name has the namespace as prefix.
+    A tool in a namespace becomes a function whose name begins with the name of the namespace.
     """
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):
@@ -415,7 +419,7 @@ def _add_tool(tools: ServedTools, body: FunctionTool, path: str, namespace: str)
 
 
 def _grammar(body: FunctionTool, path: str) -> tuple[str, str]:
-    """Return syntax and definition of a custom tool's grammar. Both are empty if the tool has no grammar."""
+    """Return the syntax and the definition of the grammar of a custom tool. Both are empty if the tool has no grammar."""
     if isinstance(body.format, msgspec.UnsetType) or body.format is None or body.format.type == "text":
         return "", ""
     if body.format.type != "grammar":

@@ -13,7 +13,7 @@ from penstock_frontend.api.openai.conversation import MediaFields, MediaIoBody
 from penstock_frontend.api.openai.sampling_fields import SamplingFields
 from penstock_frontend.call_warnings import WarningKind, warn
 
-# The body of a call that creates a response.
+# The types below are the body of a call that creates a response.
 
 _INT32_MAX = 2**31 - 1
 _MOST_METADATA = 16
@@ -26,7 +26,7 @@ _HOSTED = (
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 )
-"""Values of ``include`` about items that this server never returns."""
+"""Values of ``include`` that ask for items that this server never returns."""
 
 
 class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
@@ -38,7 +38,8 @@ class InputPart(MediaFields, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An input item: a message, a tool call, a tool result, or reasoning. Output items are accepted as well.
+    """An input item: a message, a tool call, a tool result, or reasoning. Output items of earlier responses are
+    accepted too.
 
     Items of tools that OpenAI runs have additional fields of any form. These fields become text.
     """
@@ -72,7 +73,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Format of a custom tool's input: ``text``, or ``grammar`` with the ``syntax`` ``lark`` or ``regex``."""
+    """Format of the input of a custom tool. It is ``text``, or ``grammar`` with the ``syntax`` ``lark`` or ``regex``."""
 
     type: str
     syntax: str = ""
@@ -80,7 +81,7 @@ class ToolFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
-    """A function that the model may call, a custom tool, or a namespace of tools. Tools of other types are left out.
+    """A tool of a body: a function, a custom tool, or a namespace of tools. Tools of other types are left out.
 
     If a call is required, the function's schema is enforced even if ``strict`` is false.
     """
@@ -95,7 +96,7 @@ class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A tool that may be called. A hosted tool has only a type."""
+    """A tool that the tool choice allows the model to call. A tool that OpenAI hosts has only a type."""
 
     type: str
     name: str = ""
@@ -103,7 +104,7 @@ class AllowedToolBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class ToolChoiceBody(AllowedToolBody, frozen=True, kw_only=True, omit_defaults=True):
-    """Tool choice as an object: the tool that must be called.
+    """Tool choice in the form of an object, which is the tool that must be called.
 
     With the type ``allowed_tools``, the object has the tools that may be called, and ``mode`` says whether one of them
     must be called.
@@ -114,7 +115,7 @@ class ToolChoiceBody(AllowedToolBody, frozen=True, kw_only=True, omit_defaults=T
 
 
 class FormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Format of the text: ``text``, ``json_object``, or ``json_schema``. A schema is always enforced."""
+    """Format of the output text: ``text``, ``json_object``, or ``json_schema``. A schema is always enforced."""
 
     type: str
     name: str = ""
@@ -124,21 +125,25 @@ class FormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TextBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Settings of the text."""
+    """Settings for the output text."""
 
     format: FormatBody | None = None
     verbosity: str | None = None
 
 
 class ReasoningBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasoning effort, passed to the chat template. ``none`` turns reasoning off if the template supports that."""
+    """Reasoning effort, which becomes a variable of the chat template. ``none`` turns reasoning off, if the template
+    supports this.
+    """
 
     effort: str | None = None
     summary: str | None = None
 
 
 class ResponseBody(SamplingFields, kw_only=True):
-    """Body of ``/v1/responses``. ``input``: a text, or items. The sampling fields have vLLM's names."""
+    """Request body of ``/v1/responses``. ``input`` is a text, or a list of items. The sampling fields have vLLM's
+    names.
+    """
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -163,12 +168,14 @@ class ResponseBody(SamplingFields, kw_only=True):
 
     @property
     def with_logprobs(self) -> bool:
-        """True if log-probabilities of the text are requested."""
+        """True if the request asks for the log-probabilities of the text."""
         return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
 
 def check(body: ResponseBody) -> None:
-    """Check the fields that the domain types do not check. Raises InvalidArgument and Unimplemented."""
+    """Check those fields of the body that the conversion to domain types does not check. Raises InvalidArgument and
+    Unimplemented.
+    """
     refuse_fields(body, "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "add_special_tokens")
     sampling_fields.check(body)
     if body.truncation == "auto":
@@ -192,7 +199,7 @@ def check(body: ResponseBody) -> None:
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """Text of a message. ``logprobs`` is set if the request asks for log-probabilities."""
+    """Text of a message item. ``logprobs`` is set if the request asks for log-probabilities."""
 
     text: str
     annotations: Sequence[str] = ()
@@ -200,13 +207,13 @@ class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", ta
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """Reasoning text of the model."""
+    """Text of a reasoning item."""
 
     text: str
 
 
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """A message of the assistant."""
+    """Output item with a message of the assistant."""
 
     id: str
     status: str
@@ -215,7 +222,7 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """Reasoning before the answer, without a summary."""
+    """Output item with the reasoning before the answer. It has no summary."""
 
     id: str
     status: str
@@ -225,7 +232,9 @@ class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """A function call. ``arguments``: a JSON object as text. ``namespace``: set for a function in a namespace."""
+    """Output item with a function call. ``arguments`` is a JSON object as text. ``namespace`` is set if the function is
+    in a namespace.
+    """
 
     id: str
     status: str
@@ -236,7 +245,7 @@ class FunctionCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="typ
 
 
 class CustomCallItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
-    """A call of a custom tool. ``input``: a text."""
+    """Output item with a call of a custom tool. ``input`` is a text."""
 
     id: str
     status: str
@@ -254,20 +263,20 @@ IN_PROGRESS, COMPLETED, INCOMPLETE, FAILED, CANCELLED = "in_progress", "complete
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True):
-    """Number of cached input tokens."""
+    """Details about the number of input tokens: how many were cached."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True):
-    """Number of reasoning tokens in the output."""
+    """Details about the number of output tokens: how many are reasoning."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -290,7 +299,7 @@ class ResponseError(msgspec.Struct, frozen=True):
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """The response, with the settings of its request. Times are seconds since the Unix epoch."""
+    """A response, with the settings of its request. All times are in seconds since the Unix epoch."""
 
     id: str
     object: str = "response"
@@ -320,7 +329,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None
     kv_transfer_params: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
-    """KV transfer parameters of the output. OpenAI's API does not have this field."""
+    """KV transfer parameters of the output. This field is not in OpenAI's API."""
 
 
 class DeletedResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,33 +350,34 @@ class ItemList(msgspec.Struct, frozen=True, kw_only=True):
     has_more: bool
 
 
-# Events. ``sequence_number`` counts events from 0, ``output_index`` counts output items.
+# The types below are streaming events. ``sequence_number`` counts the events from 0, and ``output_index`` counts the
+# output items from 0.
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of all events."""
+    """Base class of streaming events, with the fields that all events have."""
 
     type: str
     sequence_number: int
 
 
 class ResponseEvent(Event, frozen=True, kw_only=True):
-    """``response.created``, ``.in_progress``, ``.completed``, ``.incomplete``, ``.failed``: the current state of the
-    response.
+    """Events ``response.created``, ``.in_progress``, ``.completed``, ``.incomplete`` and ``.failed``. They have the
+    current state of the response.
     """
 
     response: Response
 
 
 class ItemEvent(Event, frozen=True, kw_only=True):
-    """``response.output_item.added`` and ``.done``: start and end of an output item."""
+    """Events ``response.output_item.added`` and ``.done``. They mark the start and the end of an output item."""
 
     output_index: int
     item: OutputItem
 
 
 class PartEvent(Event, frozen=True, kw_only=True):
-    """``response.content_part.added`` and ``.done``: start and end of a part."""
+    """Events ``response.content_part.added`` and ``.done``. They mark the start and the end of a part of an item."""
 
     item_id: str
     output_index: int
@@ -376,7 +386,7 @@ class PartEvent(Event, frozen=True, kw_only=True):
 
 
 class TextDelta(Event, frozen=True, kw_only=True):
-    """``response.output_text.delta``: a further piece of text."""
+    """Event ``response.output_text.delta``. It has the next piece of the text."""
 
     item_id: str
     output_index: int
@@ -386,7 +396,7 @@ class TextDelta(Event, frozen=True, kw_only=True):
 
 
 class TextDone(Event, frozen=True, kw_only=True):
-    """``response.output_text.done``: the complete text."""
+    """Event ``response.output_text.done``. It has the complete text."""
 
     item_id: str
     output_index: int
@@ -396,7 +406,7 @@ class TextDone(Event, frozen=True, kw_only=True):
 
 
 class ReasoningDelta(Event, frozen=True, kw_only=True):
-    """``response.reasoning_text.delta``: a further piece of reasoning."""
+    """Event ``response.reasoning_text.delta``. It has the next piece of the reasoning."""
 
     item_id: str
     output_index: int
@@ -405,7 +415,7 @@ class ReasoningDelta(Event, frozen=True, kw_only=True):
 
 
 class ReasoningDone(Event, frozen=True, kw_only=True):
-    """``response.reasoning_text.done``: the complete reasoning."""
+    """Event ``response.reasoning_text.done``. It has the complete reasoning."""
 
     item_id: str
     output_index: int
@@ -414,7 +424,7 @@ class ReasoningDone(Event, frozen=True, kw_only=True):
 
 
 class ArgumentsDelta(Event, frozen=True, kw_only=True):
-    """``response.function_call_arguments.delta``: a further piece of a call's arguments."""
+    """Event ``response.function_call_arguments.delta``. It has the next piece of the arguments of a function call."""
 
     item_id: str
     output_index: int
@@ -422,7 +432,7 @@ class ArgumentsDelta(Event, frozen=True, kw_only=True):
 
 
 class ArgumentsDone(Event, frozen=True, kw_only=True):
-    """``response.function_call_arguments.done``: the complete arguments of a call."""
+    """Event ``response.function_call_arguments.done``. It has the complete arguments of a function call."""
 
     item_id: str
     output_index: int
@@ -431,7 +441,7 @@ class ArgumentsDone(Event, frozen=True, kw_only=True):
 
 
 class InputDelta(Event, frozen=True, kw_only=True):
-    """``response.custom_tool_call_input.delta``: a further piece of a custom call's input."""
+    """Event ``response.custom_tool_call_input.delta``. It has the next piece of the input of a custom tool's call."""
 
     item_id: str
     output_index: int
@@ -439,7 +449,7 @@ class InputDelta(Event, frozen=True, kw_only=True):
 
 
 class InputDone(Event, frozen=True, kw_only=True):
-    """``response.custom_tool_call_input.done``: the complete input of a custom call."""
+    """Event ``response.custom_tool_call_input.done``. It has the complete input of a custom tool's call."""
 
     item_id: str
     output_index: int

@@ -18,7 +18,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Running(NamedTuple):
-    """A response in progress: its current state, its input, and a function that cancels it."""
+    """A response in progress, with its current state, its input, and a function that cancels it."""
 
     response: Response
     items: Sequence[InputItem]
@@ -26,7 +26,7 @@ class Running(NamedTuple):
 
 
 class _Output(msgspec.Struct, frozen=True):
-    """The output of a stored response, as items that a later input can contain."""
+    """Output of a stored response, in the form of items that the input of a later call can contain."""
 
     output: list[InputItem]
 
@@ -43,44 +43,44 @@ class Kept(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """Size of the stored response in bytes."""
         return len(self.response) + len(self.items) + len(self.messages)
 
 
 class ResponseStore:
     """In-memory store of responses, by tenant and id. A tenant can access only its own responses.
 
-    If the store has too many responses or bytes, it drops the oldest response of the tenant with the most bytes. So a
-    tenant cannot displace the responses of tenants that use less memory.
+    If the store has too many responses or bytes, it drops the oldest response of the tenant with the most bytes. A
+    tenant can therefore not displace the responses of tenants that use less memory.
     """
 
     def __init__(self, config: ResponsesConfig) -> None:
         self._config = config
         self._kept: dict[str, OrderedDict[str, Kept]] = {}
         self._holders: dict[str, dict[str, str]] = {}
-        """Map from tenant and item id to the id of the response whose output has the item."""
+        """Id of the response whose output has a given item, by tenant and item id."""
         self._sizes: dict[str, int] = {}
         self._running: dict[tuple[str, str], Running] = {}
 
     @property
     def enabled(self) -> bool:
-        """True if responses are stored."""
+        """True if this server stores responses."""
         return self._config.max_stored > 0
 
     def begin(self, tenant: str, running: Running) -> None:
-        """Add a response in progress, which will be stored when it ends."""
+        """Add a response in progress. It will be stored when it ends."""
         self._running[tenant, running.response.id] = running
 
     def end(self, tenant: str, response_id: str) -> bool:
-        """Remove a response in progress. Return False if the store does not have it, for example because a client
-        deleted it. Idempotent.
+        """Remove a response in progress. Return False if the store does not have the response any more, for example
+        because a client deleted it. Idempotent.
         """
         return self._running.pop((tenant, response_id), None) is not None
 
     def keep(
         self, tenant: str, response: Response, items: Sequence[InputItem], messages: Sequence[ChatMessage]
     ) -> None:
-        """Store a response that has ended. A response that alone exceeds the size limit is not stored."""
+        """Store a response that has ended. A response that is larger than the size limit of the store is not stored."""
         item_ids = [item.id for item in response.output]
         kept = Kept(_ENCODER.encode(response), _ENCODER.encode(items), _ENCODER.encode(messages), item_ids)
         if kept.size > self._config.max_stored_bytes:
@@ -93,11 +93,11 @@ class ResponseStore:
             self._drop(largest, next(iter(self._kept[largest])))
 
     def running(self, tenant: str, response_id: str) -> Running | None:
-        """Return the response if it is in progress, else None."""
+        """Return the response with this id if it is in progress. Otherwise return None."""
         return self._running.get((tenant, response_id))
 
     def get(self, tenant: str, response_id: str, *, field: str = "response_id") -> Kept:
-        """Return a stored response. Raises NotFound, and InvalidArgument if no responses are stored."""
+        """Return a stored response. Raises NotFound, and InvalidArgument if the server stores no responses."""
         self._check_enabled(field)
         of_tenant = self._kept.get(tenant)
         if of_tenant is None or (found := of_tenant.get(response_id)) is None:
@@ -108,12 +108,12 @@ class ResponseStore:
         return found
 
     def messages(self, tenant: str, response_id: str) -> list[ChatMessage]:
-        """Return the conversation up to the end of a response. Raises the errors of ``get``."""
+        """Return the messages of the conversation up to the end of a response. Raises the errors of ``get``."""
         kept = self.get(tenant, response_id, field="previous_response_id")
         return msgspec.json.decode(kept.messages, type=list[ChatMessage])
 
     def holder(self, tenant: str, item_id: str, *, field: str) -> str:
-        """Return the id of the stored response whose output has the item.
+        """Return the id of the stored response whose output has an item.
 
         Raises:
             NotFound: No stored response of the tenant has the item.
@@ -129,11 +129,13 @@ class ResponseStore:
         return found
 
     def output(self, tenant: str, response_id: str) -> list[InputItem]:
-        """Return the output of a response, as items that a later input can contain. Raises the errors of ``get``."""
+        """Return the output of a response, in the form of items that the input of a later call can contain. Raises the
+        errors of ``get``.
+        """
         return msgspec.json.decode(self.get(tenant, response_id).response, type=_Output).output
 
     def delete(self, tenant: str, response_id: str) -> None:
-        """Delete a response. A response in progress is cancelled. Raises the errors of ``get``."""
+        """Delete a response. If the response is in progress, it is also cancelled. Raises the errors of ``get``."""
         if (running := self._running.pop((tenant, response_id), None)) is not None:
             running.cancel()
             return
@@ -161,13 +163,13 @@ class ResponseStore:
             )
 
 
-# Input items that refer to an item of a stored response by its id.
+# The code below replaces input items that refer to an item of a stored response by its id.
 
 _REFERENCE = "item_reference"
 
 
 def resolved(given: str | list[InputItem], store: ResponseStore, tenant: str) -> str | list[InputItem]:
-    """Return the input. Each reference to a stored item is replaced by that item.
+    """Return the input, in which each reference to a stored item is replaced by that item.
 
     Raises:
         NotFound: None of the tenant's stored responses has the item that a reference names.
@@ -187,7 +189,7 @@ def resolved(given: str | list[InputItem], store: ResponseStore, tenant: str) ->
     return items
 
 
-# ``/v1/responses/{id}``.
+# The code below serves ``/v1/responses/{id}``.
 
 _MAX_PAGE = 100
 _PAGE = 20
@@ -195,13 +197,13 @@ _ORDERS = ("desc", "asc")
 
 
 class _Ended(msgspec.Struct, frozen=True):
-    """Fields read from a stored response."""
+    """Fields of a stored response that the handlers read."""
 
     status: str
 
 
 class StoredResponses:
-    """Handlers of ``/v1/responses/{id}``."""
+    """Handlers of the routes ``/v1/responses/{id}``."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
@@ -209,11 +211,13 @@ class StoredResponses:
     async def get(self, call: Call, given: Body) -> Answer:
         """Return the current state of a response. Raises NotFound."""
         if call.query.get("stream") == "true":
-            raise Unimplemented("stream is true, but a stored response cannot be streamed", field="stream")
+            raise Unimplemented(
+                "stream is true, but a stored response cannot be streamed; set stream to false", field="stream"
+            )
         tenant, response_id = _whose(call)
         if (running := self._store.running(tenant, response_id)) is not None:
             return running.response
-        # The JSON encoder copies a msgspec.Raw unchanged.
+        # The JSON encoder copies a msgspec.Raw without changes.
         return cast(Response, msgspec.Raw(self._store.get(tenant, response_id).response))
 
     async def delete(self, call: Call, given: Body) -> Answer:
@@ -223,8 +227,8 @@ class StoredResponses:
         return DeletedResponse(id=response_id)
 
     async def cancel(self, call: Call, given: Body) -> Answer:
-        """Cancel a response in progress, and return it with its output so far. Raises NotFound, and InvalidArgument if
-        the response has ended.
+        """Cancel a response in progress, and return it with the output that it has so far. Raises NotFound, and
+        InvalidArgument if the response has ended.
         """
         tenant, response_id = _whose(call)
         if (running := self._store.running(tenant, response_id)) is not None:
@@ -238,7 +242,7 @@ class StoredResponses:
         )
 
     async def items(self, call: Call, given: Body) -> Answer:
-        """Return a page of a response's input items. Raises NotFound and InvalidArgument."""
+        """Return a page of the input items of a response. Raises NotFound and InvalidArgument."""
         tenant, response_id = _whose(call)
         running = self._store.running(tenant, response_id)
         kept = msgspec.json.encode(running.items) if running else self._store.get(tenant, response_id).items

@@ -40,9 +40,9 @@ E = TypeVar("E", bound=response.Event)
 
 
 class ResponseWriter:
-    """Converter of outputs into events, which also tracks the current state of the response.
+    """Converts outputs into events of a response, and keeps track of the current state of the response.
 
-    ``reasoning``: whether the response shows reasoning. ``top_logprobs``: None for no log-probabilities.
+    ``reasoning`` is True if the response shows reasoning. ``top_logprobs`` is None for no log-probabilities.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class ResponseWriter:
         self._number = 0
 
     def begin(self) -> Iterator[response.Event]:
-        """Yield the first events."""
+        """Yield the events at the start of the response."""
         yield self._event(response.ResponseEvent, "response.created", response=self.response)
         yield self._event(response.ResponseEvent, "response.in_progress", response=self.response)
 
     def take(self, output: ChatOutput) -> Iterator[response.Event]:
-        """Yield the events of a piece of output. After the last piece, ``response`` has its final state."""
+        """Yield the events for a piece of output. After the last piece, ``response`` is in its final state."""
         output = self._inputs.read(output)
         logprobs = self._logprobs_of(output)
         for piece in self.blocks.push(output):
@@ -93,7 +93,7 @@ class ResponseWriter:
         return self._event(response.ResponseEvent, f"response.{kind}", response=self.response)
 
     def fail(self, error: Exception) -> None:
-        """End the response with an error. The response keeps its output so far."""
+        """End the response with an error. The output so far stays in the response."""
         if isinstance(error, Cancelled):
             self._end(response.CANCELLED)
             return
@@ -218,7 +218,8 @@ class ResponseWriter:
         return block.kind is BlockKind.CALL and (tool := self._tools.called(block.name)) is not None and tool.custom
 
     def _logprobs_of(self, output: ChatOutput) -> list[ContentLogprob]:
-        """Return the log-probabilities for the text of a piece, including those of earlier tokens without text.
+        """Return the log-probabilities for the text of a piece. They include those of earlier tokens whose text arrives
+        only now.
 
         Reasoning and tool calls have no log-probabilities.
         """
@@ -238,7 +239,7 @@ class ResponseWriter:
 
 
 def _of_text(logprobs: Sequence[ContentLogprob], text: str) -> Sequence[ContentLogprob]:
-    """Return the log-probabilities of the last tokens that form ``text``. Earlier tokens may belong to a tag."""
+    """Return the log-probabilities of the last tokens, which form ``text``. The tokens before them may belong to a tag."""
     size, begin = len(text.encode()), len(logprobs)
     while begin and size > 0:
         begin -= 1
@@ -248,5 +249,5 @@ def _of_text(logprobs: Sequence[ContentLogprob], text: str) -> Sequence[ContentL
 
 
 def _status(block: Block, blocks: Sequence[Block], *, complete: bool) -> str:
-    """Return the status of a block. In an incomplete response, only the last block is incomplete."""
+    """Return the status of a block of the response. If the response is incomplete, only its last block is incomplete."""
     return response.COMPLETED if complete or block is not blocks[-1] else response.INCOMPLETE
