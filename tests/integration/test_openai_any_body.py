@@ -95,4 +95,4 @@ async def test_no_depth_of_nesting_is_a_defect_of_ours(tmp_path: Path) -> None:
             for path, body in bodies.items():
                 response = await api.http.post(path, content=body)
                 assert response.status_code in (200, 400), (depth, path, response.text)
-                assert depth <= 512 or "nest more than 512 deep" in response.text
+                assert depth <= 512 or "nested more than 512 levels deep" in response.text

@@ -166,7 +166,7 @@ async def test_a_body_that_is_no_json_object_is_refused(api: OpenAIServer, raw: 
 async def test_a_body_that_nests_without_end_is_refused(api: OpenAIServer, path: str) -> None:
     status, error = await error_of(api, b'{"unknown":' * 5000, path)
     assert (status, error["code"]) == (400, "body_too_complex")
-    assert error["message"] == "the body's lists and objects nest more than 512 deep"
+    assert error["message"] == "the body's lists and objects are nested more than 512 levels deep"
 
 
 async def test_a_missing_prompt_is_named(api: OpenAIServer) -> None:

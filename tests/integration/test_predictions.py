@@ -182,7 +182,7 @@ async def test_openais_prediction_is_taken(api: OpenAIServer, engine: FakeEngine
         (
             {"prediction": {"type": "content", "content": [{"type": "image_url"}]}},
             "prediction.content[0].type",
-            "prediction.content[0].type is 'image_url'; only 'text' is served",
+            "prediction.content[0].type is 'image_url'; only 'text' is supported",
         ),
         (
             {"prediction": {"type": "content", "content": "a" * 200}},

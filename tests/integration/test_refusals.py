@@ -100,7 +100,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "structured_outputs.regx is not a known field; did you mean 'regex'?",
     ),
     # the error shows values in JSON notation
-    (RESPONSES, {"background": True}, "background", "background is true; only false is served"),
+    (RESPONSES, {"background": True}, "background", "background is true; only false is supported"),
     (CHAT, {"modalities": ["text", "audio"]}, "modalities", 'modalities is ["text","audio"]; it must be ["text"]'),
     (
         "/v1/embeddings",
@@ -115,7 +115,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"logits_processors": ["a"]}, "logits_processors", "logits_processors is not served; leave it out"),
     # the error names the requested task, not the fallback
     ("/rerank", {}, "model", "the model does not score: it serves neither score nor embed; it serves generate"),
-    ("/pooling", {}, "model", "the model does not pool; it serves generate"),
+    ("/pooling", {}, "model", "the model serves no pooling task; it serves generate"),
     # the error uses the client's name for the tool choice
     (
         "/v1/messages",

@@ -134,7 +134,8 @@ def _key(member: object, where: str) -> jwt.PyJWK | None:
         raise ConfigError(f"{where} is not an object")
     if member.get("kty") == "oct":
         raise ConfigError(
-            f"{where} is a symmetric key; every party that can verify tokens with it can also create them"
+            f"{where} is a symmetric key, with which every party that verifies tokens can also create tokens; "
+            "use an asymmetric key"
         )
     if any(name in member for name in _PRIVATE):
         raise ConfigError(f"{where} contains a private key; this service needs only the public key")

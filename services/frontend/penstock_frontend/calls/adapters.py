@@ -145,8 +145,8 @@ class AdapterCalls:
             if before is not None and before.adapter.digest != digest and not load_inplace:
                 await self._remove(digest)
                 raise AlreadyExists(
-                    f"name is {quoted(name)}, which an adapter with other content already has, loaded from "
-                    f"{before.adapter.path}; set load_inplace to replace it",
+                    f"name is {quoted(name)}, which is already the name of an adapter with other content, loaded "
+                    f"from {before.adapter.path}; set load_inplace to replace that adapter",
                     field="name",
                     reason="LORA_NAME_TAKEN",
                 )
@@ -458,7 +458,8 @@ class AdapterDirectory:
         for name, target in self._adapters.aliases.items():
             if name in self._found:
                 raise ConfigError(
-                    f"model.aliases has {name!r} for {target!r}, but lora.directory has an adapter of that name: {self._at(name)}"
+                    f"model.aliases has the alias {name!r} for {target!r}, but lora.directory has an adapter of the same "
+                    f"name: {self._at(name)}"
                 )
 
     async def look(self) -> None:

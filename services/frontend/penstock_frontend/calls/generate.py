@@ -159,7 +159,7 @@ class AsyncLLM:
             raise _shutting_down(self._ending)
         if name is not None and name in self._by_name:
             raise InvalidArgument(
-                f"request_id is {quoted(request_id)}, which a running request already has",
+                f"request_id is {quoted(request_id)}, which is already the id of a running request",
                 field="request_id",
                 reason="DUPLICATE_REQUEST_ID",
             )

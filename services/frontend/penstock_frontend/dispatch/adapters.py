@@ -187,7 +187,9 @@ class Adapters:
             raise InvalidArgument(f"name is {quoted(name)}, which is the base model's name", field="name")
         if name in self._aliases:
             stands = quoted(self._aliases[name])
-            raise InvalidArgument(f"name is {quoted(name)}, which model.aliases has for {stands}", field="name")
+            raise InvalidArgument(
+                f"name is {quoted(name)}, which is an alias for {stands} in model.aliases", field="name"
+            )
         named = self.get(name)
         if named is not None and named.source is not LoraSource.RUN_TIME:
             raise AlreadyExists(

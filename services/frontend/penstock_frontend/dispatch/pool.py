@@ -247,7 +247,7 @@ class EnginePool:
         """
         connection = self._connections.get(engine)
         if connection is None or connection.session is None:
-            raise Internal(f"the router picked {engine}, which has no session")
+            raise Internal(f"the router chose engine {engine}, but the frontend has no session with it")
         if first:
             connection.heard()  # until now, the engine had no work, so its silence before this request does not count
         rank = connection.group_rank

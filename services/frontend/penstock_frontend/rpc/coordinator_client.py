@@ -58,7 +58,7 @@ class ReceivedView:
             try:
                 engines = changed_by(self._view.engines, delta_from_proto(message.delta))
             except ValueError as e:
-                raise Internal(f"delta does not fit the view of version {base}: {e}") from None
+                raise Internal(f"the delta cannot be applied to the view of version {base}: {e}") from None
             view = msgspec.structs.replace(view, engines=engines)
         self._view, self._version = view, message.version
         return view

@@ -37,7 +37,9 @@ async def test_an_adapter_with_the_name_of_an_alias_is_refused_at_the_start(rig:
     rig.save("claude")
     aliases = {"claude": ""}
     adapters = Adapters(LoraConfig(directory=str(rig.path)), model="base", aliases=aliases, frontend_id="f")
-    with pytest.raises(ConfigError, match="model.aliases has 'claude' for 'base', but lora.directory has an adapter"):
+    with pytest.raises(
+        ConfigError, match="model.aliases has the alias 'claude' for 'base', but lora.directory has an adapter"
+    ):
         await AdapterDirectory(str(rig.path), 60.0, adapters).begin()
 
 

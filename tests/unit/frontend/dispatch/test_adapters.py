@@ -51,7 +51,7 @@ def test_an_alias_of_what_there_is_not_is_not_found():
 
 def test_no_adapter_gets_the_name_of_an_alias():
     adapters = with_aliases()
-    with pytest.raises(InvalidArgument, match="name is 'sailor', which model.aliases has for 'pirate'"):
+    with pytest.raises(InvalidArgument, match="name is 'sailor', which is an alias for 'pirate' in model.aliases"):
         adapters.check_registrable("sailor")
     assert adapters.follow_directory({"sailor": "/sailor", "poet": "/poet"}, {}) == ["sailor"]
     adapters.registry.merge([said_elsewhere("sailor", 1)])

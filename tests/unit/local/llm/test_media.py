@@ -187,7 +187,7 @@ def test_media_keep_their_order_and_their_arguments() -> None:
             {"prompt": "a", "multi_modal_data": {"audio": (np.zeros(3), 0)}},
             "the sample rate is 0; it must be from 1 to",
         ),
-        ({"prompt": "a", "multi_modal_data": {"audio": (np.zeros(3, int), 9)}}, "the samples are not floats"),
+        ({"prompt": "a", "multi_modal_data": {"audio": (np.zeros(3, int), 9)}}, "the audio samples must be floats"),
         ({"prompt": "a", "multi_modal_data": {"video": b"mp4"}}, "is a video file, which is not supported"),
         ({"prompt": "a", "multi_modal_data": {"video": [1]}}, "is of type list; it must be frames"),
         ({"prompt": "a", "multi_modal_data": {"image": URL}, "mm_processor_kwargs": 3}, "is not a mapping"),

@@ -420,7 +420,7 @@ def check(body: ConversationBody) -> None:
     )
     sampling_fields.check(body)
     if body.n not in (None, 1):
-        raise Unimplemented(f"n is {shown(body.n)}; only 1 is served", field="n")
+        raise Unimplemented(f"n is {shown(body.n)}; only 1 is supported", field="n")
     if body.thinking is not None:
         if body.thinking.type not in _THINKING:
             raise Unimplemented(

@@ -78,7 +78,7 @@ def _content(content: Any, place: str) -> str:
         if not isinstance(block, Mapping) or block.get("type") != "text" or not isinstance(block.get("text"), str):
             kind = block.get("type") if isinstance(block, Mapping) else None
             field = f"{place}[{index}].type"
-            raise Unimplemented(f"{field} is {quoted(str(kind))}; only 'text' is served here", field=field)
+            raise Unimplemented(f"{field} is {quoted(str(kind))}; only 'text' is supported here", field=field)
         texts.append(block["text"])
     return "\n".join(texts)
 

@@ -235,7 +235,8 @@ async def check_json_size(text: bytes, *, max_values: int, max_objects: int) -> 
                 )
         if size.nesting > MAX_NESTING:
             raise InvalidArgument(
-                f"the body's lists and objects nest more than {MAX_NESTING} deep", reason="BODY_TOO_COMPLEX"
+                f"the body's lists and objects are nested more than {MAX_NESTING} levels deep",
+                reason="BODY_TOO_COMPLEX",
             )
         await asyncio.sleep(0)
 

@@ -72,8 +72,9 @@ class RequestSize:
         if around > limit + self.body:
             raise HttpError(
                 400,
-                f"the request has {around} bytes around a body of {self.body} bytes; chunk sizes, chunk extensions, headers "
-                f"and trailers may have http.max_header_bytes, {limit}, plus the size of the body: send larger chunks",
+                f"the request has {around} bytes in addition to its body of {self.body} bytes; the limit for headers, trailers, "
+                f"chunk sizes and chunk extensions is http.max_header_bytes, {limit}, plus the size of the body. Send "
+                "larger chunks",
                 "chunks_too_small",
             )
 

@@ -314,7 +314,7 @@ def predicted_text(prediction: PredictionBody | None) -> str | None:
     for index, part in enumerate(prediction.content):
         if part.type != "text":
             field = f"prediction.content[{index}].type"
-            raise Unimplemented(f"{field} is {quoted(part.type)}; only 'text' is served", field=field)
+            raise Unimplemented(f"{field} is {quoted(part.type)}; only 'text' is supported", field=field)
     return "".join(part.text for part in prediction.content)
 
 

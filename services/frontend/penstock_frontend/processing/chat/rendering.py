@@ -322,7 +322,7 @@ class ChatRenderer:
             prompt = _up_to(prepared.mark, prompt)
         if not prompt:
             raise InvalidArgument(
-                "messages: the model's chat template renders them as an empty prompt", field="messages"
+                "messages: the model's chat template renders the messages as an empty prompt", field="messages"
             )
         if not prompt.isascii():
             _check_unicode(prompt)

@@ -274,7 +274,7 @@ class ChatTemplates:
         except InvalidArgument:
             raise
         except Exception as e:  # the template is a program, and may raise any error for this conversation
-            raise InvalidArgument(f"{self._subject} refuses them: {_first_line(e)}", field="messages") from e
+            raise InvalidArgument(f"{self._subject} refuses the messages: {_first_line(e)}", field="messages") from e
         return "".join(pieces)
 
     def _pick(self, *, with_tools: bool) -> jinja2.Template:

@@ -333,7 +333,7 @@ class Exchange:
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
-            raise sources.too_large(self._field, f"has {size} bytes or more", "media.max_bytes", self._max_bytes)
+            raise sources.too_large(self._field, f"has at least {size} bytes", "media.max_bytes", self._max_bytes)
 
 
 def _request(target: Target) -> bytes:

@@ -53,7 +53,7 @@ class LogprobsReader:
             return None
         num_positions = 0 if logprobs is None else len(logprobs)
         if num_positions != num_tokens:
-            raise ValueError(f"log-probabilities of {num_positions} positions came with {num_tokens} tokens")
+            raise ValueError(f"the engine sent log-probabilities of {num_positions} positions for {num_tokens} tokens")
         return None if logprobs is None or not num_positions else self._with_texts(logprobs)
 
     def read_prompt(self, logprobs: Logprobs | None) -> Logprobs | None:

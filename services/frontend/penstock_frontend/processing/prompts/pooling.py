@@ -253,7 +253,7 @@ def check_scores(capabilities: Sequence[str]) -> None:
 def check_pools(capabilities: Sequence[str]) -> None:
     """Raise InvalidArgument if no engine serves any pooling task. The error names the tasks that engines serve."""
     if not set(POOLING_WORDS) & set(capabilities):
-        raise _wrong_model(f"the model does not pool; it serves {served(capabilities)}")
+        raise _wrong_model(f"the model serves no pooling task; it serves {served(capabilities)}")
 
 
 def check_generates(capabilities: Sequence[str]) -> None:

@@ -64,7 +64,7 @@ def resolve(given: Mapping[str, Any], defaults: Mapping[str, Any], limits: Limit
     _check_texts("bad_words", params.bad_words, "max_bad_word_chars", limits)
     if params.stop and not params.detokenize:
         raise InvalidArgument(
-            f"{_PATH}.stop is set, but {_PATH}.detokenize is false; set it to true",
+            f"{_PATH}.stop is set, but {_PATH}.detokenize is false; set detokenize to true",
             field=f"{_PATH}.stop",
         )
     if params.structured_output is not None:

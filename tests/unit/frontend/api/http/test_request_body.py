@@ -146,5 +146,5 @@ async def test_too_deep_nesting_is_refused(begin: bytes, end: bytes) -> None:
     limits = {"max_values": 10_000, "max_objects": 10_000}
     await check_json_size(begin * repeats + b"1" + end * repeats, **limits)
     await check_json_size(b"[%b]" % b",".join([b'{"a":[1]}'] * MAX_NESTING), **limits)
-    with pytest.raises(InvalidArgument, match="lists and objects nest more than 512 deep"):
+    with pytest.raises(InvalidArgument, match="lists and objects are nested more than 512 levels deep"):
         await check_json_size(begin * (repeats + 1) + b"1" + end * (repeats + 1), **limits)

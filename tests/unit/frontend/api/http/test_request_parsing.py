@@ -54,7 +54,9 @@ def test_a_body_in_chunks_of_one_byte_is_refused(size: RequestSize) -> None:
     for _ in range(225):  # 900 bytes of room, of which a chunk takes five and brings one
         size.body += 1
         size.add(6)
-    with pytest.raises(HttpError, match="1225 bytes around a body of 225|bytes around a body of 226 bytes") as caught:
+    with pytest.raises(
+        HttpError, match="1225 bytes in addition to its body of 225|in addition to its body of 226 bytes"
+    ) as caught:
         size.body += 1
         size.add(6)
     assert (caught.value.status, caught.value.code) == (400, "chunks_too_small")

@@ -43,8 +43,8 @@ async def test_it_renders_with_the_models_special_tokens(process: TemplateProces
     [
         ("a\n{% if %}", "line 2: Expected an expression"),
         ("\n\n{{ a | no_such_filter }}", "line 3: No filter named 'no_such_filter'"),
-        ("{{ raise_exception('no') }}", "chat_template refuses them: no"),
-        ("{{ messages.__class__.__mro__ }}", "chat_template refuses them: access to attribute '__class__'"),
+        ("{{ raise_exception('no') }}", "chat_template refuses the messages: no"),
+        ("{{ messages.__class__.__mro__ }}", "chat_template refuses the messages: access to attribute '__class__'"),
         (ENDLESS, "rendering takes longer than its time limit"),
         (DOUBLING, "chat_template"),
         ("{{ '%9999999999d' % 1 }}", "chat_template"),

@@ -117,7 +117,7 @@ def test_templates_find_what_transformers_offers_them(source: str, text: str) ->
     ],
 )
 def test_what_a_template_raises_is_about_the_messages(source: str, why: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"the model's chat template refuses them: .*({why})") as error:
+    with pytest.raises(InvalidArgument, match=f"the model's chat template refuses the messages: .*({why})") as error:
         render(source)
     assert error.value.field == "messages"
 

@@ -388,7 +388,7 @@ def test_nobody_is_displaced_by_who_would_have_as_many(text: str, tenant: str) -
 
 
 def test_nothing_comes_of_an_empty_queue() -> None:
-    with pytest.raises(IndexError, match="the queue is empty"):
+    with pytest.raises(IndexError, match="the queue of media items is empty"):
         filled("").take()
 
 

@@ -85,7 +85,7 @@ class Scores:
         if len(queries) not in (1, len(documents)):
             first, second = sides.names
             raise InvalidArgument(
-                f"{first} has {len(queries)} entries, but {second} has {len(documents)}; {first} must have 1 entry or the "
+                f"{first} has {len(queries)} entries, but {second} has {len(documents)}; {first} must have 1 entry, or the "
                 "same number",
                 field=first,
             )
@@ -131,7 +131,8 @@ def _sides(body: ScoreBody) -> _Sides:
     known = ", ".join(f"{first} and {second}" for first, second in _NAMES)
     field = given[0] if given else "queries"
     raise InvalidArgument(
-        f"{' and '.join(given) or 'nothing'} {'are' if len(given) > 1 else 'is'} set; one of these pairs must be: {known}",
+        f"{' and '.join(given) or 'nothing'} {'are' if len(given) > 1 else 'is'} set; one of these pairs of fields "
+        f"must be set: {known}",
         field=field,
     )
 

@@ -184,7 +184,7 @@ def check(body: ResponseBody) -> None:
         )
     for name, served in (("background", (False,)), ("truncation", ("disabled", "auto")), ("n", (1,))):
         if (value := getattr(body, name)) not in (None, *served):
-            raise Unimplemented(f"{name} is {shown(value)}; only {shown(served[0])} is served", field=name)
+            raise Unimplemented(f"{name} is {shown(value)}; only {shown(served[0])} is supported", field=name)
     check_range("top_logprobs", body.top_logprobs, 0, _INT32_MAX)
     for index, name in enumerate(body.include or ()):
         if name not in (*_INCLUDED, *_HOSTED):

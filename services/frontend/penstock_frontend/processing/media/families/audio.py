@@ -61,7 +61,7 @@ class Windows(NamedTuple):
         """
         count = tensors.taken(data, _FEATURES, (None, self.bins, self.steps)).shape[0]
         if not 1 <= count <= self.max_windows:
-            raise ValueError(f"{_FEATURES} has {count} windows; a clip has 1 to {self.max_windows}")
+            raise ValueError(f"{_FEATURES} has {count} windows; an audio clip may have from 1 to {self.max_windows}")
         rows = count * self.rows_of_window if self.rows_of_window else self._rows(data)
         return ProcessedItem(modality="audio", data=dict(data), num_embeds=rows)
 
@@ -70,7 +70,8 @@ class Windows(NamedTuple):
         length = int(mask.sum())
         if not mask[:length].all() or (rows := _masked_rows(length)) < 1:
             raise ValueError(
-                f"{_MASK} selects {length} steps; they must be the first steps, and enough for one embedding"
+                f"{_MASK} selects {length} steps; the selected steps must be the first steps of the clip, and enough "
+                "for one embedding"
             )
         return rows
 

@@ -107,7 +107,7 @@ class FrameVideos(NamedTuple):
         tensors.check_names(data, (_PIXELS,))
         count = tensors.taken(data, _PIXELS, (1, None, 3, *self.size)).shape[1]
         if not 1 <= count <= self.max_frames:
-            raise ValueError(f"{_PIXELS} has {count} frames; a video has 1 to {self.max_frames}")
+            raise ValueError(f"{_PIXELS} has {count} frames; a video may have from 1 to {self.max_frames}")
         rows = count * self.rows_of_frame + self.extra
         return ProcessedItem(modality="video", data=dict(data), num_embeds=rows, layout=(count,))
 

@@ -148,7 +148,7 @@ def test_sound_that_a_client_processed_is_looked_at(qwen2_audio: Path, voxtral: 
     assert family.described("audio", item.data) == item
     mask = item.data["feature_attention_mask"]
     holes = TensorData(mask.dtype, mask.shape, bytes(4) + bytes(mask.data)[4:])
-    with pytest.raises(ValueError, match="selects 99 steps; they must be the first steps"):
+    with pytest.raises(ValueError, match="selects 99 steps; the selected steps must be the first steps"):
         family.described("audio", {**item.data, "feature_attention_mask": holes})
     rows = TensorData("float32", (7, 64), bytes(7 * 64 * 4))
     assert family.described("audio", {"embeds": rows}).num_embeds == 7
@@ -174,7 +174,7 @@ def test_voxtral_hears_as_many_windows_as_a_prompt_has_room_for(
         return family.described("audio", {"input_features": TensorData("float32", (count, 16, 3000), b"")})
 
     assert described(most).num_embeds == most * ROWS_OF_WINDOW
-    with pytest.raises(ValueError, match=f"has {most + 1} windows; a clip has 1 to {most}"):
+    with pytest.raises(ValueError, match=f"has {most + 1} windows; an audio clip may have from 1 to {most}"):
         described(most + 1)
     clip = np.zeros(most * 480_000 + 1, np.float32)
     with pytest.raises(ValueError, match=f"the model's maximum for a clip is {most * 30} s"):
