@@ -250,8 +250,8 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def may_call(self) -> bool:
-        """True if the model may call tools. If it is False, the prompt contains no tools, and the outputs are not
-        parsed for tool calls.
+        """True if the model may call tools. If the value is False, the prompt contains no tools, and the outputs are
+        not parsed for tool calls.
 
         Otherwise the prompt contains no tools, and outputs are not parsed for tool calls.
         """
@@ -278,8 +278,8 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     seconds: Sequence[str] = ()
     """Second text of each pair of texts, for cross-encoders."""
     truncate_prompt_tokens: int | None = None
-    """Maximum number of tokens of an input. Longer inputs are truncated. -1 means the model's maximum. If it is None,
-    ``truncation`` decides.
+    """Maximum number of tokens of an input. Longer inputs are truncated. -1 means the model's maximum. If the value is
+    None, ``truncation`` decides.
     """
     truncation: Truncation | None = None
     """Side at which longer inputs are truncated. The length after truncation is ``truncate_prompt_tokens``, or the
@@ -320,8 +320,8 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     documents: Sequence[Prompt]
     document_fields: Sequence[str]
     use_activation: bool = True
-    """Whether to apply the activation function of the model to the scores. If it is False, the scores are raw, which
-    only cross-encoders support.
+    """Whether to apply the activation function of the model to the scores. If the value is False, the scores are raw,
+    which only cross-encoders support.
     """
     truncate_prompt_tokens: int | None = None
     """Number of tokens to keep, with the same values as in ``PoolingRequest``. For cross-encoders, the number applies
@@ -375,8 +375,8 @@ def tenant_of_caller(claimed: str) -> str:
 
 
 def caller_named(address: str) -> str:
-    """Return the name of a caller for logs. It is the caller's tenant, or the name of the caller's credentials, or the
-    caller's address.
+    """Return the name of a caller for logs. The name is the caller's tenant, or the name of the caller's credentials,
+    or the caller's address.
     """
     principal = current_principal.get()
     return address if principal is None else principal.tenant or principal.name

@@ -38,8 +38,8 @@ _MAX_RATE = 768_000
 class UnplacedPrompt(MixedPrompt, frozen=True):
     """A prompt and its media, before each media item is put at its place in the prompt.
 
-    The first part is the prompt, as text or token ids. The other parts are the media. The n-th placeholder of a
-    modality in the prompt stands for the n-th media item of this modality.
+    The first part is the prompt, as text or token ids. The parts after the first part are the media. The n-th
+    placeholder of a modality in the prompt stands for the n-th media item of this modality.
     """
 
 

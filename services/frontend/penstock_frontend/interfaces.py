@@ -85,7 +85,7 @@ class OutputHandler(Protocol):
             outputs: outputs of the step, except those in ``tokens``.
             engine: the engine's id.
             timestamp: time at which the step ended, on the engine's clock.
-            tokens: outputs of the step that consist only of new tokens. They are processed before ``outputs``.
+            tokens: outputs of the step that consist only of new tokens. These outputs are processed before ``outputs``.
             drafts: draft statistics (speculative decoding) of some requests in ``tokens``.
         """
 
@@ -155,8 +155,8 @@ class EngineClient(Protocol):
         """
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """Abort requests that have not ended yet, both on engines and while they wait for an engine. They produce no
-        further output.
+        """Abort requests that have not ended yet, both on engines and while they wait for an engine. Aborted requests
+        produce no further output.
         """
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:

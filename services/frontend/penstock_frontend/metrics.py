@@ -135,7 +135,7 @@ class EngineMetrics:
         self._ended = functools.partial(of_sequences.series, _SUCCESS, engine)
 
     def first_token(self, seconds: float, prompt_tokens: int) -> None:
-        """Record the first output of a sequence. It came ``seconds`` seconds after the sequence arrived."""
+        """Record the first output of a sequence. The output came ``seconds`` seconds after the sequence arrived."""
         self._series["vllm:time_to_first_token_seconds"].observe(seconds)
         self._series["vllm:prompt_tokens"].inc(prompt_tokens)
 

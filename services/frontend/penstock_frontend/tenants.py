@@ -41,8 +41,8 @@ class TenantLabels:
 
     A new tenant replaces a labelled tenant only if the new tenant has more than twice the traffic. Two tenants with
     similar traffic therefore do not replace each other again and again. Later requests of the new tenant count under
-    its label. Its earlier requests still count under ``OTHER``. The series of the replaced tenant is removed. A label
-    therefore always stands for one tenant, and every request counts once.
+    its label. Earlier requests of the new tenant still count under ``OTHER``. The series of the replaced tenant is
+    removed. A label therefore always stands for one tenant, and every request counts once.
     """
 
     def __init__(self, on_ended: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,8 +102,8 @@ _SHOWN = 20
 class Refused(msgspec.Struct, frozen=True):
     """Number of requests of one tenant that were refused for one reason.
 
-    ``tenant`` is the tenant's ``own_label``. It is empty for requests without a tenant, and OTHER for all tenants that
-    are not listed separately.
+    ``tenant`` is the tenant's ``own_label``. ``tenant`` is empty for requests without a tenant, and OTHER for all
+    tenants that are not listed separately.
     """
 
     tenant: str
@@ -130,7 +130,7 @@ class TenantRefusals:
         self._labels = TenantLabels(self._end_series, clock)
         self._since = 0.0
         self._now: Counter[tuple[str, str]] = Counter()
-        """Number of refused requests in the current interval, by tenant and reason. They are not logged yet."""
+        """Number of refused requests in the current interval, by tenant and reason. These requests are not logged yet."""
         self._past: deque[tuple[float, Counter[tuple[str, str]]]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 

@@ -39,14 +39,14 @@ def context_of_call(
 
 
 def tenant_of_call(metadata: Mapping[str, str]) -> str:
-    """Return the tenant of a call before the message of the call is read. It is the caller's tenant, or the tenant that
-    ``metadata`` names.
+    """Return the tenant of a call before the message of the call is read. The result is the caller's own tenant, or the
+    tenant that ``metadata`` names.
     """
     return tenant_of_caller(metadata.get("x-penstock-tenant", ""))
 
 
 def tenant_of_message(hints: pb.RoutingHints, metadata: Mapping[str, str]) -> str:
-    """Return the tenant that ``hints`` of a message name. If they name no tenant, return the tenant of the call."""
+    """Return the tenant that ``hints`` of a message name. If ``hints`` name no tenant, return the tenant of the call."""
     return tenant_of_caller(hints.tenant) if hints.tenant else tenant_of_call(metadata)
 
 

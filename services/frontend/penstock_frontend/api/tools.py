@@ -290,7 +290,9 @@ class InputReader:
 
 
 class CustomInputs:
-    """Converter of the tool calls of one sequence. It replaces the arguments of custom tools by their inputs."""
+    """Converter of the tool calls of one sequence. This class replaces the arguments of custom tools by the inputs of
+    these tools.
+    """
 
     def __init__(self, tools: ServedTools) -> None:
         self._tools = tools

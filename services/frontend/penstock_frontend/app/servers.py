@@ -48,8 +48,8 @@ start calls on the old connection.
 
 
 class Draining:
-    """Decides when the drain of a frontend is complete. It is complete when no calls run, and no calls can arrive on
-    any open connection.
+    """Decides when the drain of a frontend is complete. A drain is complete when no calls run, and no calls can arrive
+    on any open connection.
 
     When a gRPC connection reaches its maximum age, the server asks the client to reconnect, and the client starts no
     more calls on the connection. Such an old connection may stay open for calls that never end, such as watches of the
@@ -146,7 +146,8 @@ class Servers:
         await self.public.set_serving(self._readiness.answers, EVERYTHING)
 
     def drain(self) -> None:
-        """Start the drain of all servers. They serve calls while clients move to other frontends.
+        """Start the drain of all servers. During the drain, the servers serve calls while clients move to other
+        frontends.
 
         The servers serve calls while clients move to other frontends. gRPC connections still end at their maximum age,
         because a started server cannot change this age.
@@ -266,7 +267,7 @@ def _http_guards(config: FrontendConfig, authenticator: Authenticator | None) ->
     pages = Middleware(WebCallers, caller_rules("http", http.host, http.allowed_hosts, http.allowed_origins))
     if authenticator is None:
         return [pages]
-    # The page itself needs no credentials. Its data come from /cluster, which has its own access control.
+    # The page itself needs no credentials. The data of the page come from /cluster, which has its own access control.
     closed = {"/metrics": config.auth.metrics, "/cluster": config.auth.cluster}
     open_paths = ["/health", "/ping", "/", *(path for path, asks in closed.items() if not asks)]
     return [

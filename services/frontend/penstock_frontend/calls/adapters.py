@@ -283,8 +283,8 @@ class AdapterCalls:
         """Load a LoRA adapter on every engine. Return the engines' reports about the adapter.
 
         If an engine fails to load the adapter, this method raises the error of the first such engine. Raises
-        FailedPrecondition if engines find different content at the path. In both cases, the engines free the adapter
-        again.
+        FailedPrecondition if engines find different content at the path. After either error, the engines free the
+        adapter again.
         """
         self._check_served("name")
         answers = await self._call("add_lora", adapter.name, adapter.path, adapter.digest, pinned)

@@ -37,12 +37,12 @@ class Demand(NamedTuple):
 
     tenant: str = ""
     length: int = 0
-    """Size of the request's prompt and prediction. It is the number of characters, token ids, bytes of embeddings as
-    engines store them, and bytes of media as the client sent them.
+    """Size of the request's prompt and prediction. The size is the number of characters, token ids, bytes of embeddings
+    as engines store them, and bytes of media as the client sent them.
     """
     sequences: int = 1
-    """Number of sequences that the request has on engines. It is ``n`` for one prompt, or the number of inputs of a
-    pooling request.
+    """Number of sequences that the request has on engines. The number is ``n`` for one prompt, or the number of inputs
+    of a pooling request.
     """
 
 

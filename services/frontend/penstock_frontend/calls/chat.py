@@ -31,7 +31,7 @@ class ChatCalls:
     """This class renders conversations to prompts, generates output with ``AsyncLLM``, and parses the output with the
     model's parsers.
 
-    The output is parsed for tool calls only if the model may call tools of the request. It is always parsed for
+    The output is parsed for tool calls only if the model may call tools of the request. The output is always parsed for
     reasoning.
     """
 
@@ -130,5 +130,5 @@ class ChatCalls:
 
 
 def text_of(rendered: GenerateRequest) -> str:
-    """Return the text of a rendered conversation. Its media are left out."""
+    """Return the text of a rendered conversation. The media of the conversation are left out."""
     return rendered.prompt.text if isinstance(rendered.prompt, MixedPrompt) else str(rendered.prompt)

@@ -184,8 +184,8 @@ class ObservedRequest:
             fields |= {} if first is None else {"first_token_after": round(first, 4)}
             preemptions = sum(state.num_preemptions for state in states)
             fields |= {"preemptions": preemptions} if preemptions else {}
-        # If the logging of prompts was switched off while the request ran, drop the texts. If it was switched on while
-        # the request ran, the beginning of the texts is missing.
+        # If the logging of prompts was switched off while the request ran, drop the texts. If the logging was switched
+        # on while the request ran, the beginning of the texts is missing.
         texts = self._texts if self._observer.log.now.prompts else {}
         if code:
             if self._error is not None:
@@ -317,7 +317,7 @@ class LiveRequest:
 
     @contextlib.asynccontextmanager
     async def until_aborted(self) -> AsyncIterator[None]:
-        """Return a context manager. Its block raises Cancelled when the request is aborted."""
+        """Return a context manager whose block raises Cancelled when the request is aborted."""
         try:
             async with asyncio.timeout(0 if self._aborted else None) as self._wait:
                 yield

@@ -544,5 +544,5 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def name(self) -> str:
-        """Stable name of this frontend. It is ``frontend_id``, or the host name if ``frontend_id`` is empty."""
+        """Stable name of this frontend. The name is ``frontend_id``, or the host name if ``frontend_id`` is empty."""
         return self.frontend_id or socket.gethostname()

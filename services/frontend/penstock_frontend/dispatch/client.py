@@ -1,4 +1,6 @@
-"""Engine client of the frontend. It sends requests to engines, handles the engines' events, and remembers lost engines."""
+"""Engine client of the frontend, which sends requests to engines, handles the engines' events, and remembers lost
+engines.
+"""
 
 import asyncio
 import time

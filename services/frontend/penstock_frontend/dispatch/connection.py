@@ -1,4 +1,4 @@
-"""Connection to one engine address. It opens a new session whenever the current session breaks."""
+"""Connection to one engine address. The connection opens a new session whenever its session breaks."""
 
 import asyncio
 from collections.abc import Callable
@@ -77,8 +77,8 @@ class EngineConnection:
         self.address = address
         self.status: EngineStatus | None = None
         self.rank: int | None = None
-        """Rank by which requests may name the engine. It is the engine's index in the coordinator's view, or its
-        position in the fixed list of engines.
+        """Rank by which requests may name the engine. The rank is the engine's index in the coordinator's view, or the
+        engine's position in the fixed list of engines.
         """
         self.ready: EngineReady | None = None
         self.stats = SchedulerStats()

@@ -40,8 +40,8 @@ class _Roles:
         self.prefill = [c for c in candidates if c.role is EngineRole.PREFILL]
         others = [c for c in candidates if c.role is not EngineRole.PREFILL]
         self.others = others if any(c.accepting for c in others) else candidates
-        """Engines that are not prefill engines. They compute outputs after a prefill engine, and serve requests that
-        run on one engine. If no such engine accepts requests, the list has all engines.
+        """Engines that are not prefill engines. These engines compute outputs after a prefill engine, and serve
+        requests that run on one engine. If no such engine accepts requests, the list has all engines.
         """
         given = {c.fingerprint for c in self.prefill if c.accepting and c.fingerprint}
         self.takers = [c for c in others if c.accepting and c.fingerprint in given]

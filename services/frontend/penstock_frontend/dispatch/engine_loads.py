@@ -54,7 +54,7 @@ class EngineLoads:
     """Limits, loads and variants of the engines of a pool. Implements ``EngineView``.
 
     The request counts come from the router. For each engine, the router starts from the engine's last frame, or from a
-    later view of the coordinator. It adds the requests that this frontend has sent to the engine since then.
+    later view of the coordinator. The router adds the requests that this frontend has sent to the engine since then.
     """
 
     def __init__(self, pool: EnginePool, router: Router) -> None:

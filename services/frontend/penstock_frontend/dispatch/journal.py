@@ -1,8 +1,8 @@
 """Journal of the requests sent to engines and of their outputs, from which another engine can resume a request.
 
 Every output has the number of its attempt, and the offset of its first token in the sequence. The journal records each
-token before clients receive the token. The journal drops repeated tokens, and outputs of earlier attempts. It knows
-after which token another engine must resume. The journal does no I/O.
+token before clients receive the token. The journal drops repeated tokens, and outputs of earlier attempts. The journal
+knows after which token another engine must resume. The journal does no I/O.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -377,7 +377,7 @@ class Journal:
         return len(self._entries)
 
     def begin(self, requests: Sequence[EngineCoreRequest]) -> list[JournalEntry]:
-        """Add the sequences of a call to the journal. They have no engine yet."""
+        """Add the sequences of a call to the journal. These sequences have no engine yet."""
         call = Call()
         entries = [JournalEntry(request, call) for request in requests]
         self._entries.update((entry.request_id, entry) for entry in entries)

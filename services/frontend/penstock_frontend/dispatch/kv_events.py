@@ -66,8 +66,8 @@ class KvEventFeed:
     def gone(self, engine: str) -> None:
         """Handle the loss of an engine.
 
-        The feed reports each block of the engine as removed. It does not report that the cache was cleared, because
-        some subscribers would then clear the caches of all engines.
+        The feed reports each block of the engine as removed. The feed does not report that the cache was cleared,
+        because some subscribers would then clear the caches of all engines.
         """
         cache = self._engines.pop(engine, None)
         if cache is not None and cache.blocks:
@@ -102,7 +102,9 @@ class KvEventFeed:
 
 
 class KvSubscription:
-    """Subscription of one subscriber to KV cache events. It is an endless asynchronous iterator over batches."""
+    """Subscription of one subscriber to KV cache events. The subscription is an endless asynchronous iterator over
+    batches.
+    """
 
     def __init__(self, state: Iterable[KvEventBatch], on_close: "Callable[[KvSubscription], None]") -> None:
         self._batches = deque(state)

@@ -81,9 +81,9 @@ class PrefixIndex:
     """Maps each block hash to the engines that have the block. Does no I/O.
 
     Each engine is one bit of an integer, so one lookup returns all engines with a block. The index stores at most
-    ``max_entries`` pairs of block and engine. When it is full, it drops new blocks. It also drops blocks whose parent
-    it does not know. A dropped block only makes the known prefix shorter. Engines evict the last blocks of a prompt
-    first, so an engine that has a block also has all blocks before it.
+    ``max_entries`` pairs of block and engine. When it is full, it drops new blocks. The index also drops blocks whose
+    parent it does not know. A dropped block only makes the known prefix shorter. Engines evict the last blocks of a
+    prompt first, so an engine that has a block also has all blocks before it.
     """
 
     def __init__(self, max_entries: int) -> None:

@@ -143,7 +143,7 @@ class Retries:
     def may_go(self, entry: JournalEntry) -> bool:
         """Return True if a sequence may be sent to an engine now.
 
-        If the result is False, the sequence is a suspect. It must wait until ``trial_over`` returns True.
+        If the result is False, the sequence is a suspect. The suspect must wait until ``trial_over`` returns True.
         """
         if not self.is_suspect(entry) or entry is self._on_trial:
             return True

@@ -80,8 +80,8 @@ class Load(msgspec.Struct):
 
     @property
     def score(self) -> float:
-        """Load of the engine as one number. It is the sum of four times the waiting requests, the running requests, the
-        pending embeddings, and a term for KV cache usage above one half.
+        """Load of the engine as one number. The number is the sum of four times the waiting requests, the running
+        requests, the pending embeddings, and a term for KV cache usage above one half.
         """
         count = _WAITING_WEIGHT * self.waiting + self.running + self.pending_embeds / _TOKENS_OF_A_RUNNING_REQUEST
         pressure = self.kv_cache_usage - _KV_PRESSURE_FROM
@@ -126,7 +126,7 @@ class Router:
         """Count a request as waiting on an engine until the engine's next report, or until the request leaves the
         engine.
 
-        ``lora`` is the digest of the request's LoRA adapter. It is empty if the request uses no adapter.
+        ``lora`` is the digest of the request's LoRA adapter. ``lora`` is empty if the request uses no adapter.
         """
         if lora:
             self.loras.sent(key, lora)

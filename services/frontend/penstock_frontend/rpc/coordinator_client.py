@@ -84,8 +84,8 @@ class CoordinatorClient:
     If the coordinator is unreachable, the frontend keeps using the last view.
 
     ``on_view`` is called on the event loop with each view. An engine that is missing in a view has left the cluster,
-    because a coordinator sends no view until it knows all engines. This is also true after a restart of the
-    coordinator. All methods must be called on the event loop.
+    because a coordinator sends no view until it knows all engines. A coordinator also waits for all engines after its
+    own restart. All methods must be called on the event loop.
     """
 
     def __init__(

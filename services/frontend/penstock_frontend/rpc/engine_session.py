@@ -50,7 +50,7 @@ from penstock_frontend.rpc import session_messages
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe
 from penstock_frontend.rpc.tensor_sender import MediaMirror, NotWrittenError, TensorSender
 
-# The classes below queue requests to an engine. They do no I/O.
+# The classes below queue requests to an engine. These classes do no I/O.
 
 
 class _NotSentError(Exception):
@@ -108,7 +108,7 @@ class OutgoingRequests:
         """Abort requests of this session.
 
         A request whose tensors are still being sent has not reached the engine, so this method ends the request itself.
-        It aborts other requests on the engine.
+        The method aborts all other requests on the engine.
         """
         unsent = self._outgoing.discard(request_ids)
         if self._tensors is not None:
@@ -266,7 +266,8 @@ _OF_THE_NETWORK = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 class SessionEnd(NamedTuple):
     """Reason for the end of a session with an engine.
 
-    ``by_engine`` is True if the engine failed or ended the session. If it is False, only the network may have failed.
+    ``by_engine`` is True if the engine failed or ended the session. If ``by_engine`` is False, only the network may
+    have failed.
     """
 
     why: str

@@ -20,7 +20,7 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Finish
 from penstock_common.types.request import EngineCoreRequest
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe, Transport
 
-# The classes below track which media an engine caches for this frontend. They do no I/O.
+# The classes below track which media an engine caches for this frontend. These classes do no I/O.
 
 
 class Sent(NamedTuple):
@@ -52,8 +52,8 @@ class MediaMirror:
     engine's cache are empty.
 
     The engine reports when it has cleared its cache (``cleared``). A refused request names the items that the engine
-    could not cache (``refused``). In both cases, messages on their way to the engine may make it cache such items
-    again. The frontend therefore sends messages that drop these items.
+    could not cache (``refused``). After such a report or refusal, messages on their way to the engine may make it cache
+    such items again. The frontend therefore sends messages that drop these items.
     """
 
     def __init__(self, quota: int) -> None:
@@ -119,7 +119,7 @@ class MediaMirror:
         """Drop the least recently used items, but none of the items ``but``, until ``size`` bytes are free in the
         cache.
 
-        Return True if these bytes are free. If they cannot become free, drop nothing.
+        Return True if these bytes are free. If this many bytes cannot become free, drop nothing.
         """
         if size > self._quota:
             return False
@@ -287,7 +287,9 @@ class TensorSender:
             self.mirror.refused(_identifiers(request))
 
     def take_drops(self) -> list[pb.SessionRequest]:
-        """Return the messages that drop media items. They must be sent before the message that ``fill`` filled last."""
+        """Return the messages that drop media items. The caller must send these messages before the message that
+        ``fill`` filled last.
+        """
         messages = []
         while drops := self.mirror.take_drops(_DROPS_AT_ONCE):
             messages.append(pb.SessionRequest(drop_media=pb.DropMedia(identifiers=drops)))

@@ -38,8 +38,8 @@ class ModelPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AnthropicModels:
-    """Handlers of ``/v1/models`` in Anthropic's format. They read the models from ``models``, which is the handler for
-    OpenAI's format.
+    """Handlers of ``/v1/models`` in Anthropic's format. The handlers read the models from ``models``, which is the
+    handler for OpenAI's format.
     """
 
     def __init__(self, llm: AsyncLLM, models: Models) -> None:

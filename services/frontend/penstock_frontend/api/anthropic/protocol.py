@@ -83,13 +83,13 @@ class StreamEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageStart(StreamEvent, frozen=True, kw_only=True):
-    """Event ``message_start``. It has the message without content."""
+    """Event ``message_start``, which has the message without content."""
 
     message: AssistantMessage
 
 
 class BlockStart(StreamEvent, frozen=True, kw_only=True):
-    """Event ``content_block_start``. It has a block without content."""
+    """Event ``content_block_start``, which has a block without content."""
 
     index: int
     content_block: ContentBlock
@@ -120,14 +120,14 @@ class JsonDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag
 
 
 class BlockDelta(StreamEvent, frozen=True, kw_only=True):
-    """Event ``content_block_delta``. It has the next piece of a block."""
+    """Event ``content_block_delta``, which has the next piece of a block."""
 
     index: int
     delta: TextDelta | ThinkingDelta | SignatureDelta | JsonDelta
 
 
 class BlockStop(StreamEvent, frozen=True, kw_only=True):
-    """Event ``content_block_stop``. It ends a block."""
+    """Event ``content_block_stop``, which ends a block."""
 
     index: int
 
@@ -140,7 +140,7 @@ class EndDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageDelta(StreamEvent, frozen=True, kw_only=True):
-    """Event ``message_delta``. It has the reason for the end of the message, and the token counts of the message."""
+    """Event ``message_delta``, which has the reason for the end of the message, and the token counts of the message."""
 
     delta: EndDelta
     usage: Usage
@@ -182,8 +182,8 @@ class MessageWriter:
     """Converts outputs into streaming events, and into one complete message at the end."""
 
     def __init__(self, message_id: str, model: str, *, parallel_calls: bool, thinking: bool = True) -> None:
-        """Create the writer. If ``thinking`` is True, reasoning is shown. If it is False, reasoning is only in the
-        signature of its block.
+        """Create the writer. If ``thinking`` is True, reasoning is shown. If ``thinking`` is False, reasoning is only
+        in the signature of its block.
         """
         self._blocks = Blocks(parallel_calls=parallel_calls)
         self._thinking = thinking
@@ -387,7 +387,7 @@ class OutputConfigBody(msgspec.Struct, frozen=True, kw_only=True):
 class ConversationBody(SamplingFields, kw_only=True):
     """Fields that the bodies of both routes share.
 
-    The sampling fields have vLLM's names. They have no effect when only tokens are counted.
+    The sampling fields have vLLM's names. The sampling fields have no effect when only tokens are counted.
     """
 
     messages: list[TurnBody]

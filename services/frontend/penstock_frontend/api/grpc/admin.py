@@ -45,8 +45,8 @@ _PAUSE_MODES: dict[int, str] = {
 }
 _MAX_SLEEP_LEVEL = 2
 _MAX_DEPTH = MAX_ARGUMENT_DEPTH - 1
-"""Maximum nesting depth of the arguments of a worker method. It is one less than the limit for a call, because the
-arguments are nested in the arguments of a call.
+"""Maximum nesting depth of the arguments of a worker method. The maximum is one less than for a call, because the
+arguments of a worker method are nested in the arguments of a call.
 """
 _MAX_DRAIN_TIMEOUT = 86_400.0
 _DRAIN_INTERVAL = 0.1
@@ -63,7 +63,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
     UNIMPLEMENTED.
 
     The servicer sends a call to all connected engines in parallel. If an engine fails, the call fails with the error of
-    this engine, after all engines have answered. The other engines have carried out the call in this case.
+    this engine, after all engines have answered. The engines without an error have carried out the call in this case.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         """Tell an engine to drain. The call may be repeated.
 
         Return the number of the engine's requests, and the size in bytes of the KV blocks that it keeps for other
-        engines. The size is requested only if ``gives`` is True. Both numbers are 0 if the engine has left.
+        engines. The size is requested only if ``gives`` is True. The two numbers are 0 if the engine has left.
         """
         requests = await self._ask_of("drain", [timeout], engine)
         info = await self._ask_of("engine_info", [], engine) if gives else None
@@ -281,8 +281,8 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
 
 
 def _caller(context: Context) -> str:
-    """Return the name of the caller for logs. It is the name of its key, token or certificate. It is empty if
-    authentication is off.
+    """Return the name of the caller for logs. The caller's name is the name of its key, token or certificate. The
+    result is empty if authentication is off.
     """
     principal = current_principal.get()
     return ", ".join(peer_names(context)) if principal is None else principal.name

@@ -1,4 +1,4 @@
-"""Public gRPC API, ``penstock.inference.v1.InferenceService``. Its method GenerateSession serves many requests on one
+"""Public gRPC API, ``penstock.inference.v1.InferenceService``. The method GenerateSession serves many requests on one
 stream.
 """
 
@@ -298,7 +298,7 @@ class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
         return messages.classify_response(result, request_id, per_token=per_token, labels=self._labels)
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Return the scores of pairs of texts. They are the scores of a cross-encoder, or cosine similarities of
+        """Return the scores of pairs of texts. The scores are those of a cross-encoder, or cosine similarities of
         embeddings.
         """
         self._llm.pooling.inputs.check_count(len(request.documents), field="documents")

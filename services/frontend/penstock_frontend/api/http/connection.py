@@ -45,8 +45,8 @@ class AnsweredConnection(Protocol):
 
 
 class Answer:
-    """Sends the answer to a request with uvicorn's cycle object. It adds support for closing the connection early, and
-    for HTTP/1.0.
+    """Sends the answer to a request with uvicorn's cycle object. This class adds support for closing the connection
+    early, and for HTTP/1.0.
 
     The answer has ``Connection: close`` if the connection has reached its maximum age, or if the server will not read
     the rest of the request's body. HTTP/1.0 clients do not support chunked answers. For these clients, an answer
@@ -166,7 +166,8 @@ whole body.
 
 
 class HttpConnection(RequestParsing):
-    """Connection of a client. It extends uvicorn's connection by limits on the work that happens before a handler runs.
+    """Connection of a client. This class extends uvicorn's connection by limits on the work that happens before a
+    handler runs.
 
     - Bytes are parsed in slices. ``turns`` divides the event loop's time between connections. Reading pauses while
       received bytes are not parsed yet, while a handler has enough of its body, and while a pipelined request waits.

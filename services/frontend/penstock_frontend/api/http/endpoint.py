@@ -58,8 +58,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     query: Mapping[str, str]
 
     def name(self, prefix: str, body_id: str | None = None) -> str:
-        """Return the id of an answer. It has ``prefix`` for the kind of the answer, and the id from the header or the
-        body, or a random id.
+        """Return the id of an answer. The id consists of ``prefix``, which stands for the kind of the answer, and of
+        the id from the header or the body, or of a random id.
         """
         return f"{prefix}-{self.given_id or body_id or self.request_id}"
 
@@ -74,7 +74,7 @@ Answer: TypeAlias = msgspec.Struct | EventStream
 Handler: TypeAlias = Callable[[Call, Body], Awaitable[Answer]]
 """Function that decodes the body of a call, closes the body once the call is admitted, and returns the answer."""
 ErrorShape: TypeAlias = Callable[[Exception, str], errors.ErrorAnswer]
-"""Function that formats an error for a protocol. Its arguments are the error and the id of the call."""
+"""Function that formats an error for a protocol. The arguments of the function are the error and the id of the call."""
 
 
 class Gate:

@@ -164,7 +164,7 @@ _PARAMETER = re.compile(r"{(\w+)}")
 
 
 def document(paths: frozenset[str]) -> dict[str, Any]:
-    """Return the OpenAPI document of ``paths``. It leaves out paths that this module does not describe."""
+    """Return the OpenAPI document of ``paths``. The document leaves out paths that this module does not describe."""
     described: dict[str, dict[str, Any]] = {}
     for method, operations in _METHODS.items():
         for path, each in operations.items():

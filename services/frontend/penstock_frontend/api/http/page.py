@@ -13,8 +13,8 @@ from penstock_frontend.interfaces import EngineView
 
 _HEADERS = {
     "Cache-Control": "no-cache",
-    # The page is one file that contains its script and its style. It loads no other file, and other pages must not show
-    # it in a frame.
+    # The page is one file that contains its script and its style. The page loads no other file, and other web pages
+    # must not show this page in a frame.
     "Content-Security-Policy": (
         "default-src 'self' 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),

@@ -112,7 +112,7 @@ class _Zlib:
     """Decompressor for the formats of zlib. ``window`` is zlib's parameter ``wbits``.
 
     If ``window`` is None, the format is deflate. HTTP requires the header of zlib in this format, but some clients
-    leave it out. Both forms are accepted.
+    leave the header out. The class accepts data with and without this header.
     """
 
     def __init__(self, window: int | None) -> None:

@@ -89,11 +89,11 @@ bytes takes less than 1 ms.
 """
 EVENTS_PER_TURN = 4096
 """Maximum number of parser events (a header, or a piece of a body) of all connections together in one iteration of the
-event loop. They take about 1 ms.
+event loop. Processing this many events takes about 1 ms.
 """
 REQUEST_EVENTS = 64
-"""Number of parser events for which the head of a request counts. It counts more than one event, because it starts a
-task.
+"""Number of parser events for which the head of a request counts. The head counts as more than one event, because it
+starts a task.
 """
 _DISCARD_INTERVAL = 0.001
 """Number of seconds between two reads from the connections whose input is discarded. One read returns at most 256 KiB."""
@@ -168,8 +168,8 @@ class ParsingTurns:
 
 
 class DiscardingTurns:
-    """Scheduler for connections whose input is discarded. They read one after the other, so that their number does not
-    change the work per second.
+    """Scheduler for connections whose input is discarded. The connections read one after the other, so that the number
+    of connections does not change the work per second.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class DiscardingTurns:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, connection: Discarding) -> None:
-        """Add a connection. Its ``discard_more`` is called when its turn comes."""
+        """Add a connection. The method ``discard_more`` of the connection is called when the connection's turn comes."""
         self._waiting.append(connection)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DISCARD_INTERVAL, self._turn)
@@ -191,8 +191,8 @@ class DiscardingTurns:
 
 
 class RequestParsing(HttpToolsProtocol):
-    """The part of uvicorn's connection that parses requests. It adds limits on heads and framing, and checks that
-    usually a proxy does.
+    """The part of uvicorn's connection that parses requests. This class adds limits on heads and framing, and checks
+    that usually a proxy does.
 
     Attributes of the current request: ``in_head``, ``in_body``, ``length`` (announced bytes of the body), and ``size``.
     """

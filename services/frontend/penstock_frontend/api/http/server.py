@@ -1,5 +1,5 @@
-"""HTTP server. It serves ``/health``, ``/ping``, ``/metrics``, ``/openapi.json`` and the given routes, and records HTTP
-telemetry.
+"""HTTP server. The server serves ``/health``, ``/ping``, ``/metrics``, ``/openapi.json`` and the given routes, and
+records HTTP telemetry.
 """
 
 import asyncio

@@ -94,8 +94,8 @@ def routes(
 
 
 class _ByProtocol:
-    """Application for a path that exists in OpenAI's and in Anthropic's protocol. It answers in the protocol of the
-    client.
+    """Application for a path that exists in OpenAI's and in Anthropic's protocol. The application answers in the
+    protocol of the client.
     """
 
     def __init__(self, openai: Endpoint, anthropic_: Endpoint) -> None:

@@ -47,8 +47,8 @@ def refuse_fields(body: msgspec.Struct, *names: str) -> None:
     """Check that each of the named fields has a value without effect. Raises Unimplemented for the first field whose
     value has an effect.
 
-    The bodies of several routes share these fields, but this route does not support them. They are listed in
-    ``unsupported_fields.py``.
+    The bodies of several routes share these fields, but this route does not support them. ``unsupported_fields.py``
+    lists these fields.
     """
     struct = type(body).__name__
     unsupported = unsupported_in(struct)

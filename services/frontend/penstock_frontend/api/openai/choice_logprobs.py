@@ -70,8 +70,7 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""Log-probabilities for each position of the prompt, by token id. They are those of the prompt token and of the most
-likely tokens.
+"""Log-probabilities of the prompt token and of the most likely tokens, for each position of the prompt, by token id.
 
 The first position of the prompt has no log-probabilities.
 """
@@ -93,8 +92,8 @@ class TextOffsets:
         self._bytes_of = bytes_of
 
     def name_of(self, token_id: int, text: str | None = None) -> str:
-        """Return the name of a token in completions. It is the text of the token, or its bytes if the token is a part
-        of a character.
+        """Return the name of a token in completions. The name is the text of the token, or the token's bytes if the
+        token is a part of a character.
 
         ``text`` is the text of the token, if the caller has it.
         """

@@ -371,7 +371,7 @@ def _check_detail(detail: str | None, field: str) -> None:
 
 _NO_OPTIONS = MediaOptions()
 CONVERSATION = {"prompt is": "the conversation with its template and tools is"}
-"""Map for ``renamed``. With it, errors call a prompt that the chat template rendered a conversation."""
+"""Map for ``renamed``. With this map, errors call a prompt that the chat template rendered a conversation."""
 
 
 class PartBody(MediaFields, frozen=True, kw_only=True):

@@ -341,7 +341,7 @@ _LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """Options for the token counts in a stream. They can be in an additional last chunk, or in every chunk."""
+    """Options for the token counts in a stream. The token counts can be in an additional last chunk, or in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -443,7 +443,9 @@ def with_kv(call: Call, body: SamplingFields, gateway: KvGateway, *, num_sequenc
 
 
 def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any]:
-    """Return the KV transfer parameters for the answer. They are empty unless exactly one sequence has such parameters."""
+    """Return the KV transfer parameters for the answer. The result is empty unless exactly one sequence has such
+    parameters.
+    """
     answers = [said for finish in finishes if finish is not None and (said := answer_of(finish)) is not None]
     return {"kv_transfer_params": answers[0]} if len(answers) == 1 else {}
 

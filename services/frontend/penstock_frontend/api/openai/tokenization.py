@@ -26,8 +26,8 @@ from penstock_frontend.processing.prompts.tokenizer import Encoded
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Request body of ``/tokenize``. It has a ``prompt``, or the ``messages`` of a conversation with other fields of a
-    chat.
+    """Request body of ``/tokenize``, with a ``prompt``, or with the ``messages`` of a conversation with other fields of
+    a chat.
     """
 
     prompt: str | None = None

@@ -246,7 +246,7 @@ class FieldPolicy:
     """Checker of the fields of every HTTP body. All methods must be called on the event loop's thread.
 
     Args:
-        refuse: Whether a body with an unknown field is refused. If it is False, unknown fields are ignored.
+        refuse: Whether a body with an unknown field is refused. False means that unknown fields are ignored.
         registry: Metrics registry for the number of unknown fields. None means that unknown fields are not counted.
     """
 
@@ -291,7 +291,9 @@ class FieldPolicy:
 
 
 def client_of(scope: Scope) -> str:
-    """Return the name of the caller for logs. It is its tenant, the name of its credentials, or its address."""
+    """Return the name of the caller for logs. The name is the caller's tenant, the name of its credentials, or its
+    address.
+    """
     address = scope.get("client")
     return caller_named(str(address[0]) if address else "local")
 

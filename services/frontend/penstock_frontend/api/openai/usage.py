@@ -50,7 +50,7 @@ class UsageCount:
         self._sequences: dict[tuple[int, int], Usage] = {}
 
     def finished(self, prompt: int, index: int, usage: Usage) -> None:
-        """Count the finished sequence ``index`` of the prompt ``prompt``. Both numbers begin with 0."""
+        """Count the finished sequence ``index`` of the prompt ``prompt``. ``index`` and ``prompt`` are numbers from 0."""
         if index == 0 or prompt not in self._prompts:
             self._prompts[prompt] = (
                 # use the cached tokens of sequence 0, because for later sequences, sequence 0 has cached all tokens of

@@ -1,5 +1,5 @@
-"""Service ``vllm.grpc.engine.VllmEngine``. This is vLLM's protocol for gateways and load generators that tokenize
-prompts themselves.
+"""Service ``vllm.grpc.engine.VllmEngine``. This service is vLLM's protocol for gateways and load generators that
+tokenize prompts themselves.
 """
 
 import asyncio

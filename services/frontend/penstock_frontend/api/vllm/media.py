@@ -36,7 +36,9 @@ _MAIN_TENSOR: Mapping[Modality, str] = {
 """Name that transformers' processors use for the tensor that is called ``pixel_values`` in this protocol, by modality."""
 _DTYPES: Mapping[str, TensorDtype] = {name: name for name in DTYPE_BYTES}
 _WIDENED = "uint32"
-"""Data type of sizes in this protocol. It is converted to int64, the type that transformers' processors use."""
+"""Data type of sizes in this protocol. This data type is converted to int64, the type that transformers' processors
+use.
+"""
 
 
 class _Placed(NamedTuple):

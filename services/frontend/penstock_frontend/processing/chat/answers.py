@@ -125,7 +125,8 @@ class ChatOutputs:
     ) -> None:
         """Create the object for one request.
 
-        ``make_count`` creates a counter of reasoning tokens for a sequence. It is None if the model has no reasoning.
+        ``make_count`` creates a counter of reasoning tokens for a sequence. ``make_count`` is None if the model has no
+        reasoning.
         """
         self._kind = kind
         self._make_parser = make_parser

@@ -15,8 +15,8 @@ from penstock_frontend.processing.chat.histories import arguments_text
 from penstock_frontend.processing.chat.templates import ChatTemplates, ContentFormat
 from penstock_frontend.processing.media.families.base import Family
 
-# The code below finds and changes texts in template variables, which are JSON values. It also finds characters in these
-# texts that could be the beginning of a token.
+# The code below finds and changes texts in template variables, which are JSON values. The code also finds characters in
+# these texts that could be the beginning of a token.
 
 
 def texts_in(value: Any) -> list[str]:
@@ -147,8 +147,8 @@ class Places:
 
 
 # Clients may send several system messages, system messages after other messages, or messages with the role
-# ``developer``. Many templates support only one system message at the start. They refuse other system messages, or drop
-# them silently. The code below changes the messages so that the template shows all of them.
+# ``developer``. Many templates support only one system message at the start. Such templates refuse other system
+# messages, or drop them silently. The code below changes the messages so that the template shows all of them.
 
 _MAX_CHARS = 1 << 20
 _SECONDS = 1.0

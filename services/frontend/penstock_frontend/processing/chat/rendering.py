@@ -45,8 +45,9 @@ from penstock_frontend.processing.prompts.tokenizer import GuardedText, Tokenize
 # may trim and cut texts.
 
 _MARKS = range(0x20000, 0x2A6D7)
-"""Code points of the characters that can serve as the mark. They are rare Chinese characters, which have no upper or
-lower case and are not whitespace. They do not change when a template writes a value as Python or JSON.
+"""Code points of the characters that can serve as the mark. These characters are rare Chinese characters, which have no
+upper or lower case and are not whitespace. The characters do not change when a template writes a value as Python or
+JSON.
 """
 
 _IN_BRACKETS = re.compile(r"<.+>|\[.+\]")

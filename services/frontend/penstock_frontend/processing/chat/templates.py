@@ -1,4 +1,4 @@
-"""Chat templates. They are jinja2 programs that run in a sandbox, with limits on time and size."""
+"""Chat templates, which are jinja2 programs. They run in a sandbox, with limits on time and size."""
 
 import datetime as dt
 import json
@@ -23,7 +23,7 @@ from penstock_common.observability.logging import get_logger
 from penstock_frontend.config import ModelConfig
 from penstock_frontend.processing.prompts.tokenizer import read_json, resolve
 
-# The code below analyzes the source of a chat template. It finds out whether the template reads the content of a
+# The code below analyzes the source of a chat template. The code finds out whether the template reads the content of a
 # message as text, or part by part.
 
 _MESSAGES, _CONTENT = "messages", "content"

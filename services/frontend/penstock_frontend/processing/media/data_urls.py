@@ -1,4 +1,4 @@
-"""Decoder of ``data:`` URLs. It also accepts common deviations from RFC 2397 and RFC 4648."""
+"""Decoder of ``data:`` URLs, which also accepts common deviations from RFC 2397 and RFC 4648."""
 
 import binascii
 import re

@@ -1,4 +1,4 @@
-"""HTTP client that fetches media files. It does not block the event loop, and connects only to allowed addresses."""
+"""HTTP client that fetches media files without blocking the event loop, and connects only to allowed addresses."""
 
 import asyncio
 import socket
@@ -22,8 +22,8 @@ from penstock_frontend.processing.media.sources import Target, check_domain, is_
 _MOST_HEADERS = 256
 _MOST_INFORMATIONAL = 16
 _FRAMING = 64 * 1024
-"""Maximum number of bytes that a response may have in addition to its body. They include headers, informational
-responses, chunk sizes, chunk extensions, trailers, and TLS overhead.
+"""Maximum number of bytes that a response may have in addition to its body. The additional bytes are headers,
+informational responses, chunk sizes, chunk extensions, trailers, and TLS overhead.
 """
 _FRAMING_SHARE = 4
 """Divisor of the size of the body. The quotient is added to the limit ``_FRAMING``. Responses whose chunks have at least
@@ -126,7 +126,8 @@ class Answer:
         self.is_complete = self.status is not None
 
 
-# The code below reads from connections to media hosts. It reads small slices, so that no host can block the event loop.
+# The code below reads from connections to media hosts. The code reads small slices, so that no host can block the event
+# loop.
 
 RunInThread = Callable[[Callable[[], bool]], Awaitable[bool]]
 
@@ -349,7 +350,7 @@ def _request(target: Target) -> bytes:
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
 
 
-# The code below fetches media files from other hosts. It connects only to allowed addresses.
+# The code below fetches media files from other hosts. The code connects only to allowed addresses.
 
 T = TypeVar("T")
 

@@ -1,5 +1,5 @@
-"""Pool of media workers (processes). It has a bounded queue that is fair to tenants, and replaces workers that end or
-take too long.
+"""Pool of media workers (processes). The pool has a bounded queue that is fair to tenants, and replaces workers that
+end or take too long.
 """
 
 import asyncio
@@ -87,8 +87,8 @@ class FairQueue(Generic[T]):
     def displace(self, tenant: str) -> T | None:
         """Make room for an item of ``tenant``: remove and return the last item of the tenant that has the most items.
 
-        Return None if the item of ``tenant`` must be refused instead. This is the case if ``tenant`` would then have at
-        least as many items as the tenant with the most items.
+        Return None if the item of ``tenant`` must be refused instead. The item must be refused if ``tenant`` would
+        otherwise have at least as many items as the tenant with the most items.
         """
         if not self._waiting:
             return None

@@ -1,4 +1,4 @@
-"""Reader for the media of requests. It fetches or decodes files, checks them, and computes identifiers."""
+"""Reader for the media of requests, which fetches or decodes files, checks them, and computes identifiers."""
 
 import asyncio
 import hashlib

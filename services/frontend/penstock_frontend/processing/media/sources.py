@@ -81,8 +81,8 @@ _HOST = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-
 _SAFE = "/%:@!$&'()*+,;=~-._"
 """Characters that are not percent-encoded in the path of a URL."""
 _NUMERIC = re.compile(r"([0-9]+|0x[0-9a-f]*)")
-"""Pattern for the last label of a host name. If it matches, C libraries read the host as an IPv4 address in some
-notation.
+"""Pattern for the last label of a host name. If the pattern matches, C libraries read the host as an IPv4 address in
+some notation.
 """
 
 _NOT_PUBLIC = tuple(

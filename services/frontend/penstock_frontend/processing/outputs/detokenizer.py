@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
     text never changes. For byte-level vocabularies, the joined returned texts equal the text of all tokens decoded
     together.
 
-    Word-piece decoders put a space between any two tokens. They also put a space between special tokens if
+    Word-piece decoders put a space between any two tokens. These decoders also put a space between special tokens if
     ``spaces_between_special_tokens`` is True. Other decoders never add such spaces.
     """
 
@@ -103,7 +103,7 @@ class IncrementalDetokenizer:
     def _split_pending(self, text: str) -> str:
         """Return the text of the first tokens of the window, because later tokens cannot change this text.
 
-        Because of this, a long sequence of tokens that cannot be decoded needs only bounded memory.
+        Because this text is released early, a long sequence of tokens that cannot be decoded needs only bounded memory.
         """
         for end in range(len(self._window) - 1, len(self._window) - 5, -1):
             front = self._decode(self._window[:end])
@@ -126,8 +126,8 @@ class StopMatch(NamedTuple):
 
 
 class StopMatcher:
-    """Aho-Corasick automaton that finds stop strings. Its time per character does not depend on the number of stop
-    strings.
+    """Aho-Corasick automaton that finds stop strings. The automaton's time per character does not depend on the number
+    of stop strings.
 
     The automaton finds the stop string that ends first. If several stop strings end at the same character, it finds the
     longest one. The result therefore does not depend on how the text is split into pieces.

@@ -39,7 +39,7 @@ class PooledState:
 
 
 class PooledOutputs(RequestStates[PooledState]):
-    """``OutputHandler`` for pooling requests. It tracks each request until the result of the request arrives.
+    """``OutputHandler`` for pooling requests. The handler tracks each request until the result of the request arrives.
 
     ``on_done`` is called for each successful request, with the id of the engine.
     """

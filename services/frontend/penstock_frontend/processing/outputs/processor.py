@@ -30,7 +30,8 @@ from penstock_frontend.processing.prompts.tokenizer import Tokenizer
 
 
 class LogprobsReader:
-    """Adds texts to the entries of one sequence's log-probabilities. It adds no texts if the request asks for none.
+    """Adds texts to the entries of one sequence's log-probabilities. The reader adds no texts if the request asks for
+    none.
 
     The text of an entry is the text that the entry's token adds after another token, including leading spaces. The text
     of a token that is part of a character is U+FFFD. The text of a special token is the token's name. The joined texts
@@ -90,8 +91,8 @@ class RequestState:
         num_preemptions: Number of times that engines preempted the sequence.
         speculation: Draft statistics (speculative decoding), as engines report them.
 
-    Times that an engine reports are on the engine's clock. They are 0 until they are known, and become 0 again when the
-    sequence moves to another engine.
+    Times that an engine reports are on the engine's clock. These times are 0 until they are known, and become 0 again
+    when the sequence moves to another engine.
     """
 
     __slots__ = (
@@ -246,7 +247,7 @@ class OutputProcessor(RequestStates[RequestState]):
             outputs: Outputs that have content other than new tokens.
             engine: Id of the engine.
             timestamp: Time at which the step ended, on the engine's clock.
-            tokens: Outputs that consist only of new tokens. They are processed before ``outputs``.
+            tokens: Outputs that consist only of new tokens. These outputs are processed before ``outputs``.
             drafts: Draft statistics of some requests in ``tokens``.
         """
         for request_id, speculation in drafts:

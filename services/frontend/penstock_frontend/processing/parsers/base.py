@@ -48,8 +48,8 @@ class ToolForm(NamedTuple):
     """Text form of a forced tool call: ``begin``, then the arguments as JSON, then ``end``.
 
     In ``begin``, ``{name}`` stands for the tool's name as a JSON string, and ``{bare}`` stands for the unchanged name.
-    ``separator`` is the text between two calls. It is None if an answer can have only one call. ``opening`` is the text
-    before the first call, and ``closing`` is the text after the last call.
+    ``separator`` is the text between two calls. ``separator`` is None if an answer can have only one call. ``opening``
+    is the text before the first call, and ``closing`` is the text after the last call.
     """
 
     begin: str
@@ -167,7 +167,8 @@ class AnswerDelta(NamedTuple):
 
 
 class AnswerParser:
-    """Parses the answer of one sequence. It first finds the reasoning, and then finds tool calls in the remaining text.
+    """Parses the answer of one sequence. The parser first finds the reasoning, and then finds tool calls in the
+    remaining text.
 
     If the model has no parsers, all text is content. The deltas, joined, do not depend on how the text is split into
     pieces.

@@ -10,7 +10,7 @@ from penstock_frontend.processing.parsers.call_scanner import CallScanner, Objec
 State = Callable[[], Any]
 """Function that reads from the beginning of the buffer ``_text``.
 
-The function returns the next state. It returns None if it needs more text, or if the parser has finished.
+The function returns the next state. The function returns None if it needs more text, or if the parser has finished.
 """
 
 _MAX_HEAD = 256
@@ -45,7 +45,7 @@ class CallReader(ToolParser):
         return self._advance()
 
     def finish(self) -> ToolDelta:
-        """Return the text that is left at the end. If it has not become a tool call, it is content."""
+        """Return the text that is left at the end. If this text has not become a tool call, it is content."""
         self._ended = True
         return self._advance()
 
@@ -100,7 +100,9 @@ class CallReader(ToolParser):
         return self._broken() if self._ended else None
 
     def _drop(self, count: int) -> None:
-        """Remove characters from the buffer. They become content only if the call turns out to be broken."""
+        """Remove characters from the buffer. The removed characters become content only if the call turns out to be
+        broken.
+        """
         self._raw += self._text[:count]
         self._text = self._text[count:]
 

@@ -59,8 +59,8 @@ class Scanned(NamedTuple):
 
     Attributes:
         taken: Number of characters of the piece that were consumed.
-        name: Name of the tool. It is set once, in the first result after which it is certain that the text is a tool
-            call.
+        name: Name of the tool. The name is set once, in the first result after which it is certain that the text is a
+            tool call.
         arguments: Next part of the call's arguments, as JSON text.
         ended: Whether the object is complete or not valid. The next character does not belong to the object.
     """
@@ -79,7 +79,7 @@ def whole(text: str) -> str:
 class CallScanner:
     """Scanner for the JSON object of a tool call.
 
-    It scans the outermost level of the object, and returns the arguments of the call unchanged.
+    The scanner reads the outermost level of the object, and returns the arguments of the call unchanged.
 
     The object counts as a tool call once its name and the beginning of its arguments were read. If the arguments are
     not an object, they are returned when they are complete. If the arguments are a string, the string contains the

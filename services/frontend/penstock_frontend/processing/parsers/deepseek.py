@@ -15,8 +15,8 @@ _FENCED_NAME = re.compile(r"\s*(\S+)\s*```(?:json)?\s*")
 
 
 class DeepSeekV3ToolParser(CallReader):
-    """Parser for tool calls ``function<｜tool▁sep｜>name``, whose arguments are in a fenced block (V3, R1). It also
-    parses tool calls ``name<｜tool▁sep｜>``, which the arguments follow directly (V3.1).
+    """Parser for tool calls ``function<｜tool▁sep｜>name``, whose arguments are in a fenced block (V3, R1). The parser
+    also finds tool calls ``name<｜tool▁sep｜>``, which the arguments follow directly (V3.1).
     """
 
     form: ClassVar = ToolForm(

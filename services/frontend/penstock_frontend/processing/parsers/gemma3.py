@@ -1,4 +1,4 @@
-"""Tool calls of Gemma 3. They are a Python list of calls, or Python code in a fenced block ``tool_code``."""
+"""Tool calls of Gemma 3, which are a Python list of calls, or Python code in a fenced block ``tool_code``."""
 
 from typing import ClassVar
 

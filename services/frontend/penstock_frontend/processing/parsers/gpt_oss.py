@@ -69,7 +69,7 @@ class _At(enum.Enum):
     SHOWN = enum.auto()
     """State in which the parser is in a message for the user."""
     CALL = enum.auto()
-    """State in which the parser is in a message for a tool. It returns such a message with all its marks."""
+    """State in which the parser is in a message for a tool. The parser returns such a message with all its marks."""
 
 
 class GptOssReasoningParser(ReasoningParser):

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning of Granite 3. Its successor Granite 4 uses the Hermes format for tool calls."""
+"""Tool calls and reasoning of Granite 3. The successor, Granite 4, uses the Hermes format for tool calls."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""Tool calls of Kimi K2. They have ``functions.name:0`` and arguments between tags, in a separate section of the
+"""Tool calls of Kimi K2, which have ``functions.name:0`` and arguments between tags, in a separate section of the
 answer.
 """
 

@@ -47,7 +47,7 @@ class Llama3JsonToolParser(JsonToolParser):
         return self._take()
 
     def finish(self) -> ToolDelta:
-        """Return the text that is left at the end. If it has not become a tool call, it is content."""
+        """Return the text that is left at the end. If this text has not become a tool call, it is content."""
         if self._scanner is not None and not self._scanner.started:
             self._give_back(self._scanner)
         if self._num_calls == 0 or self._held.strip(_BETWEEN):

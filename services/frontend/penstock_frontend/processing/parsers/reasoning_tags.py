@@ -28,7 +28,7 @@ class _At(enum.Enum):
 
 
 class TagReasoningParser(ReasoningParser):
-    """Parser for reasoning at the start of the answer. It drops the whitespace around the reasoning.
+    """Parser for reasoning at the start of the answer. The parser drops the whitespace around the reasoning.
 
     Some templates write the opening tag into the prompt. Other templates write both tags into the prompt, so that the
     answer has no reasoning. ``begins`` and ``ends`` are variants of the two ``tags`` that models also write. If

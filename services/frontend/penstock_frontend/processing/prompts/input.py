@@ -1,4 +1,6 @@
-"""Conversion of generation requests to engine requests. It applies defaults, tokenizes prompts, and checks values."""
+"""Conversion of generation requests to engine requests. The conversion applies defaults, tokenizes prompts, and checks
+values.
+"""
 
 import itertools
 import time
@@ -108,7 +110,7 @@ class InputProcessor:
         return self._adapters.asked_for(name, lora, field=field) or self._model_name
 
     def request_id(self, given: str) -> str:
-        """Return the id of a request for its client. It is the id that the client gave, or a random id."""
+        """Return the id of a request for its client. The id is the one that the client gave, or a random id."""
         size = len(given.encode())
         if size > self._limits.now.max_request_id_bytes:
             raise InvalidArgument(
@@ -127,8 +129,8 @@ class InputProcessor:
             )
 
     def checked_context(self, context: RequestContext, request_id: str) -> RequestContext:
-        """Return the request context for engines. It has the client's request id, the arrival time and the weight of
-        the tenant.
+        """Return the request context for engines. The context has the client's request id, the arrival time and the
+        weight of the tenant.
 
         Raises NotFound if the request names another model, and InvalidArgument for values that are too large.
         """

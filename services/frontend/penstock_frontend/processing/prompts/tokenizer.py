@@ -1,4 +1,6 @@
-"""Tokenizer of the model. It uses only the ``tokenizers`` library, because importing transformers takes seconds."""
+"""Tokenizer of the model. This module uses only the ``tokenizers`` library, because importing transformers takes
+seconds.
+"""
 
 import asyncio
 import contextlib
@@ -447,8 +449,8 @@ class Tokenizer:
     async def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = False, cut: Cut | None = None
     ) -> list[list[int]]:
-        """Return the token ids of each text. ``cut`` states how long texts are truncated. Its limit must be above
-        ``num_added`` tokens.
+        """Return the token ids of each text. ``cut`` states how long texts are truncated. The limit in ``cut`` must be
+        above ``num_added`` tokens.
         """
 
         def encode() -> list[list[int]]:

@@ -20,7 +20,8 @@ from penstock_frontend.calls.generate import AsyncLLM
 from penstock_frontend.loop_yield import Pace
 from penstock_frontend.processing.outputs.pooling import vectors_of
 
-# The code below truncates inputs that are too long. Its fields have the names of various servers.
+# The code below truncates inputs that are too long. The fields about truncation have the names that various servers
+# use.
 
 _NUMBER_BYTES = 4
 _ENCODER = msgspec.json.Encoder()
@@ -133,7 +134,7 @@ def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | 
 
 
 def inputs_of(given: Input, *, field: str = "input") -> tuple[Sequence[Given], Sequence[str]]:
-    """Return the inputs of a body, and the path of each input. Both are empty for an empty list. Raises
+    """Return the inputs of a body, and the path of each input. Inputs and paths are empty for an empty list. Raises
     InvalidArgument.
     """
     try:

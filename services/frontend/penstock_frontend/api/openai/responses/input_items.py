@@ -102,7 +102,9 @@ def call_of(item: InputItem, path: str) -> ToolCall:
 
 
 def output_of(item: InputItem, path: str) -> str | list[InputPart]:
-    """Return the result of a tool in an item. It is text and media, or other JSON as text. Raises InvalidArgument."""
+    """Return the result of a tool in an item. The result is text and media, or other JSON as text. Raises
+    InvalidArgument.
+    """
     raw = b"" if isinstance(item.output, msgspec.UnsetType) else bytes(item.output)
     if raw in (b"", b"null"):
         shown = {"status": item.status} if item.type == "apply_patch_call_output" else {"tools": item.tools}
@@ -419,7 +421,9 @@ def _add_tool(tools: ServedTools, body: FunctionTool, path: str, namespace: str)
 
 
 def _grammar(body: FunctionTool, path: str) -> tuple[str, str]:
-    """Return the syntax and the definition of the grammar of a custom tool. Both are empty if the tool has no grammar."""
+    """Return the syntax and the definition of the grammar of a custom tool. Syntax and definition are empty if the tool
+    has no grammar.
+    """
     if isinstance(body.format, msgspec.UnsetType) or body.format is None or body.format.type == "text":
         return "", ""
     if body.format.type != "grammar":

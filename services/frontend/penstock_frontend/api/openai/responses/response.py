@@ -73,7 +73,9 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ToolFormatBody(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Format of the input of a custom tool. It is ``text``, or ``grammar`` with the ``syntax`` ``lark`` or ``regex``."""
+    """Format of the input of a custom tool. The format is ``text``, or ``grammar`` with the ``syntax`` ``lark`` or
+    ``regex``.
+    """
 
     type: str
     syntax: str = ""
@@ -222,7 +224,7 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """Output item with the reasoning before the answer. It has no summary."""
+    """Output item with the reasoning before the answer. The item has no summary."""
 
     id: str
     status: str
@@ -362,7 +364,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseEvent(Event, frozen=True, kw_only=True):
-    """Events ``response.created``, ``.in_progress``, ``.completed``, ``.incomplete`` and ``.failed``. They have the
+    """Events ``response.created``, ``.in_progress``, ``.completed``, ``.incomplete`` and ``.failed``, which have the
     current state of the response.
     """
 
@@ -370,14 +372,14 @@ class ResponseEvent(Event, frozen=True, kw_only=True):
 
 
 class ItemEvent(Event, frozen=True, kw_only=True):
-    """Events ``response.output_item.added`` and ``.done``. They mark the start and the end of an output item."""
+    """Events ``response.output_item.added`` and ``.done``, which mark the start and the end of an output item."""
 
     output_index: int
     item: OutputItem
 
 
 class PartEvent(Event, frozen=True, kw_only=True):
-    """Events ``response.content_part.added`` and ``.done``. They mark the start and the end of a part of an item."""
+    """Events ``response.content_part.added`` and ``.done``, which mark the start and the end of a part of an item."""
 
     item_id: str
     output_index: int
@@ -386,7 +388,7 @@ class PartEvent(Event, frozen=True, kw_only=True):
 
 
 class TextDelta(Event, frozen=True, kw_only=True):
-    """Event ``response.output_text.delta``. It has the next piece of the text."""
+    """Event ``response.output_text.delta``, which has the next piece of the text."""
 
     item_id: str
     output_index: int
@@ -396,7 +398,7 @@ class TextDelta(Event, frozen=True, kw_only=True):
 
 
 class TextDone(Event, frozen=True, kw_only=True):
-    """Event ``response.output_text.done``. It has the complete text."""
+    """Event ``response.output_text.done``, which has the complete text."""
 
     item_id: str
     output_index: int
@@ -406,7 +408,7 @@ class TextDone(Event, frozen=True, kw_only=True):
 
 
 class ReasoningDelta(Event, frozen=True, kw_only=True):
-    """Event ``response.reasoning_text.delta``. It has the next piece of the reasoning."""
+    """Event ``response.reasoning_text.delta``, which has the next piece of the reasoning."""
 
     item_id: str
     output_index: int
@@ -415,7 +417,7 @@ class ReasoningDelta(Event, frozen=True, kw_only=True):
 
 
 class ReasoningDone(Event, frozen=True, kw_only=True):
-    """Event ``response.reasoning_text.done``. It has the complete reasoning."""
+    """Event ``response.reasoning_text.done``, which has the complete reasoning."""
 
     item_id: str
     output_index: int
@@ -424,7 +426,7 @@ class ReasoningDone(Event, frozen=True, kw_only=True):
 
 
 class ArgumentsDelta(Event, frozen=True, kw_only=True):
-    """Event ``response.function_call_arguments.delta``. It has the next piece of the arguments of a function call."""
+    """Event ``response.function_call_arguments.delta``, which has the next piece of the arguments of a function call."""
 
     item_id: str
     output_index: int
@@ -432,7 +434,7 @@ class ArgumentsDelta(Event, frozen=True, kw_only=True):
 
 
 class ArgumentsDone(Event, frozen=True, kw_only=True):
-    """Event ``response.function_call_arguments.done``. It has the complete arguments of a function call."""
+    """Event ``response.function_call_arguments.done``, which has the complete arguments of a function call."""
 
     item_id: str
     output_index: int
@@ -441,7 +443,7 @@ class ArgumentsDone(Event, frozen=True, kw_only=True):
 
 
 class InputDelta(Event, frozen=True, kw_only=True):
-    """Event ``response.custom_tool_call_input.delta``. It has the next piece of the input of a custom tool's call."""
+    """Event ``response.custom_tool_call_input.delta``, which has the next piece of the input of a custom tool's call."""
 
     item_id: str
     output_index: int
@@ -449,7 +451,7 @@ class InputDelta(Event, frozen=True, kw_only=True):
 
 
 class InputDone(Event, frozen=True, kw_only=True):
-    """Event ``response.custom_tool_call_input.done``. It has the complete input of a custom tool's call."""
+    """Event ``response.custom_tool_call_input.done``, which has the complete input of a custom tool's call."""
 
     item_id: str
     output_index: int

@@ -68,7 +68,7 @@ class ResponseStore:
         return self._config.max_stored > 0
 
     def begin(self, tenant: str, running: Running) -> None:
-        """Add a response in progress. It will be stored when it ends."""
+        """Add a response in progress. The store keeps the response when it ends."""
         self._running[tenant, running.response.id] = running
 
     def end(self, tenant: str, response_id: str) -> bool:

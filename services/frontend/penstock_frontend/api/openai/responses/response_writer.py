@@ -218,8 +218,8 @@ class ResponseWriter:
         return block.kind is BlockKind.CALL and (tool := self._tools.called(block.name)) is not None and tool.custom
 
     def _logprobs_of(self, output: ChatOutput) -> list[ContentLogprob]:
-        """Return the log-probabilities for the text of a piece. They include those of earlier tokens whose text arrives
-        only now.
+        """Return the log-probabilities for the text of a piece. The result includes the log-probabilities of earlier
+        tokens whose text arrives only now.
 
         Reasoning and tool calls have no log-probabilities.
         """

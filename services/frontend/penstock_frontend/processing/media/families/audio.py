@@ -77,7 +77,7 @@ class Windows(NamedTuple):
 
     @property
     def least_samples(self) -> int:
-        """Minimum number of samples of an audio clip. It is enough for one embedding."""
+        """Minimum number of samples of an audio clip. This number of samples is enough for one embedding."""
         if self.rows_of_window:
             return 1
         steps = next(length for length in range(1, self.steps + 1) if _masked_rows(length) > 0)

@@ -44,8 +44,8 @@ class Replacement(msgspec.Struct, frozen=True):
         token_ids: Token ids that stand for the item.
         embed_runs: Ranges of positions in ``token_ids`` at which the model uses embeddings instead of tokens. Empty
             means all positions.
-        before: Text that is inserted before the item. It is tokenized together with the adjacent text of the prompt.
-        after: Text that is inserted after the item. It is tokenized together with the adjacent text of the prompt.
+        before: Text that is inserted before the item, and is tokenized together with the adjacent text of the prompt.
+        after: Text that is inserted after the item, and is tokenized together with the adjacent text of the prompt.
         data: Encoder input that is used instead of the item's data. Empty means that the item's data are the encoder
             input.
         variant: Name of the encoder input, if this input depends on the other media items in the prompt.
@@ -78,7 +78,8 @@ text.
 
 
 class FamilyProcessor(Protocol):
-    """Code of a family of model types that runs in a media worker. It converts decoded media to the model's inputs.
+    """Code of a family of model types that runs in a media worker. The processor converts decoded media to the model's
+    inputs.
 
     A processor may import transformers, numpy and Pillow, but never torch. Each worker creates its own processor from
     the directory of the checkpoint.

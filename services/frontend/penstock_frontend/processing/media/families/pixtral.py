@@ -54,7 +54,7 @@ class Patches(NamedTuple):
         return ProcessedItem(modality="image", data=dict(data), num_embeds=rows * columns, layout=(rows, columns))
 
     def arguments(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the processor argument ``size``. Its ``longest_edge`` is at most the value in the checkpoint."""
+        """Return the processor argument ``size``, whose ``longest_edge`` is at most the value in the checkpoint."""
         arguments.check_names(kwargs, ("size",))
         size = arguments.size(kwargs, {"longest_edge": self.longest_edge}) or {"longest_edge": self.longest_edge}
         return {"size": size, "patch_size": self.patch_size}

@@ -17,7 +17,7 @@ from penstock_frontend.processing.media.families.checkpoint import Checkpoint
 from penstock_frontend.processing.media.families.frames import Sampling, interval
 from penstock_frontend.processing.media.families.single_images import ImageFamily, grown
 
-# The code below is for images of the Qwen-VL families. Images keep their aspect ratio. They are resized only if their
+# The code below is for images of the Qwen-VL families. Images keep their aspect ratio. Images are resized only if their
 # number of pixels is outside the limits.
 
 _CHANNELS = 3
@@ -146,8 +146,8 @@ class VideoGrids(NamedTuple):
     """Format of videos that are divided into patches.
 
     Attributes:
-        grids: Format of frames. Its limits on pixels apply to each frame, or to all frames together if ``of_all`` is
-            True.
+        grids: Format of frames. The format's limits on pixels apply to each frame, or to all frames together if
+            ``of_all`` is True.
         sampling: Limits for the selection of frames.
         resample: Pillow's resampling filter.
         of_all: Whether the limits on pixels apply to all frames together.

@@ -33,7 +33,7 @@ def grown(token_ids: Sequence[int], token_id: int, count: int, *, before: str = 
 
 
 class Images(Protocol):
-    """Image format of a family of model types. Both the frontend and the media workers use it, so its instances can be
+    """Image format of a family of model types. Both the frontend and the media workers use the format, so it can be
     pickled.
     """
 
@@ -60,7 +60,7 @@ class Images(Protocol):
 
 
 class Videos(Protocol):
-    """Video format of a family of model types. Both the frontend and the media workers use it, so its instances can be
+    """Video format of a family of model types. Both the frontend and the media workers use the format, so it can be
     pickled.
     """
 

@@ -120,7 +120,7 @@ class MediaProcessor:
 
 
 class PilImages:
-    """Image processor of a checkpoint, from transformers. It uses only numpy and Pillow."""
+    """Image processor of a checkpoint, from transformers. The processor uses only numpy and Pillow."""
 
     def __init__(self, folder: Path) -> None:
         """Load the image processor of the checkpoint.
