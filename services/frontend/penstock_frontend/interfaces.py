@@ -166,4 +166,4 @@ class EngineClient(Protocol):
         """
 
     def refuse(self) -> None:
-        """Stop accepting requests. Requests that wait for an engine fail."""
+        """Stop accepting requests, because the frontend is shutting down. Requests that wait for an engine fail."""

@@ -72,7 +72,9 @@ class ChosenTools(NamedTuple):
 
 
 class ServedTools:
-    """Tools of one request. A tool that only another server can run is left out with a warning."""
+    """Tools of one request that the prompt describes. A tool that only another server can run is left out with a
+    warning.
+    """
 
     def __init__(self) -> None:
         self._served: list[ServedTool] = []
@@ -89,8 +91,8 @@ class ServedTools:
         namespace: str = "",
         schema: str = "parameters",
     ) -> None:
-        """Add a function. ``schema`` is the name of the client's field with the schema ``parameters``. Raises
-        InvalidArgument if the schema does not describe an object.
+        """Add a function to the tools of the request. ``schema`` is the name of the client's field with the schema
+        ``parameters``. Raises InvalidArgument if the schema does not describe an object.
         """
         kind = (parameters or {}).get("type")
         if kind is not None and kind != "object":
@@ -248,7 +250,7 @@ class InputReader:
         self._ended = False
 
     def push(self, arguments: str) -> str:
-        """Add a piece of the arguments. Return the new part of the input."""
+        """Add the next piece of the arguments. Return the new part of the input."""
         if self._ended:
             return ""
         self._raw += arguments

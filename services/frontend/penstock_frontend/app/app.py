@@ -176,7 +176,7 @@ class Frontend:
             await self._servers.tell_health()
 
     def stop(self) -> None:
-        """Stop ``main_loop``. A second call ends the drain immediately."""
+        """End ``main_loop``, after which the frontend drains. A second call ends the drain immediately."""
         if self._stopping:
             self._cut_short.set()
         self._stopping = True

@@ -263,7 +263,7 @@ class Engines(Protocol):
         """
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:
-        """Abort requests on an engine. Do nothing if the engine has no session."""
+        """Abort requests of this frontend on an engine. Do nothing if the engine has no session."""
 
     def hand_over(self, engine: str, request_ids: Sequence[str]) -> None:
         """Ask an engine to hand requests over to other engines. Do nothing if the engine has no session."""

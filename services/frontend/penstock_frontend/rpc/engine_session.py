@@ -105,7 +105,7 @@ class OutgoingRequests:
         self._add(request, 0)
 
     def abort(self, request_ids: Sequence[str], reason: str) -> None:
-        """Abort requests of this session.
+        """Abort requests that were queued or sent in this session.
 
         A request whose tensors are still being sent has not reached the engine, so this method ends the request itself.
         The method aborts all other requests on the engine.

@@ -97,8 +97,8 @@ class SessionSegments:
     """Shared memory segments for the engine of one session."""
 
     def __init__(self, segments: SegmentWriter, *, takes_vectors: bool) -> None:
-        """Create the object. ``takes_vectors`` is True if the engine accepts not only media but also prompt embeddings
-        in shared memory.
+        """Create the segments of one session. ``takes_vectors`` is True if the engine accepts not only media but also
+        prompt embeddings in shared memory.
         """
         self.takes_vectors = takes_vectors
         self._segments = segments

@@ -27,7 +27,9 @@ _OVERLOADED = 529
 
 
 class MessagesErrorDetails(msgspec.Struct, frozen=True):
-    """Details of an error. If a field of the request is wrong, the message begins with the name of that field."""
+    """Details of an error in Anthropic's format. If a field of the request is wrong, the message begins with the name
+    of that field.
+    """
 
     type: str
     message: str

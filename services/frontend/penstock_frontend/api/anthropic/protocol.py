@@ -45,8 +45,8 @@ ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts. ``input_tokens`` is the number of input tokens that were computed, and ``cache_read_input_tokens``
-    is the number of cached input tokens.
+    """Token counts of an answer. ``input_tokens`` is the number of input tokens that were computed, and
+    ``cache_read_input_tokens`` is the number of cached input tokens.
     """
 
     input_tokens: int
@@ -108,7 +108,7 @@ class ThinkingDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class SignatureDelta(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="signature_delta"):
-    """The signature of a reasoning block."""
+    """The signature of a reasoning block in a stream."""
 
     signature: str
 
@@ -182,8 +182,8 @@ class MessageWriter:
     """Converts outputs into streaming events, and into one complete message at the end."""
 
     def __init__(self, message_id: str, model: str, *, parallel_calls: bool, thinking: bool = True) -> None:
-        """Create the writer. If ``thinking`` is True, reasoning is shown. If ``thinking`` is False, reasoning is only
-        in the signature of its block.
+        """Create the writer of one message. If ``thinking`` is True, reasoning is shown. If ``thinking`` is False,
+        reasoning is only in the signature of its block.
         """
         self._blocks = Blocks(parallel_calls=parallel_calls)
         self._thinking = thinking
@@ -210,7 +210,7 @@ class MessageWriter:
             yield StreamEvent(type="message_stop")
 
     def whole(self) -> AssistantMessage:
-        """Return the complete message. All output must have arrived."""
+        """Return the complete message for an answer that is not streamed. All output must have arrived."""
         return msgspec.structs.replace(
             self._begun,
             content=[self._content(block) for block in self._blocks.all],
@@ -298,7 +298,7 @@ _THINKING = ("enabled", "adaptive", "disabled")
 
 
 class SourceBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Source of an image or document.
+    """Source of the content of an image or document.
 
     The source of an image is ``base64`` (media type and data) or ``url``. The source of a document is ``text`` or
     ``content`` (blocks).
@@ -333,15 +333,15 @@ class BlockBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of the conversation."""
+    """A message of the conversation in the request body."""
 
     role: str
     content: str | list[BlockBody]
 
 
 class ClientToolBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool that the client runs. ``type`` is null or ``custom``. Tools of other types are left out, because Anthropic
-    runs or defines them.
+    """A tool of the body that the client runs. ``type`` is null or ``custom``. Tools of other types are left out,
+    because Anthropic runs or defines them.
     """
 
     name: str = ""
@@ -401,7 +401,7 @@ class ConversationBody(SamplingFields, kw_only=True):
 
 
 class MessagesBody(ConversationBody, kw_only=True):
-    """Body of ``/v1/messages``."""
+    """Request body of ``/v1/messages``."""
 
     max_tokens: int
 

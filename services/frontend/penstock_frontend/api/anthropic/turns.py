@@ -288,7 +288,7 @@ def _system(content: str | Sequence[BlockBody] | None, path: str) -> list[str]:
 
 
 def _result(content: str | Sequence[BlockBody] | None, path: str, place: str) -> str | list[ContentPart]:
-    """Return the result of a tool. ``place`` is the path of the result in the turn at ``path``."""
+    """Return the tool result of a block as a domain type. ``place`` is the path of the result in the turn at ``path``."""
     if content is None or isinstance(content, str):
         return content or ""
     return _joined([_part(block, path, f"{place}[{index}]") for index, block in enumerate(content)])
@@ -321,8 +321,8 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def tools_of(bodies: Sequence[ClientToolBody] | None) -> ServedTools:
-    """Return the tools of a body. Tools that Anthropic runs or defines have other types, and are left out. Raises
-    InvalidArgument.
+    """Return the tools of a body as domain types. Tools that Anthropic runs or defines have other types, and are left
+    out. Raises InvalidArgument.
     """
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):

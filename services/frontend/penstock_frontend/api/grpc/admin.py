@@ -75,7 +75,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         lost: LostEngines,
         tenants: TenantRefusals,
     ) -> None:
-        """Create the servicer. ``coordinator`` is None if the configuration lists the engines."""
+        """Create the servicer of the operators' API. ``coordinator`` is None if the configuration lists the engines."""
         self._lost = lost
         self._tenants = tenants
         self._engines = engines

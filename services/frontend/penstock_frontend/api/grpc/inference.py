@@ -67,7 +67,8 @@ class GenerateSession:
         limits: Reread[LimitsConfig],
         max_response_bytes: int,
     ) -> None:
-        """Create a session. ``time_left`` returns the seconds until the call's deadline, which applies to each request.
+        """Create the session for one GenerateSession call. ``time_left`` returns the seconds until the call's deadline,
+        which applies to each request.
 
         If a response of a request exceeds ``max_response_bytes``, this request fails, and the session continues.
         """
@@ -218,7 +219,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class InferenceServicer(service_pb2_grpc.InferenceServiceServicer):
-    """Converts calls into requests of AsyncLLM. The interceptor of the server converts errors into gRPC statuses."""
+    """Converts gRPC calls into requests of ``AsyncLLM``. The interceptor of the server converts
+    errors into gRPC statuses.
+    """
 
     def __init__(
         self,

@@ -214,7 +214,7 @@ class HttpConnection(RequestParsing):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Handle received bytes."""
+        """Handle bytes that the client has sent."""
         if self._discards:
             self._rest_until_next_discard()
             return
@@ -224,8 +224,8 @@ class HttpConnection(RequestParsing):
         self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Handle the loss of the connection. uvicorn informs only the handler of the newest request, so this method
-        informs all other handlers.
+        """Handle the loss of the client's connection. uvicorn informs only the handler of the newest request, so this
+        method informs all other handlers.
         """
         for cycle in (self._answering, *(waiting for waiting, _ in self.pipeline)):
             if cycle is not None:
@@ -363,7 +363,9 @@ class HttpConnection(RequestParsing):
         super()._start_asgi_task(cycle, Answer(cycle, self).of(app))  # type: ignore[arg-type]
 
     def _refuse(self, error: HttpError) -> None:
-        """Stop parsing. Send an error to the client if the answer to the faulty request has not started yet."""
+        """Stop parsing requests on this connection. Send an error to the client if the answer to the faulty request has
+        not started yet.
+        """
         cycle: RequestResponseCycle | None = self.cycle
         self._refusal = error
         if cycle is not None and not self.in_head and self._num_unanswered == 1:

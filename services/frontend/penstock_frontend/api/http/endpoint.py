@@ -65,7 +65,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlainText(msgspec.Struct, frozen=True):
-    """An answer that is not JSON."""
+    """An HTTP answer that is text instead of JSON."""
 
     text: str
 
@@ -90,8 +90,8 @@ class Gate:
         fairness: Reread[FairnessConfig],
         on_refused: Callable[[ResourceExhausted, str, str], None],
     ) -> None:
-        """Create the gate. ``on_refused`` is called for each call that is refused at a limit, with the error, the
-        tenant and the id.
+        """Create the gate for one HTTP listener. ``on_refused`` is called for each call that is refused at a limit,
+        with the error, the tenant and the id.
         """
         self.on_refused = on_refused
         self._max_requests = config.max_requests

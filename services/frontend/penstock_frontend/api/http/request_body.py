@@ -381,7 +381,7 @@ class Body:
         self._bodies.in_flight.leave(self.size, served=self._read)
 
     async def read(self, receive: Receive, announced: int | None = None, encoding: str = "") -> None:
-        """Read the complete body.
+        """Read the complete body of the request.
 
         Args:
             receive: the ASGI receive function.

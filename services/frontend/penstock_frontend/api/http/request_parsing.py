@@ -103,7 +103,7 @@ class Parsing(Protocol):
     """A connection that has received bytes which are not parsed yet."""
 
     def parse_slice(self) -> bool:
-        """Parse at most ``SLICE`` bytes. Return True if the connection can parse another slice now."""
+        """Parse at most ``SLICE`` received bytes. Return True if the connection can parse another slice now."""
         ...
 
 
@@ -111,7 +111,7 @@ class Discarding(Protocol):
     """A connection whose input is read and discarded."""
 
     def discard_more(self) -> None:
-        """Read and discard input once."""
+        """Read from the connection once, and discard the bytes."""
         ...
 
 
@@ -177,7 +177,9 @@ class DiscardingTurns:
         self._timer: asyncio.TimerHandle | None = None
 
     def wait(self, connection: Discarding) -> None:
-        """Add a connection. The method ``discard_more`` of the connection is called when the connection's turn comes."""
+        """Add a connection whose input must be discarded. The method ``discard_more`` of the connection is called when
+        the connection's turn comes.
+        """
         self._waiting.append(connection)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DISCARD_INTERVAL, self._turn)

@@ -106,7 +106,7 @@ class HttpServer:
     """A uvicorn server in the running event loop. If the port is -1, there is no server."""
 
     def __init__(self, config: HttpConfig, app: ASGIApp, certificates: Certificates | None = None) -> None:
-        """Create the server. ``certificates`` records when the TLS certificates of this listener expire."""
+        """Create the HTTP server. ``certificates`` records when the TLS certificates of this listener expire."""
         self._config = config
         self._certificates = certificates
         self._connection = connection_class(config)
@@ -173,7 +173,7 @@ class HttpServer:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Do nothing. The frontend handles signals, and stops this server itself."""
+        """Do nothing when uvicorn wants to handle signals. The frontend handles signals, and stops this server itself."""
         yield
 
 
@@ -219,7 +219,9 @@ class HttpTelemetry:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request. An error of the application counts as status 500."""
+        """Serve one request, and record its metrics and its trace span. An error of the application counts as status
+        500.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -18,7 +18,7 @@ async def send_head(send: Send, status: int, headers: Mapping[str, str]) -> None
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-    """Send a complete answer."""
+    """Send a complete answer as JSON."""
     length = {"content-type": "application/json", "content-length": str(len(body))}
     await send_head(send, status, {**length, **headers})
     await send({"type": "http.response.body", "body": body})
@@ -82,7 +82,7 @@ class EventStream:
     """
 
     def __init__(self, first: bytes, rest: AsyncGenerator[msgspec.Struct, None], form: StreamForm) -> None:
-        """Create the stream. ``first`` is the event with the first chunk."""
+        """Create the stream of an answer. ``first`` is the event with the first chunk."""
         self._first = first
         self._rest = rest
         self._form = form

@@ -43,7 +43,7 @@ def routes(
     gate: Gate,
     bodies: Bodies,
 ) -> Sequence[Route]:
-    """Return all routes.
+    """Return all routes of the OpenAI API.
 
     ``labels`` are the names of the model's classes, in the order of the class indices. All calls of the listener share
     ``gate`` and ``bodies``.

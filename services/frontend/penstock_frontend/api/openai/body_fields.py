@@ -26,8 +26,8 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def _with_hint(error: InvalidArgument, body: bytes) -> InvalidArgument:
-    """Return the error with a hint. If a field is missing, the hint is the field of the body with the most similar
-    name.
+    """Return the decoder's error with a hint. If a field is missing, the hint is the field of the body with the most
+    similar name.
     """
     if error.reason != "MISSING_FIELD" or "." in error.field:
         return error

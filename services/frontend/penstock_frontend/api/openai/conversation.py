@@ -117,7 +117,7 @@ class ToolChoiceObject(AllowedToolBody, frozen=True, kw_only=True):
 
 
 def tools_of(bodies: Sequence[ToolBody] | None) -> ServedTools:
-    """Return the tools of a body. Raises InvalidArgument."""
+    """Return the tools of a body as domain types. Raises InvalidArgument."""
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):
         path = f"tools[{index}]"
@@ -243,7 +243,9 @@ _REFUSED = {
 
 
 class UrlBody(msgspec.Struct, frozen=True, kw_only=True):
-    """URL of a media item. OpenAI's ``detail`` has no effect, because the model's processor chooses the size."""
+    """URL of a media item in a message part. OpenAI's ``detail`` has no effect, because the model's processor chooses
+    the size.
+    """
 
     url: str
     detail: str | None = None
@@ -269,7 +271,7 @@ class MediaFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class VideoIoBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options for videos. ``fps`` is the frame rate of a video that is sent as frames."""
+    """Options for reading videos. ``fps`` is the frame rate of a video that is sent as frames."""
 
     fps: float = DEFAULT_FPS
 
@@ -383,7 +385,7 @@ class PartBody(MediaFields, frozen=True, kw_only=True):
 
 
 class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of the conversation.
+    """A message of the conversation in the request body.
 
     The assistant's reasoning has two field names. ``function_call`` is OpenAI's older form of a tool call, and a
     message with the role ``function`` is OpenAI's older form of a tool result.

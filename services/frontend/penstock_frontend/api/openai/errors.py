@@ -66,7 +66,7 @@ _HTTP_NAMES = {"json_schema": "json"}
 
 
 class ErrorDetails(msgspec.Struct, frozen=True):
-    """Details of an error. ``param`` is the name of the faulty field."""
+    """Details of an error in OpenAI's format. ``param`` is the name of the faulty field."""
 
     message: str
     type: str

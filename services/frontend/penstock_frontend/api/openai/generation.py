@@ -63,7 +63,9 @@ class Generation(Generic[O]):
         self._lives: list[LiveRequest] = []
 
     def __enter__(self) -> "Generation[O]":
-        """Accept all requests. If one of them is refused, none is accepted, and the error RequestFailed is raised."""
+        """Accept all requests of the call. If one of them is refused, none is accepted, and the error RequestFailed is
+        raised.
+        """
         try:
             for source in self._sources:
                 self._lives.append(self._llm.accept(source.request_id, source.demand))

@@ -14,7 +14,9 @@ _KNOWN = "text, json_object, json_schema, structural_tag, json, regex, grammar"
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True):
-    """A JSON schema in OpenAI's form. The schema is always enforced, even if ``strict`` is false."""
+    """A JSON schema in OpenAI's form of ``response_format``. The schema is always enforced, even if ``strict`` is
+    false.
+    """
 
     schema: msgspec.Raw
     name: str = ""

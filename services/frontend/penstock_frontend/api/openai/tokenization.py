@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as in vLLM."""
+"""Routes ``/tokenize`` and ``/detokenize``, as in vLLM."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """Body of ``/detokenize``."""
+    """Request body of ``/detokenize``."""
 
     tokens: list[TokenId]
     model: str | None = None

@@ -107,8 +107,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @refuses_unserved(_SERVICE)
 class VllmEngineServicer:
-    """Converts calls into requests of AsyncLLM. A gateway treats the frontend as one worker, even if the frontend has
-    many engines.
+    """Converts calls of vLLM's gRPC protocol into requests of ``AsyncLLM``. A gateway treats the frontend as one
+    worker, even if the frontend has many engines.
 
     The server's interceptor converts errors into statuses.
     """
@@ -183,8 +183,8 @@ class VllmEngineServicer:
         return pb.HealthCheckResponse(healthy=self._readiness.ready, message=self._readiness.why or "serving")
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
-        """Return the properties of the model. Waits for an engine, because the answer includes limits that the engine
-        reports.
+        """Return the properties of the served model. Waits for an engine, because the answer includes limits that the
+        engine reports.
         """
         deadline = deadline_after(context.time_remaining())
         limits = await self._llm.engines.wait_until_usable(deadline, tenant=messages.tenant_of(context))

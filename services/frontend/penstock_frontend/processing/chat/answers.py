@@ -123,7 +123,7 @@ class ChatOutputs:
         make_parser: Callable[[], AnswerParser],
         make_count: Callable[[], ReasoningTokenCount] | None = None,
     ) -> None:
-        """Create the object for one request.
+        """Create the object that parses the outputs of one request.
 
         ``make_count`` creates a counter of reasoning tokens for a sequence. ``make_count`` is None if the model has no
         reasoning.

@@ -208,7 +208,7 @@ class ChatRenderer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether requests may have tools."""
+        """Whether requests may have tools, because the model's template or a parser supports tools."""
         return not self._why_no_tools
 
     async def render(self, request: ChatRequest) -> GenerateRequest:

@@ -95,7 +95,7 @@ class TemplateProcess:
         return answer.prompt
 
     async def close(self) -> None:
-        """End the child process. Idempotent."""
+        """End the child process that renders templates. Idempotent."""
         async with self._turn:
             await self._end()
 

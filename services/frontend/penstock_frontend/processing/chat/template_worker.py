@@ -66,7 +66,7 @@ def _take(channel: socket.socket, size: int) -> bytes:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the process. ``argv`` contains the number of the socket's file descriptor."""
+    """Run the process that renders templates. ``argv`` contains the number of the socket's file descriptor."""
     end_with_parent()
     name_process("template-worker")
     os.nice(_NICENESS)

@@ -192,8 +192,8 @@ class ChatTemplates:
         *,
         subject: str = "messages: the model's chat template",
     ) -> None:
-        """Compile the templates. ``subject`` is the beginning of error messages: the name of the field and of the
-        template.
+        """Compile the templates of a model or a request. ``subject`` is the beginning of error messages: the name of
+        the field and of the template.
         """
         self._sources = dict(sources)
         self._special_tokens = dict(special_tokens)

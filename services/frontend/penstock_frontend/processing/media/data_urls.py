@@ -112,11 +112,11 @@ def decode_base64(text: str, start: int, end: int, *, unwritten: int = 0) -> byt
 
 
 def _decode_canonical(text: str, start: int, end: int) -> bytes:
-    """Decode base64 that is strictly valid. Raises ValueError if the text is not."""
+    """Decode base64 text that is strictly valid. Raises ValueError if the text is not."""
     decoded: list[bytes] = []
     for begin in range(start, end, _SLICE):
         if decoded:
-            time.sleep(0)  # let other threads run
+            time.sleep(0)  # release the interpreter's lock between two pieces, so that other threads can run
         decoded.append(binascii.a2b_base64(text[begin : min(begin + _SLICE, end)], strict_mode=True))
     data = decoded[0] if len(decoded) == 1 else b"".join(decoded)
     # Check the length, because binascii accepts more than two padding characters, and accepts padding at the end of
@@ -159,7 +159,7 @@ def _slices(text: str, start: int, end: int) -> Iterator[tuple[int, str]]:
     begin = start
     while begin < end:
         if begin > start:
-            time.sleep(0)  # let other threads run
+            time.sleep(0)  # release the interpreter's lock between two pieces, so that other threads can run
         stop = begin + _SLICE
         if (percent := text.find("%", stop - 2, stop)) >= 0:
             stop = percent + 3

@@ -359,7 +359,9 @@ Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 
 _RESOLVING_THREADS = 8
 _HANDSHAKE_THREADS = 2
-"""Number of threads for TLS handshakes. OpenSSL releases the GIL, so the event loop continues during a handshake."""
+"""Number of threads that do TLS handshakes with media hosts. OpenSSL releases the GIL, so the event loop continues
+during a handshake.
+"""
 
 
 class Fetcher:
@@ -387,7 +389,7 @@ class Fetcher:
         self._closed = False
 
     def close(self) -> None:
-        """Stop the fetcher. After that, it resolves no more names, and starts no more TLS handshakes."""
+        """Stop the fetcher of media files. After that, it resolves no more names, and starts no more TLS handshakes."""
         self._closed = True
         self._threads.shutdown(wait=False)
         self._handshakes.shutdown(wait=False)

@@ -206,7 +206,9 @@ class WorkerProcess:
             await asyncio.get_running_loop().sock_recv(self._channel, 1)
 
     async def end(self) -> int:
-        """Kill the worker process. Return its exit code, which is negative if a signal ended it."""
+        """Kill the worker process, and wait until it has ended. Return its exit code, which is negative if a signal
+        ended it.
+        """
         self._process.kill()
         self._channel.close()
         return await asyncio.to_thread(self._process.wait)
@@ -373,7 +375,7 @@ class WorkerPool:
         displaced.fail(full)
 
     async def close(self) -> None:
-        """End all workers. Items that still wait fail with Unavailable. Idempotent."""
+        """End all worker processes of the pool. Items that still wait fail with Unavailable. Idempotent."""
         self._closed = True
         for task in self._tasks:
             task.cancel()

@@ -187,7 +187,9 @@ class MediaReader:
     """Reads media from their sources, such as URLs or request data."""
 
     def __init__(self, config: MediaConfig, metrics: MediaMetrics, resolver: Resolver | None = None) -> None:
-        """Create the reader. ``resolver`` is used instead of the system's resolver for host names. Raises ConfigError."""
+        """Create the reader of media. ``resolver`` is used instead of the system's resolver for host names. Raises
+        ConfigError.
+        """
         self._config = config
         self._metrics = metrics
         self._fetcher = Fetcher(config, resolver)

@@ -18,7 +18,7 @@ _GREY_STEPS = {"L;2": 85, "L;4": 17}
 
 
 def flattened(image: Image) -> Image:
-    """Return the image in RGB.
+    """Return the image converted to the mode RGB.
 
     Alpha is composited on white, as in ``convert_to_rgb`` of transformers. Palettes with alpha and a transparent color
     are handled the same. Grey modes with more than 8 bits (I and I;16) are read as 16 bits, of which the upper 8 bits

@@ -185,7 +185,9 @@ class MediaService:
         *,
         resolver: Resolver | None = None,
     ) -> None:
-        """Create the service. ``resolver`` is used instead of the system's resolver for host names. Raises ConfigError."""
+        """Create the media service of a frontend. ``resolver`` is used instead of the system's resolver for host names.
+        Raises ConfigError.
+        """
         self.family = family
         self._limits = limits
         self._metrics = metrics

@@ -51,7 +51,7 @@ class MediaWorker:
         self._channel = channel
 
     def run(self) -> None:
-        """Run the worker. Raises EOFError when the frontend has closed the socket."""
+        """Run the worker until the frontend closes the socket. Raises EOFError when the frontend has closed the socket."""
         setup = decode_setup(self._head())
         try:
             make_processor = pickle.loads(setup.make_processor)  # noqa: S301 - the data come from the frontend
@@ -156,7 +156,7 @@ def _limit_seconds(seconds: float) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run the worker. ``argv`` contains the number of the socket's file descriptor."""
+    """Run the media worker process. ``argv`` contains the number of the socket's file descriptor."""
     end_with_parent()
     for module in _BLOCKED:
         sys.modules[module] = None  # type: ignore[assignment]  # None makes the import of the module fail

@@ -136,7 +136,9 @@ class StopMatcher:
     __slots__ = ("_depth", "_fail", "_found", "_goto", "_state")
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Build the automaton. ``stops`` must have at least one string, and no string may be empty."""
+        """Build the automaton for the stop strings of a request. ``stops`` must have at least one string, and no string
+        may be empty.
+        """
         self._goto: list[dict[str, int]] = [{}]
         self._depth = [0]
         self._found: list[str] = [""]
@@ -248,7 +250,9 @@ class OutputText:
         include_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """Create the state. If there is no detokenizer, the output has no text, and tokens are released immediately."""
+        """Create the state of one sequence's output. If there is no detokenizer, the output has no text, and tokens are
+        released immediately.
+        """
         self._detokenizer = detokenizer
         self._stops = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
@@ -323,7 +327,8 @@ class OutputText:
         return TextDelta(text, token_ids[:settled])
 
     def _grow(self, text: str, *, settled: bool) -> TextDelta | None:
-        """Add new text. If the text completes a stop string, return the final piece of output. Otherwise return None.
+        """Add the text of new tokens. If the text completes a stop string, return the final piece of output. Otherwise
+        return None.
 
         ``settled`` is True if the text of every token is complete.
         """

@@ -110,13 +110,13 @@ class SplitOutputs:
         ]
 
     def fail(self, request_ids: Iterable[str], error: RequestFailed) -> None:
-        """End these requests in all handlers."""
+        """End these requests with an error in all handlers."""
         ids = list(request_ids)
         for handler in self._handlers:
             handler.fail(ids, error)
 
     def fail_all(self, error: RequestFailed) -> list[str]:
-        """End every request of every handler. Return the ids of these requests."""
+        """End every request of every handler with an error. Return the ids of these requests."""
         return [request_id for handler in self._handlers for request_id in handler.fail_all(error)]
 
     def moved(self, request_ids: Iterable[str]) -> None:

@@ -36,7 +36,7 @@ class RequestStates(Generic[S]):
         return len(self._states)
 
     def remove(self, state: S) -> bool:
-        """Stop tracking a request. Return False if the request had already ended."""
+        """Stop tracking the state of a request. Return False if the request had already ended."""
         return self._states.pop(state.request_id, None) is not None
 
     def moved(self, request_ids: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ class Brackets:
         self._escaped = False
 
     def close(self, char: str) -> bool:
-        """Process the next character.
+        """Process the next character of the value.
 
         Return True if the character ends the value, or closes a bracket that is not open.
         """
@@ -72,7 +72,7 @@ class Scanned(NamedTuple):
 
 
 def whole(text: str) -> str:
-    """Replace lone surrogates by U+FFFD. JSON can contain lone surrogates, but no API protocol accepts them."""
+    """Replace lone surrogates in a text by U+FFFD. JSON can contain lone surrogates, but no API protocol accepts them."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -124,7 +124,7 @@ class CallScanner:
         return Scanned(count, "" if before else self._name, arguments, ended)
 
     def _take(self, char: str) -> bool:
-        """Process one character. Return False if the character is not valid at this position."""
+        """Process the next character of the object. Return False if the character is not valid at this position."""
         match self._at:
             case _At.IN_CONTAINER:
                 self._in_container(char)

@@ -181,7 +181,9 @@ def sequences(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 def _wrapped(seed: int) -> int:
-    """Return the seed. If the seed is above the largest possible value, continue from the smallest possible value."""
+    """Return the seed of a sequence. If the seed is above the largest possible value, continue from the smallest
+    possible value.
+    """
     return (seed - MIN_SEED) % (MAX_SEED - MIN_SEED + 1) + MIN_SEED
 
 

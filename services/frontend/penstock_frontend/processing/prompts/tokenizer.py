@@ -1,6 +1,4 @@
-"""Tokenizer of the model. This module uses only the ``tokenizers`` library, because importing transformers takes
-seconds.
-"""
+"""Tokenizer of the model. The module imports only the ``tokenizers`` library, because transformers takes seconds."""
 
 import asyncio
 import contextlib
@@ -286,9 +284,7 @@ class Encoded(NamedTuple):
 
 
 class EncodedPair(NamedTuple):
-    """Token ids of two texts in one prompt. ``second_text_start`` is the position of the second text, or None if
-    unknown.
-    """
+    """Token ids of two texts in one prompt. ``second_text_start`` is the position of the second text, or None."""
 
     ids: list[int]
     second_text_start: int | None
@@ -437,9 +433,7 @@ class Tokenizer:
         return data
 
     def _own_bytes(self, token_id: int, text: str) -> bytes:
-        """Return the bytes that a token stands for in a byte-level vocabulary. In other vocabularies, return the bytes
-        of ``text``.
-        """
+        """Return the bytes of a token in a byte-level vocabulary. In other vocabularies, return the bytes of ``text``."""
         token = self._backend.id_to_token(token_id) or ""
         if (fallback := _BYTE_TOKEN.fullmatch(token)) is not None:
             return bytes([int(fallback[1], 16)])

@@ -38,7 +38,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_model_card(config: ModelConfig, generation_config: Mapping[str, Any]) -> ModelCard:
-    """Return the metadata of a model. Raises ConfigError if config.json exists, but cannot be read."""
+    """Return the metadata of the model from its files. Raises ConfigError if config.json exists, but cannot be read."""
     folder = resolve(config)
     described = read_json(folder / "config.json")
     # Multimodal models have the configuration of their language model in a separate section.

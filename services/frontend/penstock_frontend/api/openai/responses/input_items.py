@@ -374,7 +374,7 @@ SERVED = ("function", "custom", "namespace")
 
 
 def tools_of(bodies: Sequence[FunctionTool] | None) -> ServedTools:
-    """Return the tools of a body. Raises InvalidArgument.
+    """Return the tools of a body as domain types. Raises InvalidArgument.
 
     A tool in a namespace becomes a function whose name begins with the name of the namespace.
     """

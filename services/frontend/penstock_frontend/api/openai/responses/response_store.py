@@ -68,12 +68,12 @@ class ResponseStore:
         return self._config.max_stored > 0
 
     def begin(self, tenant: str, running: Running) -> None:
-        """Add a response in progress. The store keeps the response when it ends."""
+        """Add a response in progress to the store. The store keeps the response when it ends."""
         self._running[tenant, running.response.id] = running
 
     def end(self, tenant: str, response_id: str) -> bool:
-        """Remove a response in progress. Return False if the store does not have the response any more, for example
-        because a client deleted it. Idempotent.
+        """Remove a response in progress from the store. Return False if the store does not have the response any more,
+        for example because a client deleted it. Idempotent.
         """
         return self._running.pop((tenant, response_id), None) is not None
 

@@ -117,7 +117,7 @@ class ImageFamily:
         videos: Videos | None = None,
         video_token: str = "",
     ) -> None:
-        """Create the family.
+        """Create the family for one checkpoint.
 
         ``media_tokens`` are the tokens for media other than the placeholders. ``least_embeds`` is the minimum number of
         embeddings that a client may send instead of an image. 0 means that clients may not send embeddings, because
