@@ -508,7 +508,10 @@ async def test_a_rank_may_come_by_our_header_or_vllm_s(
     await collect(call)
     assert (len(a.requests), len(b.requests)) == (4, 0)
     assert wrong.status_code == 400
-    assert wrong.json()["error"]["message"] == "routing.data_parallel_rank is 2; ranks now: 0, 1"
+    assert (
+        wrong.json()["error"]["message"]
+        == "routing.data_parallel_rank is 2, but no engine has this rank; known ranks: 0, 1"
+    )
 
 
 async def test_a_rank_that_is_not_connected_is_waited_for(
@@ -537,7 +540,7 @@ async def test_an_engine_that_lost_its_index_to_another_has_no_rank(
     b.step()
     assert all([await collect(call) for call in calls])
     error = await failure(frontend.generate(routing={"data_parallel_rank": 1}))
-    assert error.message == "routing.data_parallel_rank is 1; ranks now: 0"
+    assert error.message == "routing.data_parallel_rank is 1, but no engine has this rank; known ranks: 0"
 
 
 async def test_without_engines_a_request_waits_and_then_is_unavailable(model: Path) -> None:

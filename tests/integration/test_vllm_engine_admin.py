@@ -88,7 +88,7 @@ async def test_health_is_whether_to_send_requests_here(engine: FakeEngine, model
     async with FrontendServer(model, engines=[engine.address]) as frontend:
         stub = VllmClient(frontend).stub
         response = await stub.HealthCheck(pb.HealthCheckRequest())
-        assert (response.healthy, response.message) == (False, "no engine has been seen yet")
+        assert (response.healthy, response.message) == (False, "no engine has accepted requests yet")
         await engine.start(port)
         await frontend.until_health(serving=True, service=vllm_engine.SERVICE_NAME)
         assert (await stub.HealthCheck(pb.HealthCheckRequest())).healthy

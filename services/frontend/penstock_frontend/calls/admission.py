@@ -268,7 +268,7 @@ def _length(part: Part) -> int:
 
 # The class below decides whether clients should send requests to this frontend.
 
-SEEN = "no engine has been seen yet"
+SEEN = "no engine has accepted requests yet"
 FULL = "the maximum number of requests is in flight or held"
 DRAINING = "draining"
 

@@ -70,7 +70,7 @@ class Retries:
             return quarantined
         if entry.num_moves >= self._config.max_moves:
             return Unavailable(
-                f"the request failed on {entry.num_moves + 1} engines; the limit of moves to other engines, "
+                f"the request could not finish on {entry.num_moves + 1} engines; the limit of moves to other engines, "
                 f"retries.max_moves, is {self._config.max_moves}. Last loss: {why}",
                 reason="RETRIES_EXHAUSTED",
                 retry_after=1.0,

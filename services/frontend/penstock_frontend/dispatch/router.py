@@ -242,7 +242,7 @@ def _no_engine(candidates: Sequence[Candidate], rank: int | None) -> Unavailable
     known = sorted({c.rank for c in candidates if c.rank is not None})
     if rank is not None and known and rank not in known:
         return InvalidArgument(
-            f"routing.data_parallel_rank is {rank}; ranks now: {', '.join(map(str, known))}",
+            f"routing.data_parallel_rank is {rank}, but no engine has this rank; known ranks: {', '.join(map(str, known))}",
             field="routing.data_parallel_rank",
         )
     whose = "no engine accepts requests now" if rank is None else f"the engine of rank {rank} accepts no requests now"

@@ -559,7 +559,7 @@ async def test_a_request_that_waits_for_a_rank_ends_when_there_is_none_any_more(
     world.dispatch.engines_changed()
     error = world.ended["r0"]
     assert isinstance(error, InvalidArgument)
-    assert error.message == "routing.data_parallel_rank is 1; ranks now: 0"
+    assert error.message == "routing.data_parallel_rank is 1, but no engine has this rank; known ranks: 0"
     assert world.dispatch.num_held == 0
 
 
@@ -645,7 +645,7 @@ async def test_retries_are_bounded_even_when_each_engine_brings_something() -> N
     assert isinstance(error, Unavailable)
     assert (
         error.reason,
-        "failed on 3 engines; the limit of moves to other engines, retries.max_moves, is 2" in error.message,
+        "could not finish on 3 engines; the limit of moves to other engines, retries.max_moves, is 2" in error.message,
     ) == ("RETRIES_EXHAUSTED", True)
 
 

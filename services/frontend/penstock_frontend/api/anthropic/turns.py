@@ -312,7 +312,7 @@ def _joined(parts: list[ContentPart]) -> str | list[ContentPart]:
 
 
 def _not_served(kind: str, place: str) -> Unimplemented:
-    return Unimplemented(f"{place}.type is {quoted(kind)}, which is not served here", field=f"{place}.type")
+    return Unimplemented(f"{place}.type is {quoted(kind)}, which is not supported here", field=f"{place}.type")
 
 
 # The code below converts tools and the tool choice.

@@ -367,7 +367,8 @@ class WorkerPool:
     def _make_room(self, tenant: str) -> None:
         seconds = self._rate.time_for(time.monotonic(), 1, 0)
         full = ResourceExhausted(
-            f"{len(self._queue)} items are waiting for a media worker; media.max_queued is {self._config.max_queued}",
+            f"{len(self._queue)} media items are waiting for a media worker; the limit media.max_queued is "
+            f"{self._config.max_queued}",
             retry_after=retry_after(_UNMEASURED if seconds is None else seconds),
         )
         if (displaced := self._queue.displace(tenant)) is None:
