@@ -243,8 +243,8 @@ class Adapters:
         """Replace the adapters of the watched directory by the adapters of a new scan. Return the names that were
         refused.
 
-        A name is refused if it is not valid, if it is the model's name or an alias, or if there are more names than
-        ``lora.max_registered`` allows.
+        A name is refused if it is not valid, or if it is the model's name or an alias. If there are more names than
+        ``lora.max_registered`` allows, the last names are refused.
 
         Args:
             paths: path of each adapter in the directory, by adapter name.

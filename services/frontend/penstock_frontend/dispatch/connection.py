@@ -142,8 +142,8 @@ class EngineConnection:
     def in_view(self, named: bool) -> None:
         """Record whether the coordinator's latest view lists the engine.
 
-        If the view does not list the engine, the engine has lost its lease, or the coordinator has restarted and does
-        not know the engine yet.
+        If the view does not list the engine, there are two possible reasons. The engine has lost its lease, or the
+        coordinator has restarted and does not know the engine yet.
         """
         if not named and not self._lease_lost and self.session is not None:
             get_logger().warning(

@@ -163,8 +163,8 @@ class EngineLoads:
         """Record the loads of the engines in a coordinator's view. Forget engines that neither the pool nor the view
         lists.
 
-        Ignore the load of an engine if it is the same as in the previous view. A hung engine reports no new load, and
-        its old load must not reset the count of requests that this frontend has sent to it since.
+        Ignore the load of an engine if it is the same as in the previous view. A hung engine reports no new load. Its
+        old load must not reset the count of requests that this frontend has sent to the engine since.
         """
         viewed = {status.address: _reported(status) for status in view.engines}
         before, self._viewed = self._viewed, viewed

@@ -13,8 +13,8 @@ from penstock_common.errors import DataLoss
 from penstock_common.types.kv_transfer import AllBlocksCleared, BlockMedia, BlockRemoved, BlockStored, KvCacheEvent
 
 FIRST_SEQUENCE = 1 << 20
-"""Number after which the sequence numbers of changes begin. Batches that describe the initial state of a cache have
-numbers up to this one.
+"""Number after which the sequence numbers of changes begin. Batches that describe the state of a cache at the start of a
+subscription have lower numbers than all later changes.
 """
 MAX_BEHIND = 10_000
 """Maximum number of batches that may wait for a slow subscriber. If more batches wait, the subscription ends, and the

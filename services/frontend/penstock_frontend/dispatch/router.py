@@ -18,8 +18,8 @@ from penstock_frontend.dispatch.adapters import LoraPlaces
 _WAITING_WEIGHT = 4
 _KV_PRESSURE_FROM = 0.5
 _KV_PRESSURE_WEIGHT = 64.0
-"""Score that a full KV cache would add per unit of usage above ``_KV_PRESSURE_FROM``. A full KV cache adds as much as
-32 running requests.
+"""Score that KV cache usage above ``_KV_PRESSURE_FROM`` adds, per unit of usage. A full KV cache adds as much as 32
+running requests.
 """
 _TOKENS_OF_A_RUNNING_REQUEST = 128
 """Number of cached prompt tokens whose score equals the score of one running request. Four times as many tokens equal a
@@ -81,7 +81,8 @@ class Load(msgspec.Struct):
     @property
     def score(self) -> float:
         """Load of the engine as one number. The number is the sum of four times the waiting requests, the running
-        requests, the pending embeddings, and a term for KV cache usage above one half.
+        requests, and the pending embeddings divided by ``_TOKENS_OF_A_RUNNING_REQUEST``. A term for KV cache usage
+        above one half is added.
         """
         count = _WAITING_WEIGHT * self.waiting + self.running + self.pending_embeds / _TOKENS_OF_A_RUNNING_REQUEST
         pressure = self.kv_cache_usage - _KV_PRESSURE_FROM

@@ -58,8 +58,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     query: Mapping[str, str]
 
     def name(self, prefix: str, body_id: str | None = None) -> str:
-        """Return the id of an answer. The id consists of ``prefix``, which stands for the kind of the answer, and of
-        the id from the header or the body, or of a random id.
+        """Return the id of an answer. It begins with ``prefix``, which stands for the kind of the answer. The rest is
+        the id from the header or the body, or a random id.
         """
         return f"{prefix}-{self.given_id or body_id or self.request_id}"
 

@@ -47,7 +47,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         chat: whether the model has a chat template.
         tools: whether requests for conversations may have tools.
         media: modalities that the model accepts in addition to text.
-        serving: whether the frontend reports that it accepts requests now.
+        serving: whether the frontend accepts requests now.
         max_model_len: maximum number of tokens of prompt and output together. 0 while no engine is connected.
         coordinator: ``connected``, ``disconnected``, or ``none`` without a coordinator.
         engines: state of each engine.

@@ -52,11 +52,8 @@ class UsageCount:
     def finished(self, prompt: int, index: int, usage: Usage) -> None:
         """Count the finished sequence ``index`` of the prompt ``prompt``. ``index`` and ``prompt`` are numbers from 0."""
         if index == 0 or prompt not in self._prompts:
-            self._prompts[prompt] = (
-                # use the cached tokens of sequence 0, because for later sequences, sequence 0 has cached all tokens of
-                # the prompt
-                usage
-            )
+            # use sequence 0, because sequence 0 has already cached all tokens of the prompt for later sequences
+            self._prompts[prompt] = usage
         self._sequences[prompt, index] = usage
 
     def total(self) -> UsageInfo:

@@ -396,8 +396,8 @@ def _check_part(part: ContentPart, path: str) -> None:
 def _part_variable(part: ContentPart) -> dict[str, str]:
     """Return a content part of a message in the form that templates read.
 
-    For a media part, the result has the modality both as the value of ``type`` and as a key, because each template
-    checks only one of the two.
+    For a media part, the result has the modality both as the value of ``type`` and as a key. Each template checks only
+    one of the two.
     """
     return _text_part(part.text) if part.media is None else {"type": part.media.modality, part.media.modality: ""}
 

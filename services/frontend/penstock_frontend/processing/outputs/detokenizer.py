@@ -184,8 +184,7 @@ class StopMatcher:
     def _link(self) -> list[int]:
         """Build the failure links in breadth-first order.
 
-        If a state is not the end of a stop string itself, it matches the same stop string as the state to which its
-        link leads.
+        A state that is not the end of a stop string matches the same stop string as the state to which its link leads.
         """
         fail = [0] * len(self._goto)
         queue = deque(self._goto[0].values())
