@@ -10,12 +10,16 @@ MAX_PORT = 65_535
 
 
 def with_port(host: str, port: int) -> str:
-    """Return the address of ``host`` and ``port``. ``host`` is a name, or an IP address with or without brackets."""
+    """Return ``host`` and ``port`` joined to one address. ``host`` is a name, or an IP address with or without
+    brackets.
+    """
     return f"[{host}]:{port}" if _is_ipv6(host) else f"{host}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """Return the host of ``address``, without brackets, and the port. Raises ValueError that states the required form."""
+    """Return the host of ``address``, without brackets, and the port. Raises ValueError, whose text states the required
+    form of an address.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= MAX_PORT:
         raise ValueError(f"must be host:port, with a port from 1 to {MAX_PORT}")
@@ -28,8 +32,7 @@ def split(address: str) -> tuple[str, int]:
 
 def with_default_port(address: str, port: int) -> str:
     """Return ``address``, with ``port`` added if it is only a host. The host may be an IPv6 address without brackets.
-
-    Raises ValueError that states the required form.
+    Raises ValueError, whose text states the required form of an address.
     """
     bare = address[1:-1] if address.startswith("[") and address.endswith("]") else address
     if _is_ipv6(bare):
@@ -87,7 +90,7 @@ def _has_ipv6() -> bool:
 def warn_of_plaintext(host: str, *, field: str, reads: bool = False) -> None:
     """Log a warning if other machines can reach a listener without TLS.
 
-    ``field`` is the listener's settings section. ``reads`` means that the listener serves only reads.
+    ``field`` is the listener's settings section. ``reads`` is True if clients of the listener can only read data.
     """
     if is_loopback(host):
         return

@@ -20,14 +20,16 @@ from penstock_common.types.request import RequestContext
 DIGEST_SIZE = 16
 _PERSON = b"penstock-block-1"
 _NO_TEXT = b"\xff"
-"""Separator between salt and adapter: a byte that UTF-8 never contains.
+"""Separator between the cache salt and the adapter's digest in a block's extra keys: a byte that UTF-8 never contains.
 
 Without the separator, one salt could equal the concatenation of another salt and an adapter.
 """
 
 
 _MEDIUM = b"\xfe"
-"""First byte of a media key. UTF-8 never contains this byte, and no adapter key begins with it."""
+"""First byte of the key of a media item, which is a part of a block's extra keys. UTF-8 never contains this byte, and
+no key of an adapter begins with this byte.
+"""
 _PAIR = struct.Struct("<qq").pack
 _END = attrgetter("end")
 
@@ -53,8 +55,8 @@ def _digest(data: bytes) -> bytes:
 
 
 def root_hash(block_size: int) -> bytes:
-    """Return the parent hash of all first blocks. It depends on the block size, so blocks of different sizes never
-    match.
+    """Return the hash that the first block of every sequence uses as its parent's hash. The value depends on the block
+    size, so the hashes of blocks of different sizes are never equal.
     """
     return _digest(struct.pack("<I", block_size))
 
@@ -80,7 +82,7 @@ def extra_keys(sequence: Hashed, start: int, end: int) -> bytes:
 
 
 def media_between(features: Sequence[MultiModalFeature], start: int, end: int) -> Sequence[MultiModalFeature]:
-    """Return the features that overlap the positions from ``start`` to ``end``. ``features`` must be in order of
+    """Return the media items that overlap the positions from ``start`` to ``end``. ``features`` must be in order of
     position.
     """
     first = last = bisect_right(features, start, key=_END)

@@ -6,7 +6,9 @@ import math
 
 
 def reserve_of(limit: int) -> int:
-    """Return the size of the reserve for tenants below their fair share: a tenth of ``limit``, at least 1."""
+    """Return the number of requests beyond ``limit`` that may enter for tenants below their fair share: a tenth of
+    ``limit``, at least 1.
+    """
     return max(limit // 10, 1)
 
 
@@ -42,14 +44,14 @@ class TenantRoom:
         self.size = 0
 
     def __len__(self) -> int:
-        """Return the number of tenants with requests."""
+        """Return the number of tenants that have requests in the queue."""
         return len(self._tenants)
 
     def __contains__(self, tenant: str) -> bool:
         return tenant in self._tenants
 
     def count_of(self, tenant: str) -> int:
-        """Return the number of a tenant's requests."""
+        """Return the number of a tenant's requests in the queue."""
         return self._tenants[tenant].count if tenant in self._tenants else 0
 
     @property
@@ -70,7 +72,7 @@ class TenantRoom:
         return limit + (reserve_of(limit) if limit and self.named else 0)
 
     def enter(self, tenant: str, weight: float, size: int = 0) -> None:
-        """Count one more request. From now on, ``weight`` is the tenant's weight."""
+        """Count one more request of a tenant. From now on, ``weight`` is the tenant's weight."""
         use = self._tenants.get(tenant)
         if use is None:
             use = self._tenants[tenant] = _Use()
@@ -82,7 +84,7 @@ class TenantRoom:
         self.size += size
 
     def leave(self, tenant: str, size: int = 0) -> None:
-        """Count one request less. ``size`` must equal the ``size`` in the request's call of ``enter``."""
+        """Count one request of a tenant less. ``size`` must equal the ``size`` in the request's call of ``enter``."""
         use = self._tenants[tenant]
         use.count -= 1
         use.size -= size
@@ -90,7 +92,7 @@ class TenantRoom:
         self.size -= size
         if not use.count:
             del self._tenants[tenant]
-            # Reset the sum when the queue is empty, so that rounding errors do not accumulate.
+            # Reset the sum of the tenants' weights when the queue is empty, so that rounding errors do not accumulate.
             self._weights = self._weights - use.weight if self._tenants else 0.0
 
     def takes_count(self, tenant: str, weight: float, added: int, limit: int) -> bool:
@@ -124,15 +126,18 @@ MAX_RETRY_AFTER = 60.0
 """Lower and upper bound of the retry delay for clients, in seconds."""
 
 _MEMORY = 10.0
-"""Time in seconds after which the weight of an observation has dropped to 1/e. Only time with work counts."""
+"""Time in seconds after which the weight of a departure has dropped to 1/e. Time in which the queue is empty does not
+count.
+"""
 
 
 class DrainRate:
-    """Number of requests and units (tokens or characters) that leave a queue per second. Recent departures count more.
+    """Number of requests and units (tokens or characters) that leave a queue per second. Recent departures count more
+    than older departures.
 
-    A rate is the work that has left the queue, divided by the time in which the queue was not empty. Weights decrease
-    exponentially. Idle time does not show the speed, so it does not count and does not reduce weights. All times are
-    seconds of one monotonic clock.
+    A rate is the work that has left the queue, divided by the time in which the queue was not empty. The weight of a
+    departure decreases exponentially with time. Idle time does not show the speed, so it does not count and does not
+    reduce weights. All times are seconds of one monotonic clock.
     """
 
     __slots__ = ("_last", "_requests", "_seconds", "_units")
@@ -154,7 +159,8 @@ class DrainRate:
         self._units += units
 
     def time_for(self, now: float, requests: float, units: float) -> float | None:
-        """Return the estimated seconds until so many requests and units have left, or None without observations.
+        """Return the estimated seconds until so many requests and units have left the queue, or None if no work has
+        left yet.
 
         While no work leaves the queue, the estimated speed decreases every second.
         """

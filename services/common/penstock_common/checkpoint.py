@@ -50,7 +50,7 @@ _EXPERTS = (
 _DYNAMIC = "dynamic"
 """Kind of rotary scaling that allows longer sequences than ``max_position_embeddings``."""
 _PARTS = ("vision_config", "audio_config", "text_config", "thinker_config")
-"""Keys of config.json that contain the parts of composite models."""
+"""Keys of config.json with the configurations of a composite model's parts, such as its vision encoder."""
 
 
 def looks_like_a_path(model: str) -> bool:
@@ -125,7 +125,7 @@ def _config_at(path: str) -> dict[str, Any] | None:
 
 
 def _configuration(path: str, folder: Path, *, check: bool, media: bool) -> str:
-    """Return a problem of config.json. ``check``: also of the architecture that it names."""
+    """Return a problem of config.json, or ''. If ``check`` is true, also check the architecture in config.json."""
     file = folder / "config.json"
     if not os.path.lexists(file):
         if (folder / "adapter_config.json").is_file():

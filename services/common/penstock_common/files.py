@@ -15,8 +15,8 @@ from penstock_common.nesting_depth import nests_deeper
 # Links are followed, because Kubernetes volumes and the cache of the Hugging Face Hub use links.
 
 MAX_SETTINGS_BYTES = 64 << 20
-"""Size limit of a settings file, in bytes. Settings of published models have less than 1 MiB, and tokenizers less than
-32 MiB.
+"""Size limit of a settings file of a model, in bytes. Settings files of published models have less than 1 MiB, and
+tokenizer files less than 32 MiB.
 """
 MAX_INDEX_BYTES = 256 << 20
 """Size limit of a file that maps tensors to files, in bytes. The index files of the largest published models have 15
@@ -41,7 +41,9 @@ def open_input(path: Path | str, *, dir_fd: int | None = None) -> int:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no file, but a directory, a pipe or a device", str(path))
+            raise OSError(
+                errno.EINVAL, "the path is not a regular file, but a directory, a pipe or a device", str(path)
+            )
     except BaseException:
         os.close(descriptor)
         raise
@@ -64,7 +66,7 @@ def read_input(path: Path, limit: int = MAX_SETTINGS_BYTES) -> bytes:
         size = os.fstat(opened.fileno()).st_size
         content = opened.read(limit + 1) if size <= limit else b""
     if max(size, len(content)) > limit:
-        raise ValueError(f"it has {max(size, len(content))} bytes; the limit is {limit}")
+        raise ValueError(f"the file has {max(size, len(content))} bytes; the limit is {limit}")
     return content
 
 
@@ -86,7 +88,7 @@ def decode_json(text: bytes) -> Any:
     except RecursionError:
         deep = True
     if deep:
-        raise ValueError(f"its JSON is nested more than {MAX_DEPTH} levels deep")
+        raise ValueError(f"the JSON is nested more than {MAX_DEPTH} levels deep")
     return value
 
 
@@ -102,10 +104,10 @@ def read_tensor_header(opened: BinaryIO) -> tuple[int, dict[str, Any]]:
     """
     length = int.from_bytes(opened.read(8), "little")
     if length > MAX_HEADER_BYTES:
-        raise ValueError(f"its header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
+        raise ValueError(f"the safetensors header has {length} bytes; the limit is {MAX_HEADER_BYTES}")
     header = decode_json(opened.read(length))
     if not isinstance(header, dict):
-        raise ValueError("its header is not a JSON object")
+        raise ValueError("the safetensors header is not a JSON object")
     return length, header
 
 
@@ -125,15 +127,17 @@ def open_private(path: Path, *, new: bool = False) -> int:
         new: Whether the file must not exist yet.
 
     Raises:
-        OSError: The file cannot be opened, is not a regular file, belongs to another user, or has several names. The
-            text of the error states the case.
+        OSError: The file cannot be opened, is not a regular file, belongs to another user, or has several hard links.
+            The text of the error states the case.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_EXCL if new else 0)
     try:
         descriptor = os.open(path, flags, MODE)
     except OSError as e:
         if e.errno == errno.ELOOP and path.is_symlink():
-            raise _refused(errno.ELOOP, "it is a symbolic link, which is not followed; remove it", path) from None
+            raise _refused(
+                errno.ELOOP, "the path is a symbolic link, which is not followed; remove the link", path
+            ) from None
         raise
     try:
         _make_private(descriptor, path)
@@ -152,12 +156,12 @@ def write_private(path: Path, content: bytes) -> None:
 def _make_private(descriptor: int, path: Path) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
-        raise _refused(errno.EINVAL, "it is no file, but a pipe or a device; remove it", path)
+        raise _refused(errno.EINVAL, "the path is not a regular file, but a pipe or a device; remove it", path)
     if found.st_uid != os.geteuid():
-        what = f"it belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; remove it"
+        what = f"the file belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}; remove the file"
         raise _refused(errno.EPERM, what, path)
     if found.st_nlink > 1:
-        raise _refused(errno.EMLINK, f"it has {found.st_nlink} names (hard links); remove it", path)
+        raise _refused(errno.EMLINK, f"the file has {found.st_nlink} names (hard links); remove the file", path)
     if stat.S_IMODE(found.st_mode) != MODE:
         os.fchmod(descriptor, MODE)
 

@@ -25,7 +25,7 @@ class BytesInFlight:
         self.num_bytes = 0
 
     def refusal(self, size: int) -> ResourceExhausted | None:
-        """Return the error if ``size`` more bytes exceed the limit, else None.
+        """Return the error if a message of ``size`` bytes would exceed the limit, else None.
 
         While no message is counted, a message of any size is accepted.
         """

@@ -37,7 +37,7 @@ class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def short(digest: bytes) -> int:
-    """Return a short key for a 16-byte digest. A collision of two keys affects only routing."""
+    """Return a short key for a 16-byte digest. If two digests have the same key, only routing is affected."""
     return int.from_bytes(digest[:_KEY_BYTES], "little")
 
 
@@ -228,7 +228,9 @@ MAX_REGISTRATIONS = 256
 
 
 class Gossip:
-    """Exchange state of one end of a stream. It never sends a registration back to its sender or twice."""
+    """State of one end of a stream on which both ends exchange registrations. An end sends a registration at most once,
+    and never to the end from which the registration came.
+    """
 
     def __init__(self, registry: LoraRegistry) -> None:
         self._registry = registry

@@ -79,7 +79,9 @@ class MetricsServer:
 
 
 class _WithoutPages:
-    """WSGI wrapper that refuses calls from web pages of other origins. Their headers differ from those of scrapers."""
+    """WSGI wrapper that refuses calls from web pages of other origins. The headers of such calls differ from the
+    headers of a scraper's calls.
+    """
 
     def __init__(self, app: "WSGIApplication", rules: CallerRules) -> None:
         self._app = app

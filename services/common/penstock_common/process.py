@@ -35,8 +35,8 @@ def usable_cores(cpu_max: Path = _CPU_MAX) -> int:
     """Return the number of CPU cores that the process may use. In a container, its CPU limit applies, rounded up.
 
     Args:
-        cpu_max: File with the limit of control groups (version 2): ``"max 100000"``, or microseconds per period.
-            Without this file, there is no limit.
+        cpu_max: File with the CPU limit of the control group (version 2). Its two words are the allowed microseconds
+            per period, or ``max``, and the period. Without this file, there is no limit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:

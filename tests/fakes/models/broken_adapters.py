@@ -193,9 +193,9 @@ BROKEN = {
     "no tensors": Broken(lambda f: (f / TENSORS).unlink(), R.NOT_FOUND, (TENSORS, "missing")),
     "a pickle": Broken(as_pickle, R.PICKLE, ("adapter_model.bin", "may run code", "safe_serialization")),
     "a directory for tensors": Broken(
-        lambda f: void(((f / TENSORS).unlink(), (f / TENSORS).mkdir())), R.UNREADABLE, (TENSORS, "no file")
+        lambda f: void(((f / TENSORS).unlink(), (f / TENSORS).mkdir())), R.UNREADABLE, (TENSORS, "not a regular file")
     ),
-    "a pipe for tensors": Broken(as_pipe, R.UNREADABLE, (TENSORS, "no file")),
+    "a pipe for tensors": Broken(as_pipe, R.UNREADABLE, (TENSORS, "not a regular file")),
     "tensors that are cut off": Broken(cut(0.9), R.TENSOR_FILE, (TENSORS, "tensor base_model", "ends before the end")),
     "a header that is cut off": Broken(cut(0.001), R.TENSOR_FILE, (TENSORS, "header is incomplete")),
     "an empty file of tensors": Broken(cut(0), R.TENSOR_FILE, (TENSORS, "header is incomplete", "0 bytes")),

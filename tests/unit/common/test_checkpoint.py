@@ -133,7 +133,7 @@ def test_a_tokenizer_must_be_there_for_those_who_need_one(checkpoint: Path) -> N
 @pytest.mark.parametrize("text", ["[" * (1 << 20), '{"a":' * 80 + "1" + "}" * 80])
 def test_a_configuration_without_bottom_is_named(checkpoint: Path, text: str) -> None:
     (checkpoint / "config.json").write_text(text)
-    assert "config.json: its JSON is nested more than 64 levels deep" in problem(str(checkpoint))
+    assert "config.json: the JSON is nested more than 64 levels deep" in problem(str(checkpoint))
     assert has_experts(str(checkpoint)) is None
 
 
@@ -159,7 +159,9 @@ def test_special_files_are_named_and_not_waited_for(checkpoint: Path, file: str,
         os.mkfifo(checkpoint / file)
     else:
         (checkpoint / file).symlink_to(file)
-    assert f"cannot be read: {'Too many' if kind == 'loop' else 'it is no file'}" in problem(str(checkpoint))
+    assert f"cannot be read: {'Too many' if kind == 'loop' else 'the path is not a regular file'}" in problem(
+        str(checkpoint)
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_only_files_are_read(tmp_path: Path, kind: str) -> None:
         path.mkdir()
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="it is no file, but a directory, a pipe or a device"):
+    with pytest.raises(OSError, match="the path is not a regular file, but a directory, a pipe or a device"):
         read_input(path)
 
 
@@ -38,12 +38,12 @@ def test_a_link_to_itself_is_an_error(tmp_path: Path) -> None:
 def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     os.truncate(tmp_path / "file", 1 << 40)
-    with pytest.raises(ValueError, match=f"it has {1 << 40} bytes; the limit is {files.MAX_SETTINGS_BYTES}"):
+    with pytest.raises(ValueError, match=f"the file has {1 << 40} bytes; the limit is {files.MAX_SETTINGS_BYTES}"):
         read_input(tmp_path / "file")
     (tmp_path / "file").write_bytes(b"12345")
     os.truncate(tmp_path / "file", 5)
     assert read_input(tmp_path / "file", 5) == b"12345"
-    with pytest.raises(ValueError, match="it has 5 bytes; the limit is 4"):
+    with pytest.raises(ValueError, match="the file has 5 bytes; the limit is 4"):
         read_input(tmp_path / "file", 4)
 
 
@@ -97,7 +97,7 @@ def test_a_child_process_does_not_inherit_it(tmp_path: Path) -> None:
 def test_a_link_is_not_followed(tmp_path: Path, target: str) -> None:
     (tmp_path / "there").write_text("of others")
     (tmp_path / "link").symlink_to(tmp_path / target)
-    with pytest.raises(OSError, match="symbolic link, which is not followed; remove it.*link"):
+    with pytest.raises(OSError, match="symbolic link, which is not followed; remove the link.*link"):
         open_private(tmp_path / "link")
     assert (tmp_path / "there").read_text() == "of others"
     assert not (tmp_path / "missing").exists()
@@ -112,14 +112,14 @@ def test_a_link_among_the_directories_is_followed(tmp_path: Path) -> None:
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(OSError, match="it is no file, but a pipe or a device; remove it"):
+    with pytest.raises(OSError, match="the path is not a regular file, but a pipe or a device; remove it"):
         open_private(tmp_path / "pipe")
 
 
 def test_a_file_of_two_names_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("of others")
     (tmp_path / "other").hardlink_to(tmp_path / "file")
-    with pytest.raises(OSError, match="it has 2 names"):
+    with pytest.raises(OSError, match="the file has 2 names"):
         open_private(tmp_path / "other")
 
 

@@ -12,7 +12,9 @@ from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
 
 ReconnectMax = Annotated[float, Meta(ge=0.05, le=300, description="Maximum seconds between two connection attempts.")]
-"""Setting of the coordinator's clients. Each has its own default."""
+"""Type of the setting ``reconnect_max`` of the services that connect to the coordinator. Each service has its own
+default.
+"""
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +37,9 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         _check_pair(self.certificate, self.key)
         if self.ca and not self.certificate:
-            raise ConfigError(f"tls.ca is {self.ca!r}; it asks clients for certificates, which needs tls.certificate")
+            raise ConfigError(
+                f"tls.ca is {self.ca!r}, but tls.certificate is empty; set tls.certificate, or leave tls.ca empty"
+            )
 
     @property
     def enabled(self) -> bool:
@@ -190,7 +194,9 @@ class LogConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         check_fields("log", self)
         if self.prompts and not self.requests:
-            raise ConfigError("log.prompts is true; it adds to the lines of log.requests, which must be true as well")
+            raise ConfigError(
+                "log.prompts is true, but log.requests is false; set log.requests to true, or log.prompts to false"
+            )
 
 
 class TracingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

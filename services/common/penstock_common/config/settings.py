@@ -80,9 +80,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return " and ".join(f"{words} {self._text(limit)}" for words, limit in limits if limit is not None)
 
     def refusal(self, key: str, value: Any) -> str:
-        """Return the error if ``value`` is outside the range or the choices, else ''. It has ``key``, value and limit.
-
-        This method does not check the type. None means unset.
+        """Return the error if ``value`` is outside the range or the choices, else ''. The error contains ``key``, the
+        value and the limit. This method does not check the type. None means unset.
         """
         return next(filter(None, (self._refusal(where, entry) for where, entry in self._entries(key, value))), "")
 
@@ -272,7 +271,7 @@ def removed(config_type: type[msgspec.Struct], prefix: str = "") -> dict[str, st
 
 
 def removed_here(config_type: type[msgspec.Struct]) -> Mapping[str, str]:
-    """Return the removed settings of one struct, without those of its sections."""
+    """Return the removed settings of one struct, without the removed settings of the struct's sections."""
     found: Mapping[str, str] = getattr(config_type, "REMOVED", {})
     return found
 

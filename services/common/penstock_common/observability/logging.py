@@ -67,7 +67,7 @@ def configure(config: LogConfig, *, service: str) -> None:
     ]
     renderer: list[structlog.typing.Processor]
     if is_json:
-        # Add the service here, because lines of other threads would not have a context variable.
+        # Add the field ``service`` here, because log lines from other threads would not have a context variable.
         renderer = [add_service, structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
         renderer = [

@@ -65,7 +65,8 @@ class BucketCounts(msgspec.Struct, frozen=True):
 
     Attributes:
         bounds: See ``Buckets``.
-        counts: Number of observations in each bucket. Unlike in Prometheus, buckets do not include smaller buckets.
+        counts: Number of observations in each bucket. Unlike in Prometheus, a bucket's count does not include the
+            counts of smaller buckets.
     """
 
     bounds: tuple[float, ...]
@@ -132,7 +133,7 @@ class Histogram(Collector):
         return found
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Yield one family."""
+        """Yield the metric family of this histogram."""
         family = HistogramMetricFamily(self._name, self._text, labels=self._label_names)
         for values, series in list(self._series.items()):
             series.add_to(family, values)
@@ -195,9 +196,9 @@ class Reading(NamedTuple):
     """A metric that is read from sources at each scrape. The metric is left out if no source has it.
 
     Attributes:
-        read: Name of the source's attribute with the value, or a function that returns the value for a source. A value
-            that is a mapping has several series, by the values of ``labels``. None means that the source does not have
-            the metric.
+        read: Name of the source's attribute with the value, or a function that returns the value for a source. A
+            mapping has the values of several series, by their values of ``labels``. None means that the source does not
+            have the metric.
         labels: Label names, in addition to those of the whole table.
     """
 

@@ -1,9 +1,9 @@
 """Conversion between messages and structs with fields of the same names.
 
 If a message does not set a field, the struct gets the field's default, or an empty value if the field has no default.
-Enums have the same numbers on both sides, except those in ``NUMBERS``. Fields that only one side has are skipped.
-Callers pass fields whose values differ. For each pair of types, a conversion function is generated once. It is as fast
-as a hand-written function.
+Enums have the same numbers in messages and structs, except the enums in ``NUMBERS``. Fields that only the message or
+only the struct has are skipped. If a field needs another conversion, the caller passes its value. For each pair of
+types, a conversion function is generated once. It is as fast as a hand-written function.
 """
 
 import enum
@@ -153,7 +153,9 @@ def _nested(field: FieldInfo, descriptor: FieldDescriptor) -> tuple[type[msgspec
 
 
 def _default(field: FieldInfo, descriptor: FieldDescriptor, names: dict[str, Any]) -> str:
-    """Return an expression for the struct's default, or '' if the message's value for an unset field equals it."""
+    """Return an expression for the struct's default, or '' if the message's value for an unset field equals the
+    default.
+    """
     if field.required or field.type in UNKNOWN:
         return ""
     made = field.default_factory is not msgspec.NODEFAULT

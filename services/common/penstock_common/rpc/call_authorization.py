@@ -123,7 +123,8 @@ def _check_peer(context: Context, method: str, allowed: frozenset[str]) -> None:
 async def read_first(messages: AsyncIterator[object]) -> None:
     """Wait until a stream's client has finished its first write.
 
-    If the server refused a Python client during a write, the client would report INTERNAL.
+    If the server refused a Python client's call during a write, the client would report INTERNAL instead of the
+    server's status.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT):
@@ -210,8 +211,8 @@ class PortSecret:
 class SecretGuard(grpc.aio.ServerInterceptor):
     """Interceptor that refuses calls without the port's token, and proves that the server knows the secret.
 
-    The check comes before any other work on the call. gRPC's own services are open. If no secret is configured, calls
-    with a token are refused, because their clients wait for a proof.
+    The check comes before any other work on the call. gRPC's own services need no token. If no secret is configured,
+    calls with a token are refused, because their clients wait for a proof.
     """
 
     def __init__(self, secret: PortSecret | None) -> None:

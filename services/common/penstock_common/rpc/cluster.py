@@ -29,7 +29,7 @@ def view_to_proto(view: ClusterView) -> pb.ClusterView:
 def groups_to_proto(view: ClusterView) -> pb.ClusterView:
     """Return a message with only the groups of a view."""
     message = pb.ClusterView(groups=map(pool_group_to_proto, view.groups))
-    if len(view.groups) == 1:  # earlier versions read only these fields
+    if len(view.groups) == 1:  # earlier versions of the frontend read only these fields
         only = view.groups[0].view
         message.group_epoch, message.current_wave, message.engines_running = only.group.epoch, only.wave, only.running
     return message

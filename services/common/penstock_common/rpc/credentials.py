@@ -27,7 +27,7 @@ def server_credentials(
     used = watched.current()
 
     def newer() -> grpc.ServerCertificateConfiguration | None:
-        """Return a new configuration, or None if the files are unchanged.
+        """Return a new certificate configuration, or None if the TLS files are unchanged.
 
         gRPC calls this function before each handshake, on a thread of gRPC.
         """
@@ -77,12 +77,12 @@ NO_TLS = ClientCredentials(ClientTlsConfig(), field="tls")
 
 
 def is_of_tls(details: str) -> bool:
-    """Return whether TLS is the cause, according to the details of a failed call. Then a server listens at the address."""
+    """Return whether the details of a failed call name TLS as the cause. If so, a server listens at the address."""
     return any(sign in details for sign in _ADVICE)
 
 
 def advised(details: str) -> str:
-    """Return the details of a failed call, with an explanation if TLS is the cause."""
+    """Return the details of a failed call, with an explanation if TLS is the cause of the failure."""
     for sign, meaning in _ADVICE.items():
         if sign in details:
             return f"{details} ({meaning})"

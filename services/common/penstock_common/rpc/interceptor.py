@@ -120,7 +120,8 @@ def checked(message: Any) -> Any:
 
 
 class CheckedMessages:
-    """Iterator over the messages of a stream. A message is counted until the next message is requested.
+    """Iterator over the messages of a stream. A message counts towards the limit on large messages until the next
+    message is requested.
 
     For an unacceptable message, the iterator raises the errors of ``checked``.
     """
@@ -188,8 +189,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         Args:
             observer: Observes calls, or None.
-            max_response_bytes: Size limit of responses. A larger response ends its call as RESOURCE_EXHAUSTED. None: no
-                check here.
+            max_response_bytes: Size limit of responses. A larger response ends its call as RESOURCE_EXHAUSTED. None
+                disables the check.
             in_flight: Counts the messages of calls, or None.
             max_decompressed_bytes: Limit for compressed messages.
         """
@@ -297,12 +298,16 @@ def check_response_size(response: Message, limit: int) -> None:
 
 
 def _message(given: Any) -> Any:
-    """Return the message without its ``Held``. The message is counted until the call ends."""
+    """Return the message without its ``Held``. The message counts towards the limit on large messages until the call
+    ends.
+    """
     return given.message if isinstance(given, Held) else given
 
 
 def _readable(request: Any, kind: str) -> Any:
-    """Return the message, or the stream of messages. Raises the errors of ``checked``, in a stream when it is read."""
+    """Return the message, or the stream of messages. Raises the errors of ``checked``, for a stream while the stream is
+    read.
+    """
     return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
 
 
@@ -314,7 +319,7 @@ def _id_of(request: Any) -> str:
 
 def _failed(error: Exception, method: str, request: Any) -> RequestFailed:
     if isinstance(error, NotImplementedError):
-        return Unimplemented(f"{method} is not served yet")
+        return Unimplemented(f"{method} is not supported yet")
     if not isinstance(error, RequestFailed):
         return incident(error, request=_id_of(request), doing=f"serving {method}")
     return error
@@ -327,7 +332,7 @@ def _code_of(context: Context) -> str:
 
 
 def _cut_short(context: Context) -> str:
-    """Return the code of a call whose handler was cancelled, because the client left or the deadline passed."""
+    """Return the status code of a call whose handler was cancelled, because the client left or the deadline passed."""
     left: float | None = context.time_remaining()  # None without a deadline, contrary to the type stub
     return "DEADLINE_EXCEEDED" if left is not None and left <= 0 else "CANCELLED"
 

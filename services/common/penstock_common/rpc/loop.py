@@ -60,7 +60,7 @@ class Health(Protocol):
     """Interface to set the health status. ``RpcServer`` implements it."""
 
     async def set_serving(self, serving: bool, *names: str) -> None:
-        """Set the status of health names."""
+        """Set the status that the health service reports for the given names."""
 
 
 class Liveness:

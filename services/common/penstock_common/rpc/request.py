@@ -64,7 +64,7 @@ def refuse_set(message: Message, names: Iterable[str], *, path: str = "") -> Non
 
 def refuse(field: str) -> None:
     """Raise Unimplemented for a request field."""
-    raise Unimplemented(f"{field} is not served yet", field=field)
+    raise Unimplemented(f"{field} is not supported yet", field=field)
 
 
 def set_fields(message: sampling_pb2.SamplingParams) -> dict[str, Any]:

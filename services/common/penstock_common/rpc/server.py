@@ -166,7 +166,7 @@ def _sockets(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             duplicate = os.dup(number)
-        except OSError:  # closed meanwhile
+        except OSError:  # the socket was closed in the meantime
             continue
         with socket.socket(fileno=duplicate) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:

@@ -31,7 +31,7 @@ def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stat
 
 
 def check_held(held: LoraHeld | None, *, path: str = "held") -> None:
-    """Raise InvalidArgument if an engine cannot have such a list of adapters."""
+    """Raise InvalidArgument if a report of an engine's adapters has more than MAX_HELD adapters or impossible values."""
     if held is None:
         return
     for name in ("active", "held"):

@@ -41,7 +41,8 @@ class CallerRules(NamedTuple):
     Args:
         section: Settings section of the listener, for messages.
         hosts: Host names by which clients may call the listener, or None if all are allowed.
-        origins: Allowed origins in addition to the listener's own. None if the listener has no setting for origins.
+        origins: Allowed origins in addition to the listener's own origin. None if the listener has no setting for
+            origins.
     """
 
     section: str
@@ -151,8 +152,8 @@ def _is_navigation(method: str, given: dict[bytes, list[str]]) -> bool:
 def _is_own(origin: str, host: str) -> bool:
     """Return whether an origin has the same host and port as a ``Host`` header.
 
-    A proxy may have terminated TLS, so the scheme counts only for its default port. A ``Host`` without a port may mean
-    the default port of either scheme.
+    A proxy may have terminated TLS, so the scheme is used only to find the origin's default port. A ``Host`` without a
+    port may mean the default port of either scheme.
     """
     scheme, _, authority = origin.partition("://")
     theirs, ours = _AUTHORITY.fullmatch(authority), _AUTHORITY.fullmatch(host)

@@ -43,7 +43,7 @@ class ExpiryWarnings:
         self._handshakes: dict[str, float] = {}
 
     def due(self, ends: Mapping[str, float], now: float) -> list[str]:
-        """Return the fields for which a warning is due now.
+        """Return the fields of the certificates for which a warning is due now.
 
         A warning is due once in the two weeks before expiry, and once an hour on the last day and after expiry.
         """

@@ -10,14 +10,14 @@ from penstock_common.errors import InvalidArgument, RequestFailed, ResourceExhau
 # Limits of both ends of a session: sizes of inline tensors, of chunks, and of tensors in transfer.
 
 Buffer = bytes | bytearray
-"""The elements of a tensor."""
+"""The elements of a tensor, as bytes."""
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Message size limit, in bytes, of an end that does not announce a limit."""
 MAX_TENSOR_BYTES = 256 * 1024 * 1024
 """Maximum number of bytes of chunked tensors that an end buffers for one session."""
 MAX_UNANNOUNCED_BYTES = 64 * 1024 * 1024
-"""The value of MAX_TENSOR_BYTES for a session whose frontend does not announce the sizes of its tensors."""
+"""Limit that replaces MAX_TENSOR_BYTES in a session whose frontend does not announce the sizes of its tensors."""
 MAX_INLINE_BYTES = 64 * 1024
 """Maximum size of a tensor that is sent inline, in bytes."""
 MAX_CHUNK_BYTES = 256 * 1024
@@ -70,7 +70,9 @@ class Member(Protocol):
         """Memory in bytes that the session's tensors use."""
 
     def drop_oldest(self) -> bool:
-        """Drop the oldest tensor; incomplete tensors first. Return False if the session has no tensor."""
+        """Drop the oldest incomplete tensor, or the oldest tensor if all are complete. Return False if the session has
+        no tensor.
+        """
 
 
 class TensorPool:
@@ -183,7 +185,7 @@ class IncomingTensors:
         self._clock = clock
         self._announced = announced
         self._pool = pool
-        self._transfers: dict[int, _IncomingTransfer] = {}  # least recently touched first
+        self._transfers: dict[int, _IncomingTransfer] = {}  # the least recently touched tensor is the first
         self._failed: dict[int, RequestFailed] = {}
         self.num_bytes = 0
         if pool is not None:
@@ -269,7 +271,9 @@ class IncomingTensors:
         return transfer.data
 
     def drop_oldest(self) -> bool:
-        """Drop the least recently touched tensor; incomplete tensors first. Return False if there is no tensor."""
+        """Drop the least recently touched incomplete tensor, or the least recently touched tensor if all are complete.
+        Return False if there is no tensor.
+        """
         partial = (
             each for each, transfer in self._transfers.items() if len(transfer.data) < (transfer.size or 1 << 63)
         )
@@ -299,7 +303,9 @@ class IncomingTensors:
             )
 
     def _has_room(self, transfer_id: int, size: int) -> bool:
-        """Return whether the pool allows ``size`` more bytes and has not dropped this tensor for them."""
+        """Return whether the pool allows ``size`` more bytes, and has not dropped this tensor to make room for these
+        bytes.
+        """
         if self._pool is None:
             return True
         if not self._pool.make_room(self, size):
@@ -365,7 +371,8 @@ class Chunk(NamedTuple):
 
 
 MakeMessage: TypeAlias = Callable[[Sequence[TensorRef]], M]
-"""Function that creates a message when it is sent. Its argument are the references to the message's tensors, in order.
+"""Function that creates a message when it is sent. Its argument is the list of references to the message's tensors, in
+order.
 """
 
 WhichTensors: TypeAlias = Callable[[], Sequence[Buffer]]
@@ -425,8 +432,8 @@ class Outgoing(Generic[M]):
 
     Messages with the same tensor object share the chunks of the tensor. Messages and chunks alternate, and so do the
     chunks of several tensors. At most ``max_tensor_bytes`` are in transfer at the same time. A message reserves bytes
-    for all its tensors together, and later messages wait until it has them. So messages never wait for each other in a
-    cycle. Messages are created only when they are sent, so that large content is in memory only once.
+    for all its tensors together, and later messages wait until this reservation succeeds. So messages never wait for
+    each other in a cycle. Messages are created only when they are sent, so that large content is in memory only once.
     """
 
     def __init__(self, chunk: Callable[[Chunk], M]) -> None:

@@ -143,7 +143,7 @@ class SegmentWriter:
         return self._clock() < self._tried_again_at
 
     def has_room(self, size: int) -> bool:
-        """Return whether ``size`` bytes may be written now."""
+        """Return whether a segment of ``size`` bytes may be created now."""
         if self.num_bytes + size > self._max_bytes:
             self.remove_old()
         return self.num_bytes + size <= self._max_bytes
@@ -230,7 +230,9 @@ class SegmentReader:
 
 @contextlib.contextmanager
 def _refused_unreadable(field: str, of: str) -> Iterator[None]:
-    """Convert an OSError of the ``with`` block to FailedPrecondition, reason UNREADABLE. ``of``: segment or arena."""
+    """Convert an OSError of the ``with`` block to FailedPrecondition, reason UNREADABLE. ``of`` is the word for the
+    file in the error: segment or arena.
+    """
     try:
         yield
     except OSError as e:

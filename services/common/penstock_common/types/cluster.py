@@ -49,7 +49,9 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     kv_address: str = ""
     """Address from which other engines fetch this engine's blocks. Empty if the engine does not provide blocks."""
     kv_fingerprint: bytes = b""
-    """Fingerprint of the engine's blocks. Engines with equal fingerprints can transfer blocks; empty if it cannot."""
+    """Fingerprint of the engine's blocks. Engines with equal fingerprints can transfer blocks to each other. Empty if
+    the engine cannot transfer blocks.
+    """
 
     @property
     def load(self) -> float | None:
@@ -143,7 +145,9 @@ class ViewDelta(msgspec.Struct, frozen=True):
 
 
 def difference(before: Iterable[EngineStatus], after: Iterable[EngineStatus]) -> ViewDelta:
-    """Return the changes between the engines of two views. If both views have the same object, it is unchanged."""
+    """Return the changes between the engines of two views. An engine whose entry is the same object in both views is
+    unchanged.
+    """
     left = {engine.index: engine for engine in before}
     changed, loaded = [], []
     loras: dict[int, LoraHeld] = {}

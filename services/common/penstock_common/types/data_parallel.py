@@ -63,13 +63,13 @@ class Place(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
     """Progress of a rank. The progress of a rank never decreases."""
 
     epoch: int = 0
-    """Number of the group's membership."""
+    """Number of the epoch: one membership of the group."""
     wave: int = 0
-    """Number of transitions from running to idle."""
+    """Number of times that the group has changed from running to idle."""
     step: int = 0
-    """Number of forward passes in the wave."""
+    """Number of forward passes that the rank has run in the wave."""
     pauses: int = 0
-    """Number of pauses and resumes."""
+    """Number of pauses and resumes of the group so far."""
 
 
 class RankGroup(msgspec.Struct, frozen=True, cache_hash=True):
@@ -82,8 +82,8 @@ class RankGroup(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class StartWave(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator: the rank is in the first exchange of this wave. Until other ranks join, also sent to
-    frontends.
+    """Rank to coordinator: the rank is in the first exchange of this wave. Frontends also get this message until other
+    ranks join the wave.
     """
 
     engine: str
@@ -119,7 +119,7 @@ class FirstRequest(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator: a collective of this epoch failed."""
+    """Rank to coordinator: a collective operation of this epoch failed."""
 
     engine: str
     epoch: int

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 MAX_PARAMS_BYTES = 16 * 1024
-"""Maximum size of ``KvParams.params``."""
+"""Maximum size of ``KvParams.params`` in bytes."""
 
 
 class KvMedium(enum.IntEnum):
@@ -29,7 +29,7 @@ class EngineRole(enum.IntEnum):
 
 
 STATE_GROUP = 0xFFFF
-"""Group in the name of a state of recurrent layers. KV cache groups have smaller numbers."""
+"""Value of ``BlockName.group`` for a state of recurrent layers. The numbers of KV cache groups are smaller."""
 
 
 class BlockName(NamedTuple):
@@ -158,5 +158,5 @@ KvCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def of_device(events: list[KvCacheEvent]) -> list[KvCacheEvent]:
-    """Return the events that concern only blocks in device memory."""
+    """Return the events about blocks in device memory."""
     return [event for event in events if isinstance(event, AllBlocksCleared) or event.medium is KvMedium.DEVICE]

@@ -46,7 +46,7 @@ class Logprobs(msgspec.Struct):
         self.offsets.append(len(self.token_ids))
 
     def extend(self, other: "Logprobs") -> None:
-        """Append the positions of ``other``."""
+        """Append the log-probabilities of the positions of ``other``."""
         base = len(self.token_ids)
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
@@ -76,7 +76,7 @@ NewTokens: TypeAlias = tuple[str, list[int]]
 
 
 def column() -> "array[int]":
-    """Return an empty column."""
+    """Return an empty array for the numbers of a column."""
     return array(UINT32)
 
 
@@ -147,7 +147,7 @@ class TokenColumns(msgspec.Struct, kw_only=True):
                 yield number, num_drafts, min(count - 1, num_drafts)
 
     def cut(self, num_rows: int) -> "list[TokenColumns]":
-        """Split into several columns of up to ``num_rows`` rows each."""
+        """Split the rows into several ``TokenColumns`` of up to ``num_rows`` rows each."""
         pieces = [TokenColumns()]
         for row, num_drafts in zip(self.rows(), self.drafts or repeat(0), strict=False):
             if len(pieces[-1]) == num_rows:
@@ -209,11 +209,11 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_exception(cls, error: RequestFailed) -> "RequestError":
-        """Return the failure as data."""
+        """Return the exception as a struct that can be sent."""
         return cls(**{name: getattr(error, name) for name in cls.__struct_fields__})
 
     def to_exception(self) -> RequestFailed:
-        """Return the failure as an exception. An unknown code becomes Internal."""
+        """Return the exception for this error. An unknown code becomes Internal."""
         failed = request_failed(self.code, self.message, field=self.field, reason=self.reason)
         failed.retry_after, failed.quota_subject = self.retry_after, self.quota_subject
         return failed
@@ -225,8 +225,8 @@ class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_host_tokens: int = 0
-    """Number of cached tokens from the engine's host memory. The next two fields count cached tokens from disk and from
-    another engine.
+    """Number of cached tokens from the engine's host memory. The next two fields are the numbers of cached tokens from
+    disk and from another engine.
     """
     num_disk_tokens: int = 0
     num_peer_tokens: int = 0
@@ -329,11 +329,11 @@ class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pending_embeds: Embeddings that the engine must still compute for running and waiting requests.
-        encoded_embeds: Embeddings computed. Only grows.
+        encoded_embeds: Number of embeddings that the engine has computed. Only grows.
         encoder_cache_queries: Items looked up in the encoder cache. Only grows.
         encoder_cache_hits: Items found in the encoder cache. Only grows.
         encoder_cache_usage: Fraction in [0, 1].
-        receiver_cache_bytes: Bytes of features in host memory.
+        receiver_cache_bytes: Size in bytes of the media features in host memory.
         num_waiting_reqs: Requests that wait only for their media to be encoded.
     """
 
@@ -502,7 +502,9 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     kv_address: str = ""
     """Address from which other engines fetch this engine's blocks. Empty if the engine does not provide blocks."""
     kv_fingerprint: bytes = b""
-    """Fingerprint of the engine's blocks. Engines with equal fingerprints can transfer blocks; empty if it cannot."""
+    """Fingerprint of the engine's blocks. Engines with equal fingerprints can transfer blocks to each other. Empty if
+    the engine cannot transfer blocks.
+    """
     shared_memory_nonce: bytes = b""
     """Content that the engine has read from the frontend's probe in shared memory, or empty.
 

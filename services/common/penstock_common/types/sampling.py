@@ -96,14 +96,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Args:
         n: Outputs per prompt.
         temperature: 0 is greedy; higher values draw less likely tokens more often.
-        top_p: Draw among the most likely tokens whose probabilities sum up to this; 1 disables the filter.
+        top_p: Draw among the most likely tokens whose probabilities sum up to this value; 1 disables the filter.
         top_k: Draw among this many most likely tokens; 0 disables the filter, and so does -1 from clients.
         min_p: Drop tokens less likely than this fraction of the most likely token's probability.
         presence_penalty: Subtracted from the logits of tokens that the output contains.
         frequency_penalty: Subtracted from the logits of tokens, once per occurrence in the output.
         repetition_penalty: Divides the logits of tokens that prompt or output contain; above 1 discourages them.
-        seed: Seed of the draws, from ``MIN_SEED`` to ``MAX_SEED``; None chooses a random one. The draw for output token
-            i depends only on the seed and i.
+        seed: Seed of the draws, from ``MIN_SEED`` to ``MAX_SEED``; None chooses a random seed. The draw for output
+            token i depends only on the seed and i.
         max_tokens: Maximum number of output tokens; None allows up to the model's maximum length.
         min_tokens: Minimum number of output tokens before end of sequence or a stop.
         stop: Texts that end the output.
@@ -112,7 +112,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         include_stop_str_in_output: Keep the stop text at the end of the output.
         logprobs: Number of most likely tokens with log-probabilities per output token, besides the chosen one; None for
             none.
-        prompt_logprobs: The same for the tokens of the prompt.
+        prompt_logprobs: Number of most likely tokens with log-probabilities per prompt token, besides the token itself;
+            None for none.
         logit_bias: Added to the logits of tokens, by token ID.
         allowed_token_ids: If not empty, only these tokens are chosen.
         bad_words: Texts that are not generated.
@@ -124,10 +125,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         structured_output: A constraint on the output's text.
         repetition_detection: End an output that repeats itself.
         truncate_prompt_tokens: Keep only this many last tokens of the prompt; None refuses a prompt that is too long.
-        skip_reading_prefix_cache: Compute the whole prompt.
+        skip_reading_prefix_cache: Compute the whole prompt, without cached blocks.
         bad_word_token_ids: ``bad_words`` as tokens; set by the frontend.
-        num_speculative_tokens: Maximum number of drafted tokens per step; 0 disables drafts, None leaves it to the
-            engine.
+        num_speculative_tokens: Maximum number of drafted tokens per step; 0 disables drafts, None lets the engine
+            choose.
         thinking_token_budget: Maximum number of reasoning tokens, without the tags; None means no limit. At the limit,
             the engine forces the token that ends the reasoning.
     """

@@ -79,7 +79,7 @@ def test_a_key_of_another_certificate_is_refused(authority: Authority, files: Fi
     [
         (TlsConfig, {"certificate": "c"}, "tls.key is required"),
         (TlsConfig, {"key": "k"}, "tls.certificate is required"),
-        (TlsConfig, {"ca": "ca"}, "tls.ca is 'ca'; it asks clients for certificates, which needs tls.certificate"),
+        (TlsConfig, {"ca": "ca"}, "tls.ca is 'ca', but tls.certificate is empty; set tls.certificate"),
         (ClientTlsConfig, {"certificate": "c", "key": "k"}, "tls.ca is required"),
         (ClientTlsConfig, {"server_name": "s"}, "tls.ca is required"),
         (ClientTlsConfig, {"ca": "ca", "certificate": "c"}, "tls.key is required"),

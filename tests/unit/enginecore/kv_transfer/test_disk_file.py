@@ -168,7 +168,7 @@ def test_a_link_in_place_of_the_file_is_not_followed(tmp_path):
 
 def test_a_pipe_in_place_of_the_file_is_named(tmp_path):
     os.mkfifo(tmp_path / FILE_NAME)
-    with pytest.raises(ConfigError, match=r"cache.disk is .* it is no file, but a pipe or a device"):
+    with pytest.raises(ConfigError, match=r"cache.disk is .* the path is not a regular file, but a pipe or a device"):
         opened(tmp_path)
 
 

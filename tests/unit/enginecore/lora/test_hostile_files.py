@@ -45,7 +45,7 @@ def test_a_configuration_that_is_no_file(tmp_path: Path, kind: str) -> None:
         path.symlink_to(CONFIG_FILE if kind == "loop" else "/dev/zero")
     with (
         AdapterFolder.at(tmp_path) as folder,
-        pytest.raises(LoraError, match="symbolic links" if kind == "loop" else "no file") as caught,
+        pytest.raises(LoraError, match="symbolic links" if kind == "loop" else "not a regular file") as caught,
         folder.file(CONFIG_FILE),
     ):
         pass

@@ -121,10 +121,10 @@ async def test_a_failure_ends_a_pipe_with_its_reason(server: FakeInference) -> N
 
 
 async def test_a_server_that_does_not_chat_yet_is_explained(server: FakeInference) -> None:
-    server.chat_failure = Unimplemented("Chat is not served yet")
+    server.chat_failure = Unimplemented("Chat is not supported yet")
     code, _, err = await piped(server.address, "hi")
     assert code == 1
-    assert "UNIMPLEMENTED: Chat is not served yet" in err
+    assert "UNIMPLEMENTED: Chat is not supported yet" in err
     assert "penstock generate continues plain text" in err
 
 

@@ -84,7 +84,7 @@ async def test_a_key_of_the_environment_is_shown(admin: FakeAdmin, monkeypatch: 
         ),
         (FailedPrecondition("it belongs to ScaledObject s"), "FAILED_PRECONDITION: it belongs to ScaledObject s"),
         (Unavailable("the coordinator is away", retry_after=1.0), "the coordinator is away; try again in 1 s"),
-        (Unimplemented("Scale is not served yet"), "UNIMPLEMENTED: Scale is not served yet"),
+        (Unimplemented("Scale is not supported yet"), "UNIMPLEMENTED: Scale is not supported yet"),
     ],
 )
 async def test_what_the_server_refuses_is_said_in_its_words(
