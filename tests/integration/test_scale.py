@@ -100,8 +100,8 @@ async def test_both_services_log_the_change(frontend: FrontendServer) -> None:
         ("", 9, "INVALID_ARGUMENT", "INVALID_FIELD", "replicas", "replicas is 9; it must be from 0 to 8"),
         ("steady", 0, "INVALID_ARGUMENT", "INVALID_FIELD", "replicas", "replicas is 0; it must be from 1 to 8"),
         ("stedy", 2, "INVALID_ARGUMENT", "INVALID_FIELD", "pool", "pools: auto, default, spot, steady; did you mean"),
-        ("spot", 2, "FAILED_PRECONDITION", "REPLICAS_OWNED", "pool", "belongs to ScaledObject engines-spot"),
-        ("auto", 2, "FAILED_PRECONDITION", "REPLICAS_OWNED", "pool", "belongs to HorizontalPodAutoscaler engines-auto"),
+        ("spot", 2, "FAILED_PRECONDITION", "REPLICAS_OWNED", "pool", "is set by ScaledObject engines-spot"),
+        ("auto", 2, "FAILED_PRECONDITION", "REPLICAS_OWNED", "pool", "is set by HorizontalPodAutoscaler engines-auto"),
     ],
 )
 async def test_a_refusal_of_the_coordinator_arrives_unchanged(
@@ -264,4 +264,4 @@ async def test_the_command_scales_the_cluster(
     assert await command("--pool", "sport", "5") == 1
     assert "pools: auto, default, spot, steady; did you mean 'spot'?" in capsys.readouterr().err
     assert await command("--pool", "spot", "5") == 1
-    assert "belongs to ScaledObject engines-spot; change its limits instead" in capsys.readouterr().err
+    assert "is set by ScaledObject engines-spot; change the limits of that controller" in capsys.readouterr().err

@@ -64,9 +64,9 @@ class Adapters:
     """Registered adapter names, by model.
 
     If a model has no frontends, its names are kept for ``forget_after`` seconds, because its frontends may be
-    restarting. The configured limits are never exceeded. If new names need space, models without frontends are dropped.
-    The model that has had no frontends for the longest time is dropped first. If there is still not enough space, the
-    registration is refused, and the frontend gets the reason.
+    restarting. The configured limits for adapter names are never exceeded. If new names need space, models without
+    frontends are dropped. The model that has had no frontends for the longest time is dropped first. If there is still
+    not enough space, the registration is refused, and the frontend gets the reason.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Adapters:
         refused, self._refusals = self._refusals, []
         if refused:
             get_logger().warning(
-                "refused LoRA adapters of a frontend; name and reason describe the first",
+                "refused LoRA adapters of a frontend; name and reason are those of the first refused adapter",
                 model=model,
                 count=len(refused),
                 name=refused[0].name,

@@ -65,7 +65,7 @@ _ROUNDING = 1e-6
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """Average target load of the engines of a pool."""
+    """Target load of a pool, as an average over the pool's engines."""
 
     load: float
     """Number of requests that run or wait on an engine, divided by the number that the engine can run at once."""
@@ -84,7 +84,8 @@ def load_with_held(pool: PoolLoad, targets: Targets) -> float | None:
 
 
 def wanted_replicas(pool: PoolLoad, targets: Targets) -> int | None:
-    """Return the number of engines with which a pool would have its target load, or None if the load is unknown.
+    """Return the number of engines with which the engines of a pool would have their average target load, or None if
+    the load is unknown.
 
     The result does not depend on the current number of engines, so it does not grow while engines start slowly.
     Autoscalers apply limits to the result.
@@ -111,7 +112,9 @@ class Activity:
         self._busy_at: dict[str, float] = {}
 
     def take(self, pools: Mapping[str, PoolLoad], now: float) -> bool:
-        """Record which pools have requests now. Return whether these pools, or the set of all pools, have changed."""
+        """Record which pools have requests now. Return whether the set of pools with requests, or the set of all pools,
+        differs from the previous call.
+        """
         first = not self._busy_at and not self._busy
         busy = {name: pool.busy for name, pool in pools.items()}
         for name, pool in pools.items():
@@ -161,7 +164,7 @@ class ScalingSignals:
 
     @property
     def known(self) -> bool:
-        """Whether the cluster is known."""
+        """Whether ``take`` has been called with the engines of the cluster, so that the signals are not empty."""
         return self._known
 
     def take(self, view: ClusterView, num_held_reqs: int, now: float) -> None:

@@ -109,7 +109,7 @@ class Cluster:
         return next(self._sessions)
 
     def view(self) -> ClusterView:
-        """Return the current cluster."""
+        """Return the current view of the cluster."""
         return ClusterView(engines=self._statuses.of(self.membership.members), groups=self._told_groups)
 
     def group_epoch(self, registration: EngineRegistration) -> int:

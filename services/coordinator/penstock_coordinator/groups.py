@@ -69,14 +69,16 @@ class GroupOfPool:
         self.target_size = first.size
         self._max_size = first.max_size
         self._remembered_in: int | None = None
-        """Epoch in the report of the rank that reported the target of an earlier coordinator."""
+        """Epoch of the rank whose report has set ``target_size`` to the target of an earlier coordinator. None if no
+        rank has reported such a target.
+        """
         self._machine = GroupMachine(first.size, first.min_size, waits=first.waits, floor=floor)
         self._send = send
         self._steer_at = 0.0
 
     @property
     def machine(self) -> GroupMachine:
-        """State of the group."""
+        """State machine of the group."""
         return self._machine
 
     def view(self, model: str, pool: str) -> PoolGroup:
@@ -180,7 +182,7 @@ class GroupOfPool:
         machine = self._machine
         if size < machine.min_size:
             raise InvalidArgument(
-                f"replicas is {size}; the group's min_size is {machine.min_size}",
+                f"replicas is {size}; it must be at least the group's min_size, which is {machine.min_size}",
                 field="replicas",
                 reason="BELOW_MIN_SIZE",
             )
@@ -288,7 +290,9 @@ class Groups:
         self._ranks: dict[str, Rank] = {}
         """Ranks by engine id."""
         self._meetings: dict[str, str] = {}
-        """Address of each rank's store. The entry of a rank that has left stays until the rank's group has ended."""
+        """Address of each rank's rendezvous store. The entry of a rank that has left stays until the rank's group has
+        ended.
+        """
         self._repeat_at = 0.0
 
     def views(self) -> tuple[PoolGroup, ...]:
@@ -297,7 +301,7 @@ class Groups:
 
     @property
     def meetings(self) -> Mapping[str, str]:
-        """Address of the store of each rank, by rank name."""
+        """Address of the rendezvous store of each rank, by rank name."""
         return self._meetings
 
     def of(self, model: str, pool: str) -> GroupOfPool | None:

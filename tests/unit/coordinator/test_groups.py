@@ -199,7 +199,7 @@ def test_a_size_is_refused_below_the_least_and_during_a_change():
         bench.group.scale(3, 0.0)
     assert e.value.reason == "RECONFIGURING"
     bench.switch()
-    with pytest.raises(InvalidArgument, match="replicas is 1; the group's min_size is 2"):
+    with pytest.raises(InvalidArgument, match="replicas is 1; it must be at least the group's min_size, which is 2"):
         bench.group.scale(1, 0.0)
 
 

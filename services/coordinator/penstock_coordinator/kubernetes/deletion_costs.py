@@ -12,7 +12,7 @@ from penstock_coordinator.cluster import Clock
 from penstock_coordinator.kubernetes.errors import Failures, KubernetesError, Right
 
 _PARTS = 1024
-"""Number of cost units for a fully loaded engine."""
+"""Deletion cost of a fully loaded engine."""
 _MOST = 2**30
 """Maximum cost. The limit exists because costs are 32-bit numbers."""
 

@@ -53,7 +53,7 @@ class Replicas:
         self._check_pool(pool)
         if owner := self._config.owners.get(pool):
             raise FailedPrecondition(
-                f"the number of engines of pool {quoted(pool)} belongs to {owner}; change its limits instead",
+                f"the number of engines of pool {quoted(pool)} is set by {owner}; change the limits of that controller instead",
                 field="pool",
                 reason="REPLICAS_OWNED",
             )

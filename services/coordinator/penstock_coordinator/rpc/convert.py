@@ -36,7 +36,7 @@ MAX_POOLS = 64
 PLAIN_FIELDS = frozenset({"engine_index", "timestamp", "scheduler_stats"})
 """Fields of a plain load report. Such reports have a fast path, because there are thousands of them per second."""
 REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
-"""Fields of reports that engines may send only to frontends."""
+"""Fields of ``EngineCoreOutputs`` that engines may send only to frontends."""
 
 
 def registration(report: pb.EngineReport | None) -> EngineRegistration:
@@ -109,7 +109,7 @@ def from_rank(report: pb.EngineReport, rank: str) -> FromRank:
 
 
 def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> pb.EngineCommand:
-    """Convert a message that is sent to a rank. ``meetings`` has the address of each rank's store."""
+    """Convert a message that is sent to a rank. ``meetings`` has the address of each rank's rendezvous store."""
     if isinstance(message, StartDpWave):
         return pb.EngineCommand(start_dp_wave=to_message(message, pb.StartDpWave, group_epoch=message.epoch))
     members = message.group.members

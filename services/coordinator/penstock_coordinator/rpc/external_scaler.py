@@ -24,7 +24,7 @@ _NUMBERS: dict[str, tuple[float, float]] = {
     "slots": (1, 65_536),
     "idleSeconds": (0, 86_400),
 }
-"""Minimum and maximum of each number. KEDA sends all values as text."""
+"""Minimum and maximum of the value of each numeric key of the metadata. KEDA sends all values as text."""
 _KNOWN = ("pool", *_NUMBERS)
 _OF_KEDA = frozenset({"scalerAddress", "enableTLS", "unsafeSsl"})
 
