@@ -97,7 +97,7 @@ def test_folders_without_an_adapter_are_refused_by_name(llm: LLM) -> None:
         ({"x": DEMO}, {}, "it holds a model; serve it as MODEL"),
         ({DEMO.name: ADAPTERS["pirate"]}, {}, "lora: 'penstock-tiny' is the model's own name"),
         ("pirate", {}, "lora is 'pirate'; it must be a mapping from names"),
-        ({"x": 5}, {}, "lora has 'x': 5; it must be a name and a directory"),
+        ({"x": 5}, {}, "lora has 'x': 5; each entry must be a name and a directory"),
     ],
 )
 def test_an_option_that_cannot_be_is_refused_at_the_start(lora: Any, options: Any, reason: str) -> None:

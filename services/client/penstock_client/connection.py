@@ -97,8 +97,8 @@ class BaseClient(ABC):
             timeout: Default timeout of calls in seconds. None means no timeout.
             keepalive: Settings of keepalive pings.
             options: gRPC channel options. They override the client's options.
-            channel: Channel to use instead of a new channel. The client closes it. ``tls``, ``keepalive`` and
-                ``options`` are then ignored.
+            channel: Channel to use instead of a new channel. ``close`` of the client also closes this channel. ``tls``,
+                ``keepalive`` and ``options`` are then ignored.
         """
         if not address:
             raise ValueError("address is empty; it must be host:port")

@@ -130,7 +130,9 @@ def _name(text: str) -> str:
 
 
 def add_ending(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
-    """Add the flags for stopping. ``max_tokens`` is the default; None leaves it to the server."""
+    """Add the flags that limit or end an output. ``max_tokens`` is the default of ``--max-tokens``; None uses the
+    server's default.
+    """
     count = integer(0, 2**32 - 1)
     ending = parser.add_argument_group("when to stop")
     default = "as many as fit" if max_tokens is None else max_tokens
@@ -260,7 +262,7 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         value = int(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{value} is not from {low} to {high}")
+            raise argparse.ArgumentTypeError(f"{value} is out of range; it must be from {low} to {high}")
         return value
 
     return integer

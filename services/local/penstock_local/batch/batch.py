@@ -56,7 +56,7 @@ class BatchProgress:
             self._bar.stop()
 
     def stop(self, why: str) -> None:
-        """Stop the display, and print the reason."""
+        """Stop the progress display, and print ``why``, the reason why the batch stops."""
         if self._bar is not None:
             self._tell()
             self._bar.stop()
@@ -208,12 +208,12 @@ def _done(source: InputFile, *files: OutputFile) -> tuple[bytearray, int]:
                 number, custom_id = records.done_line(line)
             except ValueError as e:
                 raise ConfigError(
-                    f"{file.path} has a line that no batch wrote: {e}; use --overwrite to replace the file"
+                    f"{file.path} has a line that is not a record of a batch: {e}; use --overwrite to replace the file"
                 ) from None
             if not source.is_line(number, custom_id):
                 raise ConfigError(
-                    f"{file.path} has an answer to {custom_id!r} as line {number}, but {source.path} has another id there; "
-                    "use --overwrite to replace the file"
+                    f"{file.path} has an answer to {custom_id!r} for line {number}, but this line of {source.path} has "
+                    "another custom_id; use --overwrite to replace the file"
                 )
             done.extend(bytes(max(0, number + 1 - len(done))))
             count += not done[number]

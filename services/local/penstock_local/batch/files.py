@@ -98,7 +98,9 @@ class OutputFile:
                 for line in self.lines():
                     target.write(line)
         except OSError as e:
-            raise ConfigError(f"{self.path} cannot be written: {e}; its lines are in {self.local}") from None
+            raise ConfigError(
+                f"{self.path} cannot be written: {e}; the lines of this file are in {self.local}"
+            ) from None
         self.local.unlink()
 
     def remove_if_empty(self) -> None:
@@ -201,7 +203,7 @@ def request_of(line: bytes, number: int, urls: Collection[str]) -> BatchRequest:
         raise _wrong(f"body.input is set, as for {_RESPONSES}; {_NO_RESPONSES}", "INVALID_FIELD", "body.input")
     if body.stream:
         raise _wrong(
-            "body.stream is true; a batch has complete answers, so it must be false or unset",
+            "body.stream is true; a batch has complete answers, so body.stream must be false or unset",
             "INVALID_FIELD",
             "body.stream",
         )
@@ -260,7 +262,7 @@ class InputFile:
             if (earlier := first.setdefault(name, number)) != number:
                 raise ConfigError(
                     f"{self.path}: line {number} has the same custom_id {quoted(name)} as line {earlier}; the custom_id "
-                    "identifies the answer, so each line needs a different one"
+                    "identifies the answer, so each line needs a different custom_id"
                 )
 
     def _read(self) -> Iterator[bytes]:

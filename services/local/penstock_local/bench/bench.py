@@ -98,7 +98,9 @@ async def _model(options: BenchOptions, client: AsyncClient) -> Model:
         raise ConfigError(f"{options.address} serves no model")
     for flag, named in (("--model", options.model), ("--lora", options.lora)):
         if named and named not in models:
-            raise ConfigError(f"{flag} {named}: {options.address} serves {', '.join(models)}{nearest(named, models)}")
+            raise ConfigError(
+                f"{flag} {named}: {options.address} serves only {', '.join(models)}{nearest(named, models)}"
+            )
     name = options.lora or options.model or next(iter(models))
     if pools(models[name]):
         serves = ", ".join(models[name].capabilities)

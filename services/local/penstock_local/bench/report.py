@@ -229,7 +229,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean number of output tokens per request and step, or None if no tokens were drafted (then it would be 1)."""
+        """Mean number of output tokens per request and step, or None if no tokens were drafted, because the mean is
+        then always 1.
+        """
         steps = self.output_tokens - self.accepted_draft_tokens
         return self.output_tokens / steps if self.draft_acceptance is not None and steps else None
 

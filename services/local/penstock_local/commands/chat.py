@@ -150,7 +150,7 @@ class LineReader:
     def read(self) -> str:
         """Return the next message.
 
-        Raises EOFError at the end of input, KeyboardInterrupt, or ConfigError if it is not UTF-8.
+        Raises EOFError at the end of input, KeyboardInterrupt, or ConfigError if the input is not UTF-8.
         """
         try:
             return self._message()

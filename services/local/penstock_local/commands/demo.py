@@ -163,9 +163,9 @@ class Demo:
             table.add_row(question, Text(result.text.strip()), str(usage.prompt_tokens), str(usage.cached_tokens))
         self._console.print(table)
         # The frontend may not know yet which engine has cached the story. But of three later questions on two engines,
-        # at least one runs on an engine that has cached it.
+        # at least one runs on an engine that has cached the story.
         if not any(cached[1:]):
-            raise DemoFailedError(f"no later question found the story cached; cached tokens of each: {cached}")
+            raise DemoFailedError(f"no later question found the story cached; cached tokens of each question: {cached}")
         self._note("an engine that has cached the story computes only the end of later questions")
 
     async def _concurrent(self) -> None:

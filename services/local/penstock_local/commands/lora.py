@@ -50,7 +50,9 @@ def parse_adapters(texts: Sequence[str]) -> dict[str, str]:
         if not separator or not name or not path:
             raise ConfigError(f"{FLAG} {text}: write NAME=PATH, e.g. pirate=./adapters/pirate")
         if name in adapters:
-            raise ConfigError(f"{FLAG} {text}: {name!r} is already given, for {adapters[name]}")
+            raise ConfigError(
+                f"{FLAG} {text}: the name {name!r} is already given to {adapters[name]}; choose another name"
+            )
         if refusal := name_refusal(name):
             raise ConfigError(f"{FLAG} {text}: the name {name!r} {refusal}")
         adapters[name] = adapter_folder(path, of=f"{FLAG} {text}")

@@ -25,7 +25,7 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model of the cache.
 
     Attributes:
-        size: Bytes of all its revisions.
+        size: Size of all revisions of the model, in bytes.
         reason: Reason why the model cannot be served; empty if it can be served.
     """
 

@@ -17,7 +17,9 @@ from penstock_local.rpc.client import of_operators_api
 EXIT_FAILED = 1
 _POLL_SECONDS = 0.1
 _TIMEOUT = 30.0
-"""Timeout in seconds. The frontend's own timeout for its coordinator is shorter, so that it can report the error."""
+"""Timeout in seconds. The frontend's own timeout for its coordinator is shorter, so that the frontend can report the
+timeout of its coordinator.
+"""
 
 
 class ScaleOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -167,7 +167,7 @@ class StatusOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_address: str
     """Admin API of the frontend whose cluster is shown."""
     address: str = ""
-    """Public API of that frontend, for the health check; empty to use the admin API for it."""
+    """Public API of that frontend, for the health check; empty to use the admin API for the health check."""
     others: tuple[str, ...] = ()
     """Admin APIs of further frontends of the same cluster."""
     interval: Annotated[float, Meta(ge=0.05, le=3600, description="Seconds between two refreshes of the table.")] = 1.0
@@ -219,8 +219,8 @@ async def status(options: StatusOptions) -> int:
 
 
 async def take_snapshot(admin: AdminClient, options: StatusOptions) -> Snapshot:
-    """Send all queries concurrently. Raises the error of the query for the cluster. Results of other failed queries
-    miss.
+    """Send all queries concurrently. Raises the error of the query for the cluster. If another query fails, its result
+    is left out.
     """
     cluster, public, infos, others = await asyncio.gather(
         admin.cluster(deadline=_TIMEOUT),
@@ -246,7 +246,9 @@ async def _cluster_at(address: str) -> Cluster | None:
 
 
 async def _infos(admin: AdminClient) -> dict[str, dict[str, Any]]:
-    """Return the answers of the engines, empty if an engine does not answer. The engine's state in the table shows it."""
+    """Return the answers of the engines, or nothing if one engine does not answer. The table shows the state of such an
+    engine.
+    """
     try:
         return await admin.engine_info(deadline=_TIMEOUT)
     except PenstockError:
@@ -373,7 +375,7 @@ def as_json(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _summaries(snapshot: Snapshot, options: StatusOptions) -> list[Text]:
-    """Return a line about the cluster, and one for each further frontend."""
+    """Return a line about the cluster, and one line about each further frontend."""
     return [_summary(snapshot, options), *(_other(address, seen) for address, seen in snapshot.others.items())]
 
 
@@ -443,7 +445,7 @@ def _state(engine: EngineStatus, info: dict[str, Any]) -> Text:
 def _kept(info: dict[str, Any]) -> str:
     """Return the number of KV block leases of an engine, with their blocks and bytes.
 
-    Empty if the engine does not report it.
+    Empty if the engine does not report its leases.
     """
     kept = info.get("kv_transfer") or {}
     if not kept.get("num_leases"):

@@ -49,7 +49,9 @@ class Window(Generic[T, R]):
             self._end()
 
     def in_order(self, inputs: Iterator[T | RequestFailed]) -> Generator[tuple[int, R | RequestFailed], None, None]:
-        """Yield the same pairs in input order. The number of results that wait for an earlier result is also limited."""
+        """Yield the pairs of ``results`` in the order of the inputs. The number of results that wait for an earlier
+        result is also limited.
+        """
         held: dict[int, R | RequestFailed] = {}
         due = 0
         try:

@@ -174,7 +174,9 @@ def _metrics_of(live: Any, arrival: float) -> RequestMetrics:
 
 
 def _cumulative(logprobs: Logprobs | None) -> float | None:
-    """Return the sum over all positions. The first entry of each position is the chosen token."""
+    """Return the sum of the chosen tokens' log-probabilities over all positions. The first entry of each position is
+    the chosen token.
+    """
     return None if logprobs is None else sum(logprobs.logprobs[first] for first in logprobs.offsets[:-1])
 
 

@@ -90,7 +90,7 @@ def sampling_of(sampling: Sampling | Iterable[Sampling], total: int | None) -> I
     several, _, count = _opened(sampling, "sampling_params", _ONE_EACH)
     if count is not None and total is not None and count != total:
         raise InvalidArgument(
-            f"sampling_params has {count} entries for {total} inputs; give one for all inputs, or one each",
+            f"sampling_params has {count} entries for {total} inputs; give one entry for all inputs, or one entry per input",
             field="sampling_params",
         )
     return _converted(several, lambda value, index: _fields(value, f"sampling_params[{index}]"))
@@ -114,7 +114,7 @@ def paired(
 def _pair(index: int, value: Any, fields: dict[str, Any] | RequestFailed | None) -> Any:
     if fields is None:
         raise InvalidArgument(
-            f"sampling_params has {index} entries, but there are more inputs; give one for all inputs, or one each",
+            f"sampling_params has {index} entries, but there are more inputs; give one for all inputs, or one per input",
             field="sampling_params",
         )
     return next((each for each in (value, fields) if isinstance(each, RequestFailed)), (value, fields))
@@ -410,7 +410,7 @@ class Requests:
             first = Inputs(iter(listed), len(listed))
         if first.total != 1 and second.total is not None and first.total != second.total:
             raise InvalidArgument(
-                f"queries has {first.total} entries for {second.total} documents; give one for all documents, or one each",
+                f"queries has {first.total} entries for {second.total} documents; give one for all, or one per document",
                 field="queries",
             )
         return Inputs(_score_pairs(list(first.each), second.each, options), second.total)
@@ -441,7 +441,7 @@ def _score_pairs(
         of = 0 if len(queries) == 1 else index
         if of >= len(queries):
             raise InvalidArgument(
-                f"queries has {len(queries)} entries, but there are more documents; give one for all documents, or one each",
+                f"queries has {len(queries)} entries, but there are more documents; give one for all, or one per document",
                 field="queries",
             )
         wrong = next((each for each in (queries[of], document) if isinstance(each, RequestFailed)), None)

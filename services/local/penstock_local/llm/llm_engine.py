@@ -66,7 +66,7 @@ class LLMEngine:
             raise Unavailable("this LLMEngine is closed", reason="CLOSED")
         if request_id in self._running:
             raise InvalidArgument(
-                f"request_id is {request_id!r}, which a running request uses; choose another", field="request_id"
+                f"request_id is {request_id!r}, which a running request uses; choose another id", field="request_id"
             )
         request = self._requests.single(prompt, params, output_kind, RequestContext(priority=priority))
         prepared = self._runtime.submit(functools.partial(self._calls.prepare, request)).result()
@@ -159,7 +159,7 @@ async def _run(runtime: Runtime, request_id: str, prepared: Prepared, board: _Bo
 class AsyncLLMEngine:
     """Engine for asyncio programs: ``async for output in engine.generate(...)``. Each task runs one request.
 
-    Arguments and errors are those of ``LLM``. The constructor loads the model and blocks meanwhile. The engine and its
+    Arguments and errors are those of ``LLM``. The constructor blocks until the model is loaded. The engine and its
     processing run on their own threads.
     """
 
@@ -199,7 +199,7 @@ class AsyncLLMEngine:
             raise Unavailable("this AsyncLLMEngine is closed", reason="CLOSED")
         if request_id and request_id in self._running:
             raise InvalidArgument(
-                f"request_id is {request_id!r}, which a running request uses; choose another", field="request_id"
+                f"request_id is {request_id!r}, which a running request uses; choose another id", field="request_id"
             )
         request = self._requests.single(prompt, params, output_kind, RequestContext(priority=priority))
         name = request_id or f"request-{id(request):x}"

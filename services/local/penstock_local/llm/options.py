@@ -73,7 +73,7 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
     # Do not load plugins in this program, even if the environment configures them for a server.
     config = build(EngineCoreConfig, {**sections, "drain_timeout": 0.0, "iteration_log_interval": 0.0})
     if num_adapters and not config.lora.enabled:
-        raise ConfigError(f"max_loras is 0, but lora names {num_adapters} adapters; set it to at least 1")
+        raise ConfigError(f"max_loras is 0, but lora names {num_adapters} adapters; set max_loras to at least 1")
     return config
 
 
@@ -91,7 +91,7 @@ def adapter_paths(given: object) -> dict[str, str]:
         )
     for name, path in given.items():
         if not isinstance(name, str) or not isinstance(path, str | Path):
-            raise ConfigError(f"lora has {name!r}: {path!r}; it must be a name and a directory")
+            raise ConfigError(f"lora has {name!r}: {path!r}; each entry must be a name and a directory")
         if refusal := name_refusal(name):
             raise ConfigError(f"lora: the name {name!r} {refusal}")
     return {name: adapter_folder(str(path), of=f"lora: {name!r}") for name, path in given.items()}

@@ -14,15 +14,15 @@ class FinishReason(enum.StrEnum):
     """Reason why an output ended. Each value equals the word of vLLM and OpenAI's API."""
 
     STOP = "stop"
-    """End-of-sequence token, stop string or stop token."""
+    """The output ended with an end-of-sequence token, a stop string or a stop token."""
     LENGTH = "length"
-    """Limit of ``max_tokens`` or of the model's sequence length."""
+    """The output reached ``max_tokens`` or the model's maximum sequence length."""
     ABORT = "abort"
-    """Abort by the caller."""
+    """The caller aborted the request."""
     ERROR = "error"
-    """Failure of the engine."""
+    """The engine failed."""
     REPETITION = "repetition"
-    """Repeated output, found by ``repetition_detection``."""
+    """The output repeated itself (``repetition_detection``)."""
 
     @classmethod
     def of(cls, reason: outputs.FinishReason) -> Self:
@@ -160,7 +160,7 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True):
         text: Text of the output.
         token_ids: Token ids of the output, including a final end-of-sequence token.
         cumulative_logprob: Sum of the log-probabilities.
-        score: The sum divided by the length to the power of ``length_penalty``.
+        score: The sum of the log-probabilities, divided by the length to the power of ``length_penalty``.
         finish_reason: Reason of the end.
     """
 

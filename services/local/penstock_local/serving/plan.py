@@ -234,7 +234,8 @@ def engine_spec(
         coordinator_address: Address of the coordinator, as host:port.
         threads: CPU threads of the engine.
         own_env: Environment variables that override the user's.
-        secret_file: File with the secret that engines share; empty if they need none or a setting names one.
+        secret_file: File with the secret that engines share; empty if the engines need no secret, or if a setting names
+            the file.
     """
     config = _engine_config(options, number, port, coordinator_address, threads)
     if secret_file:

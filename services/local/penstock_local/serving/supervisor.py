@@ -40,7 +40,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """Address at which the service answers ``grpc.health.v1``, as host:port."""
     stop_stage: int
-    """Stage of the shutdown. Services of a lower stage stop before those of a higher one."""
+    """Stage of the shutdown. Services of a lower stage stop before services of a higher stage."""
     stop_timeout: float
     """Seconds after SIGTERM until the service is killed."""
     env: dict[str, str] = {}

@@ -199,10 +199,12 @@ def test_files_that_do_not_fit_are_refused(batch: Batch, tmp_path: Path) -> None
     batch.write(line(0), line(1))
     batch.run(Echo())
     batch.write(line(1), line(0))
-    with pytest.raises(ConfigError, match=r"has an answer to 'c0' as line 1, but .*in\.jsonl has another id there"):
+    with pytest.raises(
+        ConfigError, match=r"has an answer to 'c0' for line 1, but this line of .*in\.jsonl has another custom_id"
+    ):
         batch.run(Echo())
     batch.output.write_text("a diary\n")
-    with pytest.raises(ConfigError, match="has a line that no batch wrote"):
+    with pytest.raises(ConfigError, match="has a line that is not a record of a batch"):
         batch.run(Echo())
     with (
         OutputFile(str(batch.output), overwrite=False),

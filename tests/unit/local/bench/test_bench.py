@@ -217,7 +217,7 @@ async def test_a_model_that_is_not_served_is_named(server: FakeInference, capsys
     assert await bench(server, "--lora", "fakes") == 2
     said = capsys.readouterr().err
     assert "--lora fakes: " in said
-    assert "serves fake; did you mean 'fake'?" in said
+    assert "serves only fake; did you mean 'fake'?" in said
 
 
 def test_lengths_that_the_model_cannot_take_are_refused() -> None:

@@ -184,7 +184,7 @@ def test_flags_name_directories_of_adapters(adapter: Path, monkeypatch: pytest.M
         ),
         (["x={}/.."], "/.. has no adapter_config.json: it is not the directory of a LoRA adapter"),
         (["a\tb={}"], r"the name 'a\\tb' must be printable"),
-        (["x={}", "x={}"], "'x' is already given, for "),
+        (["x={}", "x={}"], "'x' is already given to "),
     ],
 )
 def test_flags_that_name_none_are_refused(adapter: Path, texts: list[str], message: str) -> None:
