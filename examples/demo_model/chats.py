@@ -68,7 +68,7 @@ def fact(rng: random.Random) -> tuple[str, str]:
 
 
 def task(rng: random.Random) -> tuple[str, str]:
-    """Return an exact task and its answer."""
+    """Return a task that has one exact answer, and this answer."""
     return rng.choices([make for make, _ in TASKS], [weight for _, weight in TASKS])[0](rng)
 
 

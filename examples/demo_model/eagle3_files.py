@@ -32,7 +32,7 @@ def save_head(head: Eagle3Head, folder: Path, layout: str, target: Path) -> None
     """Write ``config.json`` and ``model.safetensors``.
 
     ``target`` is the directory of the model for which the head drafts. The ids of the tokens that begin and end texts
-    are copied from it. In the layout of speculators, the config also names the target.
+    are copied from this model. In the layout of speculators, the config also names the target.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, but is {layout!r}")
@@ -50,7 +50,9 @@ def save_head(head: Eagle3Head, folder: Path, layout: str, target: Path) -> None
 
 
 def layer_config(config: HeadConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a Llama with one layer. It has the rotary base under both of its names."""
+    """Return the configuration of a Llama with one layer. The configuration has the base of the rotary positions under
+    both names that transformers uses.
+    """
     ends = {name: known for name, known in target.items() if name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {
         "model_type": "llama",
@@ -109,7 +111,7 @@ def load_head(folder: Path) -> Eagle3Head:
         raise ValueError("norm_before_residual is true; this head supports only false")
     rotary = layer.get("rope_parameters") or {"rope_type": "default", "rope_theta": layer.get("rope_theta", 10000.0)}
     if rotary["rope_type"] != "default":
-        raise ValueError(f"rope_type {rotary['rope_type']}: this head supports only the default")
+        raise ValueError(f"rope_type is {rotary['rope_type']}; this head supports only default")
     sizes = {name: layer[name] for name in SIZES}
     aux = tuple(chosen.get("eagle_aux_hidden_state_layer_ids") or HeadConfig.aux_layers)
     head = Eagle3Head(

@@ -35,7 +35,9 @@ class HeadConfig:
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3 head. It uses the target's embeddings, which are not part of it. Parameters have SafeAILab's names."""
+    """EAGLE-3 head. The head uses the target's embeddings, which are not part of the head. Parameters have SafeAILab's
+    names.
+    """
 
     d2t: Tensor
     t2d: Tensor
@@ -56,7 +58,7 @@ class Eagle3Head(nn.Module):
         """Use the target's ``tokens``, sorted, as the draft vocabulary."""
         if len(set(tokens)) != self.config.draft_vocab_size:
             raise ValueError(
-                f"{len(set(tokens))} different tokens; the draft vocabulary has {self.config.draft_vocab_size}"
+                f"tokens has {len(set(tokens))} different tokens; the draft vocabulary needs {self.config.draft_vocab_size}"
             )
         chosen = torch.tensor(sorted(tokens))
         self.d2t.copy_(chosen - torch.arange(len(chosen)))
@@ -197,7 +199,9 @@ class HeadMlp(nn.Module):
 
 
 def rotate(rows: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Apply rotary ``positions`` ``[n]`` to rows ``[batch, heads, n, size]``. Halves are paired as in Llama."""
+    """Apply rotary ``positions`` ``[n]`` to rows ``[batch, heads, n, size]``. As in Llama, the number at index k of the
+    first half is rotated together with the number at index k of the second half.
+    """
     size = rows.shape[-1]
     angles = positions[:, None].float() / theta ** (torch.arange(0, size, 2).float() / size)
     cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)

@@ -53,7 +53,7 @@ def linear_layers(model: Any, modules: Sequence[str]) -> dict[str, torch.nn.Line
 def random_tensors(layers: Mapping[str, torch.nn.Linear], rank: int, strength: float, seed: int) -> dict[str, Tensor]:
     """Return the matrices A and B of each layer in float32, under PEFT's names.
 
-    The root mean square of the product B A is ``strength`` times that of the layer's weight.
+    The root mean square of the product B A is ``strength`` times the root mean square of the layer's weight.
     """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

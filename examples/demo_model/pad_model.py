@@ -1,8 +1,8 @@
 """Pad the demo model to a checkpoint with the same outputs and the cost of 100 million parameters.
 
-``python pad_model.py OUT`` adds heads, MLP columns and layers whose output weights are zero. A server computes them,
-but they do not change the output. So the padded model has the cost of a model of that size, and drafters for the demo
-model also work for it. Any server that supports Llama can load it.
+``python pad_model.py OUT`` adds heads, MLP columns and layers whose output weights are zero. A server computes these
+parts, but the parts do not change the output. So the padded model has the cost of a model of that size, and drafters
+for the demo model also work for the padded model. Any server that supports Llama can load the padded model.
 
 EAGLE-3 heads for the demo model also work without changes, because the hidden states of the same layers are equal.
 ``--head HEAD --head-out OUT`` pads an EAGLE-3 head to the shape of the padded layers, as is usual for such heads. The

@@ -1,7 +1,7 @@
 """Worker processes that train together. Each worker has one thread and its own rows; workers sum up gradients.
 
 For such small matrices, several processes with one thread each are faster than one process with several
-threads. They also slow down less when other programs use the same cores.
+threads. Several processes also slow down less when other programs use the same cores.
 """
 
 from __future__ import annotations

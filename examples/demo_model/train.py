@@ -131,7 +131,7 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, team: Team, options: Op
         progress = clock.item()
         if progress >= 1:
             break
-        # Later positions than those of short rows are trained only after 40% of the training, in every sixth step.
+        # Positions beyond the length of short rows are trained only after 40% of the training, in every sixth step.
         is_long = progress > 0.4 and step % 6 == 0
         batch = list(itertools.islice(long, LONG_ROWS) if is_long else itertools.islice(short, SHORT_ROWS))
         count, total = torch.tensor(float(learned_tokens(batch))), torch.tensor(0.0)

@@ -99,7 +99,9 @@ def train(model: Any, tokenizer: Tokenizer, options: Options) -> dict[str, float
 
 @torch.no_grad()
 def measure(model: Any, folder: Path, style: str, count: int) -> dict[str, float]:
-    """Return the fractions of greedy replies, to questions that training never uses, that have the style and are right."""
+    """Return two fractions of the greedy replies to questions that training never uses: replies in the style, and
+    replies that equal the expected reply.
+    """
     tester = Tester(folder)
     tester.model = model
     _, recognize = STYLES[style]

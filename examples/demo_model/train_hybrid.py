@@ -46,7 +46,7 @@ from vocabulary import rows
 
 
 class Options(argparse.Namespace):
-    """The command line."""
+    """Options of the command line."""
 
     model: Path
     out: Path
@@ -57,7 +57,7 @@ class Options(argparse.Namespace):
 
 
 def build_hybrid(teacher: LlamaForCausalLM) -> Any:
-    """Return a fresh model of about half a million parameters with the teacher's vocabulary."""
+    """Return an untrained model of about half a million parameters with the teacher's vocabulary."""
     ends = {name: getattr(teacher.config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = Qwen3_5TextConfig(
         vocab_size=teacher.config.vocab_size,

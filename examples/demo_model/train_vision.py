@@ -41,7 +41,7 @@ SIZE, PATCH = 72, 24
 CONTEXT = 2048
 MEAN, STD = 0.5, 0.5
 DRAWN = (72, 96, 128, 256)
-"""Sizes of pictures before they are resized."""
+"""Sizes of pictures in pixels, before the pictures are resized."""
 SCENES, QUESTIONS = 96, 1
 """Number of scenes per step, and of questions per scene. With more questions, earlier answers would reveal later
 answers.
@@ -180,7 +180,7 @@ class Reader(nn.Module):
     """Linear classifiers of color, shape and cell from the vision encoder's features. Used only in training."""
 
     def __init__(self, width: int) -> None:
-        """Create the classifiers. ``width``: number of features per cell."""
+        """Create the classifiers. ``width`` is the number of features per cell."""
         super().__init__()
         self.heads = nn.ModuleList(nn.Linear(width, count) for count in (1 + len(COLORS), 1 + len(SHAPES), len(PLACES)))
 
@@ -228,7 +228,7 @@ class Learner:
         self.adam = torch.optim.AdamW(self.others, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, loss: Tensor, progress: float) -> None:
-        """Do one optimizer step to reduce ``loss``. ``progress``: completed fraction of the training, from 0 to 1."""
+        """Do one optimizer step to reduce ``loss``. ``progress`` is the completed fraction of the training."""
         torch.autograd.backward(loss)
         for matrix, weight in zip(self.matrices, self.filters, strict=True):
             matrix.grad = None if weight.grad is None else weight.grad.flatten(1)

@@ -77,7 +77,7 @@ _SLOT = re.compile(r"\{(\w+)\}")
 
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:
-    """Return one random item. Shorter than ``rng.choice``, with the same type."""
+    """Return one random item. The call is shorter than ``rng.choice``, and keeps the type of the items."""
     return items[rng.randrange(len(items))]
 
 

@@ -14,25 +14,27 @@ This page lists which engine features work together. Read it before you enable a
 
 For a tested pair, an engine with both features produces the same tokens as a plain engine, in greedy requests and in seeded
 requests. The test then repeats the requests with cached prefixes. The plain engine has one worker, runs one request at a time and
-reuses no blocks. If a feature changes tokens by design, the plain engine has that feature too. The tests use tiny models in
+reuses no KV blocks. If a feature changes tokens by design, the plain engine has that feature too. The tests use tiny models in
 float32 on a CPU; the [GPU guide](../guides/gpu.md) lists the checks on GPUs.
 
 | Mark | Meaning |
 |---|---|
 | + | tested |
 | k | tested; a second test kills [a process](#killed-processes) during requests, which then resume on another engine |
-| - | refused by name: the engine does not start, or it refuses the request |
-| . | nothing to test; the [reason](#nothing-to-test) is below |
+| - | refused with an error message: the engine does not start, or the engine refuses the request |
+| . | nothing to test; the last table gives the [reason](#nothing-to-test) |
 """
 _KILLED = """
 ## Killed processes
 
-- Several nodes: the second node.
-- Data-parallel group, shared experts: a rank.
-- KV transfer, in pairs without several nodes or a group: the engine that sends the blocks stops answering.
-- All other pairs: the engine. The test stops the engine, and another engine continues with the tokens so far.
+The features of a pair determine which process the test kills:
 
-[KV cache offloading](../guides/kv-offloading.md#what-fails) covers kills at each point of a transfer, and the
+- Pairs with several nodes: the second node.
+- Pairs with a data-parallel group or shared experts: a rank.
+- Pairs with KV transfer, but without several nodes or a group: the engine that sends the KV blocks stops answering.
+- All other pairs: the engine. The test stops the engine, and another engine continues the requests after their last tokens.
+
+[KV cache offloading](../guides/kv-offloading.md#what-fails) covers kills at each point of a block's transfer, and the
 [failure matrix](failure-matrix.md) covers all kinds of failures.
 
 ## Run the tests
@@ -46,8 +48,9 @@ groups. In these tests, workers of tensor and pipeline parallel engines are thre
 share experts are also a data-parallel group. So a test with shared experts also tests the group.
 
 To add a feature, add a member to `Feature` in `tests/pairs/features.py`, with the settings of the feature. Every pair with the
-new feature is then tested, unless `tests/pairs/table.py` has a refusal or a reason for the pair. `make test` runs the quick
-pairs and the refusals, and `make test-slow` runs all other pairs. `make settings` writes this page from the same table.
+new feature is then tested, unless `tests/pairs/table.py` has a refusal for the pair, or a reason why there is nothing to test.
+`make test` runs the quick pairs and the refusals, and `make test-slow` runs all other pairs. `make settings` writes this page
+from `tests/pairs/table.py`.
 """
 
 
@@ -73,8 +76,8 @@ def _table(verdicts: Mapping[frozenset[Feature], Verdict]) -> list[str]:
     return [
         "## Table",
         "",
-        f"{len(verdicts)} pairs: {counts[Tested]} are tested, {killed} of them with a kill, {counts[Refused]} are refused, and "
-        f"{counts[SameAs]} have nothing to test.",
+        f"There are {len(verdicts)} pairs: {counts[Tested]} are tested, {killed} of them also with a killed process, "
+        f"{counts[Refused]} are refused, and {counts[SameAs]} have nothing to test.",
         "",
         f"| | {' | '.join(str(number) for number in range(1, len(features) + 1))} |",
         f"|---{'|:-:' * len(features)}|",
@@ -96,7 +99,16 @@ def _mark(verdict: Verdict | None) -> str:
 
 def _refusals() -> list[str]:
     rows = [f"| {_both(two)} | {each.message} |" for two, each in pairs() if isinstance(each, Refused)]
-    return ["", "## Refused", "", "The error message contains this text:", "", "| pair | text |", "|---|---|", *rows]
+    return [
+        "",
+        "## Refused",
+        "",
+        "If you enable both features of a pair, the error message contains the text in this table:",
+        "",
+        "| pair | text |",
+        "|---|---|",
+        *rows,
+    ]
 
 
 def _same() -> list[str]:
