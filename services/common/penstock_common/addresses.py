@@ -31,8 +31,8 @@ def split(address: str) -> tuple[str, int]:
 
 
 def with_default_port(address: str, port: int) -> str:
-    """Return ``address``, with ``port`` added if it is only a host. The host may be an IPv6 address without brackets.
-    Raises ValueError, whose text states the required form of an address.
+    """Return ``address``, with ``port`` added if ``address`` is only a host. The host may be an IPv6 address without
+    brackets. Raises ValueError, whose text states the required form of an address.
     """
     bare = address[1:-1] if address.startswith("[") and address.endswith("]") else address
     if _is_ipv6(bare):
@@ -74,7 +74,9 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
 
 
 def take_both_families(listener: socket.socket) -> None:
-    """Make a socket on ``::`` also accept IPv4, regardless of the system's default. Call this function before bind."""
+    """Make a socket on ``::`` also accept IPv4 connections, regardless of the system's default. Call this function
+    before the socket is bound.
+    """
     if listener.family == socket.AF_INET6:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
 

@@ -13,7 +13,7 @@ def reserve_of(limit: int) -> int:
 
 
 class _Use:
-    """Weight of one tenant, and number and size of its requests in the queue."""
+    """Weight of one tenant, and number and total size of the tenant's requests in the queue."""
 
     __slots__ = ("count", "size", "weight")
 
@@ -24,7 +24,8 @@ class _Use:
 
 
 class TenantRoom:
-    """Counts the usage of each tenant in a bounded queue, and decides which tenants may still enter when it is full.
+    """Counts the usage of each tenant in a bounded queue, and decides which tenants may still enter when the queue is
+    full.
 
     Below the limit, any tenant may enter, so a single tenant may use the whole queue. At the limit, a tenant may enter
     only within its fair share and within the reserve beyond the limit. The fair share is the limit times the tenant's
@@ -60,7 +61,8 @@ class TenantRoom:
         return len(self._tenants) > ("" in self._tenants)
 
     def full(self, limit: int) -> bool:
-        """Return whether the queue is full. If any request names a tenant, the reserve must also be used up.
+        """Return whether the queue is full. If any request names a tenant, the queue is full only when the reserve is
+        also used up.
 
         Health checks use this method, because one tenant with many requests must not make the service unavailable to
         others.
@@ -68,7 +70,7 @@ class TenantRoom:
         return self.count >= self.most(limit)
 
     def most(self, limit: int) -> int:
-        """Return the limit, plus the reserve if any request names a tenant."""
+        """Return the maximum number of requests: the limit, plus the reserve if any request names a tenant."""
         return limit + (reserve_of(limit) if limit and self.named else 0)
 
     def enter(self, tenant: str, weight: float, size: int = 0) -> None:
@@ -119,7 +121,7 @@ class TenantRoom:
         return own + added <= limit + reserve_of(limit) - total
 
 
-# Speed at which work leaves a bounded queue. It serves to estimate when the queue accepts requests again.
+# Speed at which work leaves a bounded queue. The speed gives an estimate of when the queue accepts requests again.
 
 MIN_RETRY_AFTER = 0.1
 MAX_RETRY_AFTER = 60.0
@@ -136,8 +138,8 @@ class DrainRate:
     than older departures.
 
     A rate is the work that has left the queue, divided by the time in which the queue was not empty. The weight of a
-    departure decreases exponentially with time. Idle time does not show the speed, so it does not count and does not
-    reduce weights. All times are seconds of one monotonic clock.
+    departure decreases exponentially with time. Idle time does not show the speed, so idle time is left out and does
+    not reduce weights. All times are seconds of one monotonic clock.
     """
 
     __slots__ = ("_last", "_requests", "_seconds", "_units")

@@ -36,7 +36,7 @@ TEXT_ALONE = (
     "to serve its text model alone, use --no-media (penstock serve), media=False (LLM), or multimodal.enabled: false (engine) "
     "with media.enabled: false (frontend)"
 )
-"""Remedy for unsupported media encoders, if the text model is supported."""
+"""Text of the remedy for a model whose media encoders are not supported, but whose text model is supported."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "*.tiktoken", "vocab.json", "vocab.txt", "*.spm", "*.vocab")
 _LFS_POINTER = b"version https://git-lfs"
 _EXPERTS = (
@@ -96,14 +96,16 @@ def problem(
 
 
 def has_experts(path: str) -> bool | None:
-    """Return whether the model at ``path`` is a mixture-of-experts model, or None if config.json does not show it."""
+    """Return whether the model at ``path`` is a mixture-of-experts model, or None if config.json does not show whether
+    the model has experts.
+    """
     config = _config_at(path)
     return None if config is None else any(isinstance(n := config.get(key), int) and n > 1 for key in _EXPERTS)
 
 
 def longest_sequence(path: str) -> int | None:
-    """Return the tokens of the longest sequence that the model at ``path`` allows, or None if config.json does not show
-    it.
+    """Return the number of tokens of the longest sequence that the model at ``path`` allows, or None if config.json does
+    not show this number.
 
     With dynamic scaling of rotary frequencies, the engine computes the limit.
     """

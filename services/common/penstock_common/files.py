@@ -25,7 +25,7 @@ MiB.
 MAX_HEADER_BYTES = 100_000_000
 """Size limit of the header of a safetensors file, in bytes, as the format defines it."""
 MAX_DEPTH = 64
-"""Maximum nesting of JSON in files."""
+"""Maximum nesting depth of JSON values in files."""
 
 
 def open_input(path: Path | str, *, dir_fd: int | None = None) -> int:
@@ -96,11 +96,12 @@ def read_tensor_header(opened: BinaryIO) -> tuple[int, dict[str, Any]]:
     """Return the length of a safetensors file's header, in bytes, and the header.
 
     Args:
-        opened: The file, positioned at its start. After the call, it is positioned at the first tensor.
+        opened: The file, positioned at its start. After the call, the file is positioned at the first tensor.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The header is too large, is not a JSON object, or is nested too deeply. The length is checked first.
+        ValueError: The header is too large, is not a JSON object, or is nested too deeply. The length of the header is
+            checked before the header is read.
     """
     length = int.from_bytes(opened.read(8), "little")
     if length > MAX_HEADER_BYTES:
@@ -120,7 +121,7 @@ def open_private(path: Path, *, new: bool = False) -> int:
     """Return a descriptor that reads and writes ``path``. The file is created if it is missing.
 
     Other users may be able to write to the directory, so links, pipes and files of other users are refused. If the file
-    belongs to this user, it keeps its content, and its mode becomes 0600.
+    belongs to this user, the file keeps its content, and its mode becomes 0600.
 
     Args:
         path: The file. Links are followed only in the names of its directories.

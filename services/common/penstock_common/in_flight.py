@@ -10,7 +10,7 @@ SMALL = 64 * 1024
 
 
 class BytesInFlight:
-    """Counter of the bytes of messages from their arrival until their release. Use it in one event loop only.
+    """Counter of the bytes of messages from their arrival until their release. Use a counter in one event loop only.
 
     Args:
         limit: Returns the current limit in bytes.
@@ -39,7 +39,7 @@ class BytesInFlight:
         )
 
     def hold(self, message: Any, size: int) -> Any:
-        """Return the message. If the message is counted, return a ``Held`` that contains it."""
+        """Return the message, or if the message is counted, a ``Held`` that contains the message."""
         return message if size <= SMALL else Held(self, message, size)
 
 

@@ -57,7 +57,8 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     path: str
     """Directory on the engines' machines."""
     digest: bytes = b""
-    """BLAKE2b-128 hash of the adapter's config and tensors, computed by an engine. Empty until an engine has read them.
+    """BLAKE2b-128 hash of the adapter's config and tensors, computed by an engine. Empty until an engine has read the
+    adapter's files.
     """
 
 
@@ -69,9 +70,13 @@ class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     version: int
-    """Version, from 1. The frontend uses the highest version that it has received for any name, plus one."""
+    """Version, from 1. A frontend gives a new registration the highest version that the frontend has received for any
+    name, plus one.
+    """
     frontend_id: str
-    """ID of the frontend that received the call. If two registrations have the same version, the higher ID wins."""
+    """ID of the frontend that received the call. If two registrations of a name have the same version, the registration
+    with the higher ID wins.
+    """
     unloaded: bool = False
     """Whether the name was unloaded. If so, the next fields are ignored."""
     path: str = ""
@@ -93,8 +98,8 @@ class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
     def precedence(self) -> Precedence:
         """Sort key of a registration. The registration of a name with the highest precedence wins.
 
-        A restarted frontend with the same ID may reuse a version. The other fields then decide, so that all processes
-        select the same registration.
+        A restarted frontend with the same ID may reuse a version. In this case, the other fields decide, so that all
+        processes select the same registration.
         """
         return self.version, self.frontend_id, self.unloaded, self.path, self.digest, self.pinned
 
@@ -235,7 +240,9 @@ class Gossip:
     def __init__(self, registry: LoraRegistry) -> None:
         self._registry = registry
         self._known: dict[str, LoraRegistration] = {}
-        """Registrations from the other end, by name, that are among the changes not sent yet."""
+        """Registrations that the other end has sent, by name, so that this end does not send them back. Only
+        registrations whose change number is above ``_place`` are necessary.
+        """
         self._place = 0
         """Number of the last change that was sent, or that the other end already knows."""
 
@@ -247,7 +254,9 @@ class Gossip:
         return changed
 
     def tell(self) -> list[LoraRegistration]:
-        """Return the next registrations to send, at most MAX_REGISTRATIONS. Empty if the other end knows all of them."""
+        """Return the next registrations to send, at most MAX_REGISTRATIONS. Empty if the other end knows all
+        registrations.
+        """
         news: list[LoraRegistration] = []
         for place, each in self._registry.changes_since(self._place):
             if len(news) == MAX_REGISTRATIONS:

@@ -21,10 +21,12 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def host_memory(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> Memory | None:
-    """Return the machine's memory as the kernel estimates it, or the container's memory if less of it is available.
+    """Return the machine's memory as the kernel estimates it, or the container's memory if the container has less
+    memory available.
 
     The container's limit comes from control groups (version 2). Returns None if the kernel does not report memory. The
-    page cache of a container counts as available, because the kernel reclaims it before it refuses memory.
+    page cache of a container counts as available, because the kernel reclaims the page cache before it refuses memory
+    to a process.
     """
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -72,7 +74,7 @@ def check_fits(key: str, num_bytes: int, memory: Memory, *, count: int = 1) -> N
 
 
 # Control of freed memory. By default, glibc keeps freed memory in up to eight heaps per core. A frontend that once
-# handled a few large messages would keep two or three times as much memory as it needs.
+# handled a few large messages would keep two or three times as much memory as the frontend needs.
 
 MIB = 1024 * 1024
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8

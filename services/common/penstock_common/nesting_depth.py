@@ -4,7 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 MAX_ARGUMENT_DEPTH = 64
-"""Maximum nesting of the arguments of methods that are called by name, including the array that contains them."""
+"""Maximum nesting depth of the arguments of methods that are called by name, including the array that contains the
+arguments.
+"""
 
 
 def nests_deeper(value: Any, limit: int) -> bool:

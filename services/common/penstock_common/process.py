@@ -72,8 +72,8 @@ def run_script(file: Path, given: bytes, timeout: float) -> "subprocess.Complete
     """Run a Python program that needs only the standard library. Return its exit code and standard output.
 
     The program starts several times faster than with ``start_python``, because Python ignores site-packages and its
-    environment variables. Ctrl-C does not reach the program. The program may outlive this process, so it must limit its
-    own run time.
+    environment variables. Ctrl-C does not reach the program. The program may outlive this process, so the program must
+    limit its own run time.
 
     Args:
         file: The program.

@@ -34,7 +34,9 @@ STOP_GRACE = 0.2
 
 
 class Coordinator:
-    """Coordinator service. It runs from ``start`` to ``stop`` on the event loop on which it was started."""
+    """Coordinator service. The service runs from ``start`` to ``stop``, on the event loop on which ``start`` was
+    called.
+    """
 
     def __init__(self, config: CoordinatorConfig, *, clock: Clock = time.monotonic) -> None:
         """Create the service. ``clock`` returns monotonic seconds."""

@@ -18,13 +18,14 @@ class PoolLoad(msgspec.Struct, frozen=True, kw_only=True):
 
     num_engines: int = 0
     load: float | None = 0.0
-    """Sum of the engines' loads. None if an engine does not report how many requests it can run at once."""
+    """Sum of the engines' loads. None if an engine does not report how many requests the engine can run at once."""
     kv_cache_usage: float = 0.0
     """Sum of the used fractions of the engines' KV caches."""
     num_reqs: int = 0
     """Number of requests that run or wait on the engines."""
     num_held_reqs: int = 0
-    """Number of requests that frontends hold. Any pool may serve these requests, so each pool counts all of them."""
+    """Number of requests that frontends hold. Any pool may serve these requests, so each pool counts all held requests.
+    """
     slots: float = 0.0
     """Average number of requests that an engine can run at once, or 0 if no engine reports this number."""
 
@@ -72,7 +73,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_usage: float
     """Fraction of the KV cache in use."""
     slots: int
-    """Number of requests that an engine can run at once. It is used for pools without engines."""
+    """Number of requests that an engine can run at once. This number is used for pools without engines."""
 
 
 def load_with_held(pool: PoolLoad, targets: Targets) -> float | None:
@@ -87,7 +88,7 @@ def wanted_replicas(pool: PoolLoad, targets: Targets) -> int | None:
     """Return the number of engines with which the engines of a pool would have their average target load, or None if
     the load is unknown.
 
-    The result does not depend on the current number of engines, so it does not grow while engines start slowly.
+    The result does not depend on the current number of engines, so the result does not grow while engines start slowly.
     Autoscalers apply limits to the result.
     """
     load = load_with_held(pool, targets)

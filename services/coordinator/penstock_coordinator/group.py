@@ -28,7 +28,7 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
     Every method that handles a message returns the next state and the messages to send.
 
     The machine uses only reports of ranks, and makes no assumptions. The group counts as running once a rank reports
-    that it is in the wave. Messages of another epoch or an older wave are ignored. If a rank reports that it has
+    that the rank is in the wave. Messages of another epoch or an older wave are ignored. If a rank reports that it has
     started a wave, the coordinator sends a start message to all other ranks. This includes the rank of the first
     request, because that rank may have refused the request.
     """
@@ -45,7 +45,7 @@ class Waves(msgspec.Struct, frozen=True, cache_hash=True):
         return GroupView(self.group, self.wave, self.running, self.pauses)
 
     def regroup(self, group: RankGroup) -> Self:
-        """Begin a new epoch. The new group counts as idle until its ranks report that they run."""
+        """Begin a new epoch. The new group counts as idle until its ranks report that they run steps of a wave."""
         return msgspec.structs.replace(self, group=group, running=False)
 
     def first_request(self, message: FirstRequest) -> tuple[Self, tuple[StartDpWave, ...]]:
@@ -115,18 +115,18 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     two cases: a collective operation has failed too, or not all ranks have joined the newest group yet.
 
     If a collective operation fails while all streams are intact, the network failed, and all ranks stay. If a planned
-    change fails, the coordinator does not know which ranks have switched. It therefore sends the previous members a
-    group with the same members and a new epoch.
+    change fails, the coordinator does not know which ranks have switched. The coordinator therefore sends the previous
+    members a group with the same members and a new epoch.
 
     An epoch number is used only once. ``floor`` is a number that is higher than the epochs of all earlier coordinators,
-    such as the coordinator's start time. After a restart, the coordinator uses the newest group that ranks report. It
-    decides nothing before ``recovered`` is called one lease later. By then, every living rank has reported.
+    such as the coordinator's start time. After a restart, the coordinator uses the newest group that ranks report. The
+    coordinator decides nothing before ``recovered`` is called one lease later. By then, every living rank has reported.
     """
 
     size: int
     """Number of ranks in the first group."""
     min_size: int = 1
-    """Minimum number of ranks. If a group has fewer ranks, it waits for more ranks."""
+    """Minimum number of ranks. If a group has fewer ranks, the group waits for more ranks."""
     waits: bool = False
     """Whether a group that has lost a rank waits for a replacement instead of continuing without it."""
     floor: int = 0
@@ -144,7 +144,8 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     reporters: frozenset[str] = _NOBODY
     """Ranks that reported a failed collective operation in the newest epoch."""
     late: frozenset[str] = _NOBODY
-    """Ranks among ``reporters`` that reported an older epoch. They may not have received the newest epoch yet."""
+    """Ranks among ``reporters`` that reported an older epoch. These ranks may not have received the newest epoch yet.
+    """
     opened: frozenset[str] = _NOBODY
     """Ranks that reported that they have completed the first exchange of the newest epoch."""
     unsettled: bool = False
@@ -225,7 +226,8 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return decided, sent + late
 
     def _goes_by(self, message: RankReport) -> bool:
-        """Return whether to use the group in a rank's report, because it is newer than the known group.
+        """Return whether to use the group in a rank's report, because that group is newer than the group that the
+        coordinator knows.
 
         A new rank waits in the first exchange of an epoch before any rank has switched to the epoch. The group in its
         report is therefore not used. After a restart of the coordinator, this group is used if there is no better
@@ -288,9 +290,10 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
     def prepare_failed(self, message: PrepareFailed) -> tuple[Self, Sent]:
         """Handle a rank that cannot join the group that the ranks prepare.
 
-        If the other ranks have already switched, or belong to no group, they continue without this rank. If they are
-        too few, a spare rank replaces it. If there is no spare rank, the coordinator assigns no group now. The ranks
-        then report the failed collective operation again, and the coordinator assigns a group with all ranks.
+        If the other ranks have already switched, or belong to no group, the other ranks continue without this rank. If
+        the other ranks are too few, a spare rank replaces this rank. If there is no spare rank, the coordinator assigns
+        no group now. The ranks then report the failed collective operation again, and the coordinator assigns a group
+        with all ranks.
         """
         if message.epoch == self.standby.epoch:
             return self._decide(anew=True)

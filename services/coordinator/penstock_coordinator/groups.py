@@ -59,9 +59,9 @@ Send = Callable[[StartDpWave | Reconfigure], None]
 class GroupOfPool:
     """Runs the state machine of a group. All names are names of ranks.
 
-    ``target_size`` is the number of ranks that the group should have. If a rank is lost, it is replaced as soon as
-    another rank is available. The coordinator sends the target to the ranks. If the coordinator restarts, the ranks
-    report the target to it.
+    ``target_size`` is the number of ranks that the group should have. If a rank is lost, another rank replaces the lost
+    rank as soon as one is available. The coordinator sends the target to the ranks. If the coordinator restarts, the
+    ranks report the target to the new process.
     """
 
     def __init__(self, first: GroupRegistration, *, floor: int, send: Send) -> None:
@@ -206,7 +206,8 @@ class GroupOfPool:
     def _tell_target(self) -> None:
         """Send the target to the ranks now.
 
-        The next message about a new group would also contain the target, but it may be sent much later or never.
+        The next message about a new group would also contain the target, but that message may be sent much later or
+        never.
         """
         machine = self._machine
         for member in machine.group.members:

@@ -11,7 +11,9 @@ from penstock_common.types.cluster import EngineRegistration, EngineState, Engin
 from penstock_common.types.outputs import SchedulerStats
 
 MAX_REMEMBERED_INCARNATIONS = 16
-"""Number of replaced incarnations to remember per engine. A remembered incarnation is refused if it registers again."""
+"""Number of replaced incarnations to remember per engine. If a remembered incarnation registers again, the registration
+is refused.
+"""
 
 
 class Change(enum.Enum):
@@ -37,7 +39,7 @@ class MemberChanged(msgspec.Struct, frozen=True):
 
 
 class SessionEnded(msgspec.Struct, frozen=True):
-    """Effect that the session of the event must end, because it does not belong to a member."""
+    """Effect that the session of the event must end, because the session does not belong to a member."""
 
     reason: str
 
@@ -78,17 +80,17 @@ class Membership:
     """Members of the cluster, by engine id.
 
     An engine is a member from its registration until it reports SHUTDOWN_COMPLETE, or sends nothing for one lease. If
-    only its stream ends, the engine stays a member. It may reconnect before its lease expires, and its requests keep
-    running. Each stream is a session with a separate number. Only reports in an engine's latest session count. Reports
-    in older sessions and registrations of replaced incarnations are refused.
+    only its stream ends, the engine stays a member. The engine may reconnect before its lease expires, and its requests
+    keep running. Each stream is a session with a separate number. Only reports in an engine's latest session count.
+    Reports in older sessions and registrations of replaced incarnations are refused.
 
     A restarted engine has a new incarnation at the same address, or registers after its old lease has expired. A new
     incarnation at another address is a different engine with the same id. This engine is refused while the lease of the
     first engine is valid. Otherwise the two engines would replace each other endlessly.
 
     Callers pass the time as seconds of a monotonic clock. ``tick`` should run several times per lease. If a call is
-    late by more than half a lease, the coordinator was suspended or had no CPU time. It has then received no messages,
-    so all leases are renewed.
+    late by more than half a lease, the coordinator was suspended or had no CPU time. In that time, the coordinator has
+    received no messages, so all leases are renewed.
     """
 
     def __init__(self, *, lease_seconds: float, now: float) -> None:

@@ -17,7 +17,7 @@ from penstock_common.types.cluster import ClusterView, EngineStatus, ViewDelta, 
 
 _STEP = 1.25
 """Ratio between two consecutive values of the report interval. The interval has only these values, so most changes of a
-pool's size do not change it.
+pool's size do not change the interval.
 """
 _CHANGES_PER_VIEW = 10
 _SHORTEST = 0.01
@@ -26,7 +26,7 @@ _MOST_BETWEEN_CHANGES = 0.1
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Report intervals and view intervals in seconds. They grow with the number of engines.
+    """Report intervals and view intervals in seconds. Both intervals grow with the number of engines.
 
     Longer report intervals limit the number of reports per second. Views are sent at most as often as their engines
     report.

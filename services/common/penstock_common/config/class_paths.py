@@ -11,13 +11,13 @@ _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocat
 
 
 def load_target(field: str, name: str, known: Mapping[str, str], *, others: Sequence[str] = ()) -> Any:
-    """Return the object that a setting names. Raises ConfigError.
+    """Import and return the object that a setting names. Raises ConfigError.
 
     Args:
         field: Name of the setting.
         name: Value of the setting: a key of ``known``, or ``package.module:Class``.
         known: Short names and their ``package.module:Class``.
-        others: Other valid values, for the error message.
+        others: Other valid values of the setting, for the error message.
     """
     target = name if ":" in name else known.get(name)
     if target is None:

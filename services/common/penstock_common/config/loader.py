@@ -215,7 +215,7 @@ def parser_of(config_type: type[msgspec.Struct], *, prog: str, description: str)
     parser.add_argument("--config", metavar="FILE", help="YAML file with the settings below as nested keys")
     for section in sections_of(config_type):
         _add_section(parser, section)
-    # Accept the flag of a removed setting here, so that a later check refuses it and names the replacement.
+    # Accept the flag of a removed setting here, so that a later check refuses the setting and names its replacement.
     for key in removed(config_type):
         parser.add_argument(f"--{key.replace('_', '-')}", dest=key, default=None, help=argparse.SUPPRESS)
     return parser

@@ -43,7 +43,7 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def enabled(self) -> bool:
-        """Whether the listener uses TLS exclusively."""
+        """Whether the listener uses TLS. If so, the listener refuses connections without TLS."""
         return bool(self.certificate)
 
 
@@ -67,7 +67,7 @@ class ClientTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         _check_pair(self.certificate, self.key)
         if (self.certificate or self.server_name) and not self.ca:
-            raise ConfigError("tls.ca is required: without it the server's certificate cannot be checked")
+            raise ConfigError("tls.ca is required: without a CA file, the server's certificate cannot be checked")
 
     @property
     def enabled(self) -> bool:

@@ -26,7 +26,9 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
     off: tuple[Any, ...] = (None, "", 0, False)
 
     def holds(self, value: Any) -> bool:
-        """Return whether ``value`` of the setting meets the condition. Empty lists and mappings do not meet it."""
+        """Return whether ``value`` of the setting meets the condition. Empty lists and mappings do not meet the
+        condition.
+        """
         if self.values:
             return value in self.values
         return value not in self.off and value != () and value != {}
@@ -44,9 +46,9 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ABOVE_ONE = (1,)
-"""``off`` values of settings that are a number of parts. One part means that nothing is split."""
+"""``off`` values of settings whose value is a number of parts, such as ranks. One part means that nothing is split."""
 A_PORT = (-1,)
-"""``off`` values of settings that are a port."""
+"""``off`` values of settings whose value is a port."""
 
 
 class Need(msgspec.Struct, frozen=True):

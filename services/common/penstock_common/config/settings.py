@@ -36,7 +36,7 @@ def parse_bytes(text: str | int, *, key: str = "size") -> int:
 
 
 def format_bytes(size: int) -> str:
-    """Return ``size`` in the notation of ``parse_bytes``, in the largest unit of which it is an integer multiple."""
+    """Return ``size`` in the notation of ``parse_bytes``, in the largest unit that divides ``size`` without a remainder."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size and size % _UNITS[unit.upper()] == 0:
             return f"{size // _UNITS[unit.upper()]}{unit}"

@@ -134,7 +134,7 @@ def _write_traceback(out: TextIO, exc_info: structlog.typing.ExcInfo) -> None:
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Handler that Penstock adds to the root logger. The class distinguishes it from other handlers."""
+    """Handler that Penstock adds to the root logger. The class distinguishes this handler from other handlers."""
 
 
 def _configure_standard_library(

@@ -61,7 +61,7 @@ def count_tasks(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) ->
 
 
 class BucketCounts(msgspec.Struct, frozen=True):
-    """Snapshot of the observations of one series, as processes send it to each other.
+    """Snapshot of the observations of one series, which one process can send to another process.
 
     Attributes:
         bounds: See ``Buckets``.
@@ -81,7 +81,9 @@ class BucketCounts(msgspec.Struct, frozen=True):
 
 
 class Buckets:
-    """Observations of one series. One thread adds observations; other threads may read them."""
+    """Observations of one series of a histogram. One thread adds observations, and other threads may read the
+    observations.
+    """
 
     __slots__ = ("_bounds", "_counts", "_sum")
 
@@ -106,7 +108,7 @@ class Buckets:
 
 
 class Histogram(Collector):
-    """Histogram with labels. ``labels`` returns the series of given label values, and creates it on first use."""
+    """Histogram with labels. ``labels`` returns the series of the given label values, which it creates on first use."""
 
     def __init__(
         self,
@@ -180,7 +182,7 @@ class Instruments:
             bounds: dict[str, Any] = {"bounds": row.bounds} if row.bounds else {}
             self._families[row.name] = row.kind(row.name, row.text, names, registry=registry, **bounds)
             if not (more or row.labels):
-                self.series(row.name)  # creates the series, so that it has the value 0
+                self.series(row.name)  # creates the series, so that the metric is exported with the value 0
 
     def series(self, name: str, *labels: str) -> Any:
         """Return the counter, gauge or buckets of a metric, with values for ``more`` and for the labels of its row."""
@@ -333,7 +335,9 @@ _PARTS = (
     ("kv_transfer", _KV),
     ("states", _STATES),
 )
-"""Statistics that only some engines have, with their metrics. If no engine has them, the metrics are left out."""
+"""Statistics that only some engines have, with their metrics. If no engine has such statistics, their metrics are left
+out.
+"""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,4 +1,6 @@
-"""OpenTelemetry tracer. Only this module imports OpenTelemetry; ``tracer`` loads it if tracing is configured."""
+"""OpenTelemetry tracer. Only this module imports OpenTelemetry. The module ``tracer`` imports this module if tracing is
+configured.
+"""
 
 import threading
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 If a message does not set a field, the struct gets the field's default, or an empty value if the field has no default.
 Enums have the same numbers in messages and structs, except the enums in ``NUMBERS``. Fields that only the message or
 only the struct has are skipped. If a field needs another conversion, the caller passes its value. For each pair of
-types, a conversion function is generated once. It is as fast as a hand-written function.
+types, a conversion function is generated once. The generated function is as fast as a hand-written function.
 """
 
 import enum
@@ -32,7 +32,7 @@ UNKNOWN: Mapping[type[enum.IntEnum], enum.IntEnum] = {
     FinishReason: FinishReason.ERROR,
     PauseMode: PauseMode.ABORT,
 }
-"""Member that replaces unknown numbers, by enum. Unknown numbers of other enums are refused."""
+"""Enum member that replaces unknown numbers in messages, by enum. Unknown numbers of other enums are refused."""
 NUMBERS: Mapping[type[enum.IntEnum], Mapping[enum.IntEnum, int]] = {
     PauseMode: {PauseMode.NONE: 0, PauseMode.ABORT: 1, PauseMode.WAIT: 2, PauseMode.KEEP: 3}
 }
@@ -46,7 +46,7 @@ def from_message(message: Message, kind: type[S], path: str = "", /, **special: 
         message: The message, which is not changed.
         kind: The type of the struct.
         path: Path of the message in its request, for errors.
-        special: Values for fields of the struct. They replace the message's values.
+        special: Values for fields of the struct. These values replace the message's values.
 
     Raises:
         InvalidArgument: An enum number is unknown and not covered by ``UNKNOWN``.
@@ -58,7 +58,8 @@ def from_message(message: Message, kind: type[S], path: str = "", /, **special: 
 def to_message(struct: msgspec.Struct, kind: type[M], /, **special: Any) -> M:
     """Return the message of a struct.
 
-    ``special`` contains values for fields of the message. They replace the struct's values; None leaves a field unset.
+    ``special`` contains values for fields of the message. These values replace the struct's values; None leaves a field
+    unset.
     """
     message = kind(**special)
     _writer(type(struct), kind.DESCRIPTOR, tuple(special))(struct, message)

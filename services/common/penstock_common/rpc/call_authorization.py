@@ -57,7 +57,7 @@ class PeerGuard(grpc.aio.ServerInterceptor):
 
     Args:
         allowed: Allowed names by method (``/package.Service/Method``). A peer needs one of the method's names. No peer
-            may call methods that are not listed.
+            may call methods that are not in ``allowed``.
     """
 
     def __init__(self, allowed: Mapping[str, Sequence[str]]) -> None:
@@ -187,7 +187,7 @@ class PortSecret:
         returns.
 
         Args:
-            call: The call. It was started with the metadata ``sent``.
+            call: The call, which was started with the metadata ``sent``.
             sent: The result of ``metadata``.
 
         Raises:

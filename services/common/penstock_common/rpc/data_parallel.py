@@ -30,7 +30,7 @@ _NOWHERE: Mapping[str, str] = {}
 
 
 def checked(field: str, number: int) -> int:
-    """Return ``number``. Raises InvalidArgument if it exceeds ``MAX_NUMBER``."""
+    """Return ``number``. Raises InvalidArgument if ``number`` exceeds ``MAX_NUMBER``."""
     if number > MAX_NUMBER:
         raise InvalidArgument(f"{field} is {number}; it must be at most {MAX_NUMBER}", field=field)
     return number

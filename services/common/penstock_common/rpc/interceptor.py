@@ -84,7 +84,7 @@ def reader(
     in_flight: BytesInFlight | None = None,
     max_decompressed_bytes: int = MAX_DECOMPRESSED_BYTES,
 ) -> Callable[[bytes], Any] | None:
-    """Return a deserializer that does not raise: it returns Unreadable or Refused instead.
+    """Return a deserializer that does not raise errors, and returns an Unreadable or Refused object instead.
 
     ``in_flight`` counts large messages; such a message is returned as Held. ``max_decompressed_bytes`` is the limit for
     compressed messages.
@@ -111,7 +111,7 @@ def reader(
 
 
 def checked(message: Any) -> Any:
-    """Return the message. Raises InvalidArgument if it is Unreadable, and the stored error if it was Refused."""
+    """Return the message. Raises InvalidArgument for an Unreadable message, and the stored error for a Refused one."""
     if isinstance(message, Unreadable):
         raise InvalidArgument(f"the message cannot be read: {message.why}", reason=REASON)
     if isinstance(message, Refused):
@@ -227,7 +227,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(stream, *codecs)
 
     def _started(self, method: str, kind: str, request: Any, context: Context) -> CallEnd:
-        """Notify the observer of the start, and return a function that notifies it of the end.
+        """Notify the observer of the start, and return a function that notifies the observer of the end.
 
         Errors of the observer do not fail the call.
         """

@@ -66,9 +66,9 @@ class Health(Protocol):
 class Liveness:
     """Monitor that sets the status of the health name ``liveness`` according to the state of the event loop.
 
-    While the loop is blocked, it answers no probe. This class reports two other problems. If a beat is more than
-    ``MAX_LATE`` late, the status is NOT_SERVING until a beat is on time. If an essential task has ended, the status is
-    NOT_SERVING permanently.
+    While the event loop is blocked, the process answers no probe. This class reports two other problems. If a beat is
+    more than ``MAX_LATE`` late, the status is NOT_SERVING until a beat is on time. If an essential task has ended, the
+    status is NOT_SERVING permanently.
 
     Args:
         essential: Returns the current essential tasks.

@@ -205,8 +205,8 @@ def prompt_embeds_from_proto(
     """Return the prompt embeddings from a tensor ``[vectors, hidden size]``, or from a tensor with a row for every
     position.
 
-    ``is_token`` has one entry per position: whether the position is a token ID. It is empty if no position is a token
-    ID. Raises the errors of ``payload``, and InvalidArgument for another shape, type or size.
+    ``is_token`` has one entry per position: whether the position is a token ID. ``is_token`` is empty if no position is
+    a token ID. Raises the errors of ``payload``, and InvalidArgument for another shape, type or size.
     """
     dtype = _EMBEDS_DTYPES.get(message.dtype)
     if dtype is None:

@@ -113,7 +113,7 @@ class Reconnector:
             self._over.set()
 
     async def close(self, *, grace: float = 0.0) -> None:
-        """End ``run``. A running session has ``grace`` seconds to end by itself; after that it is cancelled.
+        """End ``run``. A running session has ``grace`` seconds to end by itself; after that, the session is cancelled.
         Idempotent.
         """
         self._closing.set()

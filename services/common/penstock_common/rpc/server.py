@@ -82,7 +82,7 @@ class RunningCalls(grpc.aio.ServerInterceptor):
     """Interceptor that tracks the task of each call until the call's status is sent or its handler is cancelled.
 
     ``server.stop`` of ``grpc.aio`` does not wait for the handlers that it cancels. If the event loop ends before these
-    handlers, they are cancelled again, and gRPC prints a traceback for each handler.
+    handlers, the handlers are cancelled again, and gRPC prints a traceback for each handler.
 
     Args:
         lasting: Methods whose calls last until the server stops, in addition to gRPC's own services (health,
@@ -234,9 +234,9 @@ class RpcServer:
     ``stop``.
 
     Health names: the empty name and the services' names report whether requests are accepted. ``liveness`` reports
-    whether the process is healthy, also while it drains. ``startup`` reports whether the process has finished loading.
-    If the service ``loads`` while it listens, the service sets ``startup`` itself. Otherwise ``startup`` is SERVING
-    from the start.
+    whether the process is healthy, also while the service drains. ``startup`` reports whether the process has finished
+    loading. If ``loads`` is True, the service loads while it listens, and sets ``startup`` itself. Otherwise
+    ``startup`` is SERVING from the start.
 
     Args:
         field: Name of this listener in the configuration.
@@ -269,7 +269,8 @@ class RpcServer:
             keepalive: Keepalive of the server's connections.
             loads: Whether the service loads while it listens.
             check_responses: Whether a response that is too large ends its call with an error that states the limit.
-            in_flight: Counts the messages of calls and refuses them above its limit, or None.
+            in_flight: Counts the bytes of large messages of calls, and refuses messages above its limit. None: no
+                limit.
             lasting: Full names of methods whose calls last as long as the server.
             certificates: Tracks the expiry of this listener's certificates, or None.
         """

@@ -76,8 +76,8 @@ def refusal(method: str, headers: Iterable[tuple[bytes, bytes]], rules: CallerRu
     case.
 
     The status is 421 or 400 for a wrong ``Host``, 403 for a page of another origin, and 415 if a page's body is not
-    declared as JSON. Before a browser sends JSON to another origin, it asks the server (CORS preflight). It sends plain
-    text without asking.
+    declared as JSON. Before a browser sends JSON to another origin, the browser asks the server (CORS preflight). A
+    browser sends plain text without asking.
     """
     given: dict[bytes, list[str]] = {}
     for name, value in headers:

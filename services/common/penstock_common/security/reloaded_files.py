@@ -18,7 +18,7 @@ _UNSETTLED_NS = 100_000_000
 The cause is that file system clocks tick only every few milliseconds.
 """
 _TRY_AGAIN_AFTER = 1.0
-"""Seconds after which unusable files are read again, even if they have not changed."""
+"""Seconds after which unusable files are read again, even if the files have not changed."""
 
 _Stamp = tuple[int, int, int, int] | None
 

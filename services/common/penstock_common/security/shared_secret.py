@@ -41,7 +41,8 @@ class SharedSecret:
 
 
 NO_SECRET = SharedSecret(b"")
-"""Placeholder if no secret is configured. Its keys and tokens are public, so it protects nothing."""
+"""Placeholder if no secret is configured. The keys and tokens of this placeholder are public, so they protect nothing.
+"""
 
 
 def load_secret(path: str, *, field: str = SECRET_SETTING) -> SharedSecret | None:

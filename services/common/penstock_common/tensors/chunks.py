@@ -131,7 +131,7 @@ class TensorPool:
 
 
 _MAX_REMEMBERED = 128
-"""Maximum number of failed transfers whose error is kept until a message refers to the tensor."""
+"""Maximum number of failed tensor transfers whose error is kept until a message refers to the tensor."""
 _MAX_TRANSFERS = 65_536
 """Maximum number of buffered tensors, regardless of their sizes."""
 _TRANSFER_BYTES = 512
@@ -378,7 +378,7 @@ order.
 WhichTensors: TypeAlias = Callable[[], Sequence[Buffer]]
 """Function that returns the tensors that a message sends in chunks.
 
-It is called when the message is queued, and again when the message is sent. The last result applies.
+The function is called when the message is queued, and again when the message is sent. The last result applies.
 """
 
 
@@ -427,8 +427,8 @@ class _Entry(Generic[M]):
 
 
 class Outgoing(Generic[M]):
-    """A queue of messages. A message with tensors waits until all its tensors were sent in chunks. Then it moves to the
-    end of the queue.
+    """A queue of messages. A message with tensors waits until all its tensors were sent in chunks. Then the message
+    moves to the end of the queue.
 
     Messages with the same tensor object share the chunks of the tensor. Messages and chunks alternate, and so do the
     chunks of several tensors. At most ``max_tensor_bytes`` are in transfer at the same time. A message reserves bytes
@@ -454,7 +454,7 @@ class Outgoing(Generic[M]):
         self._was_chunk = False
 
     def limit(self, limits: Limits) -> None:
-        """Set the limits of the other end. Call this method before a message with tensors is queued."""
+        """Set the limits that the other end has announced. Call this method before a message with tensors is queued."""
         self._limits = limits
 
     def put(self, make: MakeMessage[M], tensors: WhichTensors = no_tensors, *, key: str = "") -> None:
@@ -488,7 +488,8 @@ class Outgoing(Generic[M]):
         return bool(self._due or self._sending or self._abandoned)
 
     def next(self) -> M | None:
-        """Return the next message. Return None if the next message now has new tensors and must wait for them.
+        """Return the next message. Return None if the next message now has new tensors, and must wait until these
+        tensors are sent.
 
         Raises IndexError if the queue is empty, and the errors of the function that creates the message.
         """

@@ -61,8 +61,8 @@ def owner_of(incarnation: str) -> str:
 class SegmentWriter:
     """Writer of the segments of one process, with at most ``max_bytes`` in total. Use it in one thread only.
 
-    The writer keeps a file lock, which shows other processes that this process is alive. It creates no file before the
-    first segment.
+    The writer keeps a file lock, which shows other processes that this process is alive. The writer creates no file
+    before the first segment.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SegmentWriter:
         self._unread: dict[str, tuple[int, float]] = {}
         """Size in bytes and creation time of unread segments, by name, oldest first."""
         self.num_bytes = 0
-        """Bytes of all segments except those that were certainly read."""
+        """Total size in bytes of all segments, except segments that were certainly read."""
         self._tried_again_at = -math.inf
 
     def write(self, data: Buffer) -> SegmentRef | None:
@@ -162,7 +162,9 @@ class SegmentWriter:
 
 
 class SegmentReader:
-    """Reader of the segments of one other process. It removes segments that it has read, and invalid segments."""
+    """Reader of the segments of one other process. The reader removes each segment that it has read, and invalid
+    segments.
+    """
 
     def __init__(self, incarnation: str, *, root: Path = ROOT, max_bytes: int = MAX_TENSOR_BYTES) -> None:
         """Create a reader for the process with ``incarnation``."""
@@ -241,8 +243,8 @@ def _refused_unreadable(field: str, of: str) -> Iterator[None]:
 
 
 def _read_at(file: int, offset: int, size: int, field: str, of: str) -> bytearray:
-    """Return ``size`` bytes of a segment or arena (``of``). Raises OSError, and InvalidArgument if the file is too
-    short.
+    """Return ``size`` bytes, from ``offset`` on, of the file of a segment or arena. Raises OSError, and InvalidArgument
+    if the file is too short.
     """
     data = bytearray(size)
     view, done = memoryview(data), 0

@@ -111,7 +111,9 @@ class StartDpWave(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class FirstRequest(msgspec.Struct, frozen=True, cache_hash=True):
-    """Frontend to coordinator: the frontend sent a request to this rank while, as far as it knew, the group was idle."""
+    """Frontend to coordinator: the frontend sent a request to this rank while, as far as the frontend knew, the group
+    was idle.
+    """
 
     engine: str
     epoch: int
@@ -140,8 +142,8 @@ class Reconfigure(msgspec.Struct, frozen=True, cache_hash=True):
     0 means that the rank leaves its current group immediately.
     """
     target_size: int = 0
-    """Target number of ranks, or 0 if unknown. Ranks store this number, so that a restarted coordinator can get it
-    again.
+    """Target number of ranks, or 0 if unknown. Ranks store this number, so that a restarted coordinator can get the
+    number from the ranks.
     """
 
 
@@ -164,7 +166,7 @@ class RankReport(msgspec.Struct, frozen=True, cache_hash=True):
     running: bool
     """Whether the rank runs steps of a wave."""
     opening: bool
-    """Whether the first exchange of the epoch is still in progress."""
+    """Whether the first exchange of the epoch, in which the ranks gather data of all ranks, is still in progress."""
     prepared: int = 0
     """Epoch of a prepared group to which the rank can switch, or 0 if there is no such group."""
 
@@ -190,7 +192,7 @@ class PoolGroup(msgspec.Struct, frozen=True, kw_only=True):
     target_size: int = 0
     """Target number of ranks."""
     suspended: bool = False
-    """Whether the group waits for ranks to join. It computes nothing during this time."""
+    """Whether the group waits for ranks to join. The group computes nothing during this time."""
 
 
 class GroupRegistration(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ class Logprobs(msgspec.Struct):
     Attributes:
         logprobs: Natural logarithms of the raw distribution, before penalties and temperature.
         ranks: Rank in the vocabulary; 1 is the most likely token.
-        tokens: Text of each entry. Empty until the frontend fills it.
+        tokens: Text of each entry. Empty until the frontend fills this array.
     """
 
     offsets: list[int] = msgspec.field(default_factory=lambda: [0])
@@ -318,7 +318,9 @@ class LoraStats(msgspec.Struct, frozen=True, kw_only=True):
     num_requests: int = 0
     num_found: int = 0
     held: LoraHeld | None = None
-    """Adapters in the engine's memory. None means that they have not changed since the last report on this stream."""
+    """Adapters in the engine's memory. None means that the adapters have not changed since the last report on this
+    stream.
+    """
 
 
 MAX_WAITING_NAMES = 32
@@ -434,7 +436,7 @@ class UtilityOutput(msgspec.Struct, frozen=True, kw_only=True):
 class EngineCoreOutputs(msgspec.Struct, kw_only=True):
     """Outputs of one step for one frontend. ``timestamp`` is the time of the engine's monotonic clock in seconds.
 
-    If ``tokens`` and ``outputs`` have entries of the same request, those in ``tokens`` are earlier.
+    If ``tokens`` and ``outputs`` have entries of the same request, the tokens in ``tokens`` are the earlier tokens.
     """
 
     engine_index: int = 0

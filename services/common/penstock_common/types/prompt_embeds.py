@@ -40,7 +40,9 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
         return max(end - start, 0) - self.is_token.count(IS_TOKEN, start, end)
 
     def is_alike(self, other: "PromptEmbeds") -> bool:
-        """Return whether ``other`` has the same metadata. The data is not compared."""
+        """Return whether ``other`` has the same dtype, sizes and positions of token IDs. The embeddings are not
+        compared.
+        """
         return (self.dtype, self.num_tokens, self.hidden_size, self.is_token) == (
             other.dtype,
             other.num_tokens,

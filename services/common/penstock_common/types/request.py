@@ -133,7 +133,9 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     never_admitted: bool = False
     """Whether all engines that received the request before this engine refused it."""
     prior_output_token_ids: list[int] = []
-    """Output tokens of earlier attempts. They count as output (max_tokens, stops, seeded draws), never as prompt."""
+    """Output tokens of earlier attempts. These tokens count as output (max_tokens, stops, seeded draws), never as
+    prompt.
+    """
     second_text_start: int | None = None
     """First position, in the prompt, of the second text of a pair. None if the prompt is a single text."""
     prompt_embeds: PromptEmbeds | None = None
@@ -153,7 +155,9 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     reasoning_parser_kwargs: ReasoningTokens | None = None
     """Tokens that begin and end the reasoning. Set if a constraint applies only after the reasoning."""
     prediction_token_ids: list[int] = []
-    """The client's prediction of the output. Drafts are looked up in it; it does not change any output token."""
+    """The client's prediction of the output. The engine looks up drafts in the prediction, which does not change any
+    output token.
+    """
     kv_source: KvSource | None = None
     """Engine that stores KV blocks of the sequence, or None if no such engine is known."""
     handoff_after_tokens: int = 0

@@ -36,7 +36,9 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JsonWhitespace(enum.IntEnum):
-    """Whitespace in generated JSON. Values equal ``penstock.common.v1.JsonWhitespace``, which explains them."""
+    """Whitespace in generated JSON. Values equal ``penstock.common.v1.JsonWhitespace``, whose comments explain the
+    values.
+    """
 
     DUMPS = 1
     COMPACT = 2
@@ -70,7 +72,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
     def constraint(self) -> tuple[str, Any]:
         """Name and value of the constraint.
 
-        Raises ValueError if not exactly one constraint is set, or if it is not compatible with ``json_whitespace``.
+        Raises ValueError if not exactly one constraint is set, or if the constraint is not compatible with
+        ``json_whitespace``.
         """
         given = self._given
         if len(given) != 1:
@@ -101,7 +104,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         min_p: Drop tokens less likely than this fraction of the most likely token's probability.
         presence_penalty: Subtracted from the logits of tokens that the output contains.
         frequency_penalty: Subtracted from the logits of tokens, once per occurrence in the output.
-        repetition_penalty: Divides the logits of tokens that prompt or output contain; above 1 discourages them.
+        repetition_penalty: Divides the logits of tokens that prompt or output contain; a value above 1 makes these
+            tokens less likely.
         seed: Seed of the draws, from ``MIN_SEED`` to ``MAX_SEED``; None chooses a random seed. The draw for output
             token i depends only on the seed and i.
         max_tokens: Maximum number of output tokens; None allows up to the model's maximum length.
@@ -120,7 +124,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         detokenize: Whether outputs have text.
         skip_special_tokens: Leave special tokens out of the text.
         spaces_between_special_tokens: Put spaces between special tokens in the text.
-        output_kind: Content of each message of a stream. ``LLM`` ignores it.
+        output_kind: Content of each message of a stream. ``LLM`` ignores this field.
         stream_interval: Minimum number of output tokens per message of a stream.
         structured_output: A constraint on the output's text.
         repetition_detection: End an output that repeats itself.

@@ -111,7 +111,7 @@ class KubernetesError(PenstockError):
         self.reason = reason
 
 
-# The class below logs failed requests once, counts them, and decides when to retry.
+# The class below logs each failure once, counts failed requests, and decides when to retry.
 
 
 class Failures:

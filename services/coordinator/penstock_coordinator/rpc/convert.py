@@ -40,9 +40,8 @@ REQUEST_FIELDS = ("outputs", "utility_output", "finished_requests", "kv_events")
 
 
 def registration(report: pb.EngineReport | None) -> EngineRegistration:
-    """Convert the first message of an engine's stream.
-
-    Raises InvalidArgument if it is not a valid ``register`` message.
+    """Convert the first message of an engine's stream. Raises InvalidArgument if the message is not a valid
+    ``register`` message.
     """
     kind = "no message" if report is None else report.WhichOneof("message") or "an empty message"
     if report is None or kind != "register":
@@ -167,9 +166,8 @@ def check_shutdown_complete(notification: pb.Notification.ValueType) -> None:
 
 
 def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
-    """Convert the first message of a frontend's stream.
-
-    Raises InvalidArgument if it is not a valid ``hello`` message.
+    """Convert the first message of a frontend's stream. Raises InvalidArgument if the message is not a valid ``hello``
+    message.
     """
     kind = "no message" if report is None else report.WhichOneof("message") or "an empty message"
     if report is None or kind != "hello":
