@@ -15,7 +15,7 @@ SERVICE_CONFIG = resources.files("penstock").joinpath("service_config.json").rea
 """gRPC service config. Calls are sent to all addresses of the server's name in turn, except to a frontend that is
 shutting down.
 
-If a call fails with UNAVAILABLE before the first part of its answer, it is retried on the next address.
+If a call fails with UNAVAILABLE before the first part of its answer, the channel retries the call on the next address.
 """
 MIN_KEEPALIVE = 5.0
 """Minimum keepalive interval in seconds. If pings are more frequent, servers close the connection."""
@@ -96,7 +96,7 @@ class BaseClient(ABC):
             tls: TLS settings. None means a connection without encryption.
             timeout: Default timeout of calls in seconds. None means no timeout.
             keepalive: Settings of keepalive pings.
-            options: gRPC channel options. They override the client's options.
+            options: gRPC channel options. These options override the client's options.
             channel: Channel to use instead of a new channel. ``close`` of the client also closes this channel. ``tls``,
                 ``keepalive`` and ``options`` are then ignored.
         """

@@ -24,7 +24,8 @@ class Usage:
         cached_tokens: Number of prompt tokens that the engine found in its prefix cache.
         completion_tokens: Number of output tokens.
         accepted_draft_tokens: Number of output tokens that came from accepted drafts.
-        rejected_draft_tokens: Number of draft tokens that the model rejected. They are not part of the output.
+        rejected_draft_tokens: Number of draft tokens that the model rejected. Rejected tokens are not part of the
+            output.
         media_tokens: Number of prompt tokens that stand for media, by modality.
     """
 

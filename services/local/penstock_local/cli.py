@@ -1,6 +1,7 @@
 """Argument parser of the ``penstock`` command, and the dispatch of each subcommand to its module.
 
-Subcommands are imported only when they run, so that the command starts fast. It never imports torch or transformers.
+Subcommands are imported only when they run, so that the command starts fast. The command itself never imports torch or
+transformers.
 """
 
 import argparse
@@ -555,7 +556,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _read_stdin() -> str:
-    """Read the prompt from standard input, without its final newline. Raises ConfigError if it is not UTF-8."""
+    """Read the prompt from standard input, without its final newline. Raises ConfigError if the prompt is not UTF-8."""
     try:
         return sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
     except UnicodeDecodeError as e:

@@ -27,7 +27,7 @@ def add_options(group: argparse._ActionsContainer, options: type[msgspec.Struct]
     """Add a flag for each named field of ``options``.
 
     The help shows the description, the range or choices, and the default. ``metavars`` has the placeholder of the value
-    in the help, by field name. It is empty for fields with choices. A flag that is not given is None, and
+    in the help, by field name. Fields with choices have no placeholder. A flag that is not given is None, and
     ``options_of`` leaves it out.
     """
     for name, metavar in metavars.items():

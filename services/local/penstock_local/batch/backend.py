@@ -52,7 +52,9 @@ class Backend(Protocol):
 
 
 class Servers:
-    """Backend that sends requests to the frontends of a cluster in turn. It retries requests that busy servers refuse."""
+    """Backend that sends requests to the frontends of a cluster in turn. The backend retries requests that busy servers
+    refuse.
+    """
 
     urls = URLS
 

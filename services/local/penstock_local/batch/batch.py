@@ -1,4 +1,6 @@
-"""Implementation of ``penstock batch``, which answers every line of a file exactly once, even if it is run again."""
+"""Implementation of ``penstock batch``, which answers every line of a file exactly once, even if the command is run
+again.
+"""
 
 import contextlib
 import time

@@ -92,7 +92,7 @@ async def _prepare(options: BenchOptions) -> tuple[Model, Dataset]:
 
 
 async def _model(options: BenchOptions, client: AsyncClient) -> Model:
-    """Return the model to measure. Raises ConfigError if the server does not serve it, and the server's errors."""
+    """Return the model to measure. Raises ConfigError if the server does not have this model, and the server's errors."""
     models = {model.name: model for model in await client.models()}
     if not models:
         raise ConfigError(f"{options.address} serves no model")
@@ -122,7 +122,7 @@ def _describe(options: BenchOptions, model: Model, dataset: Dataset) -> Run:
 
 
 async def _run(load: Load, options: BenchOptions) -> bool:
-    """Run the load under a progress bar. Returns whether Ctrl-C ended it. The records stay in ``load``."""
+    """Run the load under a progress bar. Returns whether Ctrl-C ended the load. The records stay in ``load``."""
     with _progress() as progress:
         task = progress.add_task("", total=options.limit or options.duration, ended="", speed="", running="", failed="")
         running = asyncio.create_task(load.run())

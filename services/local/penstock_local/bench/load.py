@@ -25,7 +25,7 @@ _WINDOW = 8
 
 
 class Load:
-    """One run of the load. It uses the clients in turn. The progress bar reads the counters."""
+    """One run of the load. The load uses the clients in turn. The progress bar reads the counters."""
 
     def __init__(self, options: BenchOptions, clients: Sequence[AsyncClient], prompts: Iterator[Prompt]) -> None:
         self.records: list[Record] = []

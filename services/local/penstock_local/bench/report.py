@@ -23,7 +23,7 @@ class Record(msgspec.Struct, kw_only=True):
     start: float
     end: float = 0.0
     code: str = ""
-    """Status code of the request: empty while it runs, then OK or the name of an error code."""
+    """Status code of the request: empty while the request runs, then OK or the name of an error code."""
     message: str = ""
     """Message of the error, if the request failed."""
     prompt_tokens: int = 0
@@ -38,7 +38,7 @@ class Record(msgspec.Struct, kw_only=True):
     text: str = ""
     """Text of the answer. It is stored only if the request has a schema."""
     problem: str = ""
-    """Reason why the answer does not match its schema; empty if it matches or was not checked."""
+    """Reason why the answer does not match its schema; empty if the answer matches or was not checked."""
     times: "array[float]" = msgspec.field(default_factory=lambda: array("d"))
     """Arrival time of each message with tokens."""
     sizes: "array[int]" = msgspec.field(default_factory=lambda: array("l"))

@@ -89,9 +89,9 @@ class Continuation:
 async def generate(options: GenerateOptions) -> int:
     """Write the text to standard output and a summary to standard error. Returns the exit code.
 
-    A single output is written while it is received. Several outputs are written in order, with their numbers. Each is
-    written as soon as it and all earlier outputs are complete. If log-probabilities are requested, a table of them is
-    written to standard error.
+    A single output is written while it is received. Several outputs are written in order, with their numbers. An output
+    is written as soon as this output and all earlier outputs are complete. If log-probabilities are requested, a table
+    of them is written to standard error.
     """
     started = time.monotonic()
     sequences = [Continuation() for _ in range(max(options.sampling.get("n", 1), 1))]

@@ -16,7 +16,7 @@ from penstock_local.rpc.client import of_operators_api
 EXIT_FAILED = 1
 FLAG = "--lora"
 _TIMEOUT = 300.0
-"""Timeout in seconds. It is long because engines may read adapters from slow remote disks."""
+"""Timeout in seconds. The timeout is long because engines may read adapters from slow remote disks."""
 _COLUMNS = ("name", "source", "rank", "size", "pinned", "engines", "path")
 
 
@@ -79,9 +79,8 @@ def adapter_folder(path: str, *, of: str) -> str:
 
 
 def parse_directory(text: str) -> str:
-    """Return the absolute path of ``--lora-directory``, or empty if it is not given.
-
-    Raises ConfigError if it does not exist.
+    """Return the absolute path of ``--lora-directory``, or empty if the flag is not given. Raises ConfigError if the
+    directory does not exist.
     """
     if not text:
         return ""

@@ -123,8 +123,8 @@ def _without_margin(line: Sequence[Segment]) -> Sequence[Segment]:
 class AnswerWriter:
     """Writes an answer to standard output while it is received.
 
-    On a color terminal the answer is rendered as Markdown, after its reasoning, which is dimmed. Without colors both
-    are plain text. In a pipe, the answer is plain text without reasoning.
+    On a color terminal the answer is rendered as Markdown, after its reasoning, which is dimmed. Without colors, answer
+    and reasoning are plain text. In a pipe, the answer is plain text without reasoning.
     """
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ class ScaleOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Address of the admin API of any frontend of the cluster, as host:port."""
     pool: Annotated[str, Meta(min_length=1)]
     replicas: int
-    """Target number of engines. The coordinator checks whether it is allowed."""
+    """Target number of engines. The coordinator checks whether this number is allowed."""
     wait: bool = False
     """Whether to wait until the pool or the data-parallel group has that size."""
 

@@ -67,7 +67,7 @@ def drafts_of(info: dict[str, Any]) -> Text:
     """Return a table cell: mean tokens per request in steps with drafts, and the share of drafted tokens that were
     accepted.
 
-    Empty if the engine does not use speculation or does not report it. ``info`` is the engine's answer to
+    Empty if the engine does not use speculation, or does not report its drafts. ``info`` is the engine's answer to
     ``engine_info``.
     """
     speculation = info.get("speculative")
@@ -185,7 +185,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     cluster: Cluster
     serving: bool | None
-    """Health of the public API; None if it does not answer."""
+    """Health of the public API; None if the API does not answer."""
     infos: dict[str, dict[str, Any]]
     """Answers of the engines to ``engine_info``, by engine id; empty if an engine did not answer in time."""
     others: dict[str, Cluster | None] = {}

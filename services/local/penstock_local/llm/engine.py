@@ -98,8 +98,8 @@ _CLIENT = "in-process"
 class InProcessEngine:
     """``EngineClient`` of one engine in this process, and ``OutputSink`` of its busy loop.
 
-    Methods are called on the event loop's thread, except those of the sink. ``num_tokens`` counts the new tokens of all
-    requests, for progress bars.
+    Methods are called on the event loop's thread, except the methods of the sink. ``num_tokens`` counts the new tokens
+    of all requests, for progress bars.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class InProcessEngine:
             self._busy_loop.add(_CLIENT, request)
 
     def abort(self, request_ids: Iterable[str], reason: str) -> None:
-        """Abort those of the requests that are still running. Aborted requests produce no more output."""
+        """Abort the given requests that are still running. Aborted requests produce no more output."""
         self._busy_loop.abort(_CLIENT, list(request_ids), reason)
 
     async def call_utility(self, method: str, arguments: Sequence[object] = (), *, engine: str = "") -> dict[str, Any]:

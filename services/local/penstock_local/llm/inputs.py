@@ -23,7 +23,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 A prompt for generation may also have ``"prediction"``: the expected output as text or token ids. ``"multi_modal_data"``
 has images, audio and videos, such as ``{"image": image}`` or ``{"image": [first, second]}``. The prompt then contains
-the model's own placeholder tokens for them. ``"mm_processor_kwargs"`` has extra arguments for the model's processor.
+the model's own placeholder tokens for the media. ``"mm_processor_kwargs"`` has extra arguments for the model's
+processor.
 """
 Message = Mapping[str, Any]
 """Message of a conversation: ``{"role": "user", "content": "..."}``.

@@ -29,21 +29,21 @@ from penstock_local.llm.runtime import Runtime
 
 
 class LLM:
-    """Loads a model and answers prompts with it. ``close`` or a ``with`` block releases it.
+    """Loads a model and answers prompts with it. ``close`` or a ``with`` block releases the model.
 
     Every method accepts one input or an iterable of several, computes them together, and returns a list in the same
     order.
 
     With ``errors="raise"``, the inputs are checked before the first one is computed. RequestFailed names the input,
-    such as ``prompts[3]``. If an input fails later, the others are cancelled. With ``errors="return"``, a failed input
-    has a record with ``error`` in its place.
+    such as ``prompts[3]``. If an input fails later, the other inputs are cancelled. With ``errors="return"``, a failed
+    input has a record with ``error`` in its place.
 
     Ctrl-C raises Interrupted, a KeyboardInterrupt with the results so far, and the LLM stays usable. Methods may be
     called from several threads. ``progress`` (also ``use_tqdm``) shows a bar on standard error if that is a terminal. A
     callable such as ``tqdm.tqdm`` makes a custom bar.
 
-    ``generate_iter`` and ``chat_iter`` yield results as they end, for any number of inputs. They read the inputs only
-    when the engine has capacity, in the thread that iterates over the results.
+    ``generate_iter`` and ``chat_iter`` yield results as they end, for any number of inputs. Both methods read the
+    inputs only when the engine has capacity, in the thread that iterates over the results.
 
     Args:
         model: Directory of a Hugging Face checkpoint, or its id on the hub.
@@ -51,10 +51,10 @@ class LLM:
         seed: Requests without a seed get one derived from this seed and from the number of earlier requests. Running
             the same program again then gives the same output.
         lora: Directories of LoRA adapters by name. Methods select one with their ``lora`` argument. The options
-            ``max_lora_rank``, ``max_loras`` and ``lora_cpu_memory`` apply to them.
+            ``max_lora_rank``, ``max_loras`` and ``lora_cpu_memory`` apply to these adapters.
         limit_mm_per_prompt: Maximum number of images, audio items and videos per input, by modality.
         allowed_media_domains: Hosts from which media URLs may be fetched.
-        media_workers: Number of processes that decode media. They start with the first media item.
+        media_workers: Number of processes that decode media. The processes start with the first media item.
         **options: Fields of the sections model, cache, scheduler, executor and structured_output of an engine's
             configuration, such as ``dtype``, ``device``, ``max_model_len``, ``kv_cache_memory="2GiB"``,
             ``max_num_seqs``, ``num_threads`` or ``task="embed"``. ``media=False`` serves only the text model of a
@@ -109,7 +109,7 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer as a transformers object."""
-        from transformers import AutoTokenizer  # Imported here because it is slow.
+        from transformers import AutoTokenizer  # Imported here because the import is slow.
 
         model = self._runtime.config.model
         return AutoTokenizer.from_pretrained(

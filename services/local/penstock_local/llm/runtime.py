@@ -99,8 +99,8 @@ class Runtime:
 
     @property
     def at_once(self) -> int:
-        """Number of requests to keep in the engine. It is large enough that the engine's queue is short but never
-        empty.
+        """Number of requests to keep in the engine. The number is large enough that the engine's queue is short but
+        never empty.
         """
         return max(_MIN_AT_ONCE, 2 * self.config.scheduler.max_num_seqs)
 

@@ -45,7 +45,8 @@ _TIMEOUT = 2.0
 
 
 async def mismatch(address: str, *, prefix: str, environ: Mapping[str, str] = os.environ) -> str:
-    """Return advice if only the client or only the server uses TLS. Empty if both agree or if that is unknown.
+    """Return advice if only the client or only the server uses TLS. Empty if client and server agree about TLS, or if
+    the server's use of TLS is unknown.
 
     ``address`` is host:port. ``prefix`` is the prefix of the variables for this connection.
     """

@@ -1,7 +1,7 @@
 """Wrapper that starts every child process: it ties the process to its parent, then runs the service.
 
 ``python -m penstock_local.serving.child PARENT_PID MODULE [ARGUMENT ...]`` runs MODULE like ``python -m MODULE``. A
-parent that is killed with SIGKILL cannot stop its children. So on Linux the kernel kills them
+parent that is killed with SIGKILL cannot stop its children. So on Linux the kernel kills the children
 (``prctl(PR_SET_PDEATHSIG)``). The wrapper calls prctl in the child, so that no code runs between fork and exec in a
 copy of a threaded process.
 """

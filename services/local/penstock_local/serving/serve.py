@@ -83,7 +83,7 @@ async def serve_while(options: ServeOptions, work: Work) -> int:
 
 
 async def _serve_while(options: ServeOptions, work: Work, gpus: Sequence[str], secret: str) -> int:
-    """Run the services. ``secret`` is the path of the engines' shared secret, or empty if they need none."""
+    """Run the services. ``secret`` is the path of the engines' shared secret, or empty if they need no secret."""
     request = StopRequest()
     given = {port for _, port in options.all_ports}
     internal_ports = free_ports(num_internal_ports(options), but=given)

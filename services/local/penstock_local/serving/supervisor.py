@@ -251,8 +251,8 @@ class Supervisor:
     async def start(self, folder: Path) -> None:
         """Start all services in parallel. Their config files are written to ``folder``.
 
-        Environment variables that are settings are dropped. All services would read them, even if they are meant for
-        one service.
+        Environment variables that are settings are dropped. All services would read these variables, even if a variable
+        is meant for one service.
         """
         environ = {key: value for key, value in os.environ.items() if not key.startswith(ENV_PREFIX)}
         if ignored := sorted(os.environ.keys() - environ.keys() - VARIABLES):
@@ -329,7 +329,8 @@ class Supervisor:
 
 
 async def run(supervisor: Supervisor, request: StopRequest, work: Callable[[], Awaitable[None]]) -> int:
-    """Start the services, run ``work`` when they are ready, and then stop them. ``request`` can stop them earlier.
+    """Start the services, run ``work`` when they are ready, and then stop them. ``request`` can stop the services
+    earlier.
 
     Returns the exit code of the command. Raises ServiceDiedError, or the error of ``work``, after all services have
     stopped.
