@@ -173,7 +173,7 @@ async def test_a_stream_waits_for_a_coordinator_that_does_not_know_the_cluster_y
     ("metadata", "text"),
     [
         ({"targetLoad": "0"}, "scalerMetadata.targetLoad is '0'; it must be a number from 0.01 to 100"),
-        ({"pool": "defualt"}, "scalerMetadata.pool is 'defualt'; pools: default; did you mean 'default'?"),
+        ({"pool": "defualt"}, "scalerMetadata.pool is 'defualt'; existing pools: default; did you mean 'default'?"),
     ],
 )
 async def test_wrong_metadata_is_refused_by_every_method(metadata: dict[str, str], text: str) -> None:

@@ -61,8 +61,8 @@ class MetricsServer:
             self._server = make_server(config.host, config.port, app, server_class=_Server, handler_class=_Handler)
         except OSError as e:
             raise ConfigError(
-                f"cannot bind metrics.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for "
-                "none"
+                f"cannot bind metrics.port {config.port} on {config.host}: {e.strerror or e}; set another port, or "
+                "-1 to disable the endpoint"
             ) from None
         self._server.tls = context
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)

@@ -204,6 +204,6 @@ class ScalingSignals:
         if name not in self._pools:
             known = ", ".join(sorted(self._pools)) or "none"
             raise InvalidArgument(
-                f"scalerMetadata.pool is {quoted(name)}; pools: {known}{nearest(name, self._pools)}",
+                f"scalerMetadata.pool is {quoted(name)}; existing pools: {known}{nearest(name, self._pools)}",
                 field="scalerMetadata.pool",
             )

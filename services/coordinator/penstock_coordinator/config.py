@@ -153,7 +153,7 @@ class KubernetesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             if any(pools for _, pools in workloads) and pool not in self.pools:
                 known = ", ".join(sorted(self.pools))
                 raise ConfigError(
-                    f"kubernetes.min_replicas has pool {pool!r}; pools: {known}{nearest(pool, self.pools)}"
+                    f"kubernetes.min_replicas has pool {pool!r}; existing pools: {known}{nearest(pool, self.pools)}"
                 )
             if fewest > self.max_replicas:
                 raise ConfigError(

@@ -38,7 +38,9 @@ def test_an_empty_cluster_is_known_too(signals):
 
 def test_a_pool_that_there_is_not_is_refused_with_those_that_there_are(signals):
     signals.take(EMPTY, 0, 0.0)
-    with pytest.raises(InvalidArgument, match=r"pool is 'sport'; pools: default, spot; did you mean 'spot'\?") as e:
+    with pytest.raises(
+        InvalidArgument, match=r"pool is 'sport'; existing pools: default, spot; did you mean 'spot'\?"
+    ) as e:
         signals.pool("sport")
     assert e.value.field == "scalerMetadata.pool"
 

@@ -92,7 +92,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as e:
-        raise ConfigError(f"config file {path}: {e.strerror or e}") from None
+        raise ConfigError(f"config file {path} cannot be read: {e.strerror or e}") from None
     except (
         yaml.YAMLError,
         ValueError,

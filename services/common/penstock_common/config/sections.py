@@ -77,9 +77,9 @@ class ClientTlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 def _check_pair(certificate: str, key: str) -> None:
     if certificate and not key:
-        raise ConfigError("tls.key is required: tls.certificate is set")
+        raise ConfigError("tls.certificate is set, but tls.key is empty; set both or neither")
     if key and not certificate:
-        raise ConfigError("tls.certificate is required: tls.key is set")
+        raise ConfigError("tls.key is set, but tls.certificate is empty; set both or neither")
 
 
 class PeersConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -134,7 +134,8 @@ def payload(
         )
     if len(data) != size:
         raise InvalidArgument(
-            f"{path}.{which} has {len(data)} bytes; its shape and type require {size}", field=f"{path}.{which}"
+            f"{path}.{which} has {len(data)} bytes; the tensor's shape and type require {size} bytes",
+            field=f"{path}.{which}",
         )
     return data
 
@@ -151,7 +152,7 @@ def vectors_from_proto(message: tensor_pb2.Tensor, take: TakeTensor | None = Non
     type.
     """
     if message.dtype != tensor_pb2.DATA_TYPE_FLOAT32 or message.WhichOneof("payload") not in ("inline", "chunks"):
-        raise InvalidArgument("pooling_output is not a float32 tensor, inline or in chunks", field="pooling_output")
+        raise InvalidArgument("pooling_output must be a float32 tensor, inline or in chunks", field="pooling_output")
     data = payload(message, take, path="pooling_output", element_bytes=_FLOAT32_BYTES)
     return Vectors(tuple(message.shape), data)
 

@@ -196,7 +196,7 @@ def tensor_to_proto(tensor: TensorData, place: Place | None = None) -> tensor_pb
     size = prod(tensor.shape) * DTYPE_BYTES[tensor.dtype]
     if len(tensor.data) != size:
         raise ValueError(
-            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} has {len(tensor.data)} bytes; it must have {size}"
+            f"a {tensor.dtype} tensor of shape {list(tensor.shape)} has {len(tensor.data)} bytes; it must have {size} bytes"
         )
     message = tensor_pb2.Tensor(dtype=_NUMBERS[tensor.dtype], shape=tensor.shape)
     set_payload(message, tensor.data, place)

@@ -224,7 +224,8 @@ class SegmentReader:
             raise InvalidArgument(f"{field}: the segment belongs to another user", field=field)
         if status.st_size != offset + size:
             raise InvalidArgument(
-                f"{field}: the segment has {status.st_size} bytes; offset and size require {offset + size}", field=field
+                f"{field}: the segment has {status.st_size} bytes; offset and size require {offset + size} bytes",
+                field=field,
             )
         with _refused_unreadable(field, "segment"):
             return _read_at(file, offset, size, field, "segment")

@@ -82,7 +82,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
         if self.json_whitespace is not JsonWhitespace.DUMPS and given[0][0] not in _WITH_JSON:
             blanks, kinds = self.json_whitespace.name, f"{', '.join(_WITH_JSON[:-1])} and {_WITH_JSON[-1]}"
             raise ValueError(
-                f"json_whitespace is {blanks} but the constraint is {given[0][0]}; set it only with {kinds}"
+                f"json_whitespace is {blanks}, but the constraint is {given[0][0]}; set json_whitespace only with {kinds}"
             )
         return given[0]
 

@@ -102,7 +102,8 @@ class Replicas:
         known = self._config.pools
         if known and pool not in known:
             raise InvalidArgument(
-                f"pool is {quoted(pool)}; pools: {', '.join(sorted(known))}{nearest(pool, known)}", field="pool"
+                f"pool is {quoted(pool)}; existing pools: {', '.join(sorted(known))}{nearest(pool, known)}",
+                field="pool",
             )
 
     def _check_number(self, pool: str, replicas: int) -> None:

@@ -86,7 +86,9 @@ def test_unknown_blanks_are_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize(("kind", "value"), [("regex", "a"), ("choice", ("b",)), ("grammar", 'root ::= "c"')])
 def test_blanks_of_json_go_with_json_alone(kind: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"json_whitespace is COMPACT but the constraint is {kind}; set it only with"):
+    with pytest.raises(
+        ValueError, match=f"json_whitespace is COMPACT, but the constraint is {kind}; set json_whitespace only with"
+    ):
         _ = StructuredOutput(**{kind: value}, json_whitespace=JsonWhitespace.COMPACT).constraint
 
 

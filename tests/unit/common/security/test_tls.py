@@ -77,12 +77,12 @@ def test_a_key_of_another_certificate_is_refused(authority: Authority, files: Fi
 @pytest.mark.parametrize(
     ("config", "values", "message"),
     [
-        (TlsConfig, {"certificate": "c"}, "tls.key is required"),
-        (TlsConfig, {"key": "k"}, "tls.certificate is required"),
+        (TlsConfig, {"certificate": "c"}, "tls.certificate is set, but tls.key is empty"),
+        (TlsConfig, {"key": "k"}, "tls.key is set, but tls.certificate is empty"),
         (TlsConfig, {"ca": "ca"}, "tls.ca is 'ca', but tls.certificate is empty; set tls.certificate"),
         (ClientTlsConfig, {"certificate": "c", "key": "k"}, "tls.ca is required"),
         (ClientTlsConfig, {"server_name": "s"}, "tls.ca is required"),
-        (ClientTlsConfig, {"ca": "ca", "certificate": "c"}, "tls.key is required"),
+        (ClientTlsConfig, {"ca": "ca", "certificate": "c"}, "tls.certificate is set, but tls.key is empty"),
     ],
 )
 def test_settings_that_need_one_another_say_so(config: type, values: dict[str, str], message: str) -> None:

@@ -87,7 +87,7 @@ def test_a_segment_of_another_size_is_refused_and_removed(tmp_path: Path, offset
     ref = written(SegmentWriter("f", root=tmp_path), b"abc")
     error = refusal(SegmentReader("f", root=tmp_path), ref.name, size, offset)
     assert isinstance(error, InvalidArgument)
-    assert f"the segment has 3 bytes; offset and size require {offset + size}" in error.message
+    assert f"the segment has 3 bytes; offset and size require {offset + size} bytes" in error.message
     assert ref.name not in names(tmp_path)
 
 

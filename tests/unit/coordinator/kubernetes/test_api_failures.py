@@ -178,7 +178,12 @@ async def test_scale_takes_a_pool_to_zero_and_back(api: KubernetesApi, server: S
         ("steady", 1, InvalidArgument, "replicas is 1; it must be from 2 to 8 in pool 'steady'"),
         ("steady", 0, InvalidArgument, "replicas is 0; it must be from 2 to 8 in pool 'steady'"),
         ("spot", 1, FailedPrecondition, "the number of engines of pool 'spot' is set by ScaledObject engines-spot"),
-        ("defualt", 1, InvalidArgument, r"pool is 'defualt'; pools: default, spot, steady; did you mean 'default'\?"),
+        (
+            "defualt",
+            1,
+            InvalidArgument,
+            r"pool is 'defualt'; existing pools: default, spot, steady; did you mean 'default'\?",
+        ),
     ],
 )
 async def test_scale_refuses_what_is_not_its_own(

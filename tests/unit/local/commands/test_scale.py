@@ -79,8 +79,8 @@ async def test_a_key_of_the_environment_is_shown(admin: FakeAdmin, monkeypatch: 
     ("error", "said"),
     [
         (
-            InvalidArgument("pool is 'spto'; pools: default, spot; did you mean 'spot'?", field="pool"),
-            "INVALID_ARGUMENT: pool is 'spto'; pools: default, spot; did you mean 'spot'?",
+            InvalidArgument("pool is 'spto'; existing pools: default, spot; did you mean 'spot'?", field="pool"),
+            "INVALID_ARGUMENT: pool is 'spto'; existing pools: default, spot; did you mean 'spot'?",
         ),
         (FailedPrecondition("it belongs to ScaledObject s"), "FAILED_PRECONDITION: it belongs to ScaledObject s"),
         (Unavailable("the coordinator is away", retry_after=1.0), "the coordinator is away; try again in 1 s"),

@@ -98,7 +98,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"modality": "image", "features": {"tensors": {"a": tensor(2, inline=b"1")}}},
         "features.tensors['a'].inline",
-        "has 1 bytes; its shape and type require 2",
+        "has 1 bytes; the tensor's shape and type require 2 bytes",
     ),
     ({"modality": "image", "embeds": {}}, "embeds.dtype", "is 0; known: float32"),
     ({"modality": "image", "embeds": tensor(2, dtype=99)}, "embeds.dtype", "is 99; known: float32"),
