@@ -20,7 +20,7 @@ class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
     """Adapters in an engine's memory, by their ``short`` digests. Adapters that are not reported count as absent.
 
     Attributes:
-        active: Adapters that have a slot, at most MAX_HELD.
+        active: Adapters that have a slot in device memory, at most MAX_HELD.
         held: Adapters in host memory and adapters that are loading, including the active adapters, at most MAX_HELD.
     """
 
@@ -184,7 +184,7 @@ class LoraRegistry:
         return sorted((each for each in self if not each.unloaded), key=lambda each: each.name)
 
     def merge(self, registrations: Iterable[LoraRegistration]) -> list[LoraRegistration]:
-        """Merge registrations, and return the registrations that won."""
+        """Merge registrations, and return the registrations that have become the winning ones of their names."""
         changed = [each for each in registrations if self._take(each)]
         if self._num_unloaded > self._max_unloaded:
             self._forget_unloads(self._max_unloaded)
@@ -247,7 +247,9 @@ class Gossip:
         """Number of the last change that was sent, or that the other end already knows."""
 
     def hear(self, registrations: Iterable[LoraRegistration]) -> list[LoraRegistration]:
-        """Merge registrations of the other end, and return the registrations that won."""
+        """Merge registrations of the other end, and return the registrations that have become the winning
+        registrations.
+        """
         heard = list(registrations)
         changed = self._registry.merge(heard)
         self._known.update((each.name, each) for each in heard if self._registry.is_news(each, self._place))

@@ -80,6 +80,6 @@ def model_name(path: str, served_model_name: str) -> str:
 
 
 def check_reuse_port(field: str, wanted: bool) -> None:
-    """Raise ConfigError if ``wanted`` is set but the operating system cannot share ports."""
+    """Raise ConfigError if ``wanted`` is set but the operating system cannot share a port between processes."""
     if wanted and not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError(f"{field} is true, but this system has no SO_REUSEPORT; set it to false")

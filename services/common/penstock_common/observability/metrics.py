@@ -46,7 +46,9 @@ def service_registry(service: str) -> CollectorRegistry:
 
 
 def tell_connected(registry: CollectorRegistry, connected: Callable[[], bool]) -> None:
-    """Add a metric for the connection to the coordinator. Any thread may call ``connected``."""
+    """Add a metric for the connection to the coordinator. ``connected`` returns whether the connection exists, and may
+    be called by any thread.
+    """
     gauge = Gauge("penstock:coordinator_connected", "1 while the coordinator is there", registry=registry)
     gauge.set_function(connected)
 
@@ -74,7 +76,7 @@ class BucketCounts(msgspec.Struct, frozen=True):
     sum: float
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Write this series into its family."""
+        """Add this series to its metric family."""
         names = [*map(str, self.bounds), "+Inf"]
         counts = map(float, accumulate(self.counts))
         family.add_metric(labels, buckets=list(zip(names, counts, strict=True)), sum_value=self.sum)
@@ -99,7 +101,7 @@ class Buckets:
         self._sum += value * count
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Write this series into its family."""
+        """Add this series to its metric family."""
         self.counts().add_to(family, labels)
 
     def counts(self) -> BucketCounts:
@@ -151,7 +153,7 @@ class Instrument(NamedTuple):
     """A metric that is updated when events occur.
 
     Attributes:
-        labels: Label names, in addition to those of the whole table.
+        labels: Label names, in addition to the labels of the whole table.
         bounds: Bucket bounds of a histogram.
     """
 
@@ -185,7 +187,9 @@ class Instruments:
                 self.series(row.name)  # creates the series, so that the metric is exported with the value 0
 
     def series(self, name: str, *labels: str) -> Any:
-        """Return the counter, gauge or buckets of a metric, with values for ``more`` and for the labels of its row."""
+        """Return the counter, gauge or buckets of a metric, with values for ``more`` and for the labels in the metric's
+        row.
+        """
         family, values = self._families[name], (*self._labels, *labels)
         return family.labels(*values) if values or isinstance(family, Histogram) else family
 
@@ -201,7 +205,7 @@ class Reading(NamedTuple):
         read: Name of the source's attribute with the value, or a function that returns the value for a source. A
             mapping has the values of several series, by their values of ``labels``. None means that the source does not
             have the metric.
-        labels: Label names, in addition to those of the whole table.
+        labels: Label names, in addition to the labels of the whole table.
     """
 
     kind: type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily | SummaryMetricFamily]

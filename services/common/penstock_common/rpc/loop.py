@@ -49,9 +49,11 @@ def _take_burst(events: socket.socket, callback: Callable[..., Any], *args: Any)
 # Health of a service and its event loop: a periodic timer (beat), and tasks that must not end.
 
 INTERVAL = 1.0
-"""Seconds between two beats."""
+"""Seconds between two beats of the periodic timer."""
 MAX_LATE = 5.0
-"""Maximum delay of a beat in seconds. A kubelet restarts a container after three failed probes, ten seconds apart."""
+"""Maximum delay of a beat of the periodic timer, in seconds. A kubelet restarts a container after three failed probes,
+ten seconds apart.
+"""
 
 Sleep = Callable[[float], Awaitable[None]]
 

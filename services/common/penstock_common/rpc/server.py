@@ -62,7 +62,9 @@ def _channelz_sockets(server_id: int) -> Iterator[int]:
 
 
 def _listed(ask: Callable[[int], str], field: str, number: Callable[[Any], str]) -> Iterator[int]:
-    """Yield the numbers in gRPC's list, from all its pages. ``ask`` returns the page that begins at a number."""
+    """Yield the connection numbers in gRPC's list, from all pages of the list. ``ask`` returns the page that begins at
+    a number.
+    """
     last = -1
     while True:
         page: dict[str, Any] = json.loads(ask(last + 1))

@@ -116,7 +116,7 @@ class EngineLoads(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, engines: Sequence[EngineStatus]) -> Self:
-        """Return the loads of these engines."""
+        """Return the loads of the given engines as columns."""
         names = cls.__struct_fields__[1:]
         return cls([engine.index for engine in engines], *([getattr(each, name) for each in engines] for name in names))
 

@@ -39,7 +39,9 @@ class PauseMode(enum.IntEnum):
 
 
 class Pauses(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
-    """Number of pauses and resumes, and the mode of the current pause. A greater value is newer or stronger."""
+    """Number of pauses and resumes, and the mode of the current pause. A pause state with a greater value is newer, or
+    has a stronger mode.
+    """
 
     number: int = 0
     """Number of pauses and resumes so far. The number is odd while the group is paused."""
@@ -60,7 +62,7 @@ class Pauses(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False)
 
 
 class Place(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
-    """Progress of a rank. The progress of a rank never decreases."""
+    """Progress of a rank: epoch, wave, step and pauses. The progress of a rank never decreases."""
 
     epoch: int = 0
     """Number of the epoch: one membership of the group."""

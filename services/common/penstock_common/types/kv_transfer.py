@@ -33,8 +33,8 @@ STATE_GROUP = 0xFFFF
 
 
 class BlockName(NamedTuple):
-    """Name of a block, or of the state after a block, derived from its content. Engines with equal fingerprints use the
-    same names.
+    """Name of a block, or of the state after a block, derived from the content of the block. Engines with equal
+    fingerprints use the same names.
 
     Attributes:
         group: KV cache group of the block, or ``STATE_GROUP``.

@@ -68,7 +68,7 @@ class MultiModalFeature(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """Position after the item."""
+        """Position after the last position of the item."""
         return self.offset + self.length
 
     @property

@@ -25,7 +25,7 @@ class Logprobs(msgspec.Struct):
 
     Attributes:
         logprobs: Natural logarithms of the raw distribution, before penalties and temperature.
-        ranks: Rank in the vocabulary; 1 is the most likely token.
+        ranks: Rank of the token by probability; the most likely token of the vocabulary has rank 1.
         tokens: Text of each entry. Empty until the frontend fills this array.
     """
 
@@ -330,13 +330,13 @@ class MediaStats(msgspec.Struct, frozen=True, kw_only=True):
     """Media statistics of an engine's requests.
 
     Attributes:
-        pending_embeds: Embeddings that the engine must still compute for running and waiting requests.
+        pending_embeds: Number of embeddings that the engine must still compute for running and waiting requests.
         encoded_embeds: Number of embeddings that the engine has computed. Only grows.
-        encoder_cache_queries: Items looked up in the encoder cache. Only grows.
-        encoder_cache_hits: Items found in the encoder cache. Only grows.
-        encoder_cache_usage: Fraction in [0, 1].
+        encoder_cache_queries: Number of media items looked up in the encoder cache. Only grows.
+        encoder_cache_hits: Number of looked-up media items that were in the encoder cache. Only grows.
+        encoder_cache_usage: Used fraction of the encoder cache, in [0, 1].
         receiver_cache_bytes: Size in bytes of the media features in host memory.
-        num_waiting_reqs: Requests that wait only for their media to be encoded.
+        num_waiting_reqs: Number of requests that wait only for their media to be encoded.
     """
 
     pending_embeds: int = 0
@@ -353,8 +353,9 @@ class KvTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     engines.
 
     Attributes:
-        external_prefix_cache_queries: Prompt tokens that were not in the KV cache. Only grows.
-        external_prefix_cache_hits: Number of these tokens whose blocks were loaded. Only grows.
+        external_prefix_cache_queries: Number of prompt tokens that were not in the KV cache, and were looked up in
+            tiers or other engines. Only grows.
+        external_prefix_cache_hits: Number of looked-up prompt tokens whose blocks were loaded. Only grows.
     """
 
     external_prefix_cache_queries: int = 0
@@ -368,11 +369,12 @@ class StateStats(msgspec.Struct, frozen=True, kw_only=True):
     """Use of the slots for states of recurrent layers.
 
     Attributes:
-        num_slots: Slots of the pool.
-        num_used_slots: Slots that running requests own or read.
-        num_kept: Slots with a state that the prefix cache keeps.
-        num_evictions: Kept states that were evicted. Only grows.
-        num_recomputed_tokens: Prompt tokens that had cached keys and values but no state, and were recomputed. Only grows.
+        num_slots: Number of slots in the pool.
+        num_used_slots: Number of slots that running requests own or read.
+        num_kept: Number of slots with a state that the prefix cache keeps.
+        num_evictions: Number of states that the prefix cache has evicted. Only grows.
+        num_recomputed_tokens: Number of prompt tokens that had cached keys and values but no state, and were
+            recomputed. Only grows.
         max_running_reqs: Maximum number of running requests that the pool allows.
     """
 
@@ -497,7 +499,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory_id: str = ""
     """ID of the shared memory into which frontends may write tensors for the engine. Empty if not supported."""
     media: tuple[MediaLimits, ...] = ()
-    """Supported media, by modality."""
+    """Limits for media, with one entry per supported modality."""
     encoder_cache_size: int = 0
     """Maximum number of media embeddings in the engine's cache. 0 if the engine accepts no media."""
     role: EngineRole = EngineRole.BOTH

@@ -97,7 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Sampling and stop parameters of a request, with the fields of ``penstock.common.v1.SamplingParams``.
 
     Args:
-        n: Outputs per prompt.
+        n: Number of outputs per prompt.
         temperature: 0 is greedy; higher values draw less likely tokens more often.
         top_p: Draw among the most likely tokens whose probabilities sum up to this value; 1 disables the filter.
         top_k: Draw among this many most likely tokens; 0 disables the filter, and so does -1 from clients.
@@ -130,7 +130,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         repetition_detection: End an output that repeats itself.
         truncate_prompt_tokens: Keep only this many last tokens of the prompt; None refuses a prompt that is too long.
         skip_reading_prefix_cache: Compute the whole prompt, without cached blocks.
-        bad_word_token_ids: ``bad_words`` as tokens; set by the frontend.
+        bad_word_token_ids: ``bad_words`` as token IDs; set by the frontend.
         num_speculative_tokens: Maximum number of drafted tokens per step; 0 disables drafts, None lets the engine
             choose.
         thinking_token_budget: Maximum number of reasoning tokens, without the tags; None means no limit. At the limit,

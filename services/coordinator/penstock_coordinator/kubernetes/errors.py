@@ -38,7 +38,7 @@ _LONGEST_DELAY = 60.0
 
 
 class Right(enum.Enum):
-    """Permission: a verb and a resource, with the names of a Kubernetes Role."""
+    """Permission: a verb and a resource, named as in a Kubernetes Role."""
 
     PATCH_PODS = "patch pods"
     GET_SCALE = "get deployments/scale"
@@ -79,7 +79,7 @@ class RightsInUse:
         self._failing: dict[Right, _Failing] = {}
 
     def due(self, right: Right, now: float) -> bool:
-        """Return whether a permission may be used now: it works, or its retry delay has passed."""
+        """Return whether a permission may be used now: the permission works, or its retry delay has passed."""
         failing = self._failing.get(right)
         return failing is None or now >= failing.again_at
 
@@ -130,7 +130,7 @@ class Failures:
         )
 
     def due(self, right: Right) -> bool:
-        """Return whether a permission may be used now: it works, or its retry delay has passed."""
+        """Return whether a permission may be used now: the permission works, or its retry delay has passed."""
         return self._rights.due(right, self._now())
 
     def failed(self, *errors: KubernetesError) -> None:
