@@ -17,11 +17,17 @@ _ENGINES, _FRONTENDS = "penstock_coordinator_engines", "penstock_coordinator_fro
 _HELD = "penstock_coordinator_held_requests"
 _BYTES, _LAG = "penstock:view_bytes", "penstock:view_lag_seconds"
 _TABLE = (
-    Instrument(Gauge, _ENGINES, "Engines by state.", ("state",)),
-    Instrument(Gauge, _FRONTENDS, "Connected frontends."),
-    Instrument(Gauge, _HELD, "Requests that frontends hold as no engine is up."),
-    Instrument(Counter, _BYTES, "Bytes of views sent to frontends.", ("kind",)),
-    Instrument(Histogram, _LAG, "From when a view was due to when gRPC had taken it for a frontend.", (), _LAGS),
+    Instrument(Gauge, _ENGINES, "Number of engines, by state.", ("state",)),
+    Instrument(Gauge, _FRONTENDS, "Number of connected frontends."),
+    Instrument(Gauge, _HELD, "Number of requests that frontends hold because no engine is ready."),
+    Instrument(Counter, _BYTES, "Total size of the views sent to frontends, in bytes.", ("kind",)),
+    Instrument(
+        Histogram,
+        _LAG,
+        "Seconds from the time when a view was due until gRPC accepted the view for a frontend.",
+        (),
+        _LAGS,
+    ),
 )
 
 
@@ -42,7 +48,10 @@ class CoordinatorMetrics(Instruments):
         self.series(_HELD).set(frontends.num_held_requests)
 
     def sent(self, num_bytes: int, *, whole: bool, lag: float) -> None:
-        """Record a view that was sent to a frontend. ``lag`` is the number of seconds between due time and sending."""
+        """Record a view that was sent to a frontend.
+
+        ``lag`` is the number of seconds from the time when the view was due until the view was sent.
+        """
         self.series(_BYTES, "full" if whole else "delta").inc(num_bytes)
         self.series(_LAG).observe(lag)
 
@@ -51,16 +60,20 @@ def pool_families(signals: ScalingSignals, config: ScalingConfig) -> Iterator[Me
     """Yield one metric family per autoscaling signal. Each pool with a known value has one time series."""
     targets = Targets(load=config.target_load, kv_cache_usage=config.target_kv_usage, slots=config.slots)
     table = (
-        ("engines", "Engines of a pool.", lambda pool: pool.num_engines),
+        ("engines", "Number of engines of a pool.", lambda pool: pool.num_engines),
         (
             "load",
-            "Load of a pool, in engines, with the requests that frontends hold.",
+            "Load of a pool as a number of fully loaded engines, including the requests that frontends hold.",
             lambda pool: load_with_held(pool, targets),
         ),
-        ("kv_cache_usage", "Used fractions of the KV caches of a pool, summed.", lambda pool: pool.kv_cache_usage),
+        (
+            "kv_cache_usage",
+            "Sum of the used fractions of the KV caches of a pool's engines.",
+            lambda pool: pool.kv_cache_usage,
+        ),
         (
             "wanted_replicas",
-            "Engines with which a pool is as loaded as it shall be.",
+            "Number of engines with which a pool would have its target load.",
             lambda pool: wanted_replicas(pool, targets),
         ),
     )

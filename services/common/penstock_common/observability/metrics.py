@@ -38,9 +38,14 @@ def service_registry(service: str) -> CollectorRegistry:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     labels = ("service", "version", "python")
-    build = Gauge("penstock:build_info", "1, labelled with what runs", labels, registry=registry)
+    build = Gauge(
+        "penstock:build_info",
+        "Constant 1; the labels have the service, its version and Python's version",
+        labels,
+        registry=registry,
+    )
     build.labels(service, service_version(), platform.python_version()).set(1)
-    threads = Gauge("penstock:threads", "Threads that Python knows of", registry=registry)
+    threads = Gauge("penstock:threads", "Number of Python threads of the process", registry=registry)
     threads.set_function(threading.active_count)
     return registry
 
@@ -49,13 +54,17 @@ def tell_connected(registry: CollectorRegistry, connected: Callable[[], bool]) -
     """Add a metric for the connection to the coordinator. ``connected`` returns whether the connection exists, and may
     be called by any thread.
     """
-    gauge = Gauge("penstock:coordinator_connected", "1 while the coordinator is there", registry=registry)
+    gauge = Gauge(
+        "penstock:coordinator_connected",
+        "1 while the process is connected to the coordinator, else 0",
+        registry=registry,
+    )
     gauge.set_function(connected)
 
 
 def count_tasks(registry: CollectorRegistry, loop: asyncio.AbstractEventLoop) -> None:
     """Add a metric for the number of unfinished asyncio tasks of ``loop``. The loop may run on another thread."""
-    tasks = Gauge("penstock:asyncio_tasks", "Asyncio tasks that have not ended", registry=registry)
+    tasks = Gauge("penstock:asyncio_tasks", "Number of unfinished asyncio tasks", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
@@ -261,23 +270,42 @@ class Readings(Collector):
 
 _C, _G = CounterMetricFamily, GaugeMetricFamily
 _STATS = (
-    Reading(_G, "vllm:num_requests_running", "Requests with KV blocks", "num_running_reqs"),
-    Reading(_G, "vllm:num_requests_waiting", "Requests in the queue", "num_waiting_reqs"),
-    Reading(_G, "penstock:num_requests_held", "Of these, waiting for something of their own", "num_skipped_reqs"),
+    Reading(_G, "vllm:num_requests_running", "Number of running requests, which have KV blocks", "num_running_reqs"),
+    Reading(_G, "vllm:num_requests_waiting", "Number of requests in the queue", "num_waiting_reqs"),
+    Reading(
+        _G,
+        "penstock:num_requests_held",
+        "Number of requests in the queue that could not start even on an idle engine",
+        "num_skipped_reqs",
+    ),
     Reading(_G, "vllm:kv_cache_usage_perc", "Used fraction of the KV cache, 0 to 1", "kv_cache_usage"),
-    Reading(_C, "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", "prefix_cache_queries"),
-    Reading(_C, "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache", "prefix_cache_hits"),
-    Reading(_C, "vllm:num_preemptions", "Requests that lost their KV blocks to another", "num_preemptions"),
-    Reading(_C, "penstock:engine_steps", "Steps executed", "step_counter"),
+    Reading(
+        _C, "vllm:prefix_cache_queries", "Number of prompt tokens looked up in the prefix cache", "prefix_cache_queries"
+    ),
+    Reading(_C, "vllm:prefix_cache_hits", "Number of prompt tokens found in the prefix cache", "prefix_cache_hits"),
+    Reading(
+        _C,
+        "vllm:num_preemptions",
+        "Number of times that a request lost its KV blocks to another request",
+        "num_preemptions",
+    ),
+    Reading(_C, "penstock:engine_steps", "Number of executed steps", "step_counter"),
 )
 _DRAFTS = (
-    Reading(_C, "vllm:spec_decode_num_drafts", "Times that a request had drafts in a step", "num_drafts"),
-    Reading(_C, "vllm:spec_decode_num_draft_tokens", "Drafted tokens that steps verified", "num_draft_tokens"),
-    Reading(_C, "vllm:spec_decode_num_accepted_tokens", "Of these, what the model chose", "num_accepted_tokens"),
+    Reading(_C, "vllm:spec_decode_num_drafts", "Number of times that a request had drafts in a step", "num_drafts"),
+    Reading(
+        _C, "vllm:spec_decode_num_draft_tokens", "Number of drafted tokens that steps verified", "num_draft_tokens"
+    ),
+    Reading(
+        _C,
+        "vllm:spec_decode_num_accepted_tokens",
+        "Number of verified draft tokens that the model accepted",
+        "num_accepted_tokens",
+    ),
     Reading(
         _C,
         "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Accepted tokens by their place in a draft, from 0",
+        "Number of accepted draft tokens, by their position in the draft, from 0",
         lambda s: {str(place): count for place, count in enumerate(s.num_accepted_tokens_per_pos)},
         ("position",),
     ),
@@ -286,49 +314,83 @@ _LORA = (
     Reading(
         _G,
         "vllm:lora_requests_info",
-        "Adapters of running requests, and of those that wait for others to have ended; seconds since the epoch",
+        "Time in Unix seconds; the labels have the adapters of running requests and the adapters that wait for a slot",
         lambda s: {(str(s.max_loras), ",".join(s.active), ",".join(s.waiting)): time.time()},
         ("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     ),
-    Reading(_G, "penstock:lora_cached", "Adapters in host memory", "num_cached"),
-    Reading(_G, "penstock:lora_cached_bytes", "Bytes of these", "cached_bytes"),
-    Reading(_C, "penstock:lora_loads", "Adapters loaded", "num_loads"),
-    Reading(_C, "penstock:lora_load_seconds", "Seconds that loading them took", "load_seconds"),
-    Reading(_C, "penstock:lora_requests", "Requests with adapters", "num_requests"),
-    Reading(_C, "penstock:lora_requests_found", "Of these, requests that found theirs in memory", "num_found"),
-    Reading(_C, "penstock:lora_evictions", "Adapters that made room for others", "num_evictions"),
+    Reading(_G, "penstock:lora_cached", "Number of LoRA adapters in host memory", "num_cached"),
+    Reading(_G, "penstock:lora_cached_bytes", "Size of the LoRA adapters in host memory, in bytes", "cached_bytes"),
+    Reading(_C, "penstock:lora_loads", "Number of LoRA adapters that were loaded", "num_loads"),
+    Reading(_C, "penstock:lora_load_seconds", "Total seconds spent on loading LoRA adapters", "load_seconds"),
+    Reading(_C, "penstock:lora_requests", "Number of requests with LoRA adapters", "num_requests"),
+    Reading(
+        _C, "penstock:lora_requests_found", "Number of requests whose LoRA adapter was already in memory", "num_found"
+    ),
+    Reading(_C, "penstock:lora_evictions", "Number of LoRA adapters evicted from host memory", "num_evictions"),
 )
 _MEDIA = (
     Reading(_G, "penstock:encoder_cache_usage", "Used fraction of the encoder cache, 0 to 1", "encoder_cache_usage"),
-    Reading(_G, "penstock:encoder_pending_embeds", "Embeddings of media that are to be computed", "pending_embeds"),
-    Reading(_G, "penstock:num_requests_waiting_for_media", "Requests that wait for embeddings", "num_waiting_reqs"),
-    Reading(_G, "penstock:receiver_cache_bytes", "Bytes of processed media in host memory", "receiver_cache_bytes"),
-    Reading(_C, "penstock:encoder_embeds", "Embeddings of media that were computed", "encoded_embeds"),
-    Reading(_C, "penstock:encoder_cache_queries", "Media looked up in the encoder cache", "encoder_cache_queries"),
-    Reading(_C, "penstock:encoder_cache_hits", "Media found in the encoder cache", "encoder_cache_hits"),
+    Reading(
+        _G,
+        "penstock:encoder_pending_embeds",
+        "Number of media embeddings that the engine must still compute",
+        "pending_embeds",
+    ),
+    Reading(
+        _G,
+        "penstock:num_requests_waiting_for_media",
+        "Number of requests that wait only for their media embeddings",
+        "num_waiting_reqs",
+    ),
+    Reading(
+        _G,
+        "penstock:receiver_cache_bytes",
+        "Size of the processed media in host memory, in bytes",
+        "receiver_cache_bytes",
+    ),
+    Reading(_C, "penstock:encoder_embeds", "Number of computed media embeddings", "encoded_embeds"),
+    Reading(
+        _C,
+        "penstock:encoder_cache_queries",
+        "Number of media items looked up in the encoder cache",
+        "encoder_cache_queries",
+    ),
+    Reading(
+        _C, "penstock:encoder_cache_hits", "Number of media items found in the encoder cache", "encoder_cache_hits"
+    ),
 )
 _KV = (
     Reading(
         _C,
         "vllm:external_prefix_cache_queries",
-        "Prompt tokens that were not in the KV cache",
+        "Number of prompt tokens that were not in the KV cache and were looked up elsewhere",
         "external_prefix_cache_queries",
     ),
     Reading(
-        _C, "vllm:external_prefix_cache_hits", "Of these, tokens whose blocks were loaded", "external_prefix_cache_hits"
+        _C,
+        "vllm:external_prefix_cache_hits",
+        "Number of looked-up prompt tokens whose KV blocks were loaded",
+        "external_prefix_cache_hits",
     ),
-    Reading(_G, "penstock:kv_leases", "Requests whose blocks are kept for other engines", "num_leases"),
-    Reading(_G, "penstock:kv_leased_blocks", "Blocks that are kept for other engines", "num_leased_blocks"),
+    Reading(_G, "penstock:kv_leases", "Number of requests whose KV blocks are kept for other engines", "num_leases"),
+    Reading(
+        _G, "penstock:kv_leased_blocks", "Number of KV blocks that are kept for other engines", "num_leased_blocks"
+    ),
 )
 _STATES = (
-    Reading(_G, "penstock:state_slots", "Slots for states of recurrent layers", "num_slots"),
-    Reading(_G, "penstock:state_slots_used", "Slots that running requests own or read", "num_used_slots"),
-    Reading(_G, "penstock:states_kept", "States that the prefix cache keeps", "num_kept"),
-    Reading(_C, "penstock:state_evictions", "States evicted from the prefix cache", "num_evictions"),
+    Reading(_G, "penstock:state_slots", "Number of slots for states of recurrent layers", "num_slots"),
+    Reading(_G, "penstock:state_slots_used", "Number of slots that running requests own or read", "num_used_slots"),
+    Reading(_G, "penstock:states_kept", "Number of states of recurrent layers that the prefix cache keeps", "num_kept"),
+    Reading(
+        _C,
+        "penstock:state_evictions",
+        "Number of states of recurrent layers that the prefix cache evicted",
+        "num_evictions",
+    ),
     Reading(
         _C,
         "penstock:state_recomputed_tokens",
-        "Prompt tokens recomputed because their keys and values were cached without a state",
+        "Number of prompt tokens recomputed because their keys and values were cached without a state",
         "num_recomputed_tokens",
     ),
 )
@@ -365,8 +427,10 @@ def engine_families(loads: Iterable[EngineLoad]) -> Iterator[Metric]:
     """Yield one family per metric, with one series per engine."""
     known = [((load.model, load.engine), load) for load in loads]
     yield from families(_STATS, [(labels, load.stats) for labels, load in known])
-    fraction = GaugeMetricFamily("penstock:load", "Requests running and waiting over max_num_seqs", labels=LABELS)
-    info = InfoMetricFamily("vllm:cache_config", "Size of the KV cache", labels=LABELS)
+    fraction = GaugeMetricFamily(
+        "penstock:load", "Number of running and waiting requests, divided by max_num_seqs", labels=LABELS
+    )
+    info = InfoMetricFamily("vllm:cache_config", "Constant 1; the labels have the size of the KV cache", labels=LABELS)
     for labels, load in known:
         if load.max_num_seqs:
             requests = load.stats.num_running_reqs + load.stats.num_waiting_reqs

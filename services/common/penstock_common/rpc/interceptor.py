@@ -354,8 +354,10 @@ class CallTelemetry:
 
     def __init__(self, registry: CollectorRegistry, tracer: Tracer | None = None) -> None:
         labels = ("grpc_type", "grpc_service", "grpc_method")
-        self._started = Counter("grpc_server_started", "Calls begun", labels, registry=registry)
-        self._handled = Counter("grpc_server_handled", "Calls ended", (*labels, "grpc_code"), registry=registry)
+        self._started = Counter("grpc_server_started", "Number of gRPC calls that began", labels, registry=registry)
+        self._handled = Counter(
+            "grpc_server_handled", "Number of gRPC calls that ended", (*labels, "grpc_code"), registry=registry
+        )
         self._tracer = tracer
 
     def started(self, method: str, kind: str, request: object, context: Context) -> CallEnd:

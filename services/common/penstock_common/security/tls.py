@@ -142,7 +142,7 @@ class Certificates(Collector):
         """Yield one metric family, which is empty without TLS."""
         family = GaugeMetricFamily(
             "penstock:certificate_expiry_timestamp_seconds",
-            "When a certificate ends, or the last of some authorities, in Unix seconds",
+            "Expiry time of a certificate, or of the last authority in a CA file, in Unix seconds",
             labels=["field"],
         )
         for field, seconds in self._all_ends().items():

@@ -124,7 +124,7 @@ class Failures:
         self._rights = RightsInUse()
         self._counter = Counter(
             "penstock_coordinator_kubernetes_failures",
-            "Requests that the Kubernetes API server refused or did not answer.",
+            "Number of requests that the Kubernetes API server refused or did not answer.",
             ["right", "reason"],
             registry=registry,
         )
