@@ -28,8 +28,8 @@ PROMPT, ANSWER = 128, 192
 
 
 def frequent_tokens(tokenizer: Tokenizer, seed: int, count: int) -> tuple[list[int], float]:
-    """Return the ``count`` most frequent tokens among the learned tokens of the training text, and the fraction of the
-    learned tokens that are among these tokens.
+    """Return the ``count`` most frequent tokens among the learned tokens of the training text. Also return the
+    fraction of the learned tokens that are among these tokens.
     """
     counts: Counter[int] = Counter(
         range(tokenizer.get_vocab_size())

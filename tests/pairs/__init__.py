@@ -1,1 +1,3 @@
-"""Every pair of an engine's features. An engine with both gives a plain engine's tokens, or refuses the pair by name."""
+"""Every pair of an engine's features. An engine with both features produces the same tokens as a plain engine, or
+refuses the pair.
+"""

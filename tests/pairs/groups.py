@@ -28,7 +28,7 @@ from tests.pairs.running import Pair, Sections, plain
 COUNT = 60
 """Number of tokens of an answer. The rank is killed before the last token."""
 NOT_OF_ENGINES = ("coordinator", "data_parallel")
-"""Configuration sections that ``RankGroup`` sets itself."""
+"""Configuration sections that ``RankGroup`` sets for each rank."""
 
 
 class GroupPair(Pair):

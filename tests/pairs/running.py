@@ -34,7 +34,7 @@ from tests.pairs.models import REGEX, Checkpoint
 Tokens = dict[str, list[int]]
 Sections = dict[str, dict[str, Any]]
 BLOCK_SIZE = 16
-"""Tokens per block. The kernels' decoder supports no smaller blocks."""
+"""Tokens per block. The decoder that uses the kernels supports no smaller blocks."""
 PLENTY = 400
 """Number of blocks, which suffices for all requests."""
 MOST_TOKENS = 64
@@ -43,7 +43,7 @@ HANDED_OVER_AFTER = 3
 
 
 def merged(*sections: Mapping[str, Mapping[str, Any]]) -> Sections:
-    """Merge the sections. A later value replaces an earlier one."""
+    """Merge configuration sections. A later value of a setting replaces an earlier value."""
     found: Sections = {}
     for each in sections:
         for name, settings in each.items():
@@ -125,7 +125,9 @@ class Pair:
             self.check_engine()
 
     def check_engine(self) -> None:
-        """Check that tokens are equal at first, with cached blocks, and when another engine resumes the requests."""
+        """Check that the tokens equal the plain engine's tokens: in the first run, with cached blocks, and when another
+        engine resumes the requests.
+        """
         expected = self.expected()
         engine = build_engine(self.checkpoint.path, **self.sections())
         try:

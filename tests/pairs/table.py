@@ -1,4 +1,4 @@
-"""Table of pairs. A pair is refused, equals another pair, or is compared with a plain engine by a test."""
+"""Table of pairs. A pair is refused, needs no separate test, or is compared with a plain engine by a test."""
 
 import itertools
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,14 @@ Two = frozenset[Feature]
 class Refused(msgspec.Struct, frozen=True):
     """A pair that is refused: the engine does not start, or refuses the request.
 
-    ``message`` is a regex for its error.
+    ``message`` is a regular expression for the error message.
     """
 
     message: str
 
 
 class SameAs(msgspec.Struct, frozen=True):
-    """A pair without a separate test, because it equals another pair or one feature alone."""
+    """A pair without a separate test, because another pair or one feature alone has the same test."""
 
     why: str
 
@@ -76,12 +76,14 @@ REFUSED: Mapping[Two, Refused] = _refused()
 
 SAME: Mapping[Two, SameAs] = {
     frozenset({Feature.GROUP, Feature.EXPERTS}): SameAs("Only the ranks of a data-parallel group can share experts."),
-    frozenset({Feature.PIPELINE, Feature.NODES}): SameAs("In the tests, each node is a stage of a pipeline."),
+    frozenset({Feature.PIPELINE, Feature.NODES}): SameAs("In the tests, each node is one stage of a pipeline."),
     **{
         frozenset(two): SameAs("An engine uses only one drafting method.")
         for two in itertools.combinations(sorted(DRAFTS), 2)
     },
-    frozenset({Feature.MTP, Feature.WINDOWS}): SameAs("Models with such a layer have no sliding windows."),
+    frozenset({Feature.MTP, Feature.WINDOWS}): SameAs(
+        "Models with a multi-token-prediction layer have no sliding windows."
+    ),
     frozenset({Feature.STRUCTURED, Feature.POOLING}): SameAs("Embedding requests have no output to constrain."),
 }
 

@@ -371,8 +371,7 @@ class Chunk(NamedTuple):
 
 
 MakeMessage: TypeAlias = Callable[[Sequence[TensorRef]], M]
-"""Function that creates a message when it is sent. Its argument is the list of references to the message's tensors, in
-order.
+"""Function that creates a message when it is sent. Its argument has the references to the message's tensors, in order.
 """
 
 WhichTensors: TypeAlias = Callable[[], Sequence[Buffer]]
