@@ -2,9 +2,9 @@
 and frontends compute equal hashes.
 
 A block's hash covers its parent's hash, its token IDs and its extra keys, so equal hashes mean equal prefixes. The hash
-is BLAKE2b with 128 bits. Every process computes equal hashes. The hash is strong enough that no client can craft a
-prompt that reads another tenant's blocks. (BLAKE2b takes 0.6 us for a block of 64 bytes of token IDs, half as long as
-BLAKE3.)
+is BLAKE2b with 128 bits. Every process computes the same hash for the same block. The hash is strong enough that no
+client can craft a prompt that reads another tenant's blocks. (BLAKE2b takes 0.6 us for a block of 64 bytes of token
+IDs, half as long as BLAKE3.)
 """
 
 import hashlib

@@ -77,7 +77,8 @@ def problem(
         trust_remote_code: Whether the checkpoint's own modeling code is used. If so, the architecture is not checked.
         tokenizer: Whether the checkpoint must have a tokenizer.
         weights: Whether the checkpoint must have weights.
-        media: Whether the checkpoint's media encoders must be supported. If not, only its text model is served.
+        media: Whether the checkpoint's media encoders must be supported. If not, only the checkpoint's text model is
+            served.
     """
     folder = Path(path).expanduser()
     try:

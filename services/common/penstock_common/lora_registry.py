@@ -25,7 +25,9 @@ class LoraHeld(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = 0
-    """Number that grows with every change. Among the reports of one incarnation, the highest version is the newest."""
+    """Version of this list of adapters, which grows with every change. Among the reports of one incarnation, the
+    highest version is the newest.
+    """
     active: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     max_loras: int = 0
@@ -53,9 +55,9 @@ class LoraAdapter(msgspec.Struct, frozen=True):
     """A LoRA adapter, as requests to engines specify it."""
 
     name: str
-    """Name for display. The content, not the name, identifies the adapter."""
+    """Name of the adapter for display. The adapter is identified by its content, not by its name."""
     path: str
-    """Directory on the engines' machines."""
+    """Directory of the adapter on the engines' machines."""
     digest: bytes = b""
     """BLAKE2b-128 hash of the adapter's config and tensors, computed by an engine. Empty until an engine has read the
     adapter's files.
@@ -91,7 +93,7 @@ class LoraRegistration(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def adapter(self) -> LoraAdapter:
-        """The adapter that requests send to engines."""
+        """The adapter in the form that requests to engines contain."""
         return LoraAdapter(self.name, self.path, self.digest)
 
     @property
@@ -161,7 +163,9 @@ class LoraRegistry:
         return iter(list(self._registrations.values()))
 
     def changes_since(self, place: int) -> list[tuple[int, LoraRegistration]]:
-        """Return the changes with a number above ``place``, in order, as pairs of number and registration."""
+        """Return the registrations whose change number is above ``place``, in order, as pairs of change number and
+        registration.
+        """
         changes: list[tuple[int, LoraRegistration]] = []
         for name, registration in reversed(self._registrations.items()):
             if self._places[name] <= place:

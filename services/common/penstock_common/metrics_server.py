@@ -30,7 +30,8 @@ _READ_TIMEOUT = 10.0
 MAX_CONNECTIONS = 32
 """Maximum number of open connections. Each connection has a thread.
 
-For a new connection above the limit, the oldest connection is closed. That is safe, because scrapes take milliseconds.
+For a new connection above the limit, the oldest connection is closed. Closing it is safe, because a scrape takes
+milliseconds.
 """
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE = 0.1
@@ -43,7 +44,7 @@ class MetricsServer:
     def __init__(
         self, config: MetricsConfig, registry: CollectorRegistry, certificates: Certificates | None = None
     ) -> None:
-        """Bind the port. Raises ConfigError if the port is in use.
+        """Bind the port of the metrics endpoint. Raises ConfigError if the port is in use.
 
         ``certificates`` receives the expiry times of this listener's certificates.
         """
@@ -70,7 +71,7 @@ class MetricsServer:
         get_logger().info("serving metrics", address=with_port(config.host, self._server.server_port))
 
     def stop(self) -> None:
-        """Close the port. Idempotent."""
+        """Close the port and stop serving metrics. Idempotent."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()

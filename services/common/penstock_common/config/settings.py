@@ -13,7 +13,9 @@ from penstock_common.errors import ConfigError, nearest
 # Sizes in bytes, in human-readable notation.
 
 ByteSize = Annotated[int, msgspec.Meta(extra={"kind": "bytes"})]
-"""A number of bytes. Files, flags and environment accept ``512MiB``, ``2GB`` or a plain integer."""
+"""Type of settings that are a number of bytes. Files, flags and environment accept ``512MiB``, ``2GB`` or a plain
+integer.
+"""
 
 PATTERN = r"^\s*[0-9]+(\.[0-9]+)?\s*([KMGTkmgt]([Ii]?[Bb])?|[Bb])?\s*$"
 """Regular expression for the input of ``parse_bytes``, for a JSON schema."""

@@ -27,7 +27,7 @@ from penstock_common.types.outputs import SchedulerStats
 
 
 def service_version() -> str:
-    """Return the version of the installed packages."""
+    """Return the version of the installed Penstock packages."""
     return importlib.metadata.version("penstock-common")
 
 
@@ -174,7 +174,7 @@ class Instrument(NamedTuple):
 
 
 class Instruments:
-    """The series of a table of metrics.
+    """The time series of a table of metrics.
 
     Args:
         registry: Registry of the metrics.

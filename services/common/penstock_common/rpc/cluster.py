@@ -84,7 +84,7 @@ def registrations_to_proto(
 
 
 def registrations_from_proto(message: pb.LoraRegistrations) -> list[LoraRegistration]:
-    """Return the registrations. Raises InvalidArgument for values that no frontend may send."""
+    """Return the LoRA registrations of a message. Raises InvalidArgument for values that no frontend may send."""
     count = len(message.registrations)
     if count > MAX_REGISTRATIONS:
         raise InvalidArgument(

@@ -37,10 +37,9 @@ def checked(field: str, number: int) -> int:
 
 
 def pauses_from_proto(message: pb.Pauses) -> Pauses:
-    """Return the pause state.
-
-    An unknown mode becomes the strongest mode. The mode is ignored if the group is not paused. Like all functions that
-    read group numbers, this function raises InvalidArgument.
+    """Return the pause state of a message. An unknown mode becomes the strongest mode. The mode is ignored if the group
+    is not paused. Like all functions that read group numbers, this function raises InvalidArgument for a number above
+    MAX_NUMBER.
     """
     pauses = from_message(message, Pauses)
     checked("pauses.number", pauses.number)
@@ -65,7 +64,7 @@ def group_to_proto(group: RankGroup, meetings: Mapping[str, str] = _NOWHERE) -> 
 
 
 def group_from_proto(message: pb.RankGroup) -> RankGroup:
-    """Return the group without its addresses."""
+    """Return the group of a message, without the addresses of its ranks."""
     return RankGroup(
         checked("group.epoch", message.epoch), tuple(member_from_proto(member) for member in message.members)
     )

@@ -305,8 +305,8 @@ def _message(given: Any) -> Any:
 
 
 def _readable(request: Any, kind: str) -> Any:
-    """Return the message, or the stream of messages. Raises the errors of ``checked``, for a stream while the stream is
-    read.
+    """Return the request message, or the stream of request messages. Raises the errors of ``checked``, for a stream
+    while the stream is read.
     """
     return CheckedMessages(request) if kind in ("client_stream", "bidi_stream") else checked(request)
 

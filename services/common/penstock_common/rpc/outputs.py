@@ -32,7 +32,7 @@ _NUMBER_BYTES = 4
 
 
 def fill_columns(message: pb.TokenColumns, columns: TokenColumns) -> None:
-    """Write the columns into an empty message."""
+    """Write token columns into an empty message."""
     message.request_numbers = _to_bytes(columns.request_numbers)
     message.offsets = _to_bytes(columns.offsets)
     message.counts = _to_bytes(columns.counts)
@@ -41,7 +41,9 @@ def fill_columns(message: pb.TokenColumns, columns: TokenColumns) -> None:
 
 
 def columns_from_proto(message: pb.TokenColumns) -> TokenColumns:
-    """Return the columns. Raises Internal if their lengths differ, because then no request can be found for a token."""
+    """Return the token columns of a message. Raises Internal if their lengths differ, because then no request can be
+    found for a token.
+    """
     columns = TokenColumns(
         request_numbers=_from_bytes(message.request_numbers, "request_numbers"),
         offsets=_from_bytes(message.offsets, "offsets"),
@@ -178,7 +180,7 @@ def taker(tensors: IncomingTensors) -> TakeTensor:
 
 
 def set_payload(message: tensor_pb2.Tensor, data: Buffer, place: Place | None) -> None:
-    """Set the location of a tensor's elements to ``place``. If ``place`` is None, write ``data`` inline."""
+    """Set the location of a tensor's elements in a message to ``place``. Without a place, write ``data`` inline."""
     match place:
         case None:
             message.inline = bytes(data)
@@ -267,7 +269,7 @@ def _every_row(embeds: PromptEmbeds) -> Buffer:
 
 
 def floats(vectors: Vectors) -> list[float]:
-    """Return the elements in row-major order."""
+    """Return the elements of a float tensor as floats, in row-major order."""
     elements = array("f", vectors.data)
     if sys.byteorder == "big":
         elements.byteswap()

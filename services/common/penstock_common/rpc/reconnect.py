@@ -49,7 +49,7 @@ def _refuses(address: str, within: float) -> bool:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=within, all_errors=True).close()
-    except ExceptionGroup as e:  # the group has one exception for each address of the host
+    except ExceptionGroup as e:  # the exception group has one exception for each address of the host
         return all(isinstance(error, ConnectionRefusedError) for error in e.exceptions)
     except (OSError, ValueError):
         return False

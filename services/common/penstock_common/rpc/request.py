@@ -35,8 +35,8 @@ def fill_context(message: pb.EngineCoreRequest, context: RequestContext) -> None
 
 
 def context_from_proto(message: pb.EngineCoreRequest) -> RequestContext:
-    """Return the context. Unset fields get the defaults of RequestContext. Raises InvalidArgument if ``time_left`` is
-    not finite.
+    """Return the request context of a message. Unset fields get the defaults of RequestContext. Raises InvalidArgument
+    if ``time_left`` is not finite.
     """
     kv = KvParams(lease=message.lease_kv, params=message.kv_transfer_params)
     return from_message(message, RequestContext, lora="", deadline=_deadline(message), kv=kv)
@@ -152,7 +152,7 @@ _MODALITIES: dict[str, Modality] = {modality: modality for modality in MODALITIE
 
 
 def modality_from_proto(text: str, *, path: str) -> Modality:
-    """Return the modality with this name. Raises InvalidArgument if the name is unknown."""
+    """Return the media modality with this name. Raises InvalidArgument if the name is unknown."""
     known = _MODALITIES.get(text)
     if known is None:
         raise InvalidArgument(f"{path} is {quoted(text)}; known: {', '.join(MODALITIES)}", field=path)
@@ -162,7 +162,7 @@ def modality_from_proto(text: str, *, path: str) -> Modality:
 def tensor_from_proto(
     message: tensor_pb2.Tensor, *, path: str, take: TakeTensor | None = None, shared: TakeShared | None = None
 ) -> TensorData:
-    """Return the tensor. Raises the errors of ``take`` and ``shared``.
+    """Return the tensor of a message. Raises the errors of ``take`` and ``shared``.
 
     Args:
         message: The message of the tensor.

@@ -19,7 +19,9 @@ _AMOUNTS = {
 
 
 def from_proto(message: stats_pb2.SchedulerStats, *, path: str = "scheduler_stats") -> SchedulerStats:
-    """Return the statistics. Raises InvalidArgument for impossible values, and for more than MAX_HELD adapters."""
+    """Return the scheduler statistics of a message. Raises InvalidArgument for impossible values, and for more than
+    MAX_HELD adapters.
+    """
     stats = from_message(message, SchedulerStats)
     _check(stats, path)
     if stats.lora is not None:

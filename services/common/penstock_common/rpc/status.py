@@ -39,7 +39,7 @@ def to_status(error: RequestFailed) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext[object, object], error: RequestFailed) -> NoReturn:
-    """End the call with the error's status and details. Raises CancelledError if the client has disconnected."""
+    """End a gRPC call with the status and details of ``error``. Raises CancelledError if the client has left."""
     status = to_status(error)
     details = ((DETAILS_KEY, status.SerializeToString()),)
     try:

@@ -43,7 +43,9 @@ class WatchedFiles(Generic[T]):
         self._value = read()
 
     def current(self) -> T:
-        """Return the value of the current files. If these are unusable, return the value of the last usable files."""
+        """Return the value of the current files. If the current files are unusable, return the value of the last usable
+        files.
+        """
         stamps = self._stamps()
         with self._lock:
             # Unusable files may become usable without a change, for example a certificate that was not valid yet.

@@ -91,7 +91,8 @@ def check_internal_port(
     tls_field: str = "",
     secret_field: str = SECRET_SETTING,
 ) -> None:
-    """Refuse an internal port that other machines can reach without authentication. Loopback addresses are allowed.
+    """Raise ConfigError for an internal port that other machines can reach without authentication. Loopback addresses
+    are allowed.
 
     Args:
         host: The address or name to which the port binds.

@@ -118,7 +118,9 @@ class Certificates(Collector):
                 get_logger().error("certificate has expired", field=field, ended=_utc(ends[field]))
 
     def handshake(self, field: str, ends: Mapping[str, float]) -> None:
-        """Record that a client starts a handshake with a listener. Logs an expired certificate, at most once a minute."""
+        """Record that a client starts a handshake with a listener. If the listener's certificate has expired, log this
+        at most once a minute.
+        """
         end, now = ends.get("certificate"), time.time()
         if end is None or now < end:
             return
@@ -213,7 +215,7 @@ def watched_material(
 
 
 def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMaterial:
-    """Read and check the files.
+    """Read and check the TLS files.
 
     Raises ConfigError, naming field and path, if a file is missing, unreadable or not PEM. Also raises ConfigError if a
     certificate has expired or is not valid yet, or if the key does not belong to the certificate.

@@ -173,7 +173,7 @@ class IncomingTensors:
         announced: bool = False,
         pool: TensorPool | None = None,
     ) -> None:
-        """Create an empty store.
+        """Create an empty buffer.
 
         Args:
             max_bytes: Maximum bytes of all tensors.
@@ -201,7 +201,7 @@ class IncomingTensors:
         return self.num_bytes + _TRANSFER_BYTES * len(self._transfers)
 
     def add(self, transfer_id: int, offset: int, data: bytes, *, size: int = 0) -> None:
-        """Store a chunk. After an error, further chunks of the tensor are dropped.
+        """Store a chunk of a tensor. After an error, further chunks of the tensor are dropped.
 
         ``size`` is the tensor's size in bytes, as announced by its first chunk.
         """
@@ -382,7 +382,7 @@ The function is called when the message is queued, and again when the message is
 
 
 def no_tensors() -> Sequence[Buffer]:
-    """Return no tensors."""
+    """Return no tensors, for messages without tensors in chunks."""
     return ()
 
 

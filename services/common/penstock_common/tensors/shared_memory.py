@@ -87,7 +87,7 @@ class SegmentWriter:
         self._tried_again_at = -math.inf
 
     def write(self, data: Buffer) -> SegmentRef | None:
-        """Create a segment with these bytes.
+        """Create a shared memory segment with these bytes.
 
         Returns None if the limit is reached or the creation fails. The caller then sends the tensor in another way.
         """
@@ -374,7 +374,7 @@ class Arena:
         self._free.append(offset // self.slot_bytes)
 
     def close(self) -> None:
-        """Free the memory. Idempotent."""
+        """Free the arena's shared memory. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1

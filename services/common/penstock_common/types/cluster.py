@@ -12,7 +12,7 @@ from penstock_common.types.data_parallel import GroupRegistration, PoolGroup
 from penstock_common.types.kv_transfer import EngineRole
 
 DEFAULT_POOL = "default"
-"""Pool of engines that name no pool."""
+"""Name of the pool of engines whose configuration names no pool."""
 
 
 class EngineState(enum.IntEnum):
@@ -166,8 +166,8 @@ def difference(before: Iterable[EngineStatus], after: Iterable[EngineStatus]) ->
 
 
 def changed_by(engines: Iterable[EngineStatus], delta: ViewDelta) -> tuple[EngineStatus, ...]:
-    """Return the engines after the delta, sorted by index. Raises ValueError if the delta does not apply to
-    ``engines``.
+    """Return the engines of the view after the delta is applied, sorted by index. Raises ValueError if the delta does
+    not apply to ``engines``.
     """
     by_index = {engine.index: engine for engine in engines}
     for index in delta.removed:

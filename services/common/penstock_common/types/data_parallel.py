@@ -53,11 +53,13 @@ class Pauses(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False)
         return self.number % 2 == 1
 
     def pause(self, mode: PauseMode) -> "Pauses":
-        """Return the state after a pause. If the group is already paused, the stronger of the two modes applies."""
+        """Return the pause state after one more pause. If the group is already paused, the stronger of the two modes
+        applies.
+        """
         return Pauses(self.number, max(self.mode, mode)) if self.on else Pauses(self.number + 1, mode)
 
     def resume(self) -> "Pauses":
-        """Return the state after a resume. If the group is not paused, the state is unchanged."""
+        """Return the pause state after a resume. If the group is not paused, the state is unchanged."""
         return Pauses(self.number + 1) if self.on else self
 
 
@@ -157,8 +159,8 @@ class PrepareFailed(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class RankReport(msgspec.Struct, frozen=True, cache_hash=True):
-    """Rank to coordinator: progress of the rank. Sent at registration, after an epoch's first exchange, and to renew
-    leases.
+    """Rank to coordinator: progress of the rank. The rank sends this report at registration, after an epoch's first
+    exchange, and to renew leases.
     """
 
     engine: str

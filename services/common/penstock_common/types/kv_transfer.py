@@ -21,7 +21,9 @@ class KvMedium(enum.IntEnum):
 
 
 class EngineRole(enum.IntEnum):
-    """Preferred use of an engine. Values equal ``penstock.common.v1.EngineRole``."""
+    """Phase for which frontends prefer an engine: prefill, decode or both. Values equal
+    ``penstock.common.v1.EngineRole``.
+    """
 
     BOTH = 1
     PREFILL = 2
@@ -53,10 +55,10 @@ class KvGroup(msgspec.Struct, frozen=True):
 
 
 class KvLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """Layout of blocks. On both ends of a transfer, all fields except ``numerics`` must be equal.
+    """Layout of KV blocks in memory. On both ends of a transfer, all fields except ``numerics`` must be equal.
 
     Attributes:
-        order: Name of the order of the numbers in a block. The attention backend defines the name.
+        order: Name of the memory order of the numbers in a block. The attention backend defines the name.
         shard: Index of this shard among ``num_shards``.
         numerics: Kernels and CPU instructions in use. Engines with equal values compute bit-identical results.
         fingerprint: 16 bytes that identify the weights and all fields except numerics.

@@ -39,7 +39,7 @@ class Logprobs(msgspec.Struct):
         return len(self.offsets) - 1
 
     def add(self, token_ids: list[int], logprobs: list[float], ranks: list[int]) -> None:
-        """Append one position with these entries."""
+        """Append one position, whose entries have these values."""
         self.token_ids += token_ids
         self.logprobs += logprobs
         self.ranks += ranks
@@ -220,7 +220,7 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill statistics, sent once with the first output of an attempt. Counts are tokens."""
+    """Numbers of prompt tokens, by the source of their KV. Sent once, with the first output of an attempt."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -256,7 +256,7 @@ class SpecDecodingStats(msgspec.Struct, kw_only=True):
             per_pos[place] += 1
 
     def copy(self) -> "SpecDecodingStats":
-        """Return a copy of the counts."""
+        """Return a copy of these statistics."""
         return msgspec.structs.replace(self, num_accepted_tokens_per_pos=[*self.num_accepted_tokens_per_pos])
 
 
@@ -411,7 +411,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     media: MediaStats | None = None
     """Media statistics, or None if the engine supports no media."""
     kv_transfer: KvTransferStats | None = None
-    """Statistics of KV transfers. None if the engine neither loads blocks nor keeps blocks for other engines."""
+    """Statistics of KV blocks that the engine loads, or keeps for other engines. None if the engine neither loads
+    blocks nor keeps blocks for other engines.
+    """
     states: StateStats | None = None
     """Use of the slots for recurrent states, or None if the model has no recurrent layers."""
 
@@ -460,7 +462,7 @@ class LoraLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of an engine on a session: its identity and its limits. Lengths are in tokens.
+    """The first message of an engine on a session: its identity and its limits. All lengths are numbers of tokens.
 
     Attributes:
         hidden_size: Number of dimensions of a prompt embedding. 0 if not supported, None if unknown.

@@ -52,7 +52,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, kw_only=True, weakref=True):
 
     @property
     def row_bytes(self) -> int:
-        """Size of a vector in bytes."""
+        """Size in bytes of the embedding of one position."""
         return self.hidden_size * ELEMENT_BYTES[self.dtype]
 
     def last(self, count: int) -> "PromptEmbeds | None":

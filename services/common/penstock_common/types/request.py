@@ -24,7 +24,7 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """
 
     external_request_id: str = ""
-    """ID of the request for the client. If the client sent no ID, the frontend generates one."""
+    """ID by which the client knows the request. If the client sent no ID, the frontend generates one."""
     model: str = ""
     """Model that the client asked for. Empty means the served model.
 
@@ -62,7 +62,9 @@ class RequestContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class PoolingTask(enum.IntEnum):
-    """Result to compute from the hidden states. Values equal ``penstock.common.v1.PoolingTask``."""
+    """Task of a pooling request: the result to compute from the hidden states. Values equal
+    ``penstock.common.v1.PoolingTask``.
+    """
 
     EMBED = 1
     CLASSIFY = 2
@@ -116,7 +118,9 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     request_id: str
     """Request ID, unique among the requests of a frontend and equal in every attempt."""
     prompt_token_ids: list[int]
-    """Prompt tokens, never output tokens. An ID is ignored at positions where ``prompt_embeds`` has a vector."""
+    """Token IDs of the prompt, without output tokens of earlier attempts. An ID is ignored at positions where
+    ``prompt_embeds`` has a vector.
+    """
     sampling_params: SamplingParams = NO_SAMPLING
     """Sampling parameters, ignored if ``pooling_params`` is set."""
     pooling_params: PoolingParams | None = None

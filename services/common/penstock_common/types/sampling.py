@@ -65,7 +65,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def constrains(self) -> bool:
-        """Whether a constraint is set."""
+        """Whether a constraint on the output is set."""
         return bool(self._given)
 
     @property
@@ -177,7 +177,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class Bounds(NamedTuple):
-    """Range of a parameter. If ``above`` is True, ``low`` itself is refused."""
+    """Range of a sampling parameter. If ``above`` is True, ``low`` itself is refused."""
 
     low: float
     high: float = math.inf
@@ -217,7 +217,8 @@ BOUNDS = {
     "num_speculative_tokens": Bounds(0, MAX_SPECULATIVE_TOKENS),
     "thinking_token_budget": Bounds(0),
 }
-"""Bounds of numeric parameters. Services that know the model or configured limits check stricter bounds."""
+"""Bounds of the numeric sampling parameters. Services that know the model or configured limits check stricter bounds.
+"""
 _LOGIT_BIAS = Bounds(-100.0, 100.0)
 
 
