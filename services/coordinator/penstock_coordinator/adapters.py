@@ -15,7 +15,7 @@ from penstock_coordinator.config import LoraNamesConfig
 
 
 class _Model(msgspec.Struct, eq=False):
-    """Adapters of one model.
+    """Adapter names of one model, and the number of the model's frontends.
 
     Attributes:
         registry: Registered adapter names.
@@ -39,7 +39,7 @@ class AdapterLink:
         self._refused: list[LoraRefusal] = []
 
     def hear(self, registrations: Iterable[LoraRegistration]) -> None:
-        """Process registrations that the frontend has sent."""
+        """Process the adapter registrations that the frontend has sent."""
         changed, refused = self._adapters.take(self.model, self._gossip, registrations)
         self._refused = (self._refused + refused)[:MAX_REGISTRATIONS]
         if changed:
@@ -138,7 +138,7 @@ class Adapters:
         return changed, refused
 
     def changed(self, model: str) -> None:
-        """Wake the streams of a model."""
+        """Wake the streams of the frontends of a model."""
         for link in self._links:
             if link.model == model:
                 link.wake()

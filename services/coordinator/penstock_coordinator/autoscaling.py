@@ -71,7 +71,7 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     load: float
     """Number of requests that run or wait on an engine, divided by the number that the engine can run at once."""
     kv_cache_usage: float
-    """Fraction of the KV cache in use."""
+    """Fraction of an engine's KV cache that is in use."""
     slots: int
     """Number of requests that an engine can run at once. This number is used for pools without engines."""
 

@@ -33,7 +33,7 @@ class Frontend(msgspec.Struct):
 class Frontends:
     """Connected frontends, by id.
 
-    Only reports on the latest stream of a frontend count. Reports on older streams are ignored.
+    Only reports on the latest stream of a frontend are used. Reports on older streams are ignored.
     """
 
     def __init__(self) -> None:

@@ -308,7 +308,7 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         return self._with(recovering=False, unsettled=False)._decide(anew=self.unsettled)
 
     def repeat(self) -> tuple[Self, Sent]:
-        """Send messages again that may have been lost. Called periodically."""
+        """Return the messages to send again, because they may have been lost. Called periodically."""
         return self, () if self.recovering else self._outstanding()
 
     # The event methods use the methods below.

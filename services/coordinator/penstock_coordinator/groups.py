@@ -35,7 +35,7 @@ class Outbox:
         self._there = asyncio.Event()
 
     def put(self, message: StartDpWave | Reconfigure) -> None:
-        """Add a message."""
+        """Add a message to the rank."""
         self._messages.append(message)
         self._there.set()
 
@@ -108,7 +108,7 @@ class GroupOfPool:
             )
 
     def register(self, registration: GroupRegistration, now: float) -> None:
-        """Register a rank, which may already be registered. The first rank sets the group's size."""
+        """Register a rank, which may already be registered in this group. The first rank sets the group's size."""
         if not self._machine.known:
             self.config = registration.parallel_config
             self._max_size = registration.max_size
@@ -168,7 +168,7 @@ class GroupOfPool:
         self._then(self._machine.gone(rank), now)
 
     def repeat(self, now: float) -> None:
-        """Send messages again that may have been lost. Called periodically."""
+        """Send the messages again that may have been lost on the way to ranks. Called periodically."""
         self._then(self._machine.repeat(), now)
 
     def scale(self, size: int, now: float) -> int:

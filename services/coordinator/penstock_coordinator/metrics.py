@@ -40,7 +40,7 @@ class CoordinatorMetrics(Instruments):
             self.series(_BYTES, kind)
 
     def update(self, view: ClusterView, frontends: Frontends) -> None:
-        """Update the gauges with the current values."""
+        """Update the gauges with the current engines and frontends."""
         by_state = collections.Counter(engine.state for engine in view.engines)
         for state in EngineState:
             self.series(_ENGINES, state.name.lower()).set(by_state[state])

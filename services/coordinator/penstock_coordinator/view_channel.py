@@ -16,8 +16,8 @@ from penstock_common.types.cluster import ClusterView, EngineStatus, ViewDelta, 
 # The class below computes the report interval of engines, and the interval between two views.
 
 _STEP = 1.25
-"""Ratio between two consecutive values of the report interval. The interval has only these values, so most changes of a
-pool's size do not change the interval.
+"""Ratio between two consecutive possible values of the report interval. The interval has only these values, so most
+changes of a pool's size do not change the interval.
 """
 _CHANGES_PER_VIEW = 10
 _SHORTEST = 0.01
@@ -28,8 +28,8 @@ _MOST_BETWEEN_CHANGES = 0.1
 class Pace(msgspec.Struct, frozen=True):
     """Report intervals and view intervals in seconds. Both intervals grow with the number of engines.
 
-    Longer report intervals limit the number of reports per second. Views are sent at most as often as their engines
-    report.
+    Longer report intervals limit the number of reports per second. The coordinator sends views at most as often as the
+    engines report.
     """
 
     view_interval: float
@@ -239,7 +239,7 @@ class ViewReader:
         self._woken.set()
 
     async def woken(self) -> None:
-        """Wait for ``wake``."""
+        """Wait until ``wake`` is called."""
         await self._woken.wait()
         self._woken.clear()
 
@@ -258,7 +258,7 @@ def _rest(view: ClusterView) -> ClusterView:
 
 
 class Views:
-    """Channels by subscription. A channel exists as long as it has readers."""
+    """View channels of all frontends, by subscription. A channel exists as long as the channel has readers."""
 
     def __init__(self, pace: Pace, encoder: Encoder, *, first_at: float) -> None:
         self._pace = pace

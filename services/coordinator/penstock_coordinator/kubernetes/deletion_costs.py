@@ -14,7 +14,7 @@ from penstock_coordinator.kubernetes.errors import Failures, KubernetesError, Ri
 _PARTS = 1024
 """Deletion cost of a fully loaded engine."""
 _MOST = 2**30
-"""Maximum cost. The limit exists because costs are 32-bit numbers."""
+"""Maximum deletion cost. The limit exists because costs are 32-bit numbers."""
 
 
 class CostPatch(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class DeletionCosts:
         self._gone: set[str] = set()
 
     def due(self, view: ClusterView, now: float) -> Sequence[CostPatch]:
-        """Return the costs to write now. Forget engines that are no longer in the view."""
+        """Return the deletion costs to write now. Forget engines that are no longer in the view."""
         self._forget({engine.engine_id for engine in view.engines})
         due = []
         for engine in view.engines:
@@ -58,11 +58,11 @@ class DeletionCosts:
         return sorted(due, key=lambda patch: self._tried_at.get(patch.pod, -math.inf))
 
     def tried(self, pod: str, now: float) -> None:
-        """Record an attempt to write a cost."""
+        """Record an attempt to write the deletion cost of a pod."""
         self._tried_at[pod] = now
 
     def written(self, patch: CostPatch, now: float) -> None:
-        """Record that a cost was written."""
+        """Record that the deletion cost of a pod was written."""
         self._written[patch.pod] = (patch.cost, now)
 
     def gone(self, pod: str) -> None:
@@ -76,7 +76,8 @@ class DeletionCosts:
 
 
 def deletion_cost(engine: EngineStatus, slots: int) -> int:
-    """Return 0 for an idle engine. For other engines, return the engine's load, rounded up to a power of two.
+    """Return the deletion cost of an engine's pod: 0 for an idle engine, else the engine's load, rounded up to a power
+    of two.
 
     Rounding avoids frequent changes of the cost. ``slots`` is the number of requests that the engine can run at once,
     if the engine does not report this number.
@@ -122,7 +123,7 @@ class CostWriter:
         self._costs = DeletionCosts(interval=INTERVAL, slots=slots)
 
     async def write_due(self) -> None:
-        """Write the costs that are due. Stop at the first write that fails."""
+        """Write the deletion costs that are due. Stop at the first write that fails."""
         view = self._view()
         if view is None or not self._failures.due(Right.PATCH_PODS):
             return

@@ -14,7 +14,7 @@ from penstock_coordinator.cluster import Clock
 
 
 class WorkloadKind(enum.Enum):
-    """Kind of a workload. The values are the names in logs."""
+    """Kind of a Kubernetes workload. The values are the names of the kinds in logs."""
 
     DEPLOYMENT = "deployment"
     LEADER_WORKER_SET = "leader_worker_set"
@@ -34,7 +34,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 _FIRST_DELAY = 1.0
 _LONGEST_DELAY = 60.0
-"""Maximum delay between two attempts in seconds. The delay doubles after each failure."""
+"""Maximum delay in seconds between two uses of a permission that fails. The delay doubles after each failure."""
 
 
 class Right(enum.Enum):

@@ -33,7 +33,7 @@ class KubernetesLink:
         self._api = None
         self._writing: list[asyncio.Task[None]] = []
         if config.enabled:
-            from penstock_coordinator.kubernetes.api import KubernetesApi  # the import takes seconds and 30 MiB
+            from penstock_coordinator.kubernetes.api import KubernetesApi  # this import takes seconds and 30 MiB
 
             self._api = KubernetesApi.in_cluster()
         self._failures = Failures(registry, "" if self._api is None else self._api.namespace, clock)

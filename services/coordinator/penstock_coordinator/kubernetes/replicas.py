@@ -135,8 +135,8 @@ class GroupPods:
     """Adjusts the StatefulSets of groups to the groups' numbers of ranks, in the background.
 
     Pods are added as soon as the target number of ranks is higher. The last pods are removed when none of their ranks
-    is in the group any more. A number of pods is written only when the needed number changes. A manual change of the
-    StatefulSet therefore stays until the next change of the needed number.
+    is in the group any more. The coordinator writes a StatefulSet's number of pods only when the needed number changes.
+    A manual change of the StatefulSet therefore stays until the next change of the needed number.
     """
 
     def __init__(
@@ -150,7 +150,9 @@ class GroupPods:
         self._written: dict[str, int] = {}
 
     async def write_due(self) -> None:
-        """Write the numbers of pods that differ from the last written numbers. Failed writes are retried later."""
+        """Write the StatefulSets' numbers of pods that differ from the last written numbers. Failed writes are retried
+        later.
+        """
         view = self._view()
         for group in () if view is None else view.groups:
             name = self._config.stateful_sets.get(group.pool)

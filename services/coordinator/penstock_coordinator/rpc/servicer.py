@@ -91,7 +91,7 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
         service_pb2_grpc.add_CoordinatorServiceServicer_to_server(self, adding)
 
     def stop(self) -> None:
-        """End all current and later streams."""
+        """End all streams of engines and frontends, now and later."""
         self._stopping.set()
 
     async def EngineSession(
