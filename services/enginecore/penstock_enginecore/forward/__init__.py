@@ -1,1 +1,3 @@
-"""Forward passes: transformers' modules as reference, and faster decoders. ``build.py`` chooses one and checks its results."""
+"""Forward passes of models: one that runs transformers' modules, which is the reference, and faster decoders.
+``build.py`` chooses a forward pass and compares its results with the reference.
+"""

@@ -1,4 +1,6 @@
-"""Layers of a model, without its head. Pooling uses the hidden states of the last layer."""
+"""Forward pass of a pooling model: the layers of the model without its head. Pooling uses the hidden states of the last
+layer.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -39,14 +41,15 @@ _FIRST: IntArray = np.zeros(1, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class BackboneBatch:
-    """Tokens of a step in a flat batch on the host, prompt after prompt. Integer arrays are int64 ``[tokens]``.
+    """Tokens of a step, in flat arrays on the host that join the tokens of all prompts. Integer arrays are int64
+    ``[tokens]``.
 
     Attributes:
         token_ids: Ids of the tokens.
         positions: Positions of the tokens in their prompts.
         token_types: For encoder models, 1 for tokens of the second text of a pair, otherwise 0.
         query_start_loc: int64 ``[prompts + 1]``: index of the first token of each prompt, and the number of tokens.
-        attention: One entry per KV cache group.
+        attention: Attention metadata of each KV cache group.
         segments: Ranges of tokens with LoRA adapters.
         embedded: Media input of decoders, as in ``ForwardBatch``.
         rope_positions: Media input of decoders, as in ``ForwardBatch``.
@@ -87,7 +90,7 @@ class Backbone:
     Args:
         specs: Memory needs of the layers.
         backend: Computes attention.
-        packed_bytes: Bytes that modules use in addition to their parameters.
+        packed_bytes: Size in bytes of packed weights that modules hold in addition to their parameters.
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
         adapted: Computes LoRA adapters in device slots, or None to compute them with torch.
         state_kernels: Kernels of recurrent layers, or None to compute them with torch.
@@ -130,7 +133,7 @@ class Backbone:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's parameters and of packed weights."""
+        """Size in bytes of the model's parameters and packed weights."""
         return module_bytes(self._model.module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
@@ -142,7 +145,9 @@ class Backbone:
         return self._states.memory
 
     def bind_states(self, layers: StateLayers) -> None:
-        """Use these states from now on. An empty dictionary releases the current states."""
+        """Keep recurrent states in the memory ``layers`` from now on. An empty dictionary drops the references to the
+        current memory.
+        """
         self._states.bind(layers)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
@@ -165,15 +170,15 @@ class Backbone:
             return hidden_states(self._model, batch, context, self.device)
 
     def _adding(self, batch: BackboneBatch) -> AbstractContextManager[None]:
-        """Return a context in which the modules add the adapters' outputs."""
+        """Return a context in which the modules add the outputs of the LoRA adapters of ``batch`` to their own outputs."""
         if self._slots is None:
             return self._adapted.step(batch.segments, NO_ROWS)
         self._slots.allocate()
         return self._slots.step(batch.segments, NO_ROWS, len(batch.token_ids))
 
     def classifying(self, digest: bytes) -> AbstractContextManager[None]:
-        """Return a context in which the model's head is called for a prompt with this adapter. An empty digest means no
-        adapter.
+        """Return a context in which the model's head must be called for a prompt that uses the LoRA adapter ``digest``.
+        An empty digest means no adapter.
         """
         segments = [LoraSegment(digest, 0, 1)] if digest else []
         if self._slots is None:
@@ -181,20 +186,20 @@ class Backbone:
         return self._slots.step(segments, _FIRST, 0)
 
     def release_adapters(self) -> None:
-        """Free the adapters' memory on the device until the next step."""
+        """Free the device memory of LoRA adapters. The next step allocates the memory again."""
         if self._slots is not None:
             self._slots.release()
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Prepare an adapter for the modules that it names; see ``AdaptedForward``."""
+        """Prepare a LoRA adapter for the modules that the adapter changes; see ``AdaptedForward``."""
         return (self._slots or self._adapted).prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Add an adapter. Call it only between steps."""
+        """Add a LoRA adapter to all modules that the adapter changes. Call this method only between steps."""
         self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
-        """Remove an adapter from all modules."""
+        """Remove a LoRA adapter from all modules."""
         (self._slots or self._adapted).remove(digest)
 
 
@@ -220,7 +225,9 @@ def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> B
 
 
 def probe_states(backbone: Backbone, probe: Probe) -> torch.Tensor:
-    """Return hidden states ``[tokens, hidden size]`` of ``probe``. Leaves ``backbone`` without a KV cache and states."""
+    """Return the hidden states ``[tokens, hidden size]`` of ``probe``. Afterwards ``backbone`` has no KV cache and no
+    memory for states.
+    """
     metadata = probe.metadata
     batch = BackboneBatch(
         token_ids=probe.token_ids,

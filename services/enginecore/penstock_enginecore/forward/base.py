@@ -31,7 +31,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# Additional inputs that steps of multimodal models have.
+# Inputs that only the steps of multimodal models have.
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class MediaDemands:
     """Additional inputs that the steps of a multimodal model need; see ``ForwardBatch`` and ``AttentionMetadata``.
 
     Attributes:
-        sections: Whether some steps have ``rope_positions``.
-        num_deepstack: Number of layers in the steps' ``deepstack``, or 0 for none.
-        spans: Whether some steps have ``key_ends``.
+        sections: Whether some steps have ``rope_positions``, for rotary embeddings with sections.
+        num_deepstack: Number of layers in ``ForwardBatch.deepstack``, or 0 if steps have no ``deepstack``.
+        spans: Whether some steps have ``key_ends``, for images with bidirectional attention.
     """
 
     sections: bool = False
@@ -87,10 +87,10 @@ def demands_of(model: LoadedModel) -> MediaDemands:
 
 @dataclass(frozen=True, slots=True)
 class FedTokens:
-    """Tokens that the device has sampled and the host has not received yet.
+    """Input tokens of a step that the device has sampled and the host has not received yet.
 
     Attributes:
-        newest: int32, the newest token of each row, on the device.
+        newest: int32 on the device, the newest token of each request row.
         places: int64 ``[n]``, indices of these tokens in the flat batch.
         rows: int64 ``[n]``, rows of ``newest`` that contain these tokens.
     """
@@ -100,19 +100,19 @@ class FedTokens:
     rows: IntArray
 
     def write(self, token_ids: torch.Tensor) -> None:
-        """Write the tokens into ``token_ids`` ``[tokens]``, an integer tensor on the device."""
+        """Write the ids of these tokens into ``token_ids`` ``[tokens]``, an integer tensor on the device."""
         places, rows = to_device(np.stack([self.places, self.rows]), token_ids.device)
         token_ids.index_copy_(0, places, self.newest.index_select(0, rows).to(token_ids.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Sampling on the device, directly after it has computed a step's logits.
+    """Arguments for sampling on the device, directly after the device has computed a step's logits.
 
     Attributes:
-        draws: Sampling parameters of the rows that get logits.
-        newest: int32, receives the chosen tokens. The last entry belongs to no request.
-        kept_rows: int64 ``[rows]``, rows of ``newest`` to write.
+        draws: Sampling parameters of the rows of logits.
+        newest: int32 tensor that receives the sampled tokens. Its last entry belongs to no request.
+        kept_rows: int64 ``[rows]``, for each row of logits the index in ``newest`` to write.
     """
 
     draws: PlainDraws
@@ -122,16 +122,18 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """Tokens of a step, flat, on the host.
+    """Tokens of a step, in flat arrays on the host that join the tokens of all requests.
 
     Attributes:
         token_ids: int64 ``[tokens]``.
         positions: int64 ``[tokens]``.
-        attention: One entry per KV cache group.
+        attention: Attention metadata of each KV cache group.
         embedded: ``[tokens, hidden size]``, replaces the token ids if some inputs are embeddings. The caller creates
             this tensor with ``ForwardPass.embed`` and then changes rows. The pass may overwrite the tensor.
-        fed: Tokens whose ids are not in ``token_ids`` yet. Never set together with ``embedded``.
-        choice: Sampling for a pass that can sample itself. Other passes leave sampling to the caller.
+        fed: Tokens whose ids are only on the device, so ``token_ids`` does not contain these ids. Never set together
+            with ``embedded``.
+        choice: Sampling arguments for a forward pass that can sample. Other forward passes ignore ``choice``, and the
+            caller samples.
         segments: Ranges of tokens with LoRA adapters, for an ``AdaptedForward``.
         rope_positions: int64 ``[3, tokens]``, time, height and width positions for rotary embeddings with sections (M-RoPE).
             If None, all three are ``positions``.
@@ -158,8 +160,8 @@ class ForwardOutput:
 
     Attributes:
         logits: ``[rows, vocab]``.
-        states: Input for ``ForwardPass.head``, or None if ``keep_states`` was false.
-        launched: The sampled tokens, or None if the pass did not sample.
+        states: Argument for ``ForwardPass.head``, or None if ``keep_states`` was false.
+        launched: The sampled tokens, or None if the forward pass did not sample.
         hidden: ``[tokens, layers * hidden size]``, the hidden states that ``ForwardPass.keep_hidden`` selected,
             concatenated. Each pass returns a new tensor.
     """
@@ -172,14 +174,14 @@ class ForwardOutput:
 
 @dataclass(frozen=True, slots=True)
 class ChainedDraws:
-    """Sampling parameters for tokens after the first requests of a step (see ``ChainedForward``). Filters are not
-    supported.
+    """Sampling parameters for the tokens that ``ChainedForward.chain`` samples for the first requests of a step.
+    Filters (min_p, top_k, top_p) are not supported.
 
     Attributes:
-        counts: int64 ``[requests]``, tokens to sample per request: at least 1, and in descending order.
+        counts: int64 ``[requests]``, number of tokens to sample for each request: at least 1, and in descending order.
         temperature: float32 ``[requests]``, 0 is greedy.
-        uniforms: float64 ``[counts[0], requests]``.
-        vocab_size: Number of logits to sample from.
+        uniforms: float64 ``[counts[0], requests]``, random numbers for the sampled tokens.
+        vocab_size: Number of logits per row to sample from.
     """
 
     counts: IntArray
@@ -190,47 +192,56 @@ class ChainedDraws:
 
 @runtime_checkable
 class ChainedForward(Protocol):
-    """Optional interface of a pass that continues from its own sampled tokens, without a call per step."""
+    """Optional interface of a forward pass that can compute several steps in one call, each from the tokens that the
+    previous step sampled.
+    """
 
     @property
     def chains(self) -> bool:
-        """Whether the pass supports ``chain`` for its model."""
+        """Whether the forward pass supports ``chain`` for its model."""
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
-        """Compute a step's tokens, sample a token for each of its first requests, compute these tokens, and so on.
+        """Compute a step's tokens, sample a token for each of the step's first ``requests`` requests, compute these
+        tokens, and so on.
 
-        The last sampled tokens are not computed. The block tables must cover all sampled tokens. Returns the tokens,
-        int64 ``[counts[0], requests]``, with 0 where a request wants no more tokens.
+        The last token of each request is sampled, but not computed. The block tables must cover all sampled tokens.
+        Returns the tokens, int64 ``[counts[0], requests]``, with 0 after a request's last token.
         """
 
 
 @runtime_checkable
 class StatefulForward(Protocol):
-    """Optional interface of a pass that can compute recurrent layers."""
+    """Optional interface of a forward pass that can compute recurrent layers."""
 
     @property
     def states(self) -> StateMemory:
-        """Allocator of the states. Its specs are empty for a model without recurrent layers."""
+        """Allocator of memory for recurrent states. The allocator's ``specs`` are empty for a model without recurrent
+        layers.
+        """
 
     def bind_states(self, layers: StateLayers) -> None:
-        """Use these states from now on. An empty dictionary releases the current states."""
+        """Keep recurrent states in the memory ``layers`` from now on. An empty dictionary drops the references to the
+        current memory.
+        """
 
 
 def state_memory(forward: object) -> StateMemory | None:
-    """Return the allocator of a pass's states, or None for a model without recurrent layers."""
+    """Return the allocator of memory for a forward pass's recurrent states, or None for a model without recurrent
+    layers.
+    """
     return forward.states if isinstance(forward, StatefulForward) and forward.states.specs else None
 
 
 @runtime_checkable
 class KeptWeights(Protocol):
-    """Optional interface of a pass whose weights can leave the device and return to the same addresses."""
+    """Optional interface of a forward pass whose weights can leave the device and return to the same addresses."""
 
     def weights(self) -> list[torch.Tensor]:
         """Return all tensors that depend on the checkpoint, in the model's order."""
 
     def read(self, model: LoadedModel) -> None:
-        """Copy the weights of ``model`` into this pass's tensors. ``model`` is the same checkpoint on the host, and
-        cannot be used afterwards.
+        """Copy the weights of ``model`` into this forward pass's tensors. ``model`` is the same checkpoint on the host,
+        and cannot be used afterwards.
         """
 
 
@@ -250,21 +261,25 @@ class ForwardPass(Protocol):
 
     @property
     def memory(self) -> KVMemory:
-        """Allocator of KV caches for ``bind``, in the layouts that the pass uses."""
+        """Allocator of KV caches for ``bind``, in the layouts that the forward pass uses."""
 
     @property
     def separate_head(self) -> bool:
-        """Whether ``head`` can be called. If false, the rows of ``run`` must include all rows whose logits are needed."""
+        """Whether ``head`` can be called. If false, the argument ``rows`` of ``run`` must include all rows whose logits
+        are needed.
+        """
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights, including packed weights."""
+        """Size in bytes of the weights, including packed weights."""
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use this KV cache from now on. An empty ``caches`` releases the current KV cache."""
+        """Use the KV cache ``caches`` from now on. An empty ``caches`` drops the references to the current KV cache."""
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """Return the first layer's input for int64 ``[tokens]``: a new tensor ``[tokens, hidden size]`` on the device."""
+        """Return the first layer's input for ``token_ids``, int64 ``[tokens]``: a new tensor ``[tokens, hidden size]``
+        on the device.
+        """
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
         """Make ``run`` return the hidden states of these layers from the next run on.
@@ -274,13 +289,13 @@ class ForwardPass(Protocol):
         """
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Compute a step's tokens and write their keys and values. Returns the logits of ``rows`` (int64) of the flat
-        batch.
+        """Compute a step's tokens and write their keys and values. Returns the logits of the tokens with the indices
+        ``rows`` (int64) in the flat batch.
         """
 
     def head(self, states: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[len(rows), vocab]`` for ``rows`` (int64, on the device) of the flat batch that produced
-        ``states``.
+        """Return logits ``[len(rows), vocab]`` for the tokens with the indices ``rows`` in the flat batch that produced
+        ``states``. ``rows`` is int64 on the device.
         """
 
     def to(self, device: torch.device) -> None:

@@ -1,4 +1,6 @@
-"""Construction of a model's forward pass: the fastest candidate whose results match the model's own modules."""
+"""Construction of a model's forward pass: the fastest candidate whose results match the results of the model's own
+modules.
+"""
 
 import logging
 from collections.abc import Callable
@@ -47,13 +49,13 @@ class ForwardConfig:
 
     Attributes:
         attention_backend: Name of the attention backend, or "auto".
-        num_threads: Number of kernel threads.
-        block_size: Tokens per KV cache block.
+        num_threads: Number of threads for CPU kernels.
+        block_size: Number of tokens per KV cache block.
         cache_dtype: The dtype of the KV cache, or None for the model's dtype.
-        part: This rank's part of a model that ranks share.
+        part: This rank's shard of a model that is split among tensor-parallel ranks.
         int8: Whether the weights of linear layers were rounded to 8-bit integers.
         rounded: Whether CPU kernels may round inputs of matrix products to bfloat16.
-        lora: Limits for LoRA adapters in a step, or None for no adapters.
+        lora: Limits for LoRA adapters in a step, or None if adapters are disabled.
     """
 
     device: torch.device
@@ -73,7 +75,7 @@ class ForwardConfig:
         return None if self.part is None else self.part.vocabulary
 
     def agree(self, ok: bool) -> bool:
-        """Return whether ``ok`` is true on all ranks that share the model."""
+        """Return whether ``ok`` is true on all tensor-parallel ranks of the model."""
         return ok if self.part is None else self.part.agree(ok)
 
 
@@ -82,12 +84,12 @@ class BuiltForward:
     """Forward pass and the sampler for its logits.
 
     Attributes:
-        computing: Description of the implementation, for operators.
-        launcher: Samples tokens on the device, or None if the device cannot.
-        graphs: Returns statistics of replayed graphs, or None if no graphs are used. Thread-safe.
-        vocabulary: Split of the logits among ranks, if the pass can return one part and the sampler accepts it.
+        computing: Description of the implementation for the engine's log.
+        launcher: Samples tokens on the device, or None if the device cannot sample.
+        graphs: Function that returns statistics of replayed CUDA graphs, or None if no graphs are used. Thread-safe.
+        vocabulary: Split of the logits among ranks, or None if each rank computes and samples complete logits.
         batch_invariant: Whether logits are batch invariant, so that sampling must be batch invariant too.
-        adapted_graphs: Whether steps with adapters also use graphs.
+        adapted_graphs: Whether steps with LoRA adapters also use CUDA graphs.
     """
 
     forward: ForwardPass
@@ -102,7 +104,7 @@ class BuiltForward:
 
 @dataclass(frozen=True, slots=True)
 class BuiltBackbone:
-    """Layers of a pooling model. ``computing`` describes the implementation, for operators."""
+    """Layers of a pooling model. ``computing`` describes the implementation, for the engine's log."""
 
     backbone: Backbone
     computing: str
@@ -114,8 +116,8 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
 
     Raises:
         ModelLoadError: The model cannot be served.
-        ConfigError: A configured backend or kernel is not available.
-        SpentError: A candidate was rejected after the model's weights were freed.
+        ConfigError: A backend or kernel that the configuration names is not available.
+        SpentError: A candidate was rejected after it had freed weights of the model's modules.
     """
     native, attends, backend = open_backends(config)
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
@@ -143,10 +145,10 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     def recurring(attends: AttentionBackend, kernels: StateKernels) -> ForwardPass:
         return ModulesForward(probed, attends, adapted=adapted, state_kernels=kernels)
 
-    replay = None if config.part else partial(_replayed, probed, adapted)  # graphs contain no exchanges between ranks
+    replay = None if config.part else partial(_replayed, probed, adapted)  # graphs cannot sum over ranks
     recurrent = Recurrent(probed.states, recurring, backend) if probed.states else None
     attending = Attending(config.device, probed.specs, model.dtype, attended, run_parts, replay, recurrent)
-    # The fused decoder does not sum over ranks, so it cannot serve a part of a model.
+    # The fused decoder does not sum over tensor-parallel ranks, so it cannot compute one rank's shard of a model.
     whole = not config.part and not probed.states
     candidates = fused_candidates(probed, config.kernels, config.attention_backend, config.lora) if whole else []
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
@@ -157,13 +159,13 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     proven = first_proven(candidates, run, config.agree)
     _settle(model.module)
     _check_invariant(model, config, proven)
-    if not isinstance(proven.serves, FusedForward):  # the fused decoder needs the weights in their loaded form
+    if not isinstance(proven.serves, FusedForward):  # the fused decoder uses the weights as they were loaded
         _dequantize(model)
         pack_towers(model.encoder, native)
     sampling = native.sampling() if native is not None else None
     computing = _describe(native, config, proven.name, attends and "attention", sampling and "sampler")
     launcher = _launcher(model, config, sampling, proven.serves)
-    vocabulary = config.vocabulary if launcher is None else None  # the device samples from complete logits only
+    vocabulary = config.vocabulary if launcher is None else None  # the device can sample only from complete logits
     if launcher is not None:
         computing += ", Triton sampler"
     if config.kernels.batch_invariant:
@@ -186,7 +188,8 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
 
 @torch.inference_mode()
 def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -> BuiltForward:
-    """Build one stage of a generative model, open its links and free the other layers. The model must be on the host.
+    """Build one pipeline stage of a generative model, open the links to the neighbouring stages, and free the layers of
+    other stages. The model must be on the host.
 
     Raises the errors of ``build_forward``, and ModelLoadError for a model that cannot be split into stages.
     """
@@ -274,8 +277,8 @@ def _replayed(
     graphs: StepGraphs,
     state_kernels: StateKernels | None,
 ) -> tuple[ForwardPass, Callable[[], str]]:
-    """Return a pass that replays steps of the model's modules, and a function that returns the reason if it does not
-    replay.
+    """Return a forward pass that replays steps of the model's modules, and a function. The function returns the reason
+    why the forward pass does not replay steps, or an empty text.
     """
     forward = ReplayedModules(probed, attends, graphs, adapted, state_kernels)
     return forward, lambda: forward.failure
@@ -284,8 +287,8 @@ def _replayed(
 def _launcher(
     model: LoadedModel, config: ForwardConfig, kernels: SamplingKernels | None, serves: ForwardPass | None
 ) -> TokenLauncher | None:
-    """Return the device sampler, or None if any rank has none. If ``serves`` samples by itself, it uses the same
-    kernels.
+    """Return the sampler that runs on the device, or None if any rank has no such sampler. If ``serves`` replays steps,
+    ``serves`` samples in these steps with the same kernels.
     """
     launcher = device_launcher(config.device, config.kernels, TorchSampler(kernels), model.vocab_size, model.dtype)
     if not config.agree(launcher is not None) or launcher is None:
@@ -301,7 +304,7 @@ def _sampler(kernels: SamplingKernels | None, vocabulary: SplitVocabulary | None
 
 
 def open_backends(config: ForwardConfig) -> tuple[NativeBackend | None, bool, AttentionBackend]:
-    """Return the native kernels, whether they compute attention, and the attention backend."""
+    """Return the native CPU kernels or None, whether these kernels compute attention, and the attention backend."""
     native = open_backend(config.kernels, config.device, config.num_threads, rounded=config.rounded)
     if native is None or not native.uses.attention:
         return native, False, create_backend(config.attention_backend, config.device)
@@ -310,8 +313,8 @@ def open_backends(config: ForwardConfig) -> tuple[NativeBackend | None, bool, At
 
 
 def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[ForwardPass]) -> None:
-    """Raise ModelLoadError if ``kernels.batch_invariant`` is true but the chosen implementation is not a
-    batch-invariant decoder.
+    """Raise ModelLoadError if ``kernels.batch_invariant`` is true but the chosen forward pass is not a batch-invariant
+    decoder.
     """
     if not config.kernels.batch_invariant or isinstance(proven.serves, FusedForward | NativeForward):
         return
@@ -334,8 +337,8 @@ def _settle(*modules: torch.nn.Module) -> None:
 
 
 def _dequantize(model: LoadedModel) -> None:
-    """Dequantize linear layers and experts with quantized weights that only the fused decoder could use. Raises
-    ModelLoadError.
+    """Dequantize the quantized weights of linear layers and experts that only the fused decoder could use. Raises
+    ModelLoadError if the dequantized weights do not fit into memory.
     """
     try:
         num_bytes = dequantize_kept(model.module, model.dtype)

@@ -1,1 +1,3 @@
-"""The GPU decoder: plans of model families, layers, CUDA graphs, LoRA adapters, sampling on the device."""
+"""Forward passes for GPUs: the fused decoder with its layers and kernels, CUDA graphs, LoRA adapters, and sampling on
+the device.
+"""

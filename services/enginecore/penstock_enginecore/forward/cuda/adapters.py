@@ -1,9 +1,9 @@
-"""LoRA adapters of a model on a GPU. All adapters are in host memory. Adapters of current steps are also in slots of
-device memory.
+"""LoRA adapters of a model on a GPU. Host memory holds all adapters. Slots of device memory also hold the adapters of
+current steps.
 
-A step's rows are arranged in tiles. Each tile has rows of one adapter. The tile tensors never move for steps of padded
-shapes. An adapter without a slot is copied on a separate stream. A step with this adapter waits for the copy on the
-device, and other steps do not wait.
+A step's rows with adapters are arranged in tiles. Each tile has rows of one adapter. The tile tensors never move for
+steps of padded shapes. An adapter without a slot is copied on a separate stream. A step with this adapter waits for the
+copy on the device, and other steps do not wait.
 """
 
 import logging
@@ -52,7 +52,8 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
 
 
 class StepTiles:
-    """Tiles of a step's tokens, tiles of the rows that get logits, and scratch memory of the kernels.
+    """Tiles of rows with the same LoRA adapter: tiles of a step's tokens, and tiles of the rows that get logits. Also
+    holds scratch memory of the kernels.
 
     The memory is large enough for steps up to ``max_shape``.
     """
@@ -69,7 +70,9 @@ class StepTiles:
         self._views = self._layout.views(self._flat)
 
     def of(self, shape: StepShape) -> tuple[RowTiles, RowTiles]:
-        """Return the tiles of tokens and of rows for a step of ``shape``. The memory is the same each time."""
+        """Return the tiles of tokens, and the tiles of rows that get logits, for a step of ``shape``. Each call returns
+        tensors in the same memory.
+        """
         counts = [most_tiles(rows, self._max_loras) for rows in (shape.tokens, shape.requests)]
         slots, rows = self._views[::2], self._views[1::2]
         of_tokens, of_rows = (
@@ -89,13 +92,13 @@ class StepTiles:
 
 
 class DeviceAdapters:
-    """Adapters of a model, in host memory and in device slots.
+    """LoRA adapters of a model, in host memory and in device slots.
 
     Steps run one at a time. Methods other than ``prepare`` may be called only between steps.
 
     Args:
         places: The matrix products that adapters may update.
-        limits: Limits on slots and ranks.
+        limits: Limits on the number of slots and on the ranks of adapters.
         dtype: The model's dtype.
         copies: Copies adapters to the device. Defaults to a side stream on GPUs.
     """
@@ -125,13 +128,17 @@ class DeviceAdapters:
         return digest in self._images
 
     def allocate(self) -> None:
-        """Allocate memory for slots and for steps of padded shapes, if needed. Raises ModelLoadError."""
+        """Allocate memory for slots and for steps of padded shapes, unless it is already allocated. Raises
+        ModelLoadError if the memory does not suffice.
+        """
         if self._captured is None:
             self.memory.allocate()
             self._captured = StepTiles(CAPTURED, self.memory, self._limits.max_loras, self._device)
 
     def release(self) -> None:
-        """Free the device memory. Adapters stay in host memory and are copied to slots again when needed."""
+        """Free the device memory of adapters. The adapters stay in host memory and are copied to slots again when steps
+        need them.
+        """
         self._captured = self._large = None
         self._slots.clear()
         self._coming.clear()
@@ -151,7 +158,7 @@ class DeviceAdapters:
         return partial(self._add, adapter.digest, self.memory.image(adapter))
 
     def _add(self, digest: bytes, image: Image) -> None:
-        """Add an adapter. If a slot is free, the copy into the slot starts now."""
+        """Add an adapter. If a slot is free, this call starts the copy of the adapter into the slot."""
         self._images[digest] = image
         if self._captured is not None and (slot := self._slots.offer(digest)) is not None:
             self._begin_copy(digest, slot)
@@ -167,8 +174,8 @@ class DeviceAdapters:
         """Return a context in which ``add_to`` adds the adapters' outputs for a step of ``shape``.
 
         Args:
-            segments: Ranges of tokens with adapters.
-            of_rows: Ranges of rows that get logits and have adapters.
+            segments: Ranges of tokens that use adapters.
+            of_rows: Ranges of rows that get logits and use adapters.
             shape: Shape of the step.
 
         Raises:
@@ -190,11 +197,12 @@ class DeviceAdapters:
             self._step = None
 
     def updates(self, place: int) -> bool:
-        """Return whether any loaded adapter updates the product with index ``place``."""
+        """Return whether any loaded adapter updates the matrix product with index ``place``."""
         return any(image.updates[place] for image in self._images.values())
 
     def add_to(self, place: int, x: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-        """Add the adapters' output for ``x`` to ``out``, the output of the product with index ``place``.
+        """Add the adapters' output for the input ``x`` to ``out``, the output of the matrix product with index
+        ``place``.
 
         Does nothing in steps without adapters.
         """
@@ -208,8 +216,8 @@ class DeviceAdapters:
         self._coming[digest] = self._copies.begin(partial(self.memory.copy, self._images[digest], slot))
 
     def _tiles_for(self, shape: StepShape) -> StepTiles:
-        """Return the tiles for a step. Tiles of padded shapes never move. Larger tiles are allocated when a step first
-        needs them.
+        """Return the tiles for a step of ``shape``. Tiles for padded shapes never move. Tiles for larger shapes are
+        allocated when a step first needs them.
         """
         if self._captured is None:
             raise RuntimeError("allocate must be called before the first step")
@@ -223,19 +231,19 @@ class DeviceAdapters:
         return self._large
 
 
-# Adapters in slots of device memory, applied to a model's own modules.
+# LoRA adapters in slots of device memory, whose outputs are added to the outputs of a model's own modules.
 
 
 class SlotModules:
-    """Adds outputs of adapters in device slots to linear layers of ``module``, after the bias.
+    """Adds outputs of LoRA adapters in device slots to the outputs of linear layers of ``module``, after the bias.
 
-    Layers have hooks only in steps with adapters, so this class does not change other steps. The interface is the same
-    as in ``AdaptedModules``, except that ``allocate`` allocates the memory, which never grows.
+    Layers have hooks only in steps with adapters, so this class does not change other steps. The methods are the same
+    as in ``AdaptedModules``, plus ``allocate``, which allocates the memory once.
 
     Args:
         layers: ``(out, in)`` features of the linear layers, by name.
-        head: Name of the layer that gets only rows whose logits are needed, or empty if there is none.
-        limits: Limits on slots and ranks.
+        head: Name of the layer that gets only rows whose logits are needed, or empty if the model has no such layer.
+        limits: Limits on the number of slots and on the ranks of adapters.
         dtype: The model's dtype.
     """
 
@@ -256,7 +264,7 @@ class SlotModules:
         self._adapters = DeviceAdapters(places, limits, dtype, device, kernels)
         self._expected: tuple[int, int] = (0, 0)
         self._odd: set[str] = set()
-        """Layers whose input rows are not the step's rows."""
+        """Names of layers whose input rows are not the step's rows."""
         self.allocate, self.release = self._adapters.allocate, self._adapters.release
 
     def __contains__(self, digest: bytes) -> bool:
@@ -265,28 +273,28 @@ class SlotModules:
     def prepare(self, adapter: LoraAdapter) -> Callable[[], None]:
         if odd := self._odd & adapter.updates.keys():
             raise ValueError(
-                f"{min(odd)} computes rows other than a step's tokens, so adapters cannot update it on this device"
+                f"layer {min(odd)} gets input rows other than a step's tokens, so adapters cannot update it on this device"
             )
         return self._adapters.prepare(adapter)
 
     def add(self, adapter: LoraAdapter) -> None:
-        """Add an adapter. Call it only between steps. Raises ValueError if the layer of an update does not exist or has
-        other features.
+        """Add an adapter. Call this method only between steps. Raises ValueError if the adapter updates a layer that
+        does not exist or that has other sizes.
         """
         self.prepare(adapter)()
 
     def remove(self, digest: bytes) -> None:
-        """Remove an adapter. Call it only between steps. Raises KeyError if it is not loaded."""
+        """Remove an adapter. Call this method only between steps. Raises KeyError if the adapter is not loaded."""
         self._adapters.remove(digest)
 
     @contextmanager
     def step(self, segments: Sequence[LoraSegment], rows: IntArray, num_tokens: int) -> Iterator[None]:
-        """Return a context in which the model computes a step with adapters.
+        """Return a context in which the model's layers add the outputs of adapters for one step.
 
         Args:
-            segments: Ranges of tokens with adapters.
+            segments: Ranges of tokens that use adapters.
             rows: int64, the rows whose logits are needed.
-            num_tokens: Tokens of the step, or 0 to compute only the head.
+            num_tokens: Number of tokens of the step, or 0 to compute only the head.
 
         Raises:
             LookupError: An adapter is not loaded.
@@ -302,9 +310,9 @@ class SlotModules:
 
     @contextmanager
     def tiles(self, segments: Sequence[LoraSegment], rows: IntArray, shape: StepShape) -> Iterator[None]:
-        """Return a context like ``step`` for work that was launched inside ``hooked`` and padded to ``shape``.
+        """Return a context like ``step`` for work that is launched inside ``hooked`` and padded to ``shape``.
 
-        The work may be run or replayed in this context.
+        In this context the work may be launched, or a graph of the work replayed.
         """
         self._expected = shape.tokens, shape.requests
         of_tokens = segments if shape.tokens else ()
@@ -313,7 +321,7 @@ class SlotModules:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Return a context in which the layers have their hooks."""
+        """Return a context in which the layers have the forward hooks that add the adapters' outputs."""
         with ExitStack() as hooks:
             for place, name in enumerate(self._names):
                 layer = self._module.get_submodule(name)
@@ -321,34 +329,38 @@ class SlotModules:
             yield
 
     def _add(self, place: int, name: str, layer: torch.nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG002
-        """Add the adapters' output to a layer's output, as a forward hook."""
+        """Add the adapters' output to the output of a layer. PyTorch calls this method as a forward hook."""
         x, out = args[0].reshape(-1, args[0].shape[-1]).contiguous(), output.view(-1, output.shape[-1])
         expected = self._expected[name == self._head]
         if name == self._head and not expected:
-            return  # a pooler inside the layers; its output is not used
+            return  # the layer belongs to a pooler inside the model, whose output is not used
         if len(x) != expected:
             self._odd.add(name)
             if self._adapters.updates(place):
-                raise ValueError(f"{name} gets {len(x)} rows in a step with {expected}, but an adapter updates it")
+                raise ValueError(
+                    f"layer {name} gets {len(x)} input rows instead of {expected}, but an adapter updates it"
+                )
             return
         self._adapters.add_to(place, x, 1.0, out)
 
 
-# Products of the fused decoder to which adapters are added.
+# Matrix products of the fused decoder to which LoRA adapters are added.
 
 Adapt = Callable[[Sequence[Linear], Product], Product]
-"""Function that returns the replacement for a product of linear layers."""
+"""Function that returns a replacement for the matrix product of linear layers, for example a product that adds LoRA
+adapters.
+"""
 
 
 def unadapted(linears: Sequence[Linear], product: Product) -> Product:  # noqa: ARG001 - an ``Adapt``
-    """Return the product unchanged."""
+    """Return the matrix product unchanged, without LoRA adapters."""
     return product
 
 
 class AdaptedProduct(Held):
-    """``Product`` that adds adapters' outputs after the product with its bias and scale.
+    """``Product`` that computes another product with its bias and scale, and then adds the outputs of LoRA adapters.
 
-    Rows without an adapter are bit-identical to rows of the plain product.
+    Rows without an adapter are bit-identical to rows of that other product.
     """
 
     def __init__(self, product: Product, add_to: Callable[[torch.Tensor, float, torch.Tensor], None]) -> None:
@@ -389,7 +401,8 @@ class AdaptedProduct(Held):
 
 
 class ProductAdapters:
-    """Collects the products of a decoder while the decoder is built, so that adapters can be added to the products.
+    """Collects the matrix products of the fused decoder while the decoder is built, so that LoRA adapters can be added
+    to the products.
 
     ``module`` is the model.
     """
@@ -400,17 +413,19 @@ class ProductAdapters:
         self._adapters: DeviceAdapters | None = None
 
     def adapt(self, linears: Sequence[Linear], product: Product) -> Product:
-        """Return a product that adds adapters. Used as an ``Adapt``."""
+        """Return a product that also adds the outputs of LoRA adapters. The decoder uses this method as an ``Adapt``."""
         return self._adapted(linears, product, of_rows=False)
 
     def adapt_head(self, head: Linear, product: Product) -> Product:
-        """Return the head's product that adds adapters."""
+        """Return a product for the head that also adds the outputs of LoRA adapters."""
         return self._adapted([head], product, of_rows=True)
 
     def open(
         self, limits: SlotLimits, dtype: torch.dtype, device: torch.device, kernels: "TritonKernels"
     ) -> DeviceAdapters:
-        """Return the adapters of all products, after the decoder is built."""
+        """Return the object that holds the adapters of all collected products. Call this method after the decoder is
+        built.
+        """
         self._adapters = DeviceAdapters(self._places, limits, dtype, device, kernels)
         return self._adapters
 
@@ -426,7 +441,7 @@ class ProductAdapters:
         return AdaptedProduct(product, add_to)
 
 
-# Kernels for adapters: comparison with PyTorch on their device, and use on a model's modules.
+# Kernels for LoRA adapters: their comparison with PyTorch on the same device, and their use with a model's modules.
 
 logger = logging.getLogger(__name__)
 
@@ -443,7 +458,7 @@ def why_not(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) 
     """
     try:
         difference, untouched = _prove(kernels, dtype, device)
-    except Exception as e:  # for example from a compiler or driver
+    except Exception as e:  # for example an error of a compiler or driver
         return f"the adapter kernels fail: {type(e).__name__}: {e}"
     if not untouched:
         return "the adapter kernels change rows without an adapter"
@@ -454,8 +469,8 @@ def why_not(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) 
 
 @torch.inference_mode()
 def _prove(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -> tuple[float, bool]:
-    """Return how far the output of two adapters differs from PyTorch, and whether rows without adapters stayed
-    unchanged.
+    """Return the difference between the kernels' and PyTorch's output of two adapters, and whether rows without
+    adapters stayed unchanged.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -487,7 +502,7 @@ def _prove(kernels: "TritonKernels", dtype: torch.dtype, device: torch.device) -
 def slot_modules(
     module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits | None
 ) -> SlotModules | None:
-    """Return slots for adapters of the linear layers of a model that runs with transformers' modules.
+    """Return the device slots for LoRA adapters of a model that runs with transformers' modules.
 
     Returns None without ``limits``, on a device that is not a GPU, or if the kernels are missing or fail their check.
     PyTorch then computes the adapters, which is slow.
@@ -508,9 +523,10 @@ def slot_modules(
 def adapted_modules(
     module: PreTrainedModel, dtype: torch.dtype, device: torch.device, limits: SlotLimits, kernels: "TritonKernels"
 ) -> SlotModules:
-    """Return slots for adapters of all layers that ``AdapterTarget`` names and that compute in the model's dtype.
+    """Return device slots for LoRA adapters of all layers that ``AdapterTarget`` names and that compute in the model's
+    dtype.
 
-    Quantized layers are included, because they will be dequantized to that dtype.
+    Quantized layers are included, because the engine will dequantize their weights to that dtype.
     """
     named = dict(module.named_modules())
     last = head_of(module) or pooling_layer(module)

@@ -27,26 +27,29 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
 _COLUMNS = 16
-"""Block tables are padded to a multiple of this number of blocks. Each new table width would compile the kernels again.
+"""Number of blocks to whose next multiple the width of a block table is padded. Triton compiles the kernels again for
+each new width.
 """
 
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _UNKNOWN = AttentionMetadata(_NONE, _NONE, np.zeros((0, 0), dtype=np.int32), _NONE, 0)
-"""Metadata of steps whose metadata is only on the device."""
+"""Empty host metadata, for plans of steps whose metadata is only on the device."""
 
 
 @dataclass(slots=True, kw_only=True)
 class PagedPlan(StepPlan):
-    """Kernel inputs of a step, on the device. With ``padded``, rows after the tokens are set to zero."""
+    """Inputs of the attention kernels for a step, on the device. If ``padded`` is true, attention returns zeros for
+    padding rows.
+    """
 
     group: GroupInputs
     padded: bool = False
 
 
 class TritonAttention(AttentionBackend):
-    """Attention backend with Triton kernels. The KV caches of all layers are in a ``KVArena``.
+    """Attention backend with Triton kernels. One ``KVArena`` holds the KV caches of all layers.
 
-    ``why_not`` reports unsupported sizes and dtypes.
+    ``why_not`` reports head sizes, block sizes and dtypes that the kernels do not support.
     """
 
     keeps_float8 = True
@@ -55,7 +58,7 @@ class TritonAttention(AttentionBackend):
         self._kernels = kernels
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all
-        """Return ``HEADS``."""
+        """Return the layout ``HEADS``."""
         return HEADS
 
     def memory(
@@ -65,11 +68,11 @@ class TritonAttention(AttentionBackend):
         device: torch.device,
         scales: Mapping[str, KVScales] = NO_SCALES,
     ) -> KVArena:
-        """Return one arena for all layers."""
+        """Return one ``KVArena`` that holds the KV caches of all layers."""
         return KVArena(specs, dtype, device, scales)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> PagedPlan:
-        """Copy the metadata to the device in one copy, without waiting for the copy."""
+        """Start one copy of the metadata to the device, and return the plan without waiting for the copy."""
         requests, blocks = metadata.block_table.shape
         width = -(-blocks // _COLUMNS) * _COLUMNS
         table = np.zeros((requests, width), dtype=np.int32)
@@ -88,7 +91,9 @@ class TritonAttention(AttentionBackend):
         )
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values in one launch. Raises TypeError for a plan of another backend."""
+        """Write a step's keys and values into ``cache`` with one kernel launch. Raises TypeError if another backend
+        made the plan.
+        """
         keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
         self._kernels.write(keys, values, _group(plan).slots, cache.keys, cache.values, cache.scales)
 
@@ -101,7 +106,7 @@ class TritonAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Launch the attention kernels. Raises TypeError for a plan of another backend."""
+        """Launch the attention kernels and return their output. Raises TypeError if another backend made the plan."""
         padded = isinstance(plan, PagedPlan) and plan.padded
         shape = query.shape[0], query.shape[1], value.shape[2]
         out = query.new_zeros(shape) if padded else query.new_empty(shape)
@@ -110,8 +115,8 @@ class TritonAttention(AttentionBackend):
 
 
 def why_not(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype) -> str:
-    """Return the first layer of ``specs`` that the kernels do not support, with the reason, or an empty text. ``dtype``
-    is the dtype of queries.
+    """Return text that names the first layer of ``specs`` that the kernels do not support, and the reason. The text is
+    empty if the kernels support all layers. ``dtype`` is the dtype of queries.
     """
     return next((f"{name}: {reason}" for name, spec in specs.items() if (reason := _why_not(spec, dtype))), "")
 
@@ -123,7 +128,7 @@ def _why_not(spec: KVCacheSpec, dtype: torch.dtype) -> str:
     if block_size < MIN_BLOCK_SIZE:
         return f"its blocks have {block_size} tokens, but at least {MIN_BLOCK_SIZE} are needed"
     for width in (spec.key_width, spec.value_width):
-        if block_size * width % 16:  # otherwise the kernels cannot pipeline copies
+        if block_size * width % 16:  # the kernels can pipeline copies only for such strides
             return f"its blocks have {block_size} times {width} elements, which is not a multiple of 16"
     try:
         attention_tiles(1 << (largest - 1).bit_length(), spec.dtype_size)
@@ -134,17 +139,18 @@ def _why_not(spec: KVCacheSpec, dtype: torch.dtype) -> str:
 
 def _group(plan: StepPlan) -> GroupInputs:
     if not isinstance(plan, PagedPlan):
-        raise TypeError(f"a {type(plan).__name__} is not a plan of this backend")
+        raise TypeError(f"the plan has type {type(plan).__name__}, but this attention backend needs a PagedPlan")
     return plan.group
 
 
-# Triton kernels as a candidate for the attention of models that run on transformers' own modules.
+# Candidates for the forward pass that run transformers' own modules, with attention by Triton kernels.
 
 T = TypeVar("T")
 Replay = Callable[[TritonAttention, StepGraphs, StateKernels | None], tuple[T, Callable[[], str]]]
-"""Function that creates a pass that replays steps. Models with recurrent layers need their kernels.
+"""Function that creates a forward pass that replays steps. For a model with recurrent layers, the last argument is the
+kernels of these layers.
 
-Also returns a function that returns why the pass does not replay steps, or an empty text if it replays them.
+Its second result is a function that returns why the forward pass does not replay steps, or an empty text.
 """
 
 
@@ -153,9 +159,9 @@ class Attended(Generic[T]):
     """``Replacement`` that runs the model's modules with another attention backend.
 
     Attributes:
-        serves: The pass or backbone.
-        run: Returns the result of ``serves`` for the probe.
-        failure: Returns why the last run did not use graphs, or an empty text.
+        serves: The forward pass, or the backbone of a pooling model.
+        run: Function that returns the result of ``serves`` for the probe, a short test prompt.
+        failure: Function that returns why the last run did not use CUDA graphs, or an empty text.
     """
 
     serves: T
@@ -163,32 +169,32 @@ class Attended(Generic[T]):
     failure: Callable[[], str] = str
 
     def probe(self) -> torch.Tensor:
-        """Return the result of ``run``. Raises RuntimeError if there is a ``failure``."""
+        """Return the result of ``run``. Raises RuntimeError if ``failure`` returns a reason."""
         result = self.run(self.serves)
         if failure := self.failure():
             raise RuntimeError(failure)
         return result
 
     def where(self) -> str:
-        """Return an empty text, because all layers use the same attention."""
+        """Return an empty text: no single layer causes a difference, because all layers use the same attention kernels."""
         return ""
 
     def take_over(self) -> T:
-        """Return the pass. The modules keep their weights."""
+        """Return ``serves``. The modules keep their weights."""
         return self.serves
 
     def undo(self) -> None:
-        """Do nothing: the model was not changed."""
+        """Do nothing, because this candidate did not change the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrent(Generic[T]):
-    """Recurrent layers of a model for which candidates are built.
+    """Recurrent layers of a model, and how to build a forward pass with kernels for these layers.
 
     Attributes:
         specs: Specs of the layers by module name.
-        serve: Creates a pass with an attention backend and kernels for the recurrent layers.
-        attends: Attention backend of a model without a KV cache, which never calls it.
+        serve: Function that creates a forward pass with an attention backend and kernels for the recurrent layers.
+        attends: Attention backend for a model without a KV cache. Such a model never calls the backend.
     """
 
     specs: Mapping[str, StateSpec]
@@ -198,14 +204,14 @@ class Recurrent(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Attending(Generic[T]):
-    """Model for which attention candidates are built.
+    """Model for which ``attention_candidates`` builds candidates.
 
     Attributes:
         specs: KV cache specs of the model's attention layers.
         dtype: The dtype of queries.
-        serve: Creates a pass with an attention backend.
-        run: Returns a pass's result for the probe.
-        replay: Creates a pass that replays whole steps, or None if steps cannot be replayed.
+        serve: Function that creates a forward pass with an attention backend.
+        run: Function that returns the result of a forward pass for the probe, a short test prompt.
+        replay: Function that creates a forward pass that replays whole steps, or None if steps cannot be replayed.
         recurrent: The model's recurrent layers, or None if it has none.
     """
 
@@ -219,11 +225,12 @@ class Attending(Generic[T]):
 
 
 def attention_candidates(model: Attending[T], uses: KernelsConfig, attention_backend: str) -> list[Candidate[T]]:
-    """Return candidates with ``TritonAttention`` for the model's modules: first one with replayed steps, then one with
-    launched steps. The candidates of a model with recurrent layers also compute its states with Triton, except the last.
+    """Return candidates that run the model's modules with ``TritonAttention``. The first candidate replays steps as
+    CUDA graphs, the next candidates launch each kernel. For a model with recurrent layers, all candidates except the
+    last also compute the recurrent states with Triton.
 
-    Returns none for a model without a KV cache and without states, or if neither the device nor ``attention_backend``
-    selects this backend.
+    Returns an empty list for a model without a KV cache and without recurrent layers, and if the settings do not select
+    this backend.
     """
     best = attention_backend == "auto" and model.device.type == "cuda" and uses.attention
     if not (best or attention_backend == TRITON):
@@ -262,7 +269,7 @@ def _attention(model: Attending[T]) -> TritonAttention:
 
 
 def can_capture(device: torch.device) -> bool:
-    """Return whether the device can capture and replay work."""
+    """Return whether the device can capture work as a graph and replay the graph."""
     return device.type == "cuda"
 
 

@@ -1,8 +1,8 @@
 """Device tensors of the fused decoder that keep their addresses, and the copy of a step's inputs into them.
 
-A step's inputs are arranged in page-locked host memory and reach the device in one copy. On the device, they are
-distributed to the tensors that kernels read. There are two host slots, so one can be written while the other is still
-being copied.
+A step's inputs are arranged in page-locked host memory and reach the device in one copy. On the device, the inputs are
+then copied to the tensors that kernels read. There are two host slots, so the host can write one slot while the other
+slot is still being copied.
 """
 
 import math
@@ -20,18 +20,20 @@ from penstock_enginecore.forward.cuda.kernel_api import Draws, GroupInputs
 from penstock_enginecore.sample.base import PlainDraws
 
 MAX_CAPTURED_TOKENS = 512
-"""Largest step, in tokens including padding, that runs on tensors that never move."""
+"""Maximum number of tokens, including padding, of a step that uses tensors with fixed addresses and can be captured."""
 _MIXED_REQUESTS = (16, 64, 256, MAX_CAPTURED_TOKENS)
-"""Padded request counts of steps with more tokens than requests."""
+"""Numbers of requests to which steps with more tokens than requests are padded."""
 DRAW_DTYPES = (torch.float32, torch.int64, torch.int64, torch.float32, torch.int32, torch.float64)
 """Dtypes of the fields of ``Draws``, in order."""
 _GREEDY = (0.0, 0, 0, math.inf, 0, 1.0)
-"""Values of the fields of ``Draws`` for rows without sampling."""
+"""Values of the fields of ``Draws`` for greedy rows and padding rows."""
 _NUM_DRAWS = len(DRAW_DTYPES)
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _UNDRAWN = (_NONE,) * _NUM_DRAWS
 ALIGNMENT = 256
-"""Alignment of each tensor in bytes. CUDA's own allocations have this alignment, and vector loads need it."""
+"""Alignment of each tensor in bytes. CUDA's own allocations have this alignment, and vector loads need an aligned
+address.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class StepShape:
 
     @property
     def is_large(self) -> bool:
-        """Whether the shape is larger than the padded and captured shapes."""
+        """Whether the shape is too large to be padded and captured."""
         return max(self.tokens, self.requests) > MAX_CAPTURED_TOKENS
 
 
@@ -57,11 +59,12 @@ CAPTURED = StepShape(MAX_CAPTURED_TOKENS, MAX_CAPTURED_TOKENS)
 
 
 def padded_shape(tokens: int, requests: int) -> StepShape:
-    """Return the shape in which a step runs.
+    """Return the padded shape of a step with ``tokens`` tokens and ``requests`` requests.
 
-    Tokens are padded to a power of two up to 16, then to a multiple of 16, and above 256 to a multiple of 32. Requests
-    are padded in the same way if each has one token. Otherwise they are padded to one of a few sizes, so that mixed
-    steps also have few shapes. Steps larger than ``MAX_CAPTURED_TOKENS`` are not padded.
+    Tokens are padded to a power of two up to 16, then to a multiple of 16, and above 256 to a multiple of 32. If each
+    request has one token, the number of requests is padded in the same way. Otherwise it is padded to a number of
+    ``_MIXED_REQUESTS``, so that steps with prompts also have few shapes. Steps with more than ``MAX_CAPTURED_TOKENS``
+    tokens are not padded.
     """
     if (exact := StepShape(tokens, requests)).is_large:
         return exact
@@ -72,7 +75,9 @@ def padded_shape(tokens: int, requests: int) -> StepShape:
 
 
 def decode_sizes(most: int) -> list[int]:
-    """Return the token counts of padded decode steps with up to ``most`` requests, in ascending order."""
+    """Return the numbers of tokens of all padded shapes of decode steps with up to ``most`` requests, in ascending
+    order.
+    """
     return sorted({_padded(count) for count in range(1, min(most, MAX_CAPTURED_TOKENS) + 1)})
 
 
@@ -85,12 +90,12 @@ def _padded(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FedInputs:
-    """Inputs for tokens that the device has sampled, ``[tokens]`` each.
+    """Tensors ``[tokens]`` that tell a step which input tokens only the device has, because it sampled them.
 
     Attributes:
-        known: bool, whether the device has the token.
-        rows: int64, the request row that has the token as its newest.
-        ids: int32, memory for the token ids.
+        known: bool, whether the device has sampled the token.
+        rows: int64, the request row whose newest token this is.
+        ids: int32, scratch memory for the token ids.
     """
 
     known: torch.Tensor
@@ -105,11 +110,11 @@ class StepInputs:
     Attributes:
         token_ids: int32 ``[tokens]``.
         positions: int32 ``[tokens]``.
-        rows: int32 ``[requests]``, tokens that get logits.
-        groups: One entry per KV cache group.
+        rows: int32 ``[requests]``, indices of the tokens that get logits.
+        groups: Positions of the tokens in each KV cache group.
         fed: Tokens that the device has sampled.
-        draws: Sampling parameters of the rows.
-        kept_rows: int64 ``[requests]``, request rows that receive the sampled tokens.
+        draws: Sampling parameters of the rows of logits.
+        kept_rows: int64 ``[requests]``, indices of the request rows that receive the sampled tokens.
     """
 
     token_ids: torch.Tensor
@@ -125,7 +130,7 @@ class InputBuffers:
     """Input tensors of steps up to ``max_shape``.
 
     Args:
-        max_shape: Largest step.
+        max_shape: Shape of the largest step.
         num_groups: Number of KV cache groups.
         max_blocks: Maximum number of blocks of a sequence in each group.
         slots: Host memory for the copies.
@@ -147,7 +152,7 @@ class InputBuffers:
         self._tables = [torch.zeros(requests, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)]
 
     def of(self, shape: StepShape) -> StepInputs:
-        """Return the tensors of a step of ``shape``. The memory is the same each time."""
+        """Return the tensors for a step of ``shape``. Each call returns tensors in the same memory."""
         tokens, requests = shape.tokens, shape.requests
         token_ids, positions, rows, starts, seq_lens, known, fed_rows, *others = self._views
         draws, kept_rows, slots = others[:_NUM_DRAWS], others[_NUM_DRAWS], others[_NUM_DRAWS + 1 :]
@@ -167,7 +172,7 @@ class InputBuffers:
     def load(self, batch: ForwardBatch, rows: IntArray, shape: StepShape, nobody: int = 0) -> None:
         """Start copying a step to the device, padded to ``shape``. Does not wait for the copies.
 
-        ``nobody`` is the request row that receives the tokens of padding rows. It belongs to no request.
+        ``nobody`` is the request row that receives the tokens of padding rows. This row belongs to no request.
         """
         attention, first = batch.attention, batch.attention[0]
         tables = [np.ascontiguousarray(metadata.block_table, dtype=np.int32) for metadata in attention]
@@ -208,19 +213,19 @@ class HostSlots:
 
     @classmethod
     def on(cls, device: torch.device) -> "HostSlots":
-        """Return slots for copies to ``device``."""
+        """Return two slots for copies to ``device``."""
         make_event = torch.cuda.Event if device.type == "cuda" else None
         return cls((HostSlot(device, make_event), HostSlot(device, make_event)))
 
     def take(self, num_bytes: int) -> "HostSlot":
-        """Return the next slot, with at least ``num_bytes``. Waits until its last copy has finished."""
+        """Return the next slot, with at least ``num_bytes`` bytes. Waits until the slot's last copy has finished."""
         self._next, self._last = self._last, self._next
         self._last.reserve(num_bytes)
         return self._last
 
 
 class HostSlot:
-    """Host memory for one copy, and its device memory.
+    """Host memory that is the source of one copy, and device memory that is the target.
 
     Args:
         make_event: Creates an event that marks the end of a copy, or None if copies are synchronous. With events the
@@ -234,7 +239,7 @@ class HostSlot:
         self._arrived = torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, num_bytes: int) -> None:
-        """Wait for the last copy and make the slot at least ``num_bytes`` large."""
+        """Wait for the slot's last copy, and make the slot at least ``num_bytes`` bytes large."""
         if self._event is not None:
             self._event.synchronize()
         if len(self.memory) < num_bytes:
@@ -243,7 +248,9 @@ class HostSlot:
             self._arrived = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def send(self, num_bytes: int) -> torch.Tensor:
-        """Start copying the first ``num_bytes``. Returns uint8 on the device, valid for later work on the stream."""
+        """Start copying the first ``num_bytes`` bytes of the slot. Returns a uint8 tensor on the device, which work
+        queued later on the stream can read.
+        """
         self._arrived[:num_bytes].copy_(self.memory[:num_bytes], non_blocking=True)
         if self._event is not None:
             self._event.record()
@@ -263,12 +270,14 @@ class VectorLayout:
         self.num_bytes = start
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return the vectors in ``memory``, uint8 of at least ``num_bytes``."""
+        """Return the vectors as views of ``memory``, a uint8 tensor of at least ``num_bytes`` bytes."""
         return [memory[start:end].view(dtype) for start, end, dtype in self._parts]
 
 
 def to_device(vectors: Sequence[tuple[npt.NDArray[Any], torch.dtype]], device: torch.device) -> list[torch.Tensor]:
-    """Return vectors in these dtypes on ``device``, through one copy. Does not wait for the copy."""
+    """Return ``vectors``, converted to the given dtypes, on ``device``. All vectors use one copy. Does not wait for the
+    copy.
+    """
     layout = VectorLayout([(len(vector), dtype) for vector, dtype in vectors])
     host = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for view, (vector, _) in zip(layout.views(host), vectors, strict=True):
@@ -310,11 +319,11 @@ def _fill(view: Any, values: npt.NDArray[Any], length: int, padding: float) -> N
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Elements per token of the activations.
+    """Number of elements per token of each kind of activation.
 
     Attributes:
         hidden: Hidden states.
-        qkv: Query heads with keys and values.
+        qkv: Queries, keys and values of all heads.
         attended: Attention output of all query heads.
         intermediate: The MLP's activations.
         vocab: Logits.
@@ -329,7 +338,8 @@ class Widths:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Activations of a step, each ``[tokens, width]``. ``chosen`` and ``logits`` are ``[requests, width]``.
+    """Activations of a step. Most tensors are ``[tokens, width]``. ``chosen`` (hidden states of the rows that get
+    logits) and ``logits`` are ``[requests, width]``.
 
     ``x`` and ``normed`` may swap roles. ``query`` and ``attended`` share memory with ``gate_up`` and ``gated``.
     """
@@ -347,8 +357,8 @@ class Activations:
 
 
 class ActivationBuffers:
-    """Activation memory of steps up to ``max_shape``. The memory starts as zeros. Later, padding rows contain old
-    values, which are never used.
+    """Activation memory of steps up to ``max_shape``. The memory initially contains zeros. Later, padding rows contain
+    values of earlier steps, which are never used.
     """
 
     def __init__(self, max_shape: StepShape, widths: Widths, dtype: torch.dtype, device: torch.device) -> None:
@@ -372,7 +382,7 @@ class ActivationBuffers:
         self._logits = zeros(requests * widths.vocab)
 
     def of(self, shape: StepShape) -> Activations:
-        """Return the tensors of a step of ``shape``. The memory is the same each time."""
+        """Return the tensors for a step of ``shape``. Each call returns tensors in the same memory."""
         tokens, requests, widths = shape.tokens, shape.requests, self._widths
 
         def rows(flat: torch.Tensor, count: int, width: int) -> torch.Tensor:
@@ -404,7 +414,7 @@ def _parts(memory: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Properties of a KV cache that determine the sizes of inputs.
+    """Properties of a KV cache that determine the sizes of a step's input tensors.
 
     Attributes:
         num_groups: Number of KV cache groups.
@@ -417,8 +427,8 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Tensors of steps of ``shape``. Padded steps of a shape use the same memory each time. ``buffers`` loads the
-    inputs.
+    """Tensors of steps of ``shape``. All padded steps of one shape use the same memory. ``buffers`` copies the inputs
+    to the device.
     """
 
     shape: StepShape
@@ -453,8 +463,8 @@ class StepMemory:
         return self._steps[shape]
 
     def _room_for(self, shape: StepShape) -> tuple[InputBuffers, ActivationBuffers]:
-        """Return the memory for a large step. Existing memory is reused if it is large enough. Otherwise it is freed
-        before the new allocation.
+        """Return the memory for a step that is too large to be captured. Memory of the previous large step is reused if
+        it is large enough. Otherwise that memory is freed before the new allocation.
         """
         held = StepShape(0, 0) if self._large is None else self._large[0].max_shape
         if self._large is None or shape.tokens > held.tokens or shape.requests > held.requests:
@@ -474,15 +484,19 @@ def _step(shape: StepShape, inputs: InputBuffers, activations: ActivationBuffers
 
 
 def _whole(count: int) -> int:
-    """Return the next multiple of the largest padded size, so that slowly growing steps do not allocate each time."""
+    """Return ``count`` rounded up to a multiple of ``MAX_CAPTURED_TOKENS``, so that slowly growing steps do not
+    allocate each time.
+    """
     return -(-count // MAX_CAPTURED_TOKENS) * MAX_CAPTURED_TOKENS
 
 
-# Hidden states that steps return with their logits. The memory never moves for steps that are replayed.
+# Hidden states of selected layers, which steps return with their logits. The memory for replayed steps never moves.
 
 
 class KeptHidden:
-    """Hidden states of ``layers``, ``[tokens, layers * width]``. Layers are numbered as in ``ForwardPass.keep_hidden``."""
+    """Memory for the hidden states of ``layers``, ``[tokens, layers * width]``. Layers are numbered as in
+    ``ForwardPass.keep_hidden``.
+    """
 
     def __init__(self, layers: Sequence[int], width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.layers = tuple(layers)
@@ -492,20 +506,20 @@ class KeptHidden:
         self._rows = self._captured
 
     def begin(self, num_tokens: int) -> None:
-        """Start a step of ``num_tokens``, including padding. Steps of padded shapes use the same memory each time."""
+        """Start a step of ``num_tokens`` tokens, including padding. All steps of padded shapes use the same memory."""
         fits = num_tokens <= len(self._captured)
         self._rows = (
             self._captured[:num_tokens] if fits else self._captured.new_empty(num_tokens, len(self._captured[0]))
         )
 
     def put(self, layer: int, states: torch.Tensor) -> None:
-        """Store the input of ``layer``, ``[tokens, width]``."""
+        """Store ``states`` ``[tokens, width]``, the input of ``layer``, if ``layer`` is one of the selected layers."""
         for place, kept in enumerate(self.layers):
             if kept == layer:
                 self._rows[:, place * self._width : (place + 1) * self._width].copy_(states)
 
     def put_all(self, states: torch.Tensor) -> None:
-        """Store the hidden states of all layers, concatenated in the last dimension."""
+        """Store the hidden states of all selected layers, concatenated in the last dimension."""
         self._rows.copy_(states)
 
     def of(self, num_tokens: int) -> torch.Tensor:

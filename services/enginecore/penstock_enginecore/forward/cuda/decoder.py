@@ -1,7 +1,7 @@
-"""Forward pass of a model on a GPU with the project's own kernels and matrix products, in buffers that never move.
+"""Fused decoder: the forward pass of a model on a GPU with the project's own kernels, in buffers that never move.
 
 A step's inputs reach the device in one copy and are padded to one of a few shapes. After this copy, every step of a
-shape launches the same work, without reading from the device or allocating memory. The layers are read from
+shape launches the same work. The host neither reads from the device nor allocates memory. The weights come from
 transformers' own modules.
 """
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
     from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
 
-# Comparison of a fused decoder's layers with the model's own.
+# Comparison of the outputs of a fused decoder's layers with the outputs of the model's own layers.
 
 Trace = list[torch.Tensor]
 """Input of the first layer and output of each layer, each ``[tokens, hidden size]``."""
@@ -80,7 +80,9 @@ def traced(layers: Sequence[torch.nn.Module]) -> Iterator[Trace]:
 
 
 def first_difference(found: Trace, expected: Trace, names: Sequence[str]) -> str:
-    """Return text about the first difference between ``found`` and ``expected``. ``names`` are the layers' names."""
+    """Return text that names the first layer in which the traces ``found`` and ``expected`` differ. ``names`` are the
+    layers' names.
+    """
     differences = [distance(one, other) for one, other in zip(found, expected, strict=True)]
     limit = TOLERANCES[expected[0].dtype]
     if not differences[0] <= limit:
@@ -93,7 +95,7 @@ def first_difference(found: Trace, expected: Trace, names: Sequence[str]) -> str
 
 @dataclass(frozen=True, slots=True)
 class FusedStates:
-    """States for ``FusedForward.head``.
+    """Results of a step that ``FusedForward.head`` needs.
 
     Attributes:
         hidden: Output of the last norm, ``[tokens, hidden size]``.
@@ -105,10 +107,12 @@ class FusedStates:
 
 
 def fused_plan(probed: ProbedModel) -> ModelPlan:
-    """Return the plan of a loaded model. Raises UnsuitableError for unsupported models; ``Layers`` checks more."""
+    """Return the plan of a loaded model, which names the modules of each layer. Raises UnsuitableError for models that
+    the fused decoder does not support. ``Layers`` checks further properties.
+    """
     plan = plan_model(probed.model.module, probed.calls)
     if plan.family.sections or UNROTATED in plan.rotary_variants:
-        raise UnsuitableError("the model's rotary positions have sections, or some layers have no positions")
+        raise UnsuitableError("the model's rotary positions have sections, or some layers have no rotary positions")
     for layer in plan.layers:
         attention = layer.attention
         if not isinstance(attention, AttentionPlan):
@@ -116,18 +120,21 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
         if attention.norms_all_heads:
             raise UnsuitableError(f"{layer.name} applies one norm to all heads")
         if plan.rotary_size != attention.head_size:
-            raise UnsuitableError(f"{layer.name} rotates only a part of a head")
+            raise UnsuitableError(f"{layer.name} applies rotary positions to only a part of each head")
     return plan
 
 
 class FusedForward:
-    """``ForwardPass`` of embedding, layers and head. The pass merges the weights of the model's modules.
+    """``ForwardPass`` that computes embedding, layers and head with the project's own kernels. The constructor merges
+    the weights of the model's modules.
 
-    Logits are in a buffer that the next run overwrites. Raises UnsuitableError if the kernels do not support the model.
+    ``run`` returns logits in a buffer that the next run overwrites. Raises UnsuitableError if the kernels do not
+    support the model.
 
     Args:
         graphs: Captures and replays steps of padded shapes, or None to launch each step.
-        lora: Limits for adapter slots, which make this pass an ``AdaptedForward``, or None for no adapters.
+        lora: Limits for the slots of LoRA adapters, or None if steps have no adapters. With limits, this forward pass
+            is an ``AdaptedForward``.
     """
 
     separate_head = True
@@ -168,7 +175,9 @@ class FusedForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the embeddings and norms that the modules still contain, and of the products."""
+        """Size in bytes of the embeddings and norms that the modules still contain, plus the weights of the matrix
+        products.
+        """
         held = self._layers.held
         if not (isinstance(self._head, Dense) and self._head.weight is self._plan.embedding):
             held.append(self._head)
@@ -176,12 +185,12 @@ class FusedForward:
 
     @property
     def replays(self) -> bool:
-        """Whether steps of padded shapes are captured at their first run."""
+        """Whether the first step of each padded shape is captured as a CUDA graph."""
         return self._graphs is not None
 
     @property
     def replays_adapters(self) -> bool:
-        """Whether steps with adapters are captured too."""
+        """Whether steps with LoRA adapters are captured too."""
         return self.replays and self._adapters is not None
 
     def graph_stats(self) -> GraphStats:
@@ -189,9 +198,10 @@ class FusedForward:
         return GraphStats() if self._graphs is None else self._graphs.stats
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use ``caches``. Layers are in order of execution.
+        """Use the KV caches ``caches``, by layer name in order of execution.
 
-        Step buffers are kept if the new cache has the same shape. Captured graphs are dropped.
+        Buffers of steps are kept if the new KV cache has as many groups and blocks per sequence as the previous one.
+        Captured graphs are dropped.
         """
         self._caches = [caches[name] for name in self.specs] if caches else []
         self._forget_graphs()
@@ -210,7 +220,7 @@ class FusedForward:
         self._feedback = TokenFeedback(self.device, kernels)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """Return rows of the embedding in the model's dtype, scaled as in the model."""
+        """Return the embeddings of ``token_ids`` in the model's dtype, scaled as in the model."""
         weight = self._plan.embedding
         out = torch.empty(len(token_ids), weight.shape[1], dtype=weight.dtype, device=self.device)
         self._layers.embed(torch.from_numpy(token_ids).to(self.device), out)
@@ -223,9 +233,9 @@ class FusedForward:
         self._kept = KeptHidden(layers, width, dtype, self.device) if layers else None
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Compute a step. States are ``FusedStates``.
+        """Compute a step. ``ForwardOutput.states`` are ``FusedStates``.
 
-        Raises RuntimeError without a KV cache, and LookupError for an adapter that is not loaded.
+        Raises RuntimeError if no KV cache is bound, and LookupError for an adapter that is not loaded.
         """
         if self._memory is None or not self._caches:
             raise RuntimeError("bind must be called before the first step")
@@ -243,7 +253,7 @@ class FusedForward:
         return ForwardOutput(logits, states, self._feedback.launched(batch, step.shape), kept)
 
     def head(self, states: FusedStates, rows: torch.Tensor) -> torch.Tensor:
-        """Compute only the head. Returns a new tensor."""
+        """Compute only the head, for ``rows`` of the hidden states in ``states``. Returns the logits as a new tensor."""
         logits = states.hidden.new_empty(len(rows), self._head.out_features)
         of = rows.cpu().numpy() if states.segments else NO_ROWS
         with self._adapted((), segments_of_rows(states.segments, of), StepShape(1, len(rows))):
@@ -259,7 +269,7 @@ class FusedForward:
         return self._own_adapters().prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Prepare and add an adapter. Call it only between steps."""
+        """Prepare and add an adapter. Call this method only between steps."""
         self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
@@ -267,7 +277,7 @@ class FusedForward:
         self._own_adapters().remove(digest)
 
     def to(self, device: torch.device) -> None:
-        """Move the weights. Step buffers are freed, and allocated again when a KV cache is bound."""
+        """Move the weights to ``device``. Buffers of steps are freed, and allocated again when a KV cache is bound."""
         self._forget_graphs()
         self._memory = None
         if self._adapters is not None:
@@ -277,18 +287,20 @@ class FusedForward:
         self._head.to(device)
 
     def weights(self) -> list[torch.Tensor]:
-        """Return the tensors that the modules still contain, and the tensors of the products."""
+        """Return the tensors that the modules still contain, and the tensors of the matrix products."""
         held = [*self._layers.held, self._head]
         return [*module_tensors(self._module), *(tensor for each in held for tensor in each.tensors)]
 
     def read(self, model: LoadedModel) -> None:
-        """Copy the weights of ``model``, after merging and packing them on the host in the same way."""
+        """Copy the weights of ``model`` into this forward pass, after merging and packing the weights on the host in
+        the same way.
+        """
         block_size = next(iter(self.specs.values())).block_size
         fresh = FusedForward(probe_model(model, torch.device("cpu"), block_size), self._kernels).take_over()
         copy_weights(fresh.weights(), self.weights())
 
     def probe(self) -> torch.Tensor:
-        """Return the logits of a short prompt, computed in several steps."""
+        """Return the logits of the probe, a short test prompt, computed in several steps."""
         return probe_parts(self, Probe.prompt(self._probed.model.vocab_size), CUTS)
 
     def where(self) -> str:
@@ -303,7 +315,7 @@ class FusedForward:
         return first_difference(found, expected, [layer.name for layer in self._plan.layers])
 
     def take_over(self) -> "FusedForward":
-        """Free the weights of modules that products replace.
+        """Free the weights of modules whose work the merged matrix products do.
 
         The product of q, k and v has the rows of q, then of k, then of v. The product of gate and up has the rows of
         gate, then of up. The output of an adapter for a projection is added at the rows of that projection.
@@ -329,22 +341,22 @@ class FusedForward:
     def _adapted(
         self, segments: Sequence[LoraSegment], of_rows: Sequence[LoraSegment], shape: StepShape
     ) -> AbstractContextManager[None]:
-        """Return a context in which products add the adapters' outputs, for the step's tokens and for the rows that get
-        logits.
+        """Return a context in which matrix products add the adapters' outputs. ``segments`` are ranges of the step's
+        tokens, and ``of_rows`` are ranges of the rows that get logits.
         """
         if self._adapters is None or not (segments or of_rows):
             if self._adapters is not None and shape.is_large:
                 self._adapters.reserve(
                     shape
-                )  # so that memory profiling counts this memory before the KV cache is sized
+                )  # so that memory profiling, which determines the size of the KV cache, counts this memory
             return nullcontext()
         return self._adapters.step(segments, of_rows, shape)
 
     def _compute(
         self, step: Step, embedded: torch.Tensor | None, padded: Padded, *, adapted: bool = False
     ) -> torch.Tensor:
-        """Compute the logits in one buffer, and return the output of the last norm, which is in another buffer. Replays
-        a graph if possible.
+        """Compute the logits into their buffer, and return the output of the last norm, which has its own buffer.
+        Replays a CUDA graph if possible.
 
         Steps with and without adapters have separate graphs.
         """
@@ -385,7 +397,7 @@ class FusedForward:
             self._graphs.clear()
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute logits of each row of ``hidden``, including the soft cap."""
+        """Compute the logits of each row of ``hidden`` into ``out``, with the model's divisor and soft cap."""
         self._adapted_head.affine(hidden, out)
         if self._plan.logits_divisor != 1.0:
             out.div_(self._plan.logits_divisor)
@@ -393,7 +405,7 @@ class FusedForward:
             out.div_(cap).tanh_().mul_(cap)
 
     def _trace(self, probe: Probe) -> Trace:
-        """Return the trace of the probe's prompt."""
+        """Return the outputs of all layers for the probe."""
         count = len(probe.token_ids)
         trace: Trace = []
         self._after_layer = lambda _, hidden: trace.append(hidden[:count].clone())
@@ -404,7 +416,7 @@ class FusedForward:
         return trace
 
 
-# Fused decoder as a candidate for models on GPUs, and sampling on the GPU.
+# Fused decoder as a candidate for the forward pass of models on GPUs, and the choice of sampling on the GPU.
 
 logger = logging.getLogger(__name__)
 
@@ -414,10 +426,10 @@ _PROVED_ROWS = 128
 def fused_candidates(
     probed: ProbedModel, uses: KernelsConfig, attention_backend: str, lora: SlotLimits | None = None
 ) -> list[Candidate[ForwardPass]]:
-    """Return the candidate that computes the whole model with the project's own kernels and replays its steps.
+    """Return a list with the fused decoder as candidate, which computes the whole model with the project's own kernels.
 
-    Returns no candidate if the device is not a GPU, if the settings disable the decoder, or if ``attention_backend`` is
-    not "auto". With ``lora``, steps may have adapters.
+    The list is empty if the device is not a GPU, if the settings disable the decoder, or if ``attention_backend`` is
+    not "auto". With ``lora``, steps may have LoRA adapters.
     """
     if not _is_offered(probed.device, uses, attention_backend):
         return []
@@ -425,9 +437,9 @@ def fused_candidates(
 
 
 def kept_weights(device: torch.device, uses: KernelsConfig, attention_backend: str) -> Callable[[Scheme], bool]:
-    """Return a function that says which quantized weights the fused decoder needs unchanged.
+    """Return a function that returns whether the fused decoder uses a quantized weight without dequantizing the weight.
 
-    If the decoder is not tried, the function returns False for all weights.
+    If the fused decoder is no candidate, the function returns False for all weights.
     """
     return keeps if _is_offered(device, uses, attention_backend) else lambda scheme: False  # noqa: ARG005
 
@@ -439,7 +451,7 @@ def _is_offered(device: torch.device, uses: KernelsConfig, attention_backend: st
 def device_launcher(
     device: torch.device, uses: KernelsConfig, sampler: Sampler, vocab: int, dtype: torch.dtype
 ) -> DeviceLauncher | None:
-    """Return the GPU's sampler, if its results match those of ``sampler``.
+    """Return the sampler that runs on the GPU, if its tokens match the tokens of ``sampler``.
 
     Returns None if the device is not a GPU, if the settings disable device sampling, or if the comparison fails.
     """
@@ -451,15 +463,15 @@ def device_launcher(
 def proved_launcher(
     device: torch.device, sampler: Sampler, vocab: int, dtype: torch.dtype, make: MakeSampling
 ) -> DeviceLauncher | None:
-    """Return a launcher with the kernels from ``make`` if it samples the same tokens as ``sampler``. Otherwise log a
-    warning.
+    """Return a launcher with the kernels from ``make`` if this launcher samples the same tokens as ``sampler``.
+    Otherwise log a warning and return None.
     """
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(_PROVED_ROWS, vocab, generator=generator)).to(device=device, dtype=dtype)
     try:
         launcher = DeviceLauncher(vocab, device, make)
         reason = difference(launcher, sampler, logits)
-    except Exception as e:  # for example from a compiler or driver
+    except Exception as e:  # for example an error of a compiler or driver
         reason = f"{type(e).__name__}: {e}"
     if not reason:
         return launcher

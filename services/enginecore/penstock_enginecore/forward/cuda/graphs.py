@@ -1,7 +1,7 @@
-"""Steps that are captured once and then replayed with a single launch.
+"""CUDA graphs: steps that are captured once and then replayed with a single launch.
 
 The first step of a shape is launched kernel by kernel, which also compiles the kernels, and is then captured. Later
-steps of the shape are replays. Replays use the input and result tensors of the first step.
+steps of the shape are replayed. Replays use the input and result tensors of the first step.
 """
 
 import logging
@@ -22,7 +22,7 @@ Launch = Callable[[], torch.Tensor]
 
 
 class Graph(Protocol):
-    """Captured work of a step."""
+    """Graph that can contain the captured work of one step."""
 
     def capture(self, launch: Launch) -> torch.Tensor:
         """Capture the work that ``launch`` launches, and return its result. Raises RuntimeError if a part of the work
@@ -58,24 +58,26 @@ UNPADDED = Padded()
 
 
 class StepGraphs:
-    """Graphs by step shape. ``make_graph`` makes an empty graph. ``renew`` is called after all graphs were dropped."""
+    """Captured graphs by step shape. ``make_graph`` returns an empty graph. ``clear`` calls ``renew`` after it has
+    dropped all graphs.
+    """
 
     def __init__(self, make_graph: Callable[[], Graph], renew: Callable[[], None] = lambda: None) -> None:
         self._make_graph = make_graph
         self._renew = renew
         self._captured: dict[Hashable, _Captured] = {}
         self.failure = ""
-        """Reason why steps are no longer captured, empty while they are captured."""
+        """Reason why new shapes are no longer captured, or empty if no capture has failed."""
         self._counts = GraphStats()
 
     @property
     def stats(self) -> GraphStats:
-        """Statistics of all steps. Thread-safe."""
+        """Numbers of captured graphs, replays, launched steps and padding rows so far. Thread-safe."""
         return replace(self._counts, captured=len(self._captured))
 
     def run(self, shape: Hashable, launch: Launch, padded: Padded = UNPADDED) -> torch.Tensor:
-        """Return the results of a step of ``shape``, whose inputs are already on the device. ``padded`` is counted in
-        the statistics.
+        """Return the results of a step of ``shape``, whose inputs are already on the device. If the step is replayed,
+        ``padded`` is added to the statistics.
         """
         known = self._captured.get(shape)
         if known is not None:
@@ -100,7 +102,7 @@ class StepGraphs:
         self._counts = replace(self._counts, launched=self._counts.launched + 1)
 
     def clear(self) -> None:
-        """Drop all graphs, because the tensors that they use will be freed."""
+        """Drop all graphs, because the tensors that the graphs use will be freed."""
         if self._captured:
             self._captured.clear()
             self._renew()
@@ -129,14 +131,14 @@ class CudaGraph:
         self._pool = pool
 
     def capture(self, launch: Launch) -> torch.Tensor:
-        """Capture the work. Other threads may call CUDA during the capture."""
+        """Capture the work of ``launch`` and return its result. Other threads may call CUDA during the capture."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = launch()
             except BaseException:
-                with suppress(RuntimeError):  # it only reports that an earlier call failed
+                with suppress(RuntimeError):  # capture_end only reports that an earlier call failed
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
@@ -148,18 +150,20 @@ class CudaGraph:
 
 
 class _SharedPool:
-    """Memory pool of the graphs. PyTorch frees the pool with its last graph and then refuses to capture into it."""
+    """Memory pool that all graphs share. PyTorch frees a pool together with the last graph in it, and then no graph can
+    be captured into that pool.
+    """
 
     def __init__(self) -> None:
         self.renew()
 
     def renew(self) -> None:
-        """Create a new pool."""
+        """Create a new memory pool."""
         self.handle: Any = torch.cuda.graph_pool_handle()
 
 
 def cuda_graphs() -> StepGraphs:
-    """Return graphs for the current device."""
+    """Return an empty collection of CUDA graphs for the current device."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     pool = _SharedPool()
     return StepGraphs(lambda: CudaGraph(stream, pool.handle), pool.renew)

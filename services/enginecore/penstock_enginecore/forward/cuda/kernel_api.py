@@ -1,7 +1,7 @@
 """Data types for kernel arguments: quantized weights, norms, rotary tables, a step's positions in the cache, and
 sampling parameters.
 
-The kernels are in ``triton_kernels.py``. The tests have the same functions in plain torch.
+The kernels are in ``triton_kernels.py``. The tests contain the same functions in plain torch.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from penstock_enginecore.models.decoder_plan import Norm as Norm
 # Weights that stay quantized, in the kernels' layout. Experts' weights have an additional first dimension.
 
 Kind = Literal["float8", "int4", "mxfp4"]
-"""Weight format. Kernels choose their tile sizes by format."""
+"""Format of a weight. Kernels choose their tile sizes by this format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Weight:
-    """Weight in 8-bit floats.
+    """Weight of a linear layer in 8-bit floats.
 
     Attributes:
         numbers: e4m3 ``[out_features, in_features]``.
-        scales: float32 ``[blocks, out_features]``, a factor for each row and block of ``width`` columns.
-        width: Columns of a block.
+        scales: float32 ``[blocks, out_features]``, a factor for each row of each block of ``width`` columns.
+        width: Number of columns of a block.
     """
 
     numbers: torch.Tensor
@@ -35,7 +35,7 @@ class Float8Weight:
 
     @property
     def in_features(self) -> int:
-        """Elements of an input row."""
+        """Number of elements of an input row."""
         return self.numbers.shape[-1]
 
     @property
@@ -50,14 +50,15 @@ class Float8Weight:
 
 @dataclass(frozen=True, slots=True)
 class Int4Weight:
-    """Weight in 4-bit levels. An element is its level minus its zero point, times its scale.
+    """Weight of a linear layer in 4-bit integers, called levels. An element is its level minus its zero point, times
+    its scale.
 
     Attributes:
         numbers: uint8 ``[out_features, in_features / 2]``, two levels per byte. In each group of ``2 * half`` columns,
             the first ``half`` columns are in the lower bits.
-        zeros: uint8 ``[blocks, out_features]``, for each row and block of ``width`` columns.
-        scales: ``[blocks, out_features]``, for each row and block of ``width`` columns.
-        width: Columns of a block.
+        zeros: uint8 ``[blocks, out_features]``, the zero point for each row of each block of ``width`` columns.
+        scales: ``[blocks, out_features]``, the scale for each row of each block of ``width`` columns.
+        width: Number of columns of a block.
         half: Distance between the two columns that share a byte.
     """
 
@@ -70,12 +71,12 @@ class Int4Weight:
 
     @property
     def in_features(self) -> int:
-        """Elements of an input row."""
+        """Number of elements of an input row."""
         return self.numbers.shape[-1] * 2
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The levels, zeros and scales."""
+        """The levels, zero points and scales."""
         return self.numbers, self.zeros, self.scales
 
     def to(self, device: torch.device) -> "Int4Weight":
@@ -86,7 +87,7 @@ class Int4Weight:
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Weight:
-    """Experts' weight in 4-bit floats (e2m1), with one exponent per row and block of 32 columns.
+    """Weight of all experts in 4-bit floats (e2m1), with one exponent per row of each block of 32 columns.
 
     Attributes:
         numbers: uint8 ``[experts, out_features, in_features / 2]``, two elements per byte, arranged as in ``Int4Weight``.
@@ -102,7 +103,7 @@ class Mxfp4Weight:
 
     @property
     def in_features(self) -> int:
-        """Elements of an input row."""
+        """Number of elements of an input row."""
         return self.numbers.shape[-1] * 2
 
     @property
@@ -116,14 +117,15 @@ class Mxfp4Weight:
 
 
 QuantizedWeight = Float8Weight | Int4Weight
-"""Weight of a linear layer."""
+"""Quantized weight of one linear layer."""
 StackedWeight = Float8Weight | Int4Weight | Mxfp4Weight
-"""Weight of experts."""
+"""Quantized weight of all experts of a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RotaryTable:
-    """Cosines and sines of all positions, float32 ``[max_len, rotary size / 2]``, including scaling.
+    """Cosines and sines of all positions for rotary embeddings, float32 ``[max_len, rotary size / 2]``, multiplied by
+    the model's scaling factor.
 
     Element i of a head is rotated with element ``i + rotary size / 2``. Elements from the rotary size on are unchanged.
     """
@@ -140,15 +142,15 @@ class RotaryTable:
 class GroupInputs:
     """Positions of a step's tokens in one KV cache group, on the device.
 
-    Padding requests have no tokens and a ``seq_lens`` of 0. Padding tokens, after ``query_start_loc[-1]``, have slot
-    -1.
+    Padding requests have no tokens and a ``seq_lens`` of 0. Padding tokens (indices from ``query_start_loc[-1]`` on)
+    have slot -1.
 
     Attributes:
         block_table: int32 ``[requests, blocks]``.
         query_start_loc: int32 ``[requests + 1]``.
         seq_lens: int32 ``[requests]``.
         slots: int64 ``[tokens]``.
-        key_ends: int32 ``[tokens]``, see ``AttentionMetadata``. None in captured steps.
+        key_ends: int32 ``[tokens]``, see ``AttentionMetadata``. Captured steps have None.
     """
 
     block_table: torch.Tensor
@@ -160,12 +162,12 @@ class GroupInputs:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Sampling parameters of rows, on the device, each ``[rows]``.
+    """Sampling parameters of rows of logits, as tensors ``[rows]`` on the device.
 
     Attributes:
         temperature: float32, 0 for greedy, otherwise from 1e-30 to 1e30.
-        seeds: int64, the bits of a 64-bit seed.
-        output_indices: int64, the index of the token in the output.
+        seeds: int64, the bits of an unsigned 64-bit seed.
+        output_indices: int64, the index in the request's output of the token to sample.
         max_distance: float32, ``-log(min_p)``, or infinity for no limit.
         top_k: int32, 0 for no limit.
         top_p: float64, 1 for no limit.

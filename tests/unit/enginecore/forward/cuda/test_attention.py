@@ -160,7 +160,7 @@ def test_a_plan_has_what_kernels_read_in_one_piece() -> None:
 
 def test_a_plan_of_another_backend_is_refused() -> None:
     step, backend = make_step([1], [5], block_size=16), TritonAttention(TorchKernels())
-    with pytest.raises(TypeError, match="a StepPlan is not a plan of this backend"):
+    with pytest.raises(TypeError, match="the plan has type StepPlan, but this attention backend needs a PagedPlan"):
         backend.write(arena(backend, step), StepPlan(step.metadata, CPU), step.key, step.value)
 
 

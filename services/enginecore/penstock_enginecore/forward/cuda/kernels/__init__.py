@@ -1,1 +1,1 @@
-"""Triton kernels: normalisation, attention, matrix products, experts, inputs of decode steps, sampling."""
+"""Triton kernels for normalisation, attention, matrix products, experts, writing the KV cache, and sampling."""

@@ -1,4 +1,4 @@
-"""Gated activations of MLPs, applied to the product with the merged weights of gate and up."""
+"""Gated activations of MLPs, applied to the output of the merged gate and up projections."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,8 @@ _BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiglu:
-    """Activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``. Gate values are clamped to ``limit``, up
-    values to ``[-limit, limit]``.
+    """Activation of gpt-oss: ``(up + 1) * gate * sigmoid(alpha * gate)``. Values of ``gate`` are clamped to at most
+    ``limit``, and values of ``up`` to ``[-limit, limit]``.
     """
 
     limit: float
@@ -22,7 +22,8 @@ class ClampedSwiglu:
 
 
 def gated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu, out: torch.Tensor) -> None:
-    """Write the activated first half of ``gate_up`` times its second half to ``out``.
+    """Apply the activation to the first half of ``gate_up``, multiply the result by the second half, and write the
+    product to ``out``.
 
     ``gate_up`` is ``[tokens, 2 * intermediate size]`` and ``out`` is ``[tokens, intermediate size]``, both contiguous.
     The computation is float32. Raises ValueError for other shapes or strides.
@@ -30,7 +31,7 @@ def gated(gate_up: torch.Tensor, activation: Activation | ClampedSwiglu, out: to
     tokens, width = out.shape
     if gate_up.shape != (tokens, 2 * width) or not gate_up.is_contiguous() or not out.is_contiguous():
         raise ValueError(
-            f"gates and ups of shape {list(gate_up.shape)} do not match an output of shape {list(out.shape)}"
+            f"`gate_up` has shape {list(gate_up.shape)}, which does not match the output's shape {list(out.shape)}"
         )
     clamped = activation if isinstance(activation, ClampedSwiglu) else None
     if not out.numel():

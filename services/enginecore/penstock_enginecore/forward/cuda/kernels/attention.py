@@ -1,13 +1,13 @@
 """Paged attention in Triton.
 
 Requests with one new token and requests with several new tokens use different kernels, which are launched one after the
-other. The grids depend only on padded sizes, and each program finds its work on the device. Therefore the kernels can
-be captured.
+other. The launch grids depend only on padded sizes, and each program finds its work in tensors on the device. Therefore
+CUDA graphs can capture the kernels.
 
-The keys of a request with one new token (decode) are split at positions that depend only on the request's length, as in
-FlashDecoding (Dao et al., 2023), and merged in order. Therefore a decode's result is bit-identical alone and in a
-batch. Elements of an fp8 cache are converted to the queries' dtype without loss before they are multiplied. Therefore
-sums are float32 throughout, and no second level of sums is needed.
+A request with one new token is a decode. Its keys are split into pieces at positions that depend only on the request's
+length, as in FlashDecoding (Dao et al., 2023). The results of the pieces are merged in order. Therefore the result of a
+decode is bit-identical alone and in a batch. Elements of an fp8 cache are converted to the queries' dtype without loss
+before they are multiplied. Therefore all sums are float32, as without fp8.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from penstock_enginecore.attention.kv_cache import UNSCALED, KVScales
 from penstock_enginecore.forward.cuda.kernel_api import GroupInputs
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, AttentionTiles, attention_tiles
 
-# Parts that the attention kernels share: assignment of work to programs, visible keys, and a running softmax over the
-# keys.
+# Functions that several attention kernels use: assignment of work to programs, visible keys, and a running softmax over
+# the keys.
 
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
     """Return the first position that a query at ``position`` attends to. A ``WINDOW`` or ``ATTENTION_CHUNK`` of 0 means
-    none.
+    that the model has no sliding window or no attention chunks.
     """
     first = position * 0
     if WINDOW > 0:
@@ -41,9 +41,10 @@ def first_key(position, WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr):
 
 @triton.jit
 def find(counts, upto, indices, piece):
-    """Return the owner of ``piece``, and the piece's index among the owner's pieces.
+    """Return the index of the owner (for example the request) of ``piece``, and the index of ``piece`` among this
+    owner's pieces.
 
-    An owner has ``counts`` consecutive pieces. ``upto`` has the running sums of ``counts``.
+    Owner i has ``counts[i]`` consecutive pieces. ``upto`` has the running sums of ``counts``.
     """
     owner = tl.sum((upto <= piece).to(tl.int32), 0)
     return owner, piece - tl.sum(tl.where(indices < owner, counts, 0), 0)
@@ -54,9 +55,10 @@ def load_pages(
     cache, table, stride, head, positions, there,
     BLOCK_SIZE: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Load rows ``[positions, PADDED]`` of one head. Rows whose ``there`` is false are not read.
+    """Load the rows at ``positions`` of one head from the paged cache, as ``[positions, PADDED]``. Rows whose ``there``
+    is false are not read.
 
-    These rows, and columns beyond ``SIZE``, are zeros.
+    Rows that are not read, and columns beyond ``SIZE``, are zeros.
     """
     blocks = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     rows = blocks * stride + (head * BLOCK_SIZE + positions % BLOCK_SIZE) * SIZE
@@ -67,7 +69,9 @@ def load_pages(
 
 @triton.jit
 def scores(query, keys, scaling, visible, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Return scores for base 2: the softmax weight of a key is ``2 ** score``. Keys that are not ``visible`` get -inf."""
+    """Return attention scores for a softmax with base 2: the softmax weight of a key is ``2 ** score``. Keys that are
+    not ``visible`` get -inf.
+    """
     dots = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * scaling
     if SOFTCAP > 0:
         small = tl.exp(tl.abs(dots) * (-2.0 / SOFTCAP))  # never overflows
@@ -81,7 +85,8 @@ def accumulate(weighed, largest, total, sums, values, PRECISION: tl.constexpr):
     """Add keys to a running softmax: the largest score so far, the total of the weights, and the weighted sums of the
     values.
 
-    Fully masked keys leave a row's accumulator bit-identical, so the start of the first tile does not matter.
+    Fully masked keys leave a row's accumulator bit-identical. Therefore the first tile may begin before the first
+    visible key.
     """
     new = tl.maximum(largest, tl.max(weighed, 1))
     base = tl.where(new == float("-inf"), 0.0, new)
@@ -91,13 +96,14 @@ def accumulate(weighed, largest, total, sums, values, PRECISION: tl.constexpr):
     return new, total * shrink + tl.sum(weights, 1), sums
 
 
-# Attention of requests with one new token. One program computes each piece of the keys, then the pieces are merged.
+# Attention of requests with one new token. The keys of a request are split into pieces. One program computes each
+# piece, then the results are merged.
 
 
 @triton.jit
 def piece_size(length, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr):
-    """Return the number of keys per piece: the smallest multiple of ``PIECE`` that splits ``length`` keys into at most
-    ``MAX_PIECES`` pieces.
+    """Return the number of keys in each piece: the smallest multiple of ``PIECE`` that splits ``length`` keys into at
+    most ``MAX_PIECES`` pieces.
     """
     return tl.maximum(tl.cdiv(tl.cdiv(length, PIECE), MAX_PIECES), 1) * PIECE
 
@@ -111,8 +117,8 @@ def decode_pieces(
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Compute softmax statistics and weighted sums of each piece for the query heads of one KV head, padded to ``ROWS``
-    heads.
+    """Compute the softmax statistics and the weighted sums of values of each piece of keys, for the query heads of one
+    KV head. The number of query heads is padded to ``ROWS``.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     requests = tl.arange(0, REQUESTS)
@@ -169,7 +175,7 @@ def merge_pieces(
     HEADS: tl.constexpr, SIZE_V: tl.constexpr, PADDED_V: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the pieces of one head of one request, in order of position."""
+    """Merge the results of the pieces of keys of one head of one request, in order of position."""
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.load(query_start_loc + request).to(tl.int64)
@@ -208,7 +214,8 @@ def merge_pieces(
         tl.store(place, result.to(out.dtype.element_ty), mask=numbers < SIZE_V)
 
 
-# Attention of requests with several new tokens. A tile of queries contains all query heads of one KV head.
+# Attention of requests with several new tokens. For each of its queries, a tile contains all query heads of one KV
+# head.
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -220,9 +227,10 @@ def prefill_tiles(
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEWEST: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of ``BLOCK_M`` rows, for requests with at least ``FEWEST`` new tokens.
+    """Compute attention in tiles of ``BLOCK_M`` rows, for requests with at least ``FEWEST`` new tokens.
 
-    Row i is query ``i // group`` and head ``i % group``. The last rows may be padding.
+    Row i of a tile is query ``i // group`` and head ``i % group``, where ``group`` is the number of query heads per KV
+    head. The last rows may be padding.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -237,7 +245,7 @@ def prefill_tiles(
     numbers = tl.arange(0, PADDED)
     sizes_v = tl.arange(0, PADDED_V)
     for nth in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        item = num_items - 1 - nth  # the last tiles of a prompt have the most keys, so they start first
+        item = num_items - 1 - nth  # start with the last tiles, which have the most keys
         head = item % KV_HEADS
         request, tile = find(counts, upto, requests, item // KV_HEADS)
         begin = tl.load(query_start_loc + request)
@@ -285,8 +293,8 @@ def prefill_tiles(
 
 
 _ITEMS_PER_REQUEST = 256
-"""Approximate number of pieces, over all KV heads, of one long decode: slightly more than the number of a device's
-multiprocessors.
+"""Approximate number of pieces into which the keys of one long decode are split, over all KV heads. The number is
+slightly larger than the number of multiprocessors of a GPU.
 """
 _PROGRAMS_PER_PROCESSOR = 2
 _INTERPRETED_PROGRAMS = 4
@@ -294,18 +302,18 @@ _MERGED_AT_ONCE = 16
 
 
 def pieces_per_request(kv_heads: int) -> int:
-    """Return the maximum number of pieces of a decode's keys."""
+    """Return the maximum number of pieces per KV head into which the keys of one decode are split."""
     return max(16, int(triton.next_power_of_2(_ITEMS_PER_REQUEST // kv_heads)))
 
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Intermediate results of the pieces of decodes, float32.
+    """Intermediate results, float32, for each piece of keys of each decode.
 
     Attributes:
         sums: ``[requests, pieces, heads, head size]``, weighted sums of the values.
-        largest: ``[requests, pieces, heads]``, largest scores.
-        total: ``[requests, pieces, heads]``, totals of the weights.
+        largest: ``[requests, pieces, heads]``, the largest attention scores.
+        total: ``[requests, pieces, heads]``, sums of the softmax weights.
     """
 
     sums: torch.Tensor
@@ -314,7 +322,9 @@ class Scratch:
 
     @classmethod
     def allocate(cls, requests: int, pieces: int, heads: int, head_size_v: int, device: torch.device) -> "Scratch":
-        """Return scratch memory for steps of up to ``requests`` requests, each split into at most ``pieces`` pieces."""
+        """Return scratch memory for steps of up to ``requests`` requests, with at most ``pieces`` pieces of keys per
+        request.
+        """
         shape = (requests, pieces, heads)
         sums = torch.empty(*shape, head_size_v, dtype=torch.float32, device=device)
         return cls(sums, *torch.empty(2, *shape, dtype=torch.float32, device=device))
@@ -333,20 +343,21 @@ def attend(
     decodes_only: bool = False,
     invariant: bool = False,
 ) -> None:
-    """Compute causal attention. Padding rows of ``out`` are unchanged.
+    """Compute causal attention over a paged KV cache into ``out``. Padding rows of ``out`` are unchanged.
 
     Args:
         query: ``[tokens, heads, head size]``.
         keys: ``[blocks, kv_heads, block_size, head size]``.
         values: ``[blocks, kv_heads, block_size, head_size_v]``.
         out: ``[tokens, heads, head_size_v]``.
-        group: Positions of the step's tokens.
+        group: Positions of the step's tokens in the KV cache.
         params: Scaling, window and other parameters.
         scratch: Memory for intermediate results.
         scales: Scales of an fp8 cache.
-        decodes_only: Whether no request has more than one new token, which saves a launch.
-        invariant: Whether to compute decodes as tiles of queries too, so that a row is bit-identical to the same row in
-            a prompt.
+        decodes_only: Whether each request has at most one new token, so that the kernel for longer requests need not be
+            launched.
+        invariant: Whether to compute requests with one new token with the kernel for several new tokens. Then a token's
+            result is bit-identical in a decode and in a prompt.
 
     Raises:
         ValueError: Layout or alignment of a tensor is not supported.
@@ -407,7 +418,7 @@ def _prefill(
     *,
     fewest: int,
 ) -> None:
-    """Compute requests with at least ``fewest`` new tokens."""
+    """Launch the kernel for requests with at least ``fewest`` new tokens."""
     kv_heads, requests = keys.shape[1], len(group.seq_lens)
     group_size = query.shape[1] // kv_heads
     block_m = max(tiles.prefill.block_m, triton.next_power_of_2(group_size))
@@ -422,7 +433,7 @@ def _prefill(
 
 
 def _constants(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, params: AttentionParams) -> dict[str, Any]:
-    """Return the constants for which a kernel is compiled."""
+    """Return the compile-time constants of an attention kernel."""
     size, size_v = query.shape[2], out.shape[2]
     return {
         "HEADS": query.shape[1],
@@ -440,7 +451,7 @@ def _constants(query: torch.Tensor, keys: torch.Tensor, out: torch.Tensor, param
 
 
 def programs(device: torch.device) -> int:
-    """Return the number of programs among which the work is divided."""
+    """Return the number of programs among which a launch divides the work."""
     if device.type == "cpu":
         return _INTERPRETED_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count) * _PROGRAMS_PER_PROCESSOR
@@ -454,7 +465,9 @@ def _check(
     group: GroupInputs,
     scratch: Scratch,
 ) -> None:
-    """Check layouts. Copies are pipelined only if the compiler knows that addresses and strides are multiples of 16."""
+    """Raise ValueError if the layout of a tensor is not supported. Triton pipelines copies only if it knows that
+    addresses and strides are multiples of 16.
+    """
     if not (query.is_contiguous() and out.is_contiguous()):
         raise ValueError("queries and outputs of attention must be contiguous")
     if query.shape[1] % keys.shape[1]:

@@ -1,4 +1,6 @@
-"""Write of new tokens into the KV cache, for keys and values that the prologue kernel does not compute."""
+"""Kernel that writes the keys and values of new tokens into the KV cache, for models that do not use the prologue
+kernel.
+"""
 
 import torch
 import triton
@@ -6,13 +8,13 @@ import triton.language as tl
 
 from penstock_enginecore.attention.kv_cache import FLOAT8, UNSCALED, KVScales
 
-# Conversion from computed values to the dtype of the KV cache.
+# Conversion of computed keys and values to the dtype of the KV cache.
 
 
 @triton.jit
 def rounded(value, inverse_scale, TO: tl.constexpr):
-    """Convert a float32 ``value`` to ``TO``. 8-bit floats are first multiplied by ``inverse_scale`` and clamped. NaN
-    stays NaN.
+    """Convert a float32 ``value`` to the dtype ``TO``. If ``TO`` is an 8-bit float, multiply ``value`` by
+    ``inverse_scale`` and clamp it first. NaN stays NaN.
     """
     if tl.float8e4nv == TO:
         value = value * inverse_scale
@@ -21,7 +23,7 @@ def rounded(value, inverse_scale, TO: tl.constexpr):
 
 
 _HEADS = 4
-"""Heads per program."""
+"""Number of heads per program."""
 
 
 def write_cache(
@@ -32,16 +34,16 @@ def write_cache(
     value_cache: torch.Tensor,
     scales: KVScales = UNSCALED,
 ) -> None:
-    """Write new keys and values into the KV cache. Nothing is written for a slot of -1.
+    """Write the keys and values of new tokens into the KV cache. Nothing is written for a token whose slot is -1.
 
     Args:
         keys: ``[tokens, kv_heads, head size]``. Tokens and heads may be strided.
         values: ``[tokens, kv_heads, head size]``. Tokens and heads may be strided.
-        slots: int64 ``[tokens]``.
+        slots: int64 ``[tokens]``, slots of the tokens in the cache.
         key_cache: ``[blocks, kv_heads, block_size, head size]``. Blocks may be strided.
         value_cache: ``[blocks, kv_heads, block_size, head size]``. Blocks may be strided.
-        scales: Divisors of the elements of a float8_e4m3fn cache. Results beyond the dtype's range are clamped. Caches
-            of other dtypes have no scales.
+        scales: Scales of a float8_e4m3fn cache: keys and values are divided by the scale before they are stored, and
+            clamped to the dtype's range. Caches of other dtypes have no scales.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -51,16 +53,19 @@ def write_cache(
     for name, new, cache in (("keys", keys, key_cache), ("values", values, value_cache)):
         if (new.shape[1], new.shape[2]) != (cache.shape[1], cache.shape[3]) or len(new) != len(slots):
             raise ValueError(
-                f"{name} have shape {list(new.shape)}; there are {len(slots)} slots of a cache of {list(cache.shape)}"
+                f"new {name} have shape {list(new.shape)}, but there are {len(slots)} slots and the cache has shape "
+                f"{list(cache.shape)}"
             )
         if new.stride(2) != 1 or not cache[0].is_contiguous():
             strides = f"{list(new.stride())}, the strides of the cache {list(cache.stride())}"
             raise ValueError(f"heads and blocks must be contiguous; the strides of {name} are {strides}")
     if key_cache.shape[2] != value_cache.shape[2]:
-        raise ValueError(f"blocks have {key_cache.shape[2]} keys, but {value_cache.shape[2]} values")
+        raise ValueError(
+            f"a block has {key_cache.shape[2]} keys, but {value_cache.shape[2]} values; the numbers must be equal"
+        )
     if scales != UNSCALED and not key_cache.dtype == value_cache.dtype == FLOAT8:
         raise ValueError(
-            f"{scales} needs caches of float8_e4m3fn, but the caches are {key_cache.dtype} and {value_cache.dtype}"
+            f"{scales} requires caches of float8_e4m3fn, but the caches have dtypes {key_cache.dtype} and {value_cache.dtype}"
         )
     if not tokens:
         return
@@ -93,7 +98,7 @@ def _write(
     kv_heads, block_size, key_inverse_scale, value_inverse_scale,
     SIZE: tl.constexpr, SIZE_V: tl.constexpr, PADDED: tl.constexpr, PADDED_V: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Write a few heads of one token."""
+    """Write the keys and values of ``_HEADS`` heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:

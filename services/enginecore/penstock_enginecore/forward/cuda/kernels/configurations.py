@@ -1,4 +1,6 @@
-"""Tile configurations of kernels by device and shape, from ``tuned/*.json``. Nothing is tuned while an engine serves."""
+"""Tile sizes of kernels by device and shape, read from ``tuned/*.json``. An engine that serves requests never tunes
+kernels.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +14,17 @@ from penstock_enginecore.forward.cuda.kernel_api import Kind
 
 _TUNED = Path(__file__).with_name("tuned")
 MIN_BLOCK_SIZE = 16
-"""Smallest supported block of the KV cache, in tokens. Smaller blocks would need long tables and short copies."""
+"""Smallest supported size of a KV cache block, in tokens. With smaller blocks, the block tables would be long and each
+copy would be small.
+"""
 INVARIANT_ROWS = 64
 INVARIANT_WARPS = 4
-"""Rows and warps of batch-invariant products. 64 rows are the fewest that ``wgmma`` supports. Tiles of 16 rows would
-use another instruction, which may round differently.
+"""Number of warps for every ``INVARIANT_ROWS`` rows of a batch-invariant matrix product. The instruction ``wgmma``
+needs at least 64 rows. Tiles of 16 rows would use another instruction, which may round differently.
 """
 _FLOAT32 = 4
 _ANY = "nvidia_h200"
-"""Device whose file is used for devices without a file."""
+"""Name of the device whose configurations are used for devices that have no file in ``tuned``."""
 
 
 class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,11 +32,12 @@ class Decode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         head_size: Largest head size.
-        bytes: Bytes of an element of the cache.
-        block_n: Keys per tile.
-        piece: Number of keys per program. A program may also compute a multiple of it.
-        warps: Warps of a program.
-        stages: Tiles that are loaded ahead.
+        bytes: Size in bytes of an element of the KV cache.
+        block_n: Number of keys per tile.
+        piece: Number of keys in a piece, which one program computes. Longer requests have pieces of a multiple of
+            ``piece`` keys.
+        warps: Number of warps per program.
+        stages: Number of tiles that are loaded ahead.
     """
 
     head_size: int
@@ -47,7 +52,7 @@ class Prefill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of prefill attention for tiles of ``block_m`` rows and ``block_n`` keys. A row is one head of one
     query.
 
-    Other fields are as in ``Decode``.
+    The other fields are as in ``Decode``.
     """
 
     head_size: int
@@ -62,8 +67,8 @@ class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of attention over a latent of up to 512 elements, of ``bytes`` bytes each, plus 64 rotated
     elements.
 
-    A tile has ``rows`` rows. A row is one head of one query. In decodes, a program computes ``piece`` keys or a
-    multiple. Other fields are as in ``Decode``.
+    A tile has ``rows`` rows. A row is one head of one query. In decodes, a program computes ``piece`` keys, or a
+    multiple of ``piece``. The other fields are as in ``Decode``.
     """
 
     rows: int
@@ -77,8 +82,9 @@ class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of a matrix product of up to ``rows`` rows with weights of ``bits`` bits per element.
 
-    A program computes ``block_m`` rows of ``block_n`` features, ``block_k`` columns at a time, in ``warps`` warps that
-    load ``stages`` tiles ahead. For 4-bit weights the layout determines the number of columns.
+    A program with ``warps`` warps computes ``block_m`` rows of ``block_n`` output features. It multiplies ``block_k``
+    columns at a time, and loads ``stages`` tiles ahead. For 4-bit weights the layout of the weight determines the
+    number of columns.
     """
 
     rows: int
@@ -91,10 +97,10 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Configuration of experts' products with up to ``rows`` rows each on average, with weights of a ``kind``; see
-    ``Product``.
+    """Configuration of the matrix products of experts, for weights of a ``kind`` and up to ``rows`` rows per expert on
+    average. The other fields are as in ``Product``.
 
-    For 4-bit weights the layout determines the number of columns, and ``block_k`` is ignored.
+    For 4-bit weights the layout of the weight determines the number of columns, and ``block_k`` is ignored.
     """
 
     kind: Kind
@@ -107,10 +113,10 @@ class ExpertTiles(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Configuration of batch-invariant products with weights of up to ``features`` output features.
+    """Configuration of batch-invariant matrix products with weights of up to ``features`` output features.
 
-    These fields determine the order of a row's sums, except ``stages``. The rows per program are not tuned, because no
-    sum may depend on them.
+    All fields except ``stages`` determine the order in which a row's products are summed. The number of rows per
+    program is not tuned, because no sum may depend on it.
     """
 
     features: int
@@ -120,8 +126,8 @@ class Invariant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tuned(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Contents of a file. ``measured`` is true if the numbers were measured on ``device``, and false if they are
-    estimates.
+    """Contents of one file in ``tuned``. ``measured`` is true if the configurations were tuned by measurements on
+    ``device``, and false if they are estimates.
     """
 
     device: str
@@ -139,7 +145,7 @@ _Tiles = TypeVar("_Tiles", Decode, Prefill)
 
 @dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """Configurations of decode and prefill attention."""
+    """Configurations of decode and prefill attention for one head size."""
 
     decode: Decode
     prefill: Prefill
@@ -149,7 +155,7 @@ class AttentionTiles:
 class InvariantTiles:
     """Configuration of a batch-invariant product.
 
-    ``block_m`` and ``warps`` depend on the number of rows, with 64 rows per four warps. ``block_n`` and ``block_k``
+    ``block_m`` and ``warps`` depend on the number of rows: four warps for every 64 rows. ``block_n`` and ``block_k``
     determine the order of every sum, so they depend only on the weight.
     """
 
@@ -162,7 +168,7 @@ class InvariantTiles:
 
 @cache
 def load_tuned(device: str = "") -> Tuned:
-    """Return the configurations of a ``device``, given by CUDA's device name."""
+    """Return the configurations for the device whose CUDA device name is ``device``."""
     path = _TUNED / f"{device.lower().replace(' ', '_')}.json"
     path = path if path.is_file() else _TUNED / f"{_ANY}.json"
     return msgspec.json.decode(path.read_bytes(), type=Tuned)
@@ -170,8 +176,8 @@ def load_tuned(device: str = "") -> Tuned:
 
 @cache
 def attention_tiles(head_size: int, itemsize: int, device: str = "") -> AttentionTiles:
-    """Return tiles for heads of ``head_size`` elements, padded, with ``itemsize`` bytes each. Raises ValueError if none
-    fit.
+    """Return tiles for heads of ``head_size`` elements, including padding, with ``itemsize`` bytes per element. Raises
+    ValueError if no configuration fits.
     """
     tuned = load_tuned(device)
     return AttentionTiles(_fitting(tuned.decode, head_size, itemsize), _fitting(tuned.prefill, head_size, itemsize))
@@ -179,10 +185,10 @@ def attention_tiles(head_size: int, itemsize: int, device: str = "") -> Attentio
 
 @cache
 def latent_tiles(rows: int, itemsize: int, device: str = "", *, invariant: bool = False) -> Latent:
-    """Return the first tiles that are large enough for ``rows`` rows of elements with ``itemsize`` bytes, or the
-    largest tiles.
+    """Return the smallest tiles that are large enough for ``rows`` rows of elements with ``itemsize`` bytes, or the
+    largest tiles if all are too small.
 
-    With ``invariant``, the largest tiles are returned for any number of rows.
+    If ``invariant`` is true, return the largest tiles for any number of rows.
     """
     fit = [one for one in load_tuned(device).latent if one.bytes == itemsize]
     return fit[-1] if invariant else next((one for one in fit if rows <= one.rows), fit[-1])
@@ -190,9 +196,10 @@ def latent_tiles(rows: int, itemsize: int, device: str = "", *, invariant: bool 
 
 @cache
 def product_tiles(rows: int, bits: int, device: str = "", *, invariant: bool = False) -> Product:
-    """Return the first tiles for ``rows`` rows and weights of ``bits`` bits per element, or the largest tiles.
+    """Return the smallest tiles that are large enough for ``rows`` rows and weights of ``bits`` bits per element, or
+    the largest tiles if all are too small.
 
-    With ``invariant``, the order of sums is the same for any number of rows, see ``INVARIANT_ROWS``.
+    If ``invariant`` is true, sums have the same order for any number of rows, see ``INVARIANT_ROWS``.
     """
     fit = [one for one in load_tuned(device).products if one.bits == bits]
     if invariant:
@@ -213,8 +220,8 @@ def expert_tiles(rows: int, kind: Kind, device: str = "", *, invariant: bool = F
 
 @cache
 def invariant_tiles(rows: int, out_features: int, itemsize: int, device: str = "") -> InvariantTiles:
-    """Return tiles for ``rows`` rows of ``itemsize``-byte elements times a weight of ``out_features``; see
-    ``kernels/invariant.py``.
+    """Return tiles for the product of ``rows`` rows of ``itemsize``-byte elements and a weight with ``out_features``
+    output features; see ``kernels/invariant.py``.
     """
     fit = load_tuned(device).invariant
     one = next((one for one in fit if out_features <= one.features), fit[-1])
@@ -224,7 +231,9 @@ def invariant_tiles(rows: int, out_features: int, itemsize: int, device: str = "
 
 
 def _rows_and_warps(rows: int) -> dict[str, int]:
-    """Return ``block_m`` and ``warps``. Every four warps multiply 64 rows, with the same instruction in both cases."""
+    """Return ``block_m`` and ``warps`` for a batch-invariant product. Every four warps multiply 64 rows with the same
+    instruction.
+    """
     times = 1 if rows <= INVARIANT_ROWS else 2
     return {"block_m": times * INVARIANT_ROWS, "warps": times * INVARIANT_WARPS}
 

@@ -1,10 +1,11 @@
-"""Batch-invariant matrix products: sums have a fixed order, so a row is bit-identical alone and in a batch.
+"""Batch-invariant matrix products: sums have a fixed order, so the result of a row is bit-identical alone and in a
+batch.
 
-A program adds up all columns of its tile, ``BLOCK_K`` at a time in order, into one sum per output. No output is split
-among programs. ``BLOCK_N`` and ``BLOCK_K`` depend only on the shape of the weight. A program has 64 rows per four
-warps. For 16-bit elements these warps always use the instruction ``wgmma.m64n{BLOCK_N}k16``, for any number of warps.
-Libraries choose tiles by the batch size instead. Source of the idea: Thinking Machines, "Defeating Nondeterminism in
-LLM Inference" (2025).
+A program computes a tile of outputs. It multiplies ``BLOCK_K`` input columns at a time, in order, and adds the products
+to one sum per output. No output is split among programs. ``BLOCK_N`` and ``BLOCK_K`` depend only on the shape of the
+weight. A program has 64 rows per four warps. For 16-bit elements these warps always use the instruction
+``wgmma.m64n{BLOCK_N}k16``, for any number of warps. Libraries such as cuBLAS choose tiles by the batch size, so their
+sums have different orders. Source of the idea: Thinking Machines, "Defeating Nondeterminism in LLM Inference" (2025).
 """
 
 import torch
@@ -14,22 +15,23 @@ import triton.language as tl
 from penstock_enginecore.forward.cuda.kernels.attention import find
 from penstock_enginecore.forward.cuda.kernels.configurations import InvariantTiles, invariant_tiles
 
-# Assignment of rows to experts. Rows are sorted by expert, and only the device knows where each expert's rows end.
+# Assignment of rows to programs. Rows are sorted by expert, and only a tensor on the device contains where each
+# expert's rows end.
 
 
 def grid_rows(rows: int, experts: int, block_m: int) -> int:
-    """Return the maximum number of tiles of ``block_m`` rows. A tile has at least one row, and an expert at most
-    one partial tile.
+    """Return the maximum number of tiles of ``block_m`` rows for ``rows`` rows. A tile has at least one row, and each
+    expert has at most one partial tile.
     """
     return min(rows, rows // block_m + experts)
 
 
 @triton.jit
 def find_rows(ends, experts, tile, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
-    """Find the rows of a ``tile`` of ``BLOCK_M`` rows of one expert.
+    """Find the expert and the rows of the tile with index ``tile``. A tile has at most ``BLOCK_M`` rows of one expert.
 
     ``ends`` is int32 ``[experts]``, the end of each expert's rows. Returns whether the tile exists, the tile's expert,
-    its first row and the end of the expert's rows.
+    the index of the tile's first row, and the end of the expert's rows.
     """
     indices = tl.arange(0, EXPERTS)
     known = indices < experts
@@ -48,7 +50,8 @@ _BLOCK = 1024
 def invariant_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: float, out: torch.Tensor
 ) -> None:
-    """Multiply ``x`` by ``weight``, add ``bias`` if given, and multiply by ``scale``. Sums are float32.
+    """Multiply ``x`` by ``weight``, add ``bias`` if given, multiply by ``scale``, and write the result to ``out``. Sums
+    are float32.
 
     Args:
         x: ``[rows, in_features]``, contiguous like all tensors.
@@ -85,8 +88,8 @@ def invariant_grouped_product(
     *,
     transposed: bool = False,
 ) -> None:
-    """Multiply each expert's rows of ``x`` by the expert's weight, and add the expert's bias. Sums are float32. Rows
-    after the last end are unchanged.
+    """Multiply each expert's rows of ``x`` by the expert's weight, add the expert's bias, and write the result to
+    ``out``. Sums are float32. Rows of ``out`` after the last expert's rows are unchanged.
 
     Args:
         x: ``[rows, in_features]``, sorted by expert. All tensors are contiguous.
@@ -106,7 +109,7 @@ def invariant_grouped_product(
             f"shapes do not match: input {list(x.shape)}, weight {list(weight.shape)}, output {list(out.shape)}"
         )
     if ends.shape != (experts,):
-        raise ValueError(f"ends have shape {list(ends.shape)}, but there are {experts} experts")
+        raise ValueError(f"`ends` has shape {list(ends.shape)}, but there are {experts} experts")
     _check_strides(x, weight, out, ends)
     if not rows:
         return
@@ -122,12 +125,13 @@ def invariant_grouped_product(
 def weighted_sum(
     x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, scale: float, out: torch.Tensor, *, renormalize: bool
 ) -> None:
-    """Sum each token's rows of ``x`` in order, multiplied by the rows' weights and by ``scale``.
+    """Multiply each token's rows of ``x`` by their weights and by ``scale``, and write the sum over the token's rows to
+    ``out``. The order of the sum is fixed.
 
     Args:
         x: ``[rows, width]``. All tensors are contiguous.
-        places: int64 ``[tokens, top_k]``, rows of each token.
-        weights: float32 ``[tokens, top_k]``.
+        places: int64 ``[tokens, top_k]``, indices of each token's rows in ``x``.
+        weights: float32 ``[tokens, top_k]``, weights of these rows.
         scale: Factor of the result.
         out: ``[tokens, width]``.
         renormalize: Whether to divide each token's weights by their sum.
@@ -166,10 +170,10 @@ def _constants(tiles: InvariantTiles, x: torch.Tensor, in_features: int) -> dict
 
 @triton.jit
 def places(x, begin, end, nth, out_features, in_features, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the rows from ``begin`` on, the ``nth`` features, the features to read, and the addresses of the rows of
-    ``x``.
+    """Return the indices of a tile's rows, from ``begin`` on, the indices of its output features, the features to read,
+    and the addresses of the rows of ``x``.
 
-    Rows and features beyond the last one read the elements of the last one. Their results are not stored.
+    Indices beyond the last row or feature read the last row or feature instead. Their results are not stored.
     """
     m = begin + tl.arange(0, BLOCK_M)
     n = nth * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -178,7 +182,7 @@ def places(x, begin, end, nth, out_features, in_features, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def store(total, bias, scale, n_read, out, m, end, n, out_features):
-    """Add the ``bias`` if given, multiply by ``scale``, and write rows before ``end``."""
+    """Add ``bias`` to the sums if given, multiply by ``scale``, and write the rows before ``end`` to ``out``."""
     if bias is not None:
         total += tl.load(bias + n_read).to(tl.float32)[None, :]
     inside = (m[:, None] < end) & (n[None, :] < out_features)
@@ -191,10 +195,10 @@ def _sums(
     x_rows, weight_columns, in_features, weight_stride,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's sums. ``x_rows`` ``[BLOCK_M]`` and ``weight_columns`` ``[1, BLOCK_N]`` are addresses of rows and
-    features.
+    """Return the sums of products of a tile. ``x_rows`` ``[BLOCK_M]`` are addresses of rows of ``x``, and
+    ``weight_columns`` ``[1, BLOCK_N]`` are addresses of output features of the weight.
 
-    ``weight_stride`` is the distance between a feature's elements.
+    ``weight_stride`` is the distance between consecutive elements of one output feature.
     """
     k = tl.arange(0, BLOCK_K)
     x_tile = x_rows[:, None] + k[None, :]
@@ -217,7 +221,9 @@ def product_tiles(
     x, weight, bias, out, rows, out_features, in_features, scale,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of ``out``. Consecutive programs use the same features, so each feature is read once."""
+    """Compute a tile of ``out``. Consecutive programs use the same output features, so each feature's weights are read
+    from memory once.
+    """
     begin = tl.program_id(0) * BLOCK_M
     m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
     columns = weight + n_read[None, :].to(tl.int64) * in_features
@@ -231,7 +237,7 @@ def grouped_tiles(
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
     EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of one expert's rows, if the program has one."""
+    """Compute a tile of ``out`` with rows of one expert, if the program's tile exists."""
     there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
     if there:
         m, n, n_read, x_rows = places(x, begin, end, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
@@ -251,7 +257,7 @@ def grouped_tiles(
 def weighted_rows(
     x, places, weights, out, width, scale, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Compute a part of one token's row."""
+    """Compute ``BLOCK`` elements of one token's weighted sum."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

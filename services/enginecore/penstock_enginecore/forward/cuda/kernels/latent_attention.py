@@ -1,8 +1,9 @@
-"""Attention over a latent cache (MLA). One vector per token is key and value of all heads; its rotary part is only key.
+"""Attention over a latent cache (MLA). For each token the cache has one vector that all heads use as key and value. The
+rotary part of the vector is used only as key.
 
-Queries are already in the latent space, and outputs are projected from this space afterwards. A program reads the
-latent once for all its heads, as in DeepSeek-V2 (2024). Keys of decodes are split into pieces and merged, as in
-``attention.py``.
+Callers pass queries that are projected to the latent space, and project the outputs back from this space. A program
+reads the latent once for all its heads, as in DeepSeek-V2 (2024). The keys of a decode are split into pieces, and the
+results of the pieces are merged, as in ``attention.py``.
 """
 
 from typing import Any
@@ -22,13 +23,13 @@ from penstock_enginecore.forward.cuda.kernels.attention import (
 )
 from penstock_enginecore.forward.cuda.kernels.configurations import MIN_BLOCK_SIZE, Latent, latent_tiles
 
-# Operations around the products of latent attention (MLA), from a token's compressed elements to its queries and to the
-# cache.
+# Operations between the matrix products of latent attention (MLA): they turn a token's compressed elements into its
+# queries and its entry in the cache.
 #
 # The cache has one latent vector per token, and a rotary part that all heads use.
 
 _HEADS = 4
-"""Heads per program."""
+"""Number of heads per program."""
 
 
 def latent_prologue(
@@ -43,22 +44,24 @@ def latent_prologue(
     *,
     interleaved: bool,
 ) -> None:
-    """Apply the norms of low-rank queries and of the latent, rotate the rotary part, and write latent and rotary part
-    into the cache.
+    """Apply the norm of the low-rank queries and the norm of the latent, rotate the rotary part, and write the latent
+    and the rotary part into the cache.
 
-    The computation is float32. Nothing is written for a slot of -1. Blocks of the cache may be strided; other tensors
-    are contiguous.
+    The computation is float32. Nothing is written for a token whose slot is -1. Blocks of the cache may be strided;
+    other tensors are contiguous.
 
     Args:
-        product: ``[tokens, query elements + latent + rotary size]``.
-        bias: Bias of the product, or None.
-        norms: Norms of low-rank queries and of the latent. The first is None without low-rank queries.
-        rotary: Cosines and sines.
+        product: ``[tokens, query elements + latent + rotary size]``, the output of the layer's first matrix product.
+        bias: Bias of that matrix product, or None.
+        norms: Norm of the low-rank queries, and norm of the latent. The first norm is None for a model without low-rank
+            queries.
+        rotary: Cosines and sines of the rotary positions.
         positions: int32 ``[tokens]``.
         slots: int64 ``[tokens]``, slots of the cache.
         cache: ``[blocks, 1, block_size, latent + rotary size]``.
-        low: ``[tokens, rank]``, receives low-rank queries, or None.
-        interleaved: Whether elements 2i and 2i + 1 are rotated together. The cache stores them at i and i + half.
+        low: ``[tokens, rank]``, receives the low-rank queries, or None for a model without low-rank queries.
+        interleaved: Whether elements 2i and 2i + 1 are rotated together. The cache stores these two elements at i and i
+            + half.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -71,7 +74,8 @@ def latent_prologue(
         raise ValueError(f"the product has shape {list(product.shape)}, which does not match {shapes}")
     if (low is None) != (norms[0] is None) or positions.shape != (tokens,) or slots.shape != (tokens,):
         raise ValueError(
-            f"positions have shape {list(positions.shape)} and slots {list(slots.shape)} for {tokens} tokens, or norms differ"
+            f"`positions` has shape {list(positions.shape)} and `slots` has shape {list(slots.shape)} for {tokens} tokens, "
+            "or only one of `low` and the norm of low-rank queries is given"
         )
     _check_strides(product, positions, slots, rotary, low, cache[0])
     if not tokens:
@@ -96,11 +100,11 @@ def turn_queries(
     *,
     interleaved: bool,
 ) -> None:
-    """Rotate the last elements of each query head and write them after the latent part of ``query``; see
-    ``latent_prologue``.
+    """Rotate the last elements of each query head in ``product``, and write the rotated elements after the latent part
+    of ``query``; see ``latent_prologue``.
 
     ``product`` is ``[tokens, heads, head size]``, where tokens may be strided. ``query`` is ``[tokens, heads, latent +
-    rotary size]``. Nothing is written for a slot of -1. Raises ValueError for other shapes or strides.
+    rotary size]``. Nothing is written for a token whose slot is -1. Raises ValueError for other shapes or strides.
     """
     (tokens, heads, size), half = product.shape, rotary.cosines.shape[1]
     if query.shape[:2] != (tokens, heads) or min(size, query.shape[2]) < 2 * half:
@@ -208,14 +212,16 @@ def _turn_queries(
 
 
 MAX_LATENT, MAX_ROTARY = 512, 64
-"""Largest latent size and rotary size that tiles support."""
+"""Largest latent size and largest rotary size that the kernel's tiles support."""
 _PIECES = 512
-"""Maximum number of pieces of a decode, over all heads. This number limits the scratch memory."""
+"""Maximum number of pieces into which the keys of one decode are split, over all heads. The size of the scratch memory
+depends on this number.
+"""
 _MERGED_AT_ONCE = 16
 
 
 def latent_pieces(heads: int) -> int:
-    """Return the maximum number of pieces of a decode's keys."""
+    """Return the maximum number of pieces per head into which the keys of one decode are split."""
     return max(1, _PIECES // int(triton.next_power_of_2(heads)))
 
 
@@ -234,11 +240,12 @@ def attend_latent(
     Args:
         query: ``[tokens, heads, latent + rotary size]``.
         cache: ``[blocks, 1, block_size, latent + rotary size]``.
-        group: Positions of the step's tokens.
-        scaling: Factor of the scores.
+        group: Positions of the step's tokens in the KV cache.
+        scaling: Factor of the attention scores.
         out: ``[tokens, heads, latent]``.
-        scratch: Memory for intermediate results of ``latent_pieces`` pieces.
-        invariant: Whether to compute decodes as tiles of queries too.
+        scratch: Memory for the intermediate results of ``latent_pieces`` pieces of keys per decode.
+        invariant: Whether to compute decodes in the same way as prompts. Then a token's result is bit-identical in a
+            decode and in a prompt.
 
     Raises:
         ValueError: Layout or alignment of a tensor is not supported.
@@ -257,7 +264,7 @@ def attend_latent(
             HEADS=heads, SIZE_V=out.shape[2], PADDED_V=max(16, triton.next_power_of_2(out.shape[2])), WINDOW=0,
             ATTENTION_CHUNK=0, PIECE=tiles.piece, MAX_PIECES=pieces, AT_ONCE=_MERGED_AT_ONCE, num_warps=4,
         )  # fmt: skip
-    # Prompts use the largest tiles. With few heads, a tile contains several queries.
+    # Prompts use the largest tiles. If the model has few heads, a tile contains several queries.
     tiles = latent_tiles(1 << 30, cache.element_size(), invariant=invariant)
     queries = tiles.rows // min(rows, tiles.rows)
     items = len(query) // queries + requests
@@ -276,7 +283,9 @@ def _launch(
     *,
     fewest: int,
 ) -> None:
-    """Launch the kernel. ``items`` is the maximum number of items per tile of heads."""
+    """Launch the kernel. ``items`` is the maximum number of work items (pieces of keys, or tiles of queries) for each
+    tile of heads.
+    """
     heads, latent, requests = query.shape[1], out.shape[2], len(group.seq_lens)
     head_rows = min(int(triton.next_power_of_2(heads)), tiles.rows)
     constants: dict[str, Any] = {
@@ -326,8 +335,8 @@ def load_latents(
     cache, table, stride, positions, there,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, FIRST: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Load ``SIZE`` elements, starting at ``FIRST``, of the rows ``positions``. Masked rows and columns beyond ``SIZE``
-    are zeros.
+    """Load ``SIZE`` elements, starting at element ``FIRST``, of the cache rows at ``positions``. Masked rows, and
+    columns beyond ``SIZE``, are zeros.
     """
     blocks = tl.load(table + positions // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
     rows = blocks * stride + positions % BLOCK_SIZE * WIDTH + FIRST
@@ -344,10 +353,11 @@ def latent_attention(
     BLOCK_SIZE: tl.constexpr, PRECISION: tl.constexpr, REQUESTS: tl.constexpr, ROWS: tl.constexpr,
     HEAD_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, FEWEST: tl.constexpr, PIECE: tl.constexpr, MAX_PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Compute tiles of ``ROWS`` rows, for requests with at least ``FEWEST`` new tokens.
+    """Compute attention in tiles of ``ROWS`` rows, for requests with at least ``FEWEST`` new tokens.
 
-    Row i is query ``i // HEAD_ROWS`` and one of ``HEAD_ROWS`` heads. If ``FEWEST`` is 0, the tiles are pieces of the
-    keys of requests with one new token, and their statistics and sums are stored for the merge.
+    Row i of a tile is query ``i // HEAD_ROWS`` and head ``i % HEAD_ROWS`` of the tile's heads. If ``FEWEST`` is 0, each
+    tile is a piece of the keys of a request with one new token. The softmax statistics and weighted sums of the piece
+    are stored, and another kernel merges them.
     """
     WIDTH: tl.constexpr = LATENT + ROTARY
     QUERIES: tl.constexpr = ROWS // HEAD_ROWS
@@ -367,7 +377,7 @@ def latent_attention(
     numbers = tl.arange(0, PADDED)
     turned = tl.arange(0, PADDED_ROTARY)
     for nth in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        item = num_items - 1 - nth  # the last tiles of a prompt have the most keys, so they start first
+        item = num_items - 1 - nth  # start with the last tiles, which have the most keys
         request, part = find(counts, upto, requests, item // HEAD_TILES)
         first_query = tl.load(query_start_loc + request)
         num_queries = tl.load(query_start_loc + request + 1) - first_query
@@ -406,7 +416,8 @@ def latent_attention(
             k = load_latents(cache, table, stride, positions, seen, BLOCK_SIZE, WIDTH, LATENT, ROTARY, PADDED_ROTARY)
             dots = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
             dots = tl.dot(q_turned, tl.trans(k), dots, input_precision=PRECISION) * scaling
-            # For rows that are stored, this also masks keys after the end, because pieces are multiples of BLOCK_N.
+            # This condition also masks keys at or after ``end`` in all rows that are stored, because pieces are
+            # multiples of BLOCK_N.
             weighed = tl.where(positions[None, :] <= at[:, None], dots * 1.4426950408889634, float("-inf"))
             largest, total, sums = accumulate(weighed, largest, total, sums, latent, PRECISION)
         inside = mine[:, None] & (numbers < LATENT)[None, :]
@@ -416,7 +427,8 @@ def latent_attention(
             tl.store(total_out + place, total, mask=mine)
             tl.store(sums_out + place[:, None] * LATENT + numbers[None, :], sums, mask=inside)
         else:
-            # Load the position again here. Otherwise it would occupy registers during the loop over keys.
+            # Load the index of the first query again here. Otherwise this index would occupy registers during the loop
+            # over keys.
             place = (tl.load(query_start_loc + request, volatile=True) + queries).to(tl.int64) * HEADS + heads
             result = sums / tl.where(mine, total, 1.0)[:, None]
             tl.store(out + place[:, None] * LATENT + numbers[None, :], result.to(out.dtype.element_ty), mask=inside)

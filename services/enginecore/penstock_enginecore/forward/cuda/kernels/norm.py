@@ -1,4 +1,4 @@
-"""RMSNorm with the preceding residual addition. One program computes one token."""
+"""RMSNorm, together with the addition to the residual stream before the norm. One program computes one token."""
 
 import torch
 import triton
@@ -10,10 +10,9 @@ _NUMBERS_PER_WARP = 512
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out: torch.Tensor) -> None:
-    """Add ``x`` to ``residual`` in place, if given, and write the norm of the sum, times ``weight + offset``, to
-    ``out``.
+    """Add ``x`` to ``residual`` in place, and write the norm of the sum, times ``weight + offset``, to ``out``.
 
-    Without a ``residual``, the norm of ``x`` is written. The computation is float32; the sum is rounded to the
+    If ``residual`` is None, write the norm of ``x``. The computation is float32, and the sum is rounded to the
     residual's dtype. All tensors are contiguous ``[tokens, hidden size]``, and ``out`` shares no memory with the
     others. Raises ValueError for other shapes or strides.
     """
@@ -42,7 +41,8 @@ def _add_rms_norm(x, residual, weight, out, width, eps, offset, ADDS: tl.constex
     value = tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         value += tl.load(residual + start + columns, mask=inside, other=0.0).to(tl.float32)
-        # Compute the norm of the sum after rounding to the residual's dtype, because later layers read that value.
+        # Compute the norm from the sum that is rounded to the residual's dtype, because later layers read the rounded
+        # sum.
         rounded = value.to(residual.dtype.element_ty)
         tl.store(residual + start + columns, rounded, mask=inside)
         value = rounded.to(tl.float32)

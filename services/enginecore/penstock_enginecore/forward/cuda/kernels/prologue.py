@@ -1,4 +1,4 @@
-"""Operations between the merged product of queries, keys and values, and attention.
+"""Operations between the merged matrix product of queries, keys and values and the attention kernel.
 
 One launch adds biases, applies the norms of heads, applies rotary positions and writes the KV cache. A program computes
 a few heads of one token.
@@ -13,7 +13,7 @@ from penstock_enginecore.forward.cuda.kernel_api import Norm, RotaryTable
 from penstock_enginecore.forward.cuda.kernels.cache import rounded
 
 _HEADS = 4
-"""Heads per program."""
+"""Number of heads per program."""
 
 
 def prologue(
@@ -28,24 +28,24 @@ def prologue(
     query: torch.Tensor,
     scales: KVScales = UNSCALED,
 ) -> None:
-    """Add biases, apply norms of heads, apply rotary positions, and write keys and values into the cache and queries to
-    ``query``.
+    """Add biases, apply norms of heads, and apply rotary positions. Keys and values are written into the KV cache, and
+    queries to ``query``.
 
     The computation is float32. Nothing is written for a token whose slot is -1. Blocks of the cache may be strided;
     other tensors are contiguous.
 
     Args:
-        qkv: ``[tokens, (heads + 2 * kv_heads) * head size]``, the merged product.
-        bias: Bias of the product, or None.
+        qkv: ``[tokens, (heads + 2 * kv_heads) * head size]``, the merged matrix product.
+        bias: Bias of that matrix product, or None.
         norms: Norms of query heads and key heads, or None.
-        rotary: Cosines and sines.
+        rotary: Cosines and sines of the rotary positions.
         positions: int32 ``[tokens]``.
         slots: int64 ``[tokens]``, slots of the cache.
         keys: ``[blocks, kv_heads, block_size, head size]``, the cache.
         values: ``[blocks, kv_heads, block_size, head size]``, the cache.
         query: ``[tokens, heads, head size]``, receives the queries.
-        scales: Divisors of the elements of a float8_e4m3fn cache. Results beyond the dtype's range are clamped. Caches
-            of other dtypes have no scales.
+        scales: Scales of a float8_e4m3fn cache: keys and values are divided by the scale before they are stored, and
+            clamped to the dtype's range. Caches of other dtypes have no scales.
 
     Raises:
         ValueError: Shapes or strides are not supported.
@@ -56,7 +56,9 @@ def prologue(
     _check_shapes(qkv, query, keys, values, positions, slots, half)
     _check_strides((qkv, query, positions, slots, rotary.cosines, rotary.sines), (keys, values))
     if scales != UNSCALED and not keys.dtype == values.dtype == FLOAT8:
-        raise ValueError(f"{scales} needs caches of float8_e4m3fn, but the caches are {keys.dtype} and {values.dtype}")
+        raise ValueError(
+            f"{scales} requires caches of float8_e4m3fn, but the caches have dtypes {keys.dtype} and {values.dtype}"
+        )
     if not tokens:
         return
     groups = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
@@ -107,7 +109,7 @@ def _check_strides(whole: tuple[torch.Tensor, ...], caches: tuple[torch.Tensor, 
 
 @triton.jit
 def _load(qkv, bias, heads, columns, inside, token, width, SIZE: tl.constexpr, BIAS: tl.constexpr):
-    """Return ``columns`` of ``heads``, with their bias, float32 ``[heads, columns]``."""
+    """Return the elements ``columns`` of ``heads``, plus their bias, as float32 ``[heads, columns]``."""
     offsets = heads[:, None] * SIZE + columns[None, :]
     value = tl.load(qkv + token * width + offsets, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
@@ -141,8 +143,8 @@ def _prologue(
     query_groups, kv_groups = tl.cdiv(num_heads, HEADS), tl.cdiv(num_kv_heads, HEADS)
     is_query = group < query_groups
     is_value = group >= query_groups + kv_groups
-    # First head of this kind (query, key or value) in the product, and the index of the program's heads within the
-    # kind.
+    # First head of this kind (query, key or value) in the merged product, and the indices of the program's heads among
+    # the heads of this kind.
     first = tl.where(is_query, 0, num_heads + tl.where(is_value, num_kv_heads, 0))
     group -= tl.where(is_query, 0, query_groups + tl.where(is_value, kv_groups, 0))
     heads = group * HEADS + tl.arange(0, HEADS)

@@ -1,7 +1,8 @@
 """Products with quantized weights of linear layers and experts: 8-bit floats, 4-bit integers and MXFP4.
 
-Weights are converted to the dtype of the activations, which represents each weight exactly, and sums are multiplied by
-the scales. Only weights are quantized, because reading the weights takes most of the time in steps with few rows.
+Kernels convert the weights to the dtype of the activations, which represents each quantized value exactly, and multiply
+the sums by the scales. Activations are not quantized, because in steps with few rows most of the time is spent on
+reading weights.
 """
 
 from typing import Any
@@ -21,7 +22,7 @@ from penstock_enginecore.forward.cuda.kernels.invariant import find_rows, grid_r
 
 _BITS = {"float8": 8, "int4": 4}
 _MIN_WIDTH = 16
-"""Smallest number of columns of a tile, and of half a 4-bit tile."""
+"""Smallest number of columns of a tile. For 4-bit weights, the smallest number of columns of half a tile."""
 
 
 def quantized_product(
@@ -33,8 +34,8 @@ def quantized_product(
     *,
     invariant: bool = False,
 ) -> None:
-    """Multiply ``x`` by ``weight``, add ``bias`` if given, and multiply by ``scale``. Sums are float32, one block of
-    columns after another.
+    """Multiply ``x`` by ``weight``, add ``bias`` if given, multiply by ``scale``, and write the result to ``out``. Sums
+    are float32. Each sum adds one block of columns after another.
 
     Args:
         x: ``[rows, in_features]``. All tensors are contiguous.
@@ -42,7 +43,7 @@ def quantized_product(
         bias: ``[out_features]``, or None.
         scale: Factor of the result.
         out: ``[rows, out_features]``.
-        invariant: Whether to use one order of sums for any number of rows.
+        invariant: Whether sums must have the same order for any number of rows.
 
     Raises:
         ValueError: Shapes or strides are not supported, or tiles of columns do not divide the blocks.
@@ -76,8 +77,8 @@ def quantized_grouped_product(
     *,
     invariant: bool = False,
 ) -> None:
-    """Multiply each expert's rows of ``x`` by the expert's weight, and add the expert's bias. Sums are float32. Rows
-    after the last end are unchanged.
+    """Multiply each expert's rows of ``x`` by the expert's weight, add the expert's bias, and write the result to
+    ``out``. Sums are float32. Rows of ``out`` after the last expert's rows are unchanged.
 
     Args:
         x: ``[rows, in_features]``, sorted by expert. All tensors are contiguous.
@@ -85,7 +86,7 @@ def quantized_grouped_product(
         bias: ``[experts, out_features]``, or None.
         ends: int32 ``[experts]``, the end of each expert's rows.
         out: ``[rows, out_features]``.
-        invariant: Whether to use one order of sums for any number of rows.
+        invariant: Whether sums must have the same order for any number of rows.
 
     Raises:
         ValueError: Shapes or strides are not supported, or tiles of columns do not divide the blocks.
@@ -98,7 +99,7 @@ def quantized_grouped_product(
         )
     if ends.shape != (experts,) or (bias is not None and bias.shape != (experts, out_features)):
         raise ValueError(
-            f"ends have shape {list(ends.shape)}, or biases have a wrong shape, for {experts} experts of {out_features} rows"
+            f"`ends` has shape {list(ends.shape)}, or `bias` has a wrong shape, for {experts} experts of {out_features} rows"
         )
     if not all(part.is_contiguous() for part in (x, ends, out, *weight.tensors)):
         raise ValueError("all tensors of a matrix product must be contiguous")
@@ -125,8 +126,8 @@ def _zeros_and_scales(weight: StackedWeight) -> tuple[torch.Tensor | None, torch
 
 
 def _constants(weight: StackedWeight, tiles: Product | ExpertTiles) -> dict[str, Any]:
-    """Return the constants for which a kernel is compiled. Raises ValueError if tiles of columns do not divide the
-    blocks.
+    """Return the compile-time constants of a kernel. Raises ValueError if the number of columns of a tile does not
+    divide the number of columns of a scale block.
     """
     columns, width, half, block_k = weight.in_features, weight.width, 0, tiles.block_k
     if isinstance(weight, Float8Weight):
@@ -139,7 +140,7 @@ def _constants(weight: StackedWeight, tiles: Product | ExpertTiles) -> dict[str,
         divides = block_k if isinstance(weight, Int4Weight) else half
         if half < _MIN_WIDTH or half & (half - 1) or columns % block_k or width % divides:
             raise ValueError(
-                f"tiles with halves of {half} columns do not divide blocks of {width} columns in rows of {columns}"
+                f"tiles of 2 * {half} columns do not divide blocks of {width} columns in rows of {columns} columns"
             )
     return {
         "KIND": weight.kind, "WIDTH": width, "HALF": half, "EVEN": columns % block_k == 0, "BLOCK_M": tiles.block_m,
@@ -154,7 +155,7 @@ def quantized_tiles(
     KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of ``out``."""
+    """Compute one tile of ``out`` for a linear layer."""
     begin = tl.program_id(1) * BLOCK_M
     m, n, n_read, x_rows = places(x, begin, rows, tl.program_id(0), out_features, in_features, BLOCK_M, BLOCK_N)
     total = _sums(
@@ -170,7 +171,7 @@ def quantized_experts(
     KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, EXPERTS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of one expert's rows, if the program has one."""
+    """Compute one tile of ``out`` with rows of one expert, if the program's tile exists."""
     there, expert, begin, end = find_rows(ends, experts, tl.program_id(0), BLOCK_M, EXPERTS)
     if there:
         m, n, n_read, x_rows = places(x, begin, end, tl.program_id(1), out_features, in_features, BLOCK_M, BLOCK_N)
@@ -194,10 +195,10 @@ def _sums(
     KIND: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of products of rows at ``x_rows`` and the rows ``n_read`` of a weight.
+    """Return a tile of products: the rows at the addresses ``x_rows`` times the rows ``n_read`` of a weight.
 
-    ``WIDTH`` is the number of columns of a scales block, or 0 for one block. ``EVEN`` means that the last tile of
-    columns is full.
+    ``WIDTH`` is the number of columns that share a scale, or 0 if all columns share a scale. ``EVEN`` is true if the
+    last tile of columns is full.
     """
     if KIND == "float8":
         total = _float8_sums(
@@ -278,15 +279,15 @@ def _int4_sums(
     return total
 
 
-# Sums with MXFP4 weights: 4-bit floats with one power of two per 32 elements. Tiles are dequantized when they are read,
-# with the same rounding as weights that are dequantized at load.
+# Products with MXFP4 weights: 4-bit floats with one power of two per 32 elements. The kernel dequantizes a tile when it
+# reads the tile, with the same rounding as weights that are dequantized when the model is loaded.
 
 
 @triton.jit
 def e2m1(codes):
     """Decode the lower 4 bits of uint8 ``codes`` to float32: one sign bit, two exponent bits, one mantissa bit."""
     magnitudes = (codes & 7).to(tl.int32)
-    normal = ((magnitudes << 22) + 0x3F000000).to(tl.float32, bitcast=True)  # an exponent of 0 means 2 ** -1 here
+    normal = ((magnitudes << 22) + 0x3F000000).to(tl.float32, bitcast=True)  # exponent bits 0 mean 2 ** -1
     values = tl.where(magnitudes > 1, normal, magnitudes.to(tl.float32) * 0.5)
     return tl.where((codes & 8) != 0, -values, values)
 
@@ -316,7 +317,7 @@ def _mxfp4_sums(
 
 @triton.jit
 def _power(exponent):
-    """Return ``2 ** (exponent - 127)`` of uint8 as float32. An exponent of 0 gives 0, because devices flush such
-    float32 values to zero.
+    """Return ``2 ** (exponent - 127)`` as float32, for uint8 ``exponent``. An exponent of 0 gives 0, because GPUs flush
+    subnormal float32 values to zero.
     """
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)

@@ -1,14 +1,16 @@
-"""Sampling on the device, with the results of ``sample.sampler``. A token depends only on its row, settings, seed and
-output index.
+"""Sampling on the device, with the same results as ``sample.sampler`` on the CPU. A sampled token depends only on its
+row of logits, its sampling parameters, its seed and its index in the output.
 
-Some values are bit-identical to the CPU's: the token of a greedy row, the random number, and the distances of logits
-below the peak. A greedy row gets the token of the first largest logit, and NaN counts as largest. Distances use the
-same two roundings to float32. Therefore min_p and top_k keep the same tokens, including ties.
+Some values are bit-identical to the values on a CPU: the token of a greedy row, the random number, and the distances
+between the peak (the largest logit) and the other logits. A greedy row gets the first token with the largest logit, and
+NaN counts as largest. Distances are rounded to float32 in the same two places. Therefore min_p and top_k keep the same
+tokens as on a CPU, including ties.
 
-Other values are equal up to rounding. Weights are exp(-distance) in float64, rounded to float32; a CPU's exp may differ
-in the last digit. Sums of weights are float64 in another order. If a boundary of the cumulative distribution is
-within about 1e-7 of the target, top_p may keep one token more or less, and the sampled token may differ. Tokens of
-weight 0 are never sampled. The order of sums is fixed, so the same inputs always give the same token.
+Other values are equal up to rounding. The weight of a token is exp(-distance) in float64, rounded to float32. The
+result of exp on a CPU may differ in the last digit. Sums of weights are float64, but in another order than on a CPU. If
+a boundary of the cumulative distribution is within about 1e-7 of the target, top_p may keep one token more or less, and
+the sampled token may differ. Tokens of weight 0 are never sampled. The order of sums is fixed, so the same inputs
+always give the same token.
 """
 
 import torch
@@ -18,11 +20,13 @@ import triton.language as tl
 from penstock_enginecore.forward.cuda.kernel_api import Draws
 
 _PART = 4096
-"""Maximum number of tokens per program that finds peaks or sums weights."""
+"""Maximum number of logits that one program reads when it finds peaks or sums weights."""
 _SUMMED = 256
-"""Tokens whose weights are summed before single tokens are searched."""
+"""Number of tokens in a block. Sampling first finds the block by the blocks' sums of weights, then the token in the
+block.
+"""
 _FILTERED = 1024
-"""Tokens that a filtering program reads at a time."""
+"""Number of logits that a program that applies filters reads at a time."""
 
 
 class TokenSampler:
@@ -51,15 +55,16 @@ class TokenSampler:
         *,
         filtered: bool,
     ) -> None:
-        """Sample a token from each row of ``logits``. This needs two launches, four with random rows, or five with
-        filters.
+        """Sample a token from each row of ``logits``. Greedy sampling needs two kernel launches, random sampling four,
+        and random sampling with filters five.
 
         Args:
             logits: ``[rows, vocab]``, contiguous, of any float dtype.
             draws: Sampling parameters, or None if all rows are greedy. Rows with a non-finite peak are always greedy.
             token_ids: int32 ``[rows]``, receives the tokens.
-            peaks: float32 ``[rows]``, receives the largest logits.
-            num_nans: int32 ``[rows]``, receives the counts of logits that are NaN or infinity. A peak of -infinity counts too.
+            peaks: float32 ``[rows]``, receives the largest logit of each row.
+            num_nans: int32 ``[rows]``, receives the number of logits in each row that are NaN or infinity. A peak of
+                -infinity also counts as one.
             filtered: Whether some rows have min_p, top_k or top_p. If false, these settings are ignored.
 
         Raises:
@@ -83,7 +88,7 @@ class TokenSampler:
     def _draw(
         self, logits: torch.Tensor, draws: Draws, token_ids: torch.Tensor, peaks: torch.Tensor, *, filtered: bool
     ) -> None:
-        """Sample the tokens of rows with a temperature, replacing their greedy tokens."""
+        """Sample the tokens of rows whose temperature is not 0, and overwrite the greedy tokens of these rows."""
         rows = len(logits)
         if filtered:
             of_filters = (draws.max_distance, draws.top_k, draws.top_p)
@@ -104,7 +109,7 @@ class TokenSampler:
 
 @triton.jit
 def _first_largest(value, columns, inside, NONE: tl.constexpr):
-    """Return the largest of ``value`` and the first of ``columns`` that has it. NaN counts as largest."""
+    """Return the largest element of ``value``, and the first of ``columns`` with this element. NaN counts as largest."""
     is_nan = (value != value) & inside
     finite = tl.where(is_nan | ~inside, -float("inf"), value)
     peak = tl.max(finite, axis=0)
@@ -130,7 +135,9 @@ def _peaks(logits, part_peaks, part_columns, part_nans, vocab, PART: tl.constexp
 
 @triton.jit
 def _settle(part_peaks, part_columns, part_nans, peaks, token_ids, num_nans, parts, PARTS: tl.constexpr):
-    """Compute a row's peak from the peaks of the row's parts, and the peak's column, which is the greedy token."""
+    """Compute the largest logit (peak) of a row from the peaks of the row's parts. The column of the peak is the greedy
+    token.
+    """
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, PARTS)
     inside = index < parts
@@ -149,7 +156,9 @@ def _is_drawn(peak, temperature):
 
 @triton.jit
 def _distances(logits, columns, inside, peak, temperature):
-    """Return the distances below the peak, infinity outside of the row. The two roundings are IEEE's, as on a CPU."""
+    """Return the distances between the peak and the logits, divided by the temperature, and infinity for columns
+    outside of the row. Both operations round as IEEE 754 requires, as on a CPU.
+    """
     value = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
     return tl.div_rn(peak - value, tl.zeros_like(value) + temperature)
 
@@ -161,12 +170,12 @@ def _weights(distance):
 
 @triton.jit
 def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the smallest distance within which the tokens' weights, or the number of tokens, sum to at least
-    ``wanted``.
+    """Return the smallest distance such that the tokens within this distance have a total weight, or a number, of at
+    least ``wanted``.
 
-    If rounding keeps every sum below ``wanted``, this is the largest distance of a token with any weight. Non-negative
-    floats are ordered like their bits. Therefore the search settles four bits at a time, highest first, with sums over
-    tokens that share the settled bits.
+    If rounding keeps every sum below ``wanted``, return the largest distance of a token whose weight is not 0.
+    Non-negative floats have the same order as their bits. Therefore the search determines four bits of the result at a
+    time, highest bits first. Each round sums over the tokens whose distances begin with the known bits.
     """
     settled = tl.zeros((), tl.int32)
     before = tl.zeros((), tl.float64)
@@ -194,8 +203,8 @@ def _least_within(logits, peak, temperature, wanted, vocab, BY_WEIGHT: tl.conste
 
 @triton.jit
 def _limit(logits, peaks, temperatures, max_distances, top_ks, top_ps, limits, vocab, BLOCK: tl.constexpr):
-    """Compute the distance within which a row's tokens pass its filters: min_p, then top_k, then top_p of the remaining
-    tokens.
+    """Compute the largest distance at which a row's tokens pass the row's filters: min_p, then top_k, then top_p of the
+    remaining tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
@@ -230,7 +239,7 @@ def _sum(
     logits, peaks, temperatures, limits, sums, vocab, blocks,
     FILTERED: tl.constexpr, PART: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the weights of blocks of ``SUMMED`` tokens."""
+    """Compute the sum of weights of each block of ``SUMMED`` tokens."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
     if not _is_drawn(peak, temperature):
@@ -249,8 +258,8 @@ def _draw(
     logits, peaks, temperatures, limits, sums, seeds, output_indices, token_ids, vocab, blocks,
     FILTERED: tl.constexpr, BLOCKS: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Invert the cumulative distribution in order of tokens, as in ``sample/filters.py``: find the block, then the
-    token in it.
+    """Sample a token by inverting the cumulative distribution in order of token ids, as in ``sample/filters.py``: find
+    the block, then the token in the block.
     """
     row = tl.program_id(0).to(tl.int64)
     peak, temperature = tl.load(peaks + row), tl.load(temperatures + row)
@@ -259,8 +268,8 @@ def _draw(
     index = tl.arange(0, BLOCKS)
     of_blocks = tl.load(sums + row * blocks + index, mask=index < blocks, other=0.0)
     total = tl.sum(of_blocks, axis=0)
-    # Limit the target to one step below the total. A target that rounds up to the total would be past the last token
-    # with any weight.
+    # Limit the target to the float64 before the total. A target equal to the total would be past the last token whose
+    # weight is not 0.
     below = (total.to(tl.int64, bitcast=True) - 1).to(tl.float64, bitcast=True)
     target = tl.minimum(_uniform(tl.load(seeds + row), tl.load(output_indices + row)) * total, below)
     block = _first_beyond(of_blocks, target, index, BLOCKS)
@@ -274,9 +283,9 @@ def _draw(
 
 @triton.jit
 def _first_beyond(weight, target, index, SIZE: tl.constexpr):
-    """Return the first index with any weight whose cumulative weight exceeds ``target``.
+    """Return the first index with a weight other than 0 whose cumulative weight exceeds ``target``.
 
-    If rounding keeps every sum below the target, return the last index with any weight.
+    If rounding keeps every sum below the target, return the last index with a weight other than 0.
     """
     first = tl.min(tl.where((tl.cumsum(weight, axis=0) > target) & (weight > 0), index, SIZE), axis=0)
     last = tl.max(tl.where(weight > 0, index, 0), axis=0)
@@ -285,7 +294,7 @@ def _first_beyond(weight, target, index, SIZE: tl.constexpr):
 
 @triton.jit
 def _uniform(seed, output_index):
-    """Return a float64 in [0, 1) with 53 random bits by Philox4x32-10, the same as ``sample.base.uniforms``."""
+    """Return a float64 in [0, 1) with 53 random bits from Philox4x32-10, the same number as ``sample.base.uniforms``."""
     counter_low, counter_high = output_index.to(tl.uint32), (output_index >> 32).to(tl.uint32)
     key_low, key_high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     none = tl.zeros_like(key_low)

@@ -69,5 +69,7 @@ def test_no_tokens() -> None:
 
 
 def test_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"gates and ups of shape \[2, 8\] do not match an output of shape \[2, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"`gate_up` has shape \[2, 8\], which does not match the output's shape \[2, 5\]"
+    ):
         activation.gated(torch.ones(2, 8), "silu", torch.ones(2, 5))

@@ -66,17 +66,18 @@ def test_other_shapes_and_strides_are_refused() -> None:
     keys, values = caches(2, (16, 16), torch.float32)
     new, slots = torch.zeros(3, 2, 16), torch.arange(3)
     with pytest.raises(
-        ValueError, match=r"values have shape \[3, 2, 8\]; there are 3 slots of a cache of \[4, 2, 5, 16\]"
+        ValueError,
+        match=r"values have shape \[3, 2, 8\], but there are 3 slots and the cache has shape \[4, 2, 5, 16\]",
     ):
         cache.write_cache(new, new[:, :, :8], slots, keys, values)
-    with pytest.raises(ValueError, match=r"keys have shape \[3, 2, 16\]; there are 2 slots"):
+    with pytest.raises(ValueError, match=r"keys have shape \[3, 2, 16\], but there are 2 slots"):
         cache.write_cache(new, new, slots[:2], keys, values)
     with pytest.raises(ValueError, match=r"the strides of keys are \[1, "):
         cache.write_cache(torch.zeros(16, 2, 3).transpose(0, 2), new, slots, keys, values)
     with pytest.raises(
         ValueError,
-        match=r"KVScales\(key=1\.0, value=2\.0\) needs caches of float8_e4m3fn, but the caches are torch.float32",
+        match=r"KVScales\(key=1\.0, value=2\.0\) requires caches of float8_e4m3fn, but the caches have dtypes torch.float32",
     ):
         cache.write_cache(new, new, slots, keys, values, KVScales(1.0, 2.0))
-    with pytest.raises(ValueError, match="blocks have 5 keys, but 4 values"):
+    with pytest.raises(ValueError, match="a block has 5 keys, but 4 values"):
         cache.write_cache(new, new, slots, keys, caches(2, (16, 16), torch.float32)[1].new_zeros(4, 2, 4, 16))

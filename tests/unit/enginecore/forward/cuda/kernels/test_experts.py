@@ -220,8 +220,8 @@ def test_no_rows() -> None:
             r"input \[3, 48\], weights of 2 experts with 8 rows of 64 columns, output \[3, 8\]",
         ),
         ({"out": torch.zeros(3, 9)}, r"input \[3, 64\], .*, output \[3, 9\]"),
-        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"ends have shape \[3\], .* for 2 experts of 8"),
-        ({"bias": torch.zeros(2, 7)}, "biases have a wrong shape"),
+        ({"ends": torch.zeros(3, dtype=torch.int32)}, r"`ends` has shape \[3\], .* for 2 experts of 8"),
+        ({"bias": torch.zeros(2, 7)}, "`bias` has a wrong shape"),
         ({"out": torch.zeros(8, 3).t()}, "contiguous"),
         ({"weight": by_blocks(2, 8, 64, 24)}, "blocks have 24 columns"),
         (

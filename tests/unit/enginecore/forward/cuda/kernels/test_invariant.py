@@ -249,7 +249,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     ends = torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"input \[3, 8\], weight \[2, 8, 4\], output \[3, 4\]"):
         invariant.invariant_grouped_product(x, numbers(2, 8, 4), None, ends, out)
-    with pytest.raises(ValueError, match=r"ends have shape \[2\], but there are 3 experts"):
+    with pytest.raises(ValueError, match=r"`ends` has shape \[2\], but there are 3 experts"):
         invariant.invariant_grouped_product(x, numbers(3, 4, 8), None, ends, out)
     with pytest.raises(ValueError, match=r"places \[1, 2\], weights \[3, 2\]"):
         invariant.weighted_sum(x, ends[None].long(), numbers(3, 2), 1.0, x, renormalize=True)

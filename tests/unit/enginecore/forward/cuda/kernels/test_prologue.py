@@ -138,7 +138,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
     _, keys, values, query = case.memory()
     with pytest.raises(
         ValueError,
-        match=r"KVScales\(key=2\.0, value=1\.0\) needs caches of float8_e4m3fn, but the caches are torch.float32",
+        match=r"KVScales\(key=2\.0, value=1\.0\) requires caches of float8_e4m3fn, but the caches have dtypes torch.float32",
     ):
         case.run(keys, values, query, scales=KVScales(2.0, 1.0))
     with pytest.raises(ValueError, match=r"the product has shape \[2, 48\], which does not match queries \[2, 1, 8\]"):
