@@ -1,4 +1,4 @@
-"""Prompts and steps with arbitrary tokens, used to compare forward passes and to warm them up."""
+"""Prompts and steps with arbitrary tokens, which the engine uses to compare forward passes and to warm them up."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,32 +26,38 @@ from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StatePoolConfig
 
 Stateful = Any
-"""A forward pass of a generating model, or the layers of a pooling model: both have a KV cache and may have states."""
+"""A forward pass of a generative model, or the layers of a pooling model. Both have a KV cache and may have recurrent
+states.
+"""
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
 """Positions at which a prompt is cut into parts of 13, 1, 8, 1 and 1 tokens."""
 _SPAN = slice(4, 11)
-"""Positions of an image in a multimodal prompt, inside the first part."""
+"""Positions of the image in a multimodal prompt. All are inside the prompt's first part."""
 _SPAN_WIDTH = 3
 _BLOCK_SIZE = 16
-"""Tokens per block. The number is a multiple of the tile size in every backend's layout."""
+"""Number of tokens per KV cache block. The number is a multiple of the tile size in the layout of every attention
+backend.
+"""
 
 
 def block_size_of(specs: Mapping[str, KVCacheSpec]) -> int:
-    """Return the tokens of a KV block. Without attention layers, it is the distance between states."""
+    """Return the number of tokens per KV cache block. For a model without attention layers, return the number of tokens
+    between two recurrent states.
+    """
     return next((spec.block_size for spec in specs.values()), SPAN)
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Prompt for comparing forward passes.
+    """Prompt that forward passes compute, so that their results can be compared.
 
     Attributes:
         token_ids: int64 ``[tokens]``.
         positions: int64 ``[tokens]``.
         metadata: Attention metadata for a KV cache of ``num_blocks`` blocks.
-        num_blocks: Number of blocks, including the null block.
-        demands: Media inputs that the first step of the prompt has.
+        num_blocks: Number of KV cache blocks, including the null block.
+        demands: Kinds of media inputs in the first step of the prompt.
     """
 
     token_ids: IntArray
@@ -62,19 +68,19 @@ class Probe:
 
     @classmethod
     def prompt(cls, vocab_size: int, demands: MediaDemands = NO_DEMANDS) -> "Probe":
-        """Return a short prompt with tokens from all over the vocabulary. If there are ``demands``, the prompt contains
-        an image.
+        """Return a short prompt whose token ids are spread over the vocabulary. If ``demands`` has inputs, the prompt
+        contains an image.
         """
         probe = cls._of(np.arange(1, NUM_TOKENS + 1) * 7919 % vocab_size, NUM_TOKENS, _BLOCK_SIZE)
         return replace(probe, demands=demands)
 
     @classmethod
     def prompts(cls, vocab_size: int, demands: MediaDemands) -> "list[Probe]":
-        """Return the text prompt, and also the prompt with an image if there are ``demands``."""
+        """Return the prompt without an image, and also the prompt with an image if ``demands`` has inputs."""
         return [cls.prompt(vocab_size), *([cls.prompt(vocab_size, demands)] if demands else [])]
 
     def batch(self, forward: ForwardPass, start: int, end: int) -> ForwardBatch:
-        """Return a step for tokens ``start`` to ``end`` of the probe's only sequence."""
+        """Return a step that computes tokens ``start`` to ``end`` of the probe's only sequence."""
         of, part = self.metadata, slice(start, end)
         starts, lengths = np.array([0, end - start]), np.array([end])
         metadata = AttentionMetadata(starts, lengths, of.block_table, of.slot_mapping[part], of.block_size)
@@ -86,8 +92,8 @@ class Probe:
     def _with_media(self, batch: ForwardBatch, forward: ForwardPass) -> ForwardBatch:
         """Return the batch with an image at the positions ``_SPAN``.
 
-        The image's tokens have two-dimensional positions, attend to each other, and get deepstack rows. The elements of
-        these rows have a root mean square of 1.
+        If ``demands`` includes these inputs, the image's tokens have two-dimensional positions, attend to each other,
+        and get deepstack embeddings. The elements of these embeddings have a root mean square of 1.
         """
         demands = self.demands
         if demands.spans:
@@ -109,12 +115,14 @@ class Probe:
 
     @classmethod
     def largest(cls, num_tokens: int, max_len: int, block_size: int) -> "Probe":
-        """Return a probe with ``num_tokens`` new tokens in sequences as long as possible, up to ``max_len`` tokens."""
+        """Return a probe with ``num_tokens`` new tokens in as few sequences as possible, each of at most ``max_len``
+        tokens.
+        """
         return cls._of(np.zeros(num_tokens, dtype=np.int64), min(num_tokens, max_len), block_size)
 
     @classmethod
     def _of(cls, token_ids: IntArray, length: int, block_size: int) -> "Probe":
-        """Return a probe with ``token_ids`` in sequences of ``length``. The last sequence may be shorter."""
+        """Return a probe with ``token_ids`` in sequences of ``length`` tokens. The last sequence may be shorter."""
         count = len(token_ids)
         starts = np.append(np.arange(0, count, length), count)
         sequence, positions = np.divmod(np.arange(count), length)
@@ -127,8 +135,8 @@ class Probe:
 
 
 def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = None) -> torch.Tensor:
-    """Return logits ``[len(rows), vocab]`` for ``rows`` of ``probe``, or for all tokens if None. Leaves ``forward``
-    without a KV cache.
+    """Return logits ``[len(rows), vocab]`` for the tokens of ``probe`` with the indices ``rows``, or for all tokens if
+    ``rows`` is None. Afterwards ``forward`` has no KV cache.
     """
     with throwaway(forward, probe.metadata.block_size, probe.num_blocks, probe.metadata.num_requests):
         states = alone_states(forward, probe.metadata)
@@ -140,9 +148,11 @@ def probe_logits(forward: ForwardPass, probe: Probe, rows: IntArray | None = Non
 
 @contextmanager
 def throwaway(forward: Stateful, block_size: int, num_blocks: int, num_requests: int) -> Iterator[None]:
-    """Return a context in which ``forward`` has a temporary KV cache and temporary states, and afterwards none.
+    """Return a context in which ``forward`` has a temporary KV cache and temporary memory for states. After the
+    context, ``forward`` has neither.
 
-    The KV cache has ``num_blocks`` blocks of ``block_size`` tokens, and ``num_requests`` requests have states.
+    The KV cache has ``num_blocks`` blocks of ``block_size`` tokens. The memory has space for the states of
+    ``num_requests`` requests.
     """
     states = state_memory(forward)
     forward.bind(forward.memory.throwaway(block_size, num_blocks))
@@ -166,17 +176,19 @@ def throwaway(forward: Stateful, block_size: int, num_blocks: int, num_requests:
 
 
 def alone_states(forward: Stateful, metadata: AttentionMetadata) -> StateMetadata | None:
-    """Return states for a step without a scheduler, or None for a model without recurrent layers."""
+    """Return the indices of recurrent states for a step that no scheduler made, or None for a model without recurrent
+    layers.
+    """
     if state_memory(forward) is None:
         return None
     return StateMetadata.alone(metadata.query_start_loc, metadata.seq_lens)
 
 
 def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torch.Tensor:
-    """Return logits of all tokens of the probe's one sequence, computed in several steps. Each step computes one part
-    between ``cuts``.
+    """Return logits of all tokens of the probe's one sequence, computed in several steps. Each step computes the tokens
+    between two ``cuts``.
 
-    Later parts read keys and values that earlier parts wrote to the cache. Leaves ``forward`` without a KV cache.
+    Later steps read keys and values that earlier steps wrote to the KV cache. Afterwards ``forward`` has no KV cache.
     """
     logits = []
     with throwaway(forward, probe.metadata.block_size, probe.num_blocks, probe.metadata.num_requests):
@@ -189,10 +201,12 @@ def probe_parts(forward: ForwardPass, probe: Probe, cuts: Sequence[int]) -> torc
 def blank_decodes(
     size: int, num_groups: int, block_size: int, newest: torch.Tensor, *, adapted: bool = False
 ) -> tuple[ForwardBatch, IntArray]:
-    """Return a decode step of one token for each of ``size`` dummy requests, and the rows that get logits.
+    """Return a decode step with one token for each of ``size`` dummy requests, and the indices of the rows that get
+    logits.
 
-    The requests attend to the null block, write no keys and values, have no recurrent states, and store their next tokens
-    in the last entry of ``newest``. If ``adapted``, the step launches the kernels for adapters, although no adapter is used.
+    The requests attend to the null block, write no keys and values, and have no recurrent states. Their next tokens are
+    stored in the last entry of ``newest``. If ``adapted`` is true, the step launches the kernels for LoRA adapters,
+    although no request uses an adapter.
     """
     none: IntArray = np.zeros(size, dtype=np.int64)
     draws = PlainDraws.of(DrawSettings.off(size), none.astype(np.uint64), none)

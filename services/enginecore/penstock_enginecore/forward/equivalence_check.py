@@ -1,7 +1,9 @@
-"""Faster implementations of a model or of its parts, and the check that their results match the model's own modules.
+"""Choice among faster implementations of a model or its parts, and the check that their results match the results of
+the model's own modules.
 
-A short prompt runs through the modules and through each candidate, each with a separate cache. The first candidate
-whose results match serves the model. The log names the rejected candidates and the reasons.
+A short prompt, the probe, runs through the modules and through each candidate, each with a separate KV cache. The
+engine serves requests with the first candidate whose results match. The log names the rejected candidates and the
+reasons.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +17,17 @@ from penstock_enginecore.models.errors import UnsuitableError
 T_co = TypeVar("T_co", covariant=True)
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""Largest accepted difference, relative to the norm of the whole result, by the dtype in which the model's own modules
-compute. A different order of summation causes smaller differences.
+"""Largest accepted norm of the difference, divided by the norm of the result, by the dtype in which the model's own
+modules compute. Differences from another order of summation are smaller.
 """
 
 _ELSEWHERE = "another worker cannot use it"
 
 
 class SpentError(Exception):
-    """Error raised if a candidate is rejected after the model's weights were freed.
+    """Error raised if a candidate is rejected after the candidate has freed weights of the model.
 
-    The model must be loaded again, without the candidate ``name``. The message gives the reason.
+    The model must be loaded again, without the candidate ``name``. The message gives the reason for the rejection.
     """
 
     def __init__(self, name: str, reasons: str) -> None:
@@ -40,7 +42,9 @@ class Replacement(Protocol[T_co]):
         """Return the result for the probe: float32, in the shape of the modules' result."""
 
     def where(self) -> str:
-        """Return which part of the model differs, as text to append to the reported difference. Empty if unknown."""
+        """Return text that names the first part of the model whose results differ. The text is appended to the reported
+        difference, and is empty if the part is unknown.
+        """
 
     def take_over(self) -> T_co:
         """Free the weights of the replaced modules and return the implementation that serves requests from now on.
@@ -51,7 +55,9 @@ class Replacement(Protocol[T_co]):
         """
 
     def undo(self) -> None:
-        """Restore the model. Not called if building the replacement freed the weights."""
+        """Restore the model. ``first_proven`` does not call this method if building the replacement has freed the
+        weights.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,9 @@ class Candidate(Generic[T_co]):
     """Replacement that ``first_proven`` can try.
 
     Attributes:
-        name: Name for the log.
-        build: Makes the replacement. Raises UnsuitableError if the model is not supported.
+        name: Name of the implementation in the log.
+        build: Function that builds the replacement. Raises UnsuitableError if the replacement does not support the
+            model.
         rounds_to: The dtype to which matrix inputs are rounded, or None if the candidate rounds them no more than the
             modules do.
         spends: Whether ``build`` frees the model's own weights, so that ``undo`` is impossible.
@@ -72,7 +79,7 @@ class Candidate(Generic[T_co]):
     spends: bool = False
 
     def tolerance(self, expected: torch.dtype) -> float:
-        """Return the largest accepted difference from modules that compute in ``expected``."""
+        """Return the largest accepted difference from the results of modules that compute in the dtype ``expected``."""
         return max(TOLERANCES[expected], TOLERANCES[self.rounds_to or expected])
 
 
@@ -85,9 +92,9 @@ class Proven(Generic[T_co]):
     name: str | None
     serves: T_co | None
     unsuitable: dict[str, str]
-    """Reasons for candidates that could not be built, by name."""
+    """Reasons why candidates could not be built, by name of the candidate."""
     refuted: dict[str, str]
-    """Reasons for candidates whose results differed, by name."""
+    """Differences of the results of rejected candidates, as text, by name of the candidate."""
 
     @property
     def reasons(self) -> str:
@@ -96,7 +103,9 @@ class Proven(Generic[T_co]):
 
 
 def alone(ok: bool) -> bool:
-    """Return ``ok``: the agreement of a rank that shares its model with no other rank."""
+    """Return ``ok``. This is the function ``agree`` of a rank that has the whole model, so no other rank needs to
+    agree.
+    """
     return ok
 
 
@@ -107,11 +116,12 @@ def first_proven(
 
     Args:
         candidates: The candidates, fastest first.
-        run: Returns the result of the model's own modules for the probe.
-        agree: Returns whether a condition holds on all ranks of the model, so that all ranks accept the same candidate.
+        run: Function that returns the result of the model's own modules for the probe.
+        agree: Function that returns whether a condition holds on all ranks of the model, so that all ranks accept the
+            same candidate.
 
     Raises:
-        SpentError: A rejected candidate has freed the weights. All ranks raise this error.
+        SpentError: A rejected candidate has freed weights of the model. All ranks raise this error.
     """
     unsuitable: dict[str, str] = {}
     refuted: dict[str, str] = {}
@@ -134,7 +144,7 @@ def first_proven(
 
 
 def _built(candidate: Candidate[T_co]) -> tuple[Replacement[T_co] | None, str]:
-    """Return the replacement, or the reason why it cannot be built."""
+    """Return the replacement and an empty text, or None and the reason why the replacement cannot be built."""
     try:
         return candidate.build(), ""
     except UnsuitableError as e:
@@ -142,10 +152,12 @@ def _built(candidate: Candidate[T_co]) -> tuple[Replacement[T_co] | None, str]:
 
 
 def _difference(replacement: Replacement[object], expected: torch.Tensor, tolerance: float) -> str | None:
-    """Return a description of a difference greater than ``tolerance``, or None if there is none."""
+    """Return text about the difference between the results of ``replacement`` and ``expected``, or None if the
+    difference is at most ``tolerance``.
+    """
     try:
         result = replacement.probe()
-    except Exception as e:  # for example, a model may read the weight of a packed layer
+    except Exception as e:  # for example, the model reads the weight of a packed layer, which is empty
         return f"{type(e).__name__}: {e}"
     difference = distance(result, expected)
     if difference <= tolerance:  # false for NaN
@@ -154,5 +166,5 @@ def _difference(replacement: Replacement[object], expected: torch.Tensor, tolera
 
 
 def distance(result: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to the norm of ``expected``."""
+    """Return the norm of the difference between ``result`` and ``expected``, divided by the norm of ``expected``."""
     return float((result.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30))

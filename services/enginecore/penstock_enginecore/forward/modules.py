@@ -1,5 +1,5 @@
-"""Forward pass with transformers' own modules, and attention over the paged KV cache. Every supported model type can
-use this pass.
+"""Forward pass that runs transformers' own modules, with attention over the paged KV cache. Every supported model type
+can use this forward pass.
 """
 
 import dataclasses
@@ -32,19 +32,22 @@ from penstock_enginecore.states.core.spec import StateSpec
 from penstock_enginecore.states.cuda.context import StateKernels
 from penstock_enginecore.states.memory import StateLayers, StateMemory
 
-# Head of a causal language model, called separately: computes logits of chosen rows from hidden states.
+# Head of a causal language model, called without the layers: it computes logits of selected tokens from their hidden
+# states.
 #
 # After the last layer, models compute more than a matrix product: soft caps, scales and casts. Therefore the model's
-# own ``forward`` runs. During the call, a module that returns the given hidden states replaces the base model.
+# own ``forward`` runs. During the call, a module that returns the given hidden states stands in for the base model.
 
 
 class _Replay(torch.nn.Module):
-    """Replaces the base model and returns a given output. Other attributes are those of the base model."""
+    """Module that stands in for the base model and returns a given output. Its other attributes are the attributes of
+    the base model.
+    """
 
     def __init__(self, output: Any, base: Any) -> None:
         super().__init__()
         self._output = output
-        self._of_base = [base]  # in a list, so that the base model is no submodule
+        self._of_base = [base]  # in a list, so that PyTorch does not register the base model as a submodule
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that only the base model has."""
@@ -56,24 +59,25 @@ class _Replay(torch.nn.Module):
 
 
 class HiddenStates:
-    """Output of the base model in the forward pass inside a ``Head.capture`` block."""
+    """Output of the base model, which ``Head.capture`` stores during a forward pass."""
 
     def __init__(self) -> None:
         self.output: Any = None
 
 
 class Head:
-    """Computes logits of chosen rows of a forward pass. Not thread-safe."""
+    """Computes logits of selected tokens from the hidden states of a forward pass. Not thread-safe."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self._module = module
-        # Most models name the base model's attribute in ``base_model_prefix``. Llama 4's text model does not.
+        # In most models ``base_model_prefix`` is the name of the attribute with the base model. Llama 4's text model is
+        # an exception.
         models = [name for name, child in module.named_children() if isinstance(child, PreTrainedModel)]
         self._name = module.base_model_prefix if module.base_model_prefix in models or not models else models[0]
 
     @contextmanager
     def capture(self) -> Iterator[HiddenStates]:
-        """Return a context that captures the hidden states of a forward pass, as input for ``logits``."""
+        """Return a context that stores the hidden states of the forward pass in it. They are the input for ``logits``."""
         states = HiddenStates()
 
         def keep(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
@@ -88,15 +92,17 @@ class Head:
                 handle.remove()
 
     def reproduces(self, states: HiddenStates, logits: torch.Tensor) -> bool:
-        """Return whether the head can be called separately, that is, whether it computes ``logits`` ``[tokens, vocab]``
-        from ``states``.
+        """Return whether the head can be called without the layers, that is, whether the head computes ``logits``
+        ``[tokens, vocab]`` from ``states``.
         """
         if not dataclasses.is_dataclass(states.output) or not hasattr(states.output, "last_hidden_state"):
             return False
         return torch.equal(self.logits(states, torch.arange(len(logits), device=logits.device)), logits)
 
     def logits(self, states: HiddenStates, rows: torch.Tensor) -> torch.Tensor:
-        """Return logits ``[len(rows), vocab]`` for ``rows`` (int64) of the flat batch that produced ``states``."""
+        """Return logits ``[len(rows), vocab]`` for the tokens with the indices ``rows`` (int64) in the flat batch that
+        produced ``states``.
+        """
         hidden = states.output.last_hidden_state[:, rows]
         modules = self._module._modules
         base = modules[self._name]
@@ -113,12 +119,12 @@ NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
 
 @dataclass(frozen=True, slots=True)
 class ProbedModel:
-    """Loaded model and the results of a forward pass over one token.
+    """Loaded model, and properties of its layers that a forward pass over one token has found.
 
     Attributes:
-        calls: The model's attention calls, in order.
+        calls: The attention calls of the model's layers, in order.
         specs: KV cache specs by layer name.
-        separate_head: Whether the head can be called separately.
+        separate_head: Whether the head can be called without the layers.
         cache_dtype: The dtype of the KV caches.
         states: Specs of recurrent layers by module name.
     """
@@ -134,7 +140,7 @@ class ProbedModel:
 
     @property
     def demands(self) -> MediaDemands:
-        """Additional inputs that the model's media need."""
+        """Additional inputs that steps with the model's media need."""
         return demands_of(self.model)
 
     @property
@@ -180,20 +186,20 @@ def _expect_no_padding(module: PreTrainedModel) -> None:
 
 
 def in_cache_dtype(specs: Mapping[str, KVCacheSpec], dtype: torch.dtype | None) -> dict[str, KVCacheSpec]:
-    """Return ``specs`` for KV caches of ``dtype``, or unchanged for None."""
+    """Return ``specs`` changed to KV caches of ``dtype``, or unchanged if ``dtype`` is None."""
     if dtype is None:
         return dict(specs)
     return {name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in specs.items()}
 
 
 def unsupported(module: torch.nn.Module, error: Exception) -> str:
-    """Return the error text for a model that raised ``error`` at its first token."""
+    """Return the error text for a model that raised ``error`` in its first forward pass."""
     return f"{type(module).__name__} is not supported: a forward pass over one token fails with {type(error).__name__}: {error}"
 
 
 @dataclass(frozen=True, slots=True)
 class KeptStates:
-    """States of a forward pass for ``ModulesForward.head``.
+    """Results of a forward pass that ``ModulesForward.head`` needs.
 
     Attributes:
         hidden: Output of the base model.
@@ -210,7 +216,7 @@ class ModulesForward:
     Args:
         probed: The model and its KV cache specs.
         backend: Computes attention.
-        packed_bytes: Bytes that modules hold in addition to their parameters.
+        packed_bytes: Size in bytes of packed weights that modules hold in addition to their parameters.
         adapted: Computes LoRA adapters, or None to compute them with torch.
         state_kernels: Kernels of recurrent layers, or None to compute them with torch.
         from_start: Compute recurrences token by token, for sequences that begin in the step.
@@ -251,22 +257,22 @@ class ModulesForward:
 
     @property
     def states(self) -> StateMemory:
-        """Allocator of the states of recurrent layers."""
+        """Allocator of memory for the states of recurrent layers."""
         return self.bound_states.memory
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the model's parameters and of packed weights."""
+        """Size in bytes of the model's parameters and packed weights."""
         return module_bytes(self._module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use ``caches``. Attention modules find their cache by name."""
+        """Use the KV caches ``caches`` from now on. Their keys are the names of the attention modules."""
         if caches and isinstance(self._adapted, SlotModules):
             self._adapted.allocate()
         self._caches = caches_by_module(self._module, caches)
 
     def bind_states(self, layers: StateLayers) -> None:
-        """Use these states. Recurrent layers find their states by name."""
+        """Keep recurrent states in the memory ``layers`` from now on. Its keys are the names of the recurrent layers."""
         self.bound_states.bind(layers)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
@@ -279,7 +285,7 @@ class ModulesForward:
         self._kept_layers = tuple(layers)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Call the model once. States are kept only if the head can be called separately."""
+        """Compute a step with one call of the model. States are kept only if the head can be called without the layers."""
         if batch.embedded is None:
             token_ids = self._to_device(batch.token_ids)
             if batch.fed is not None:
@@ -309,19 +315,19 @@ class ModulesForward:
             return self._head.logits(states.hidden, rows)
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Prepare an adapter for the modules that it names."""
+        """Prepare a LoRA adapter for the modules that the adapter changes."""
         return self._adapted.prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Add an adapter. Call it only between steps."""
+        """Add a LoRA adapter. Call this method only between steps."""
         self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
-        """Remove an adapter from all modules."""
+        """Remove a LoRA adapter from all modules."""
         self._adapted.remove(digest)
 
     def to(self, device: torch.device) -> None:
-        """Move all of the model's modules."""
+        """Move all modules of the model to ``device``."""
         if isinstance(self._adapted, SlotModules):
             self._adapted.release()
         module: torch.nn.Module = self._module
@@ -332,12 +338,16 @@ class ModulesForward:
         return module_tensors(self._module)
 
     def read(self, model: LoadedModel) -> None:
-        """Copy the weights of ``model``. Quantized layers are dequantized first, to match this pass."""
+        """Copy the weights of ``model`` into this forward pass's modules. Quantized layers of ``model`` are dequantized
+        first, as in this forward pass.
+        """
         dequantize_kept(model.module, model.dtype)
         copy_weights(module_tensors(model.module), self.weights())
 
     def _adding(self, segments: Sequence[LoraSegment], rows: IntArray, num_tokens: int) -> AbstractContextManager[None]:
-        """Return a context in which modules add the adapters' outputs. If ``num_tokens`` is 0, only the head adds them."""
+        """Return a context in which modules add the outputs of LoRA adapters to their own outputs. If ``num_tokens`` is
+        0, only the head adds outputs of adapters.
+        """
         if isinstance(self._adapted, SlotModules):
             return self._adapted.step(segments, rows, num_tokens)
         return self._adapted.step(segments, rows)
@@ -347,19 +357,23 @@ class ModulesForward:
 
 
 def caches_by_module(module: torch.nn.Module, caches: LayerCaches) -> dict[torch.nn.Module, LayerCache]:
-    """Return the KV caches by attention module in ``module``, for caches by layer name."""
+    """Return the KV caches by attention module. ``caches`` are KV caches by the name of the attention module in
+    ``module``.
+    """
     modules = dict(module.named_modules())
     return {modules[name]: cache for name, cache in caches.items()}
 
 
 def module_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the parameters and buffers, each once."""
+    """Return the parameters and buffers of ``module``. A tensor that several submodules share is returned once."""
     return [*module.parameters(), *module.buffers()]
 
 
 @torch.inference_mode()
 def copy_weights(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-    """Overwrite ``targets`` one by one. Raises RuntimeError if shapes or dtypes differ."""
+    """Copy each tensor of ``sources`` into the tensor at the same index in ``targets``. Raises RuntimeError if shapes
+    or dtypes differ.
+    """
     of_sources, of_targets = ([(tensor.shape, tensor.dtype) for tensor in each] for each in (sources, targets))
     if of_sources != of_targets:
         raise RuntimeError(
@@ -370,13 +384,13 @@ def copy_weights(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
 
 
 def module_bytes(module: torch.nn.Module) -> int:
-    """Return the bytes of the parameters of ``module``."""
+    """Return the size in bytes of the parameters of ``module``."""
     return sum(map(num_bytes, module.parameters()))
 
 
 def deepstack_inputs(deepstack: torch.Tensor | None) -> dict[str, Any]:
-    """Return a base model's arguments for embeddings ``[layers, tokens, hidden size]`` that are added after its first
-    layers.
+    """Return the arguments of a base model that pass ``deepstack``: embeddings ``[layers, tokens, hidden size]`` to add
+    after the first layers.
     """
     if deepstack is None:
         return {}
@@ -385,15 +399,17 @@ def deepstack_inputs(deepstack: torch.Tensor | None) -> dict[str, Any]:
 
 
 def position_inputs(positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return a base model's arguments for ``positions``, int64 ``[tokens]`` or ``[3, tokens]`` in sections."""
+    """Return the arguments of a base model that pass ``positions``: int64 ``[tokens]``, or ``[3, tokens]`` for rotary
+    embeddings with sections.
+    """
     return {"position_ids": positions[None] if positions.ndim == 1 else positions[:, None]}
 
 
 def module_logits(
     module: PreTrainedModel, inputs: dict[str, torch.Tensor], positions: torch.Tensor, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Return logits ``[len(rows), vocab]`` of a flat batch of ``inputs`` at ``positions``, int64 ``[tokens]`` or ``[3,
-    tokens]``.
+    """Return logits ``[len(rows), vocab]`` for the tokens ``rows`` of a flat batch with ``inputs`` at ``positions``,
+    int64 ``[tokens]`` or ``[3, tokens]``.
     """
     return module_outputs(module, inputs, positions, rows)[0]
 
@@ -415,8 +431,8 @@ def module_outputs(
         module: The model.
         inputs: Token ids or embeddings, and other arguments of the base model.
         positions: int64 ``[tokens]`` or ``[3, tokens]``.
-        rows: int64, rows whose logits are returned.
-        layers: Layers whose hidden states are returned.
+        rows: int64, indices of the tokens whose logits are returned.
+        layers: Numbers of the layers whose hidden states are returned.
         calls_base: Whether the model calls its base model as a module. The output of the last norm is then taken from
             the base model. Otherwise, transformers keeps the hidden states of all layers until the end of the pass.
     """
@@ -432,8 +448,8 @@ def module_outputs(
 
 @contextmanager
 def _final_states(module: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Return a context that collects the output of the last norm, ``[tokens, hidden size]``, of each forward pass in
-    it.
+    """Return a context that collects the output of the last norm, ``[tokens, hidden size]``, of each forward pass
+    inside the context.
     """
     found: list[torch.Tensor] = []
 

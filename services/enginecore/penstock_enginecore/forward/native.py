@@ -1,10 +1,10 @@
-"""Forward pass of decoder models with the CPU kernels.
+"""Forward pass of decoder models that runs in the CPU kernels.
 
 A step is one kernel call, plus one kernel call for each mixture of experts that the model's own module computes. Norms,
-projections, rotary embedding, attention, MLP and head of all layers run inside the kernels. q, k and v are merged into
-one matrix product. Gate and up are merged into another product, which also computes the activation. Weights may be
-bfloat16. Sums and activations are float32. The KV cache is float32 too, unless the kernels round inputs of matrix
-products. The layers are read from transformers' own modules.
+projections, rotary embedding, attention, MLP and head of all layers run inside the kernels. The projections of queries,
+keys and values are merged into one matrix product. The gate and up projections are merged into another product, which
+also computes the activation. Weights may be bfloat16. Sums and activations are float32. The KV cache is float32 too,
+unless the kernels round inputs of matrix products. The weights come from transformers' own modules.
 """
 
 import ctypes
@@ -61,13 +61,13 @@ from penstock_enginecore.parallel.sharding import Part
 from penstock_enginecore.parallel.stages import Seams
 from penstock_enginecore.states.memory import StateLayers, StateMemory
 
-# LoRA adapters of a model that the CPU kernels' decoder computes.
+# LoRA adapters of a model whose layers run in the CPU kernels.
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Linear layers, by name, that form one matrix product of the decoder. Empty if the decoder does not compute the
-    product. ``gated`` is the attention whose queries, keys, values and gates they compute, or None without gates.
+    """Linear layers, by name, that form one matrix product of the kernels' decoder. Empty if the kernels do not compute
+    the product. If the layers compute queries, keys, values and gates, ``gated`` is their attention, otherwise None.
     """
 
     layers: dict[str, torch.nn.Linear]
@@ -75,8 +75,8 @@ class _Place:
     gated: AttentionPlan | None = None
 
     def take(self, updates: dict[str, LowRankUpdate]) -> MergedUpdate | None:
-        """Remove the updates of these layers from ``updates`` and return them merged. Raises ValueError if the features
-        of an update and of its layer differ.
+        """Remove the updates of these layers from ``updates``, and return the updates merged into one. Raises
+        ValueError if an update and its layer have different numbers of features.
         """
         own = [updates.pop(name, None) for name in self.layers]
         features = []
@@ -86,7 +86,7 @@ class _Place:
                 expect_features(name, update, layer.out_features, layer.in_features)
         if not any(own):
             return None
-        if self.gated is not None:  # the gate's rows are the last of the product
+        if self.gated is not None:  # the last rows of the product belong to the gates
             query, own = own[0], own[1:]
             halves = (
                 [None, None] if query is None else [LowRankUpdate(query.a, b) for b in query_rows(self.gated, query.b)]
@@ -98,8 +98,8 @@ class _Place:
 
 
 class DecoderAdapters:
-    """LoRA adapters of ``module``, by digest. Updates for the decoder's matrix products are packed. Other updates are
-    added to modules that compute outside the decoder.
+    """LoRA adapters of ``module``, by digest. The updates of matrix products in the kernels' decoder are packed. The
+    other updates are added to the outputs of modules that run outside the kernels.
     """
 
     def __init__(self, library: NativeLibrary, module: PreTrainedModel, plan: ModelPlan) -> None:
@@ -109,8 +109,8 @@ class DecoderAdapters:
         self._beside = AdaptedModules(module)
 
     def prepare(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Prepare an adapter and return the function that adds it. Thread-safe. Raises ValueError, see
-        ``AdaptedForward``.
+        """Prepare an adapter, and return the function that adds the adapter. Thread-safe. Raises ValueError if the
+        adapter does not fit the model, see ``AdaptedForward``.
         """
         left = dict(adapter.updates)
         packed = PackedUpdates(self._library, [place.take(left) for place in self._places])
@@ -123,13 +123,13 @@ class DecoderAdapters:
         return take
 
     def remove(self, digest: bytes) -> None:
-        """Remove an adapter. Raises KeyError if it is not loaded."""
+        """Remove an adapter. Raises KeyError if the adapter is not loaded."""
         del self._packed[digest]
         self._beside.remove(digest)
 
     def structs(self, segments: Sequence[LoraSegment]) -> Any:
-        """Return an array of the segments' structs for the decoder. Raises LookupError for an adapter that is not
-        loaded.
+        """Return an array with one struct per segment, as input for the kernels' decoder. Raises LookupError for an
+        adapter that is not loaded.
         """
         expect_known(segments, self._packed)
         return (Segment * len(segments))(
@@ -137,12 +137,16 @@ class DecoderAdapters:
         )
 
     def beside(self, segments: Sequence[LoraSegment], rows: IntArray) -> Any:
-        """Return a context in which modules outside the decoder add the outputs of the adapters in ``segments``."""
+        """Return a context in which modules outside the kernels' decoder add the outputs of the adapters in
+        ``segments``.
+        """
         return self._beside.step(segments, rows)
 
 
 def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
-    """Yield the products in the decoder's order: for each layer qkv, output, gate and up, and down; then the head."""
+    """Yield the matrix products in the order of the kernels' decoder: for each layer qkv, output, gate and up, and
+    down, then the head.
+    """
     names = {id(each): name for name, each in module.named_modules()}
 
     def place(*layers: Any, interleaved: bool = False, gated: AttentionPlan | None = None) -> _Place:
@@ -164,7 +168,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HiddenTokens:
-    """Hidden states after a step's layers.
+    """Hidden states after the last layer of a step.
 
     Attributes:
         x: float32 ``[tokens, hidden size]``.
@@ -182,14 +186,14 @@ def decoder_candidate(
     part: Part | None = None,
     seams: Seams | None = None,
 ) -> Candidate[ForwardPass]:
-    """Return a candidate that computes all layers in the kernels.
+    """Return a candidate for the forward pass that computes all layers in the CPU kernels.
 
     Args:
-        library: The kernels.
+        library: The CPU kernels.
         probed: The model.
-        run: Runs a pass over a probe and returns the result.
-        part: This rank's part of the model, if several ranks share the model.
-        seams: Hidden states at the cuts between pipeline stages, or None without stages.
+        run: Function that runs a forward pass over a probe and returns the result.
+        part: This rank's shard of the model, if the model is split among tensor-parallel ranks.
+        seams: Hidden states that this pipeline stage receives and sends, or None if the model is not split into stages.
     """
     module = probed.model.module
     spends = hybrid_has_mixtures(module) if probed.states else has_mixtures(module)
@@ -199,14 +203,15 @@ def decoder_candidate(
 def linear_candidate(
     library: NativeLibrary, module: torch.nn.Module, run: Callable[[], torch.Tensor], serve: Callable[[int], T]
 ) -> Candidate[T]:
-    """Return a candidate that packs the linear layers of ``module``, for models whose other parts the kernels do not
-    support.
+    """Return a candidate for the forward pass that runs the modules with packed linear layers, for models whose other
+    parts the kernels do not support.
 
     Args:
-        library: The kernels.
+        library: The CPU kernels.
         module: The model.
-        run: Returns the model's result for a probe.
-        serve: Creates the implementation that serves requests. The argument is the number of packed bytes.
+        run: Function that returns the model's result for a probe.
+        serve: Function that creates the implementation that serves requests. Its argument is the size of the packed
+            weights in bytes.
     """
 
     def build() -> _PackedModules[T]:
@@ -216,7 +221,8 @@ def linear_candidate(
 
 
 class NativeForward(KernelDecoder):
-    """``ForwardPass`` of layers and head in the CPU kernels. The pass packs the weights of the model's modules.
+    """``ForwardPass`` that computes layers and head in the CPU kernels. The constructor packs the weights of the
+    model's modules.
 
     Raises UnsuitableError if the kernels do not support the model. See ``decoder_candidate``.
     """
@@ -252,23 +258,25 @@ class NativeForward(KernelDecoder):
             self.device,
         )
         self.bind_states({})
-        # Ranks that share experts have exchanged the token count of this step, so each rank must compute the MLPs of
-        # all its tokens.
+        # Ranks that share experts have told each other their number of tokens in this step. So this rank must compute
+        # the MLPs of all its tokens.
         self._whole = any(isinstance(part, DispatchedExperts) for part in module.modules())
         self._adapters = DecoderAdapters(library, module, plan)
         self._sum_nanoseconds = np.zeros(2 * len(plan.layers), dtype=np.int64)
         self._kept_layers = np.zeros(0, dtype=np.int64)
 
     def bind_states(self, layers: StateLayers) -> None:
-        """Use these states of recurrent layers. They are in order of execution."""
+        """Keep the states of recurrent layers in the memory ``layers`` from now on. The layers are in order of
+        execution.
+        """
         of = iter([layers[name] for name in self.states.specs] if layers else [])
         bound = [next(of, None) if isinstance(each.attention, RecurrentPlan) else None for each in self._plan.layers]
         structs = (StateStruct() if each is None else memory_struct(each) for each in bound)
         self._memories = (StateStruct * len(bound))(*structs)
-        self._bound_states = layers  # keeps the memory alive that the structs point into
+        self._bound_states = layers  # keeps the memory alive, because the structs point into it
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """Return rows of the embedding in float32."""
+        """Return the embeddings of ``token_ids`` in float32."""
         return self._embedding.of(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
@@ -276,10 +284,10 @@ class NativeForward(KernelDecoder):
         self._kept_layers = np.array(layers, dtype=np.int64)
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Compute layers and head. The states are the outputs of the layers.
+        """Compute layers and head. ``ForwardOutput.states`` are the hidden states after the last layer.
 
-        If states are not kept, the last layer computes keys and values of all tokens, and everything else only for the
-        tokens whose logits are needed.
+        If ``keep_states`` is false, the last layer computes keys and values of all tokens, and everything else only for
+        the tokens whose logits are needed.
         """
         x, embedding = self._entering(batch)
         rotaries = self._rotaries.of_step(batch, x)
@@ -294,7 +302,7 @@ class NativeForward(KernelDecoder):
         if hidden is not None:
             step.num_kept, step.kept_layers, step.hidden = len(kept), kept.ctypes.data, hidden.data_ptr()
         self._compute(step, x, batch.segments, rows)
-        del deepstack  # the kernels have read it by now
+        del deepstack  # the kernels have read this memory by now
         if batch.states is not None:
             self._arrays.tell_broken(batch.states)
         if hidden is not None:
@@ -311,9 +319,10 @@ class NativeForward(KernelDecoder):
 
     @property
     def chains(self) -> bool:
-        """Whether the kernels can compute chained steps.
+        """Whether the kernels can compute several steps in one call.
 
-        The kernels must compute the embedding and all layers, and no other rank or stage may compute a part of the model.
+        The kernels must compute the embedding and all layers, and no other rank or stage may compute a part of the
+        model.
         """
         alone = self._part is None and self._seams is None
         known = self._embedding.rows(np.zeros(0, dtype=np.int64)) is not None
@@ -321,11 +330,11 @@ class NativeForward(KernelDecoder):
         return alone and known and inside and self._model.head.n > 0
 
     def chain(self, batch: ForwardBatch, draws: ChainedDraws) -> IntArray:
-        """Compute all steps in one call.
+        """Compute all steps of a chain in one call of the kernels; see ``ChainedForward.chain``.
 
         Raises:
-            IndexError: The kernels would read beyond the end of a table.
-            ValueError: The batch has adapters or media. Later steps of a chain support neither.
+            IndexError: The kernels would read beyond the end of a block table, an embedding table or a row of logits.
+            ValueError: The batch has LoRA adapters or media. Later steps of a chain support neither of them.
         """
         if batch.segments:
             raise ValueError("chained steps do not support adapters")
@@ -343,7 +352,7 @@ class NativeForward(KernelDecoder):
         return chained.tokens
 
     def head(self, states: HiddenTokens, rows: torch.Tensor) -> torch.Tensor:
-        """Compute only the last norm and the head."""
+        """Compute only the last norm and the head, for ``rows`` of ``states``, and return the logits."""
         logits = torch.empty(len(rows), self._model.head.n)
         x, count, segments = states.x.data_ptr(), len(rows), self._adapters.structs(states.segments)
         self._library.call_on(
@@ -352,15 +361,15 @@ class NativeForward(KernelDecoder):
         return self._finish(logits)
 
     def prepare_adapter(self, adapter: LoraAdapter) -> TakeAdapter:
-        """Pack an adapter for the products of its layers."""
+        """Pack a LoRA adapter for the matrix products of the layers that the adapter changes."""
         return self._adapters.prepare(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Add an adapter. Call it only between steps."""
+        """Add a LoRA adapter. Call this method only between steps."""
         self.prepare_adapter(adapter)()
 
     def remove_adapter(self, digest: bytes) -> None:
-        """Remove an adapter and its packed weights."""
+        """Remove a LoRA adapter and its packed weights."""
         self._adapters.remove(digest)
 
     def _whole_step(
@@ -372,7 +381,9 @@ class NativeForward(KernelDecoder):
         rows: IntArray,
         logits: torch.Tensor,
     ) -> Step:
-        """Return a step for all layers, and for the head at ``rows``."""
+        """Return the kernels' description of a step that computes all layers for all tokens, and the head for the
+        tokens ``rows``.
+        """
         step = self.step(batch, x, embedding, rotaries)
         step.num_rows, step.rows, step.logits = len(rows), rows.ctypes.data, logits.data_ptr()
         step.sum_nanoseconds = self._sum_nanoseconds.ctypes.data
@@ -384,8 +395,8 @@ class NativeForward(KernelDecoder):
         return step
 
     def _compute(self, step: Step, x: torch.Tensor, segments: Sequence[LoraSegment], rows: IntArray) -> None:
-        """Compute the layers and the head. Between kernel calls, modules compute the MLPs that the kernels do not
-        support.
+        """Compute the layers and the head. Between calls of the kernels, modules compute the MLPs that the kernels do
+        not support.
         """
         structs = self._adapters.structs(segments)
         step.num_segments, step.segments = len(structs), ctypes.addressof(structs)
@@ -398,7 +409,7 @@ class NativeForward(KernelDecoder):
             of_given = segments_of_rows(segments, rows) if few else segments
             with self._adapters.beside(of_given, rows[:0]):
                 put_out = mlp(given[None])
-            states = put_out[0] if isinstance(put_out, tuple) else put_out  # some modules also return router scores
+            states = put_out[0] if isinstance(put_out, tuple) else put_out  # some MLP modules also return router scores
             taken = states[0].contiguous()
             step.first, step.mlp_output = index + 1, taken.data_ptr()
         step.last = self._model.num_layers
@@ -407,7 +418,8 @@ class NativeForward(KernelDecoder):
     def _entering(self, batch: ForwardBatch) -> tuple[torch.Tensor, EmbeddingRows | None]:
         """Return the input of the first layer, which the kernels overwrite, and None.
 
-        If the kernels look up the embeddings, return uninitialized memory for that input, and the embedding table.
+        If the kernels look up the embeddings, return uninitialized memory for the input of the first layer, and the
+        embedding table.
         """
         if self._seams is not None and self._seams.entering is not None:
             return self._seams.entering.clone(), None
@@ -420,7 +432,9 @@ class NativeForward(KernelDecoder):
         return torch.empty(len(batch.token_ids), self._model.hidden), rows
 
     def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return complete logits, even if this rank computes only some of the columns."""
+        """Return the logits of the whole vocabulary. If this rank computes only some columns, the ranks exchange their
+        columns.
+        """
         vocabulary = None if self._part is None else self._part.vocabulary
         if vocabulary is None or not self._model.head.n:
             return logits
@@ -428,7 +442,7 @@ class NativeForward(KernelDecoder):
 
     def take_over(self) -> "NativeForward":
         """Free the modules' weights; see ``DecoderLayers.free``. The model's head module then uses the packed weight,
-        because MTP layers call it.
+        because MTP layers, which propose drafts, call this module.
         """
         self._layers.free()
         if isinstance(self._plan.head, torch.nn.Linear) and self._layers.head is not None:
@@ -438,13 +452,13 @@ class NativeForward(KernelDecoder):
 
 
 def _normed(norm: Norm, x: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` ``[tokens, hidden size]`` after the norm."""
+    """Return ``norm`` applied to ``x`` ``[tokens, hidden size]``."""
     weight = norm.weight.detach().float() + norm.offset
     return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps))
 
 
 class _PackedModules(Generic[T]):
-    """Model whose linear layers are replaced by packed layers."""
+    """``Replacement`` for a model: the model's own modules with packed linear layers."""
 
     def __init__(self, layers: PackedLayers, run: Callable[[], torch.Tensor], serve: Callable[[int], T]) -> None:
         self._layers = layers
@@ -452,39 +466,39 @@ class _PackedModules(Generic[T]):
         self._serve = serve
 
     def probe(self) -> torch.Tensor:
-        """Run the modules, which include packed layers."""
+        """Return the result of the modules, which now contain packed layers."""
         return self._run()
 
     def where(self) -> str:
-        """Return an empty text, because a difference cannot be attributed to one layer."""
+        """Return an empty text, because this class cannot find the layer that causes a difference."""
         return ""
 
     def take_over(self) -> T:
-        """Return the implementation that serves requests. The packed layers keep names and sizes of the replaced
+        """Return the implementation that serves requests. The packed layers have the names and sizes of the replaced
         layers.
         """
         return self._serve(self._layers.num_bytes)
 
     def undo(self) -> None:
-        """Do nothing: the modules' weights are freed already."""
+        """Do nothing, because the weights of the replaced layers are already freed."""
 
 
-# Media encoders whose linear layers and attention the CPU kernels compute.
+# Use of the CPU kernels for the linear layers and the attention of media encoders.
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 5
 _SEQUENCES = (2, 4, 37, 64)
-"""Sequences, heads, tokens and head size for the comparison of attention."""
+"""Numbers of sequences, heads and tokens, and the head size, for the comparison of attention with PyTorch."""
 
 
 @torch.inference_mode()
 def pack_towers(encoder: MediaEncoder | None, native: NativeBackend | None) -> int:
-    """Let the kernels compute the linear layers and attention of ``encoder``. PyTorch computes everything else in the
-    encoder.
+    """Make the CPU kernels compute the linear layers and the attention of ``encoder``. PyTorch computes everything else
+    in the encoder.
 
-    Packed layers and the attention are first compared with PyTorch on the same numbers. Returns the number of
-    packed layers.
+    Each packed layer and the attention is first compared with PyTorch for the same input. Returns the number of packed
+    layers.
     """
     if encoder is None or native is None:
         return 0

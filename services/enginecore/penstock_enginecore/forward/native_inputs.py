@@ -1,4 +1,6 @@
-"""Inputs of a step for the CPU kernels' decoder: embeddings, positions, media and chained tokens."""
+"""Inputs of a step for the decoder of the CPU kernels: embeddings, positions, media and sampling parameters of chained
+steps.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,18 +18,20 @@ from penstock_enginecore.native.ffi_structs import Chain, Rotary, Step
 from penstock_enginecore.native.weights import KINDS
 
 Turns = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines float32 ``[positions, size]``."""
+"""Cosines and sines of rotary positions, both float32 ``[positions, size]``."""
 _MAX_TABLE_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of precomputed cosines and sines for all positions. Larger tables are computed in each step."""
+"""Maximum size in bytes of precomputed cosines and sines of all positions. If the tables would be larger, each step
+computes the cosines and sines of its positions.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRows:
-    """Rows ``[vocab, hidden]`` of an embedding table that the kernels read.
+    """Embedding table ``[vocab, hidden]`` in which the kernels look up tokens.
 
     Attributes:
-        weight: The table. This object keeps it alive.
-        kind: Number of the table's dtype in the kernels' interface.
+        weight: The table. This object keeps the memory of the table alive.
+        kind: Number that stands for the table's dtype in the kernels' interface.
         scale: Factor that the kernels apply to the rows.
     """
 
@@ -37,7 +41,7 @@ class EmbeddingRows:
 
 
 class EmbeddingLookup:
-    """Looks up rows of ``embedding``, a model's own embedding module."""
+    """Looks up tokens in ``embedding``, a model's own embedding module."""
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
@@ -62,17 +66,17 @@ class EmbeddingLookup:
         return EmbeddingRows(weight, KINDS[weight.dtype], self._scale)
 
     def of(self, token_ids: IntArray) -> torch.Tensor:
-        """Return float32 ``[tokens, hidden]``, computed by the module."""
+        """Return the embeddings float32 ``[tokens, hidden]`` that the module computes."""
         return cast("torch.Tensor", self._embedding(torch.from_numpy(token_ids))).float()
 
 
 @dataclass(frozen=True, slots=True)
 class StepRotaries:
-    """Rotary embeddings of a step, for the kernels.
+    """Rotary embeddings of a step, as input for the kernels.
 
     Attributes:
-        structs: Pointers into ``turns``.
-        positions: int64 ``[tokens]``, rows of ``turns`` for the step's tokens.
+        structs: Structs for the kernels with pointers to the tensors of ``turns``.
+        positions: int64 ``[tokens]``, indices of the rows of ``turns`` for the step's tokens.
         turns: Cosines and sines of each rotary embedding.
     """
 
@@ -82,7 +86,7 @@ class StepRotaries:
 
     @classmethod
     def of(cls, turns: Sequence[Turns], positions: IntArray) -> "StepRotaries":
-        """Return the rotaries with structs that point into ``turns``."""
+        """Return the rotary embeddings, with structs that point to the tensors of ``turns``."""
         structs = (Rotary * len(turns))(*(Rotary(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in turns))
         return cls(structs, positions, turns)
 
@@ -91,9 +95,9 @@ class Rotaries:
     """Rotary embeddings of a model.
 
     Args:
-        makers: Functions that return cosines and sines. Arguments are int64 positions and a tensor like the hidden
-            states.
-        size: Number of rotated elements of a head.
+        makers: Functions that return cosines and sines. Their arguments are int64 positions and a tensor with the dtype
+            and device of the hidden states.
+        size: Number of rotated elements of each head.
         max_len: Number of positions that the model allows.
     """
 
@@ -106,23 +110,23 @@ class Rotaries:
             self._kept = StepRotaries.of(self._make(torch.arange(max_len), torch.empty(0)), np.arange(max_len))
 
     def of(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
-        """Return the embeddings at ``positions`` ``[tokens]``. Raises IndexError if a position is out of range."""
+        """Return the rotary embeddings at ``positions`` ``[tokens]``. Raises IndexError if a position is out of range."""
         if self._kept is None:
             return StepRotaries.of(self._make(torch.from_numpy(positions), like), np.arange(len(positions)))
         _check(positions, len(self._kept.positions), "a position")
         return StepRotaries(self._kept.structs, positions, self._kept.turns)
 
     def of_step(self, batch: ForwardBatch, like: torch.Tensor) -> StepRotaries:
-        """Return the embeddings at the positions of the tokens of ``batch``. Raises IndexError if a position is out of
-        range.
+        """Return the rotary embeddings at the positions of the tokens of ``batch``. Raises IndexError if a position is
+        out of range.
         """
         if batch.rope_positions is None:
             return self.of(batch.positions, like)
         return self.of_sections(batch.rope_positions, like)
 
     def of_sections(self, positions: IntArray, like: torch.Tensor) -> StepRotaries:
-        """Return the embeddings at ``positions`` ``[3, tokens]``. If the three sections are equal, precomputed
-        embeddings are used.
+        """Return the rotary embeddings at ``positions`` ``[3, tokens]``, for models with sections. If the three
+        positions of every token are equal, precomputed embeddings are used.
         """
         same = positions[0]
         if self._kept is not None and (positions == same).all() and same.max(initial=0) < len(self._kept.positions):
@@ -134,13 +138,14 @@ class Rotaries:
 
 
 def later_positions(batch: ForwardBatch, rows: IntArray, counts: IntArray) -> IntArray:
-    """Return positions of the tokens that follow ``rows``, int64 ``[counts[0] - 1, requests]``.
+    """Return the positions of the sampled tokens that later steps of a chain compute, int64 ``[counts[0] - 1,
+    requests]``.
 
-    A request's last position is repeated if the request wants fewer tokens.
+    If a request samples fewer tokens than other requests, its last position is repeated.
 
     Args:
-        batch: The step.
-        rows: ``[requests]``, the last rows of the step's first requests.
+        batch: The first step of the chain.
+        rows: ``[requests]``, the index of the last token of each request that samples tokens.
         counts: ``[requests]``, the number of tokens to sample, in descending order.
 
     Raises:
@@ -167,7 +172,7 @@ def later_positions(batch: ForwardBatch, rows: IntArray, counts: IntArray) -> In
 
 
 def _check(indices: IntArray, end: int, what: str) -> None:
-    """Check indices, because the kernels read memory without bounds checks."""
+    """Raise IndexError if an index is negative or not less than ``end``. The kernels read memory without bounds checks."""
     if len(indices) and not 0 <= indices.min() <= indices.max() < end:
         raise IndexError(
             f"{what} is out of range: found {indices.min()} to {indices.max()}, allowed are 0 to {end - 1}"
@@ -175,15 +180,16 @@ def _check(indices: IntArray, end: int, what: str) -> None:
 
 
 class ChainedTokens:
-    """Tokens that the kernels sample after ``rows`` ``[requests]`` of a step.
+    """Memory for the tokens that the kernels sample in a chain of steps. ``rows`` ``[requests]`` are the indices of the
+    tokens with the first logits.
 
     Attributes:
-        tokens: int64 ``[counts[0], requests]``, 0 until the kernels write them.
+        tokens: int64 ``[counts[0], requests]``, the sampled tokens. Elements are 0 until the kernels write them.
         positions: Positions of the step's tokens, followed by the positions of the sampled tokens.
     """
 
     def __init__(self, batch: ForwardBatch, draws: ChainedDraws) -> None:
-        """Raise the errors of ``later_positions``."""
+        """Create the memory. Raises the errors of ``later_positions``."""
         self._batch, self._draws = batch, draws
         self._counts = np.ascontiguousarray(draws.counts)
         self._uniforms = np.ascontiguousarray(draws.uniforms)
@@ -193,12 +199,13 @@ class ChainedTokens:
         self.tokens: IntArray = np.zeros((len(later) + 1, len(self._counts)), dtype=np.int64)
 
     def struct(self, rotaries: StepRotaries, width: int, vocabulary: IntArray | None = None) -> Chain:
-        """Return the struct for the kernels. It points into the arguments and into this object.
+        """Return the struct that describes the chain for the kernels. The struct points into the arguments and into
+        this object.
 
         Args:
             rotaries: Rotary embeddings at ``positions``.
             width: Number of logits to sample from.
-            vocabulary: Token id of each column of the logits, or None if each column's index is its token id.
+            vocabulary: Token id of each column of the logits, or None if the index of each column is its token id.
         """
         return Chain(
             len(self.tokens),
@@ -214,17 +221,20 @@ class ChainedTokens:
 
 
 def expect_embeddings(embedding: EmbeddingRows | None, vocab_size: int) -> EmbeddingRows:
-    """Raise IndexError if the kernels cannot look up every token that may be sampled."""
+    """Return ``embedding``. Raises IndexError if the kernels cannot look up the embedding of every token that may be
+    sampled.
+    """
     if embedding is None or vocab_size > len(embedding.weight):
         raise IndexError(f"the kernels cannot look up embeddings of {vocab_size} tokens")
     return embedding
 
 
 def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor | None:
-    """Set the media inputs of ``step``: ends of keys, and embeddings that are added after the first layers.
+    """Set the media inputs of ``step``: the end of the keys of each token, and deepstack embeddings, which are added
+    after the first layers.
 
-    ``batch`` is the batch of ``step``. Returns the embeddings' memory, which must outlive the step. Raises ValueError
-    if the kernels would read beyond the memory.
+    ``batch`` is the batch of ``step``. Returns the memory of the deepstack embeddings, which must outlive the step, or
+    None. Raises ValueError if the kernels would read beyond this memory.
     """
     step.key_ends = key_ends_of(batch.attention[0])
     if batch.deepstack is None:
@@ -233,13 +243,14 @@ def give_media(step: Step, batch: ForwardBatch, num_layers: int) -> torch.Tensor
     embedded = None if batch.embedded is None else batch.embedded.shape
     if len(rows) > num_layers or rows.shape[1:] != embedded:
         raise ValueError(
-            f"deepstack embeddings have shape {list(rows.shape)}; the model has {num_layers} layers and inputs {embedded}"
+            f"deepstack embeddings have shape {list(rows.shape)}, but the model has {num_layers} layers and `embedded` has "
+            f"shape {embedded}"
         )
     step.num_deepstack, step.deepstack = len(rows), rows.data_ptr()
     return rows
 
 
 def expect_no_media(batch: ForwardBatch) -> None:
-    """Raise ValueError for media in a chain. Later steps of a chain do not support them."""
+    """Raise ValueError if ``batch``, the first step of a chain, has media. Later steps of a chain do not support media."""
     if batch.rope_positions is not None or batch.deepstack is not None or batch.attention[0].key_ends is not None:
         raise ValueError("chained steps do not support media")

@@ -1,4 +1,6 @@
-"""Conversion of a model plan's layers to the CPU kernels' decoder, and the checks for unsupported plans."""
+"""Conversion of the layers of a model plan to structs and packed weights for the CPU kernels, and the checks for
+unsupported plans.
+"""
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
@@ -48,14 +50,16 @@ from penstock_enginecore.parallel.collectives import PIECE
 from penstock_enginecore.parallel.sharding import Part
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
-"""Numbers of activations in the kernels' interface."""
+"""Numbers that stand for activation functions in the kernels' interface."""
 _RECURRENCES = {"delta rule": 1, "duality": 2, "short convolution": 3}
-"""Numbers of kinds of recurrent layers in the kernels' interface."""
+"""Numbers that stand for kinds of recurrent layers in the kernels' interface."""
 _MAX_LAYERS = 800
 
 
 def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> str | None:
-    """Return why the decoder cannot compute the layers of ``plan``, or None if it can."""
+    """Return why the kernels' decoder cannot compute the layers of ``plan``, or None if the decoder can compute the
+    layers.
+    """
     if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
         return f"cache.block_size {odd[0]} is not a multiple of {TILE}"
     if len(plan.layers) > _MAX_LAYERS:
@@ -83,7 +87,9 @@ def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCa
 
 
 def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> str | None:
-    """Return why the decoder cannot compute this rank's ``part``, or None if it can."""
+    """Return why the kernels' decoder cannot compute this rank's shard ``part``, or None if the decoder can compute the
+    shard.
+    """
     if part is None:
         return None
     if part.shared_memory is None:
@@ -102,7 +108,7 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
 
 
 def linears(layer: LayerPlan) -> list[Any]:
-    """Return all linear layers that the decoder packs, except the linear layers of mixtures of experts."""
+    """Return all linear layers that ``DecoderLayers`` packs, except the linear layers of mixtures of experts."""
     return layer.attention.linears + (layer.mlp.linears if isinstance(layer.mlp, MLPPlan) else [])
 
 
@@ -134,7 +140,7 @@ def _unsuitable_recurrence(library: NativeLibrary, plan: ModelPlan) -> str | Non
     if len(shapes) > 1:
         return "the model's recurrent layers have heads of different shapes"
     for each in recurrent:
-        # Adapters need projections that begin at whole vectors.
+        # LoRA adapters need projections that begin at multiples of the SIMD vector length in the merged product.
         odd = [linear.out_features for linear in each.inputs if linear.out_features % library.lanes]
         if len(each.inputs) > 1 and odd:
             return f"a projection of a recurrent layer has {odd[0]} outputs, not a multiple of {library.lanes}"
@@ -148,7 +154,9 @@ def _first_attention(plan: ModelPlan) -> AttentionPlan:
 
 
 def query_rows(attention: AttentionPlan, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split ``rows`` of a gated query projection into the rows of the queries and the rows of the gates."""
+    """Split ``rows``, the rows of a query projection with gates, into the rows that compute queries and the rows that
+    compute gates.
+    """
     by_head = rows.view(attention.num_heads, 2, attention.head_size, *rows.shape[1:])
     return by_head[:, 0].flatten(0, 1), by_head[:, 1].flatten(0, 1)
 
@@ -160,15 +168,16 @@ def _gate_and_up(mlp: MLPPlan) -> Sequence[Any]:
 
 
 class DecoderLayers:
-    """Layers and head of ``plan``, packed for the kernels. See ``unsuitable`` for unsupported plans.
+    """Layers and head of ``plan``, packed for the kernels. The function ``unsuitable`` lists unsupported plans.
 
-    ``struct`` points into the packed weights. The modules keep the weights of projections until ``free``. Mixtures of
-    experts are packed immediately and their original weights are freed, because both copies would not fit into memory.
-    ``outside`` has, by layer index, the MLP modules that the kernels do not compute. These modules have other parts
-    than experts and router, or they share experts with other ranks.
+    ``struct`` points into the packed weights. The modules keep the weights of projections until ``free`` is called. The
+    constructor packs each mixture of experts and immediately frees the original weights, because both copies would not
+    fit into memory. ``outside`` has, by layer index, the MLP modules that the kernels do not compute. These modules
+    have parts other than experts and router, or their experts are distributed among ranks.
 
-    The kernels' hidden states are those of the model divided by ``unit``, the scale of residual additions. So the
-    kernels need not scale additions. Norms of hidden states give the same result, with a smaller epsilon.
+    Hidden states in the kernels are the model's hidden states divided by ``unit``, the model's factor for residual
+    additions. So the kernels can add without this factor. Norms of hidden states give the same result with a smaller
+    epsilon.
     """
 
     def __init__(self, library: NativeLibrary, plan: ModelPlan, part: Part | None) -> None:
@@ -185,15 +194,15 @@ class DecoderLayers:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Size in bytes of the packed weights."""
         return sum(weight.num_bytes for weight in self._packed) + self._mixture_bytes
 
     def free(self) -> None:
         """Free the weights of all projections in the modules.
 
-        The packed weight of q, k and v has the rows of q, then of k, then of v. The packed weight of gate and up has
-        their rows in alternating groups. The output of an adapter for one projection is added at the rows of that
-        projection.
+        The packed weight of q, k and v has the rows of q, then of k, then of v. In the packed weight of gate and up,
+        groups of rows of gate and groups of rows of up alternate. The output of a LoRA adapter for one projection is
+        added at the rows of that projection.
         """
         plan = self._plan
         for linear in (each for layer in plan.layers for each in linears(layer)):
@@ -263,7 +272,7 @@ class DecoderLayers:
         return self.pack(interleaved(self._library, *_gate_and_up(mlp)), None)
 
     def _first_product(self, attention: AttentionPlan | RecurrentPlan) -> Linear:
-        """Pack the projections before attention or recurrence as one product."""
+        """Pack the projections before an attention or a recurrent layer as one matrix product."""
         projections: Any = attention.inputs if isinstance(attention, RecurrentPlan) else attention.qkv
         weights = [linear.weight for linear in projections]
         biases = [linear.bias for linear in projections]
@@ -303,7 +312,7 @@ class DecoderLayers:
         )
 
     def _floats(self, parameter: torch.Tensor | None) -> int | None:
-        """Return the address of a copy of ``parameter`` in float32, or null for None."""
+        """Return the address of a float32 copy of ``parameter``, or a null pointer if ``parameter`` is None."""
         if parameter is None:
             return None
         copied: torch.Tensor = self._kept(parameter.detach().float().contiguous().clone())
@@ -321,7 +330,9 @@ class DecoderLayers:
         return Mixture(len(gate_up), router.top, router.normalize, router.packed.struct, gate_up, down)
 
     def pack(self, weight: Any, bias: Any) -> Linear:
-        """Pack the weight and bias of a matrix product. Returns the struct that points to them."""
+        """Pack the weight and bias of a matrix product. Returns a struct for the kernels that points to the packed
+        weight and the bias.
+        """
         return self._pack(weight, bias).struct
 
     def _pack(self, weight: Any, bias: Any) -> PackedWeight:
@@ -330,7 +341,9 @@ class DecoderLayers:
         return packed
 
     def norm(self, norm: Norm | None, factor: float = 1.0) -> int | None:
-        """Return the address of a norm's weights times ``factor``, float32 ``[n]``, or null if there is no norm."""
+        """Return the address of a norm's weights times ``factor``, float32 ``[n]``, or a null pointer if there is no
+        norm.
+        """
         if norm is None:
             return None
         weight = norm.weight.detach().float()
@@ -338,13 +351,13 @@ class DecoderLayers:
         return made.data_ptr()
 
     def _kept(self, memory: Any) -> Any:
-        """Keep ``memory`` alive, because structs point into it, and return it."""
+        """Keep a reference to ``memory``, because structs point into this memory, and return ``memory``."""
         self._keep.append(memory)
         return memory
 
 
 def _gates_last(attention: AttentionPlan, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the rows of the queries, keys, values and gates of a gated attention."""
+    """Return the rows of an attention with gates, in the order queries, keys, values, gates."""
     queries, gates = query_rows(attention, rows[0])
     return [queries, *rows[1:], gates]
 
@@ -355,17 +368,17 @@ def _exchange(part: Part | None) -> Exchange:
 
 
 class KernelDecoder:
-    """Layers of ``plan`` that the CPU kernels compute. Base class for models and for EAGLE heads.
+    """Layers of ``plan`` that the CPU kernels compute. Base class for models and for EAGLE heads, which propose drafts.
 
     Raises UnsuitableError if the kernels do not support the plan.
 
     Args:
         module: The module from which the plan was read.
-        specs: KV cache specs of its attention layers.
+        specs: KV cache specs of the attention layers of ``module``.
         max_len: Number of positions that the model allows.
-        run: Runs a pass over a probe and returns the result.
-        part: This rank's part of the model, if several ranks share the model.
-        fusion: Returns the computation before the layers of an EAGLE head.
+        run: Function that runs a forward pass over a probe and returns the result.
+        part: This rank's shard of the model, if the model is split among tensor-parallel ranks.
+        fusion: Function that returns the struct for the computation before the layers of an EAGLE head.
     """
 
     device = torch.device("cpu")
@@ -384,7 +397,7 @@ class KernelDecoder:
     ) -> None:
         if reason := unsuitable(library, plan, specs):
             raise UnsuitableError(reason)
-        # If products round their inputs, the cache stores the rounded values.
+        # If matrix products round their inputs to bfloat16, the KV cache stores the rounded values.
         dtype = library.rounds_to or torch.float32
         self.specs = {name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in specs.items()}
         self.memory = KVMemory(self.specs, lambda *_: kernel_layout(library, dtype), dtype, self.device)
@@ -405,28 +418,29 @@ class KernelDecoder:
 
     @property
     def input_factor(self) -> float:
-        """Factor of the first layer's inputs."""
+        """Factor by which the inputs of the first layer are multiplied."""
         return self._plan.input_scale / self._layers.unit
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the embeddings and norms that the modules still contain, and of the packed weights."""
+        """Size in bytes of the embeddings and norms that the modules still contain, plus the packed weights."""
         return module_bytes(self._module) + self._layers.num_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use ``caches``. Layers are in order of execution."""
+        """Use the KV caches ``caches`` from now on, by layer name in order of execution."""
         of = iter([caches[name] for name in self.specs] if caches else [])
         bound = [None if isinstance(each.attention, RecurrentPlan) else next(of, None) for each in self._plan.layers]
         self._caches = (Cache * len(bound))(*(Cache() if each is None else cache_struct(each.cache) for each in bound))
         self._layer_groups = np.array([0 if each is None else each.group for each in bound], dtype=np.int64)
-        self._bound = caches  # keeps the memory alive that the structs point into
+        self._bound = caches  # keeps the memory alive, because the structs point into it
 
     def step(
         self, batch: ForwardBatch, x: torch.Tensor, embedding: EmbeddingRows | None, rotaries: StepRotaries
     ) -> Step:
-        """Return a step that computes all layers for ``batch``. The step has no memory for logits and kept states yet.
+        """Return the kernels' description of a step that computes all layers for ``batch``. The caller adds the memory
+        for logits and kept states.
 
-        The step points into the arguments, and is valid until the next step is created.
+        The description points into the arguments, and is valid until this method is called again.
         """
         self._groups = (Group * len(batch.attention))(*map(group_struct, batch.attention))
         first = batch.attention[0]
@@ -455,12 +469,12 @@ class KernelDecoder:
         self._module.to(device)
 
     def probe(self) -> torch.Tensor:
-        """Return the pass's result for the probe."""
+        """Return the result of this forward pass for the probe."""
         return self._probe(self)
 
     def where(self) -> str:
-        """Return an empty text, because the kernels report no results of single layers."""
+        """Return an empty text, because the kernels do not return the results of single layers."""
         return ""
 
     def undo(self) -> None:
-        """Do nothing: the modules are unchanged, or their weights are freed."""
+        """Do nothing, because the modules are either unchanged or cannot be restored."""

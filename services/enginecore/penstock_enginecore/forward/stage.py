@@ -28,8 +28,9 @@ class StageConfig:
     """Settings of one pipeline stage.
 
     Attributes:
-        links: Connections to the other stages.
-        stage_layers: Number of layers of each stage. If empty, layers are distributed by bytes.
+        links: Connections to the previous and the next stage.
+        stage_layers: Number of layers of each stage. If empty, layers are distributed so that stages have similar sizes
+            in bytes.
         max_tokens: Maximum number of tokens that a step computes.
         max_seqs: Maximum number of sequences that a step samples for.
     """
@@ -42,15 +43,15 @@ class StageConfig:
 
 @dataclass(frozen=True, slots=True)
 class CutModel:
-    """Model that keeps only the layers of one stage.
+    """Model with only the layers of one pipeline stage.
 
     Attributes:
-        seams: Hidden states at the cuts between this stage and the neighbouring stages.
-        own: Indices of the layers that are kept.
+        seams: Hidden states that this stage receives from the previous stage and sends to the next stage.
+        own: Indices of this stage's layers in the complete model.
         num_layers: Number of layers of the complete model.
-        entering: Message of the previous stage for the probe, or None in the first stage.
+        entering: Message that the previous stage would send for the probe, a test prompt. None in the first stage.
         expected: The stage's result for the probe: hidden states, or logits in the last stage.
-        width: Size of a message for each token.
+        width: Number of elements of a message for each token.
         dtype: The dtype of messages.
     """
 
@@ -64,7 +65,7 @@ class CutModel:
     dtype: torch.dtype
 
     def run(self, forward: ForwardPass) -> torch.Tensor:
-        """Return the result of ``forward`` for the probe, without the other stages."""
+        """Return the result of ``forward`` for the probe, without calling the other stages."""
         self.seams.clear()
         self.seams.take(self.entering)
         try:
@@ -74,9 +75,10 @@ class CutModel:
             self.seams.clear()
 
     def placed(self, device: torch.device) -> "CutModel":
-        """Return the model on ``device``, with the host's results as expected results.
+        """Return the model moved to ``device``.
 
-        Raises ModelLoadError if the model does not fit.
+        The expected results stay the results that the host has computed. Raises ModelLoadError if the model does not
+        fit into the memory of ``device``.
         """
         module = self.probed.model.module
         place(module, str(module.name_or_path), device)
@@ -88,15 +90,15 @@ class CutModel:
 def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     """Remove the layers of other stages from the model.
 
-    Raises ModelLoadError, which names the setting to change, if the model cannot be split this way or if the split
-    changes its results.
+    Raises ModelLoadError if the model cannot be split this way, or if the split changes its results. The message names
+    the setting to change.
     """
     module, links, demands = probed.model.module, stage.links, probed.demands
     if demands.num_deepstack:
         raise ModelLoadError(
             f"executor.pipeline_parallel_size is {links.num_stages}, but {type(module).__name__} cannot be split "
-            "into stages: its media embeddings are added between layers; set it to 1, or set multimodal.enabled to "
-            "false"
+            "into stages: its media embeddings are added between layers; set executor.pipeline_parallel_size to 1, or "
+            "set multimodal.enabled to false"
         )
     reference = ModulesForward(probed, create_backend("reference", probed.device), from_start=True)
     prompt = Probe.prompt(probed.model.vocab_size, demands)
@@ -134,7 +136,8 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     if not differs <= TOLERANCES[left.expected.dtype]:
         raise ModelLoadError(
             f"executor.pipeline_parallel_size is {links.num_stages}, but {name} computes different results in "
-            f"stages: the output of layers {own.start} to {own.stop - 1} differs by {differs:.0%}; set it to 1"
+            f"stages: the output of layers {own.start} to {own.stop - 1} differs by {differs:.0%} from the output without "
+            "stages; set executor.pipeline_parallel_size to 1"
         )
     return left
 
@@ -142,8 +145,8 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
 class StageForward:
     """``ForwardPass`` that receives hidden states from the previous stage and sends hidden states to the next stage.
 
-    In all stages except the last, logits have no columns. ``adapted`` is the inner pass if it supports LoRA adapters,
-    otherwise None.
+    In all stages except the last, logits have 0 columns. ``adapted`` is ``inner`` if this forward pass supports LoRA
+    adapters, otherwise None.
     """
 
     def __init__(self, inner: ForwardPass, seams: Seams, links: StageLinks) -> None:
@@ -161,7 +164,7 @@ class StageForward:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the stage's own weights."""
+        """Size in bytes of the stage's own weights."""
         return self._inner.weight_bytes
 
     def bind(self, caches: LayerCaches) -> None:
@@ -169,21 +172,23 @@ class StageForward:
         self._inner.bind(caches)
 
     def bind_states(self, layers: StateLayers) -> None:
-        """Use these states of the stage's own recurrent layers."""
+        """Keep the states of the stage's own recurrent layers in the memory ``layers`` from now on."""
         if isinstance(self._inner, StatefulForward):
             self._inner.bind_states(layers)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:
-        """Return embeddings. In every stage after the first, they are zeros. See ``ForwardPass``."""
+        """Return the embeddings of ``token_ids``. In every stage after the first, these embeddings are zeros. See
+        ``ForwardPass``.
+        """
         return self._inner.embed(token_ids)
 
     def keep_hidden(self, layers: Sequence[int]) -> None:
-        """Raise RuntimeError, because a stage has only its own layers."""
+        """Raise RuntimeError, because one stage does not have all layers."""
         raise RuntimeError(f"hidden states of layers {list(layers)} are not all in one stage")
 
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
-        """Wait for the previous stage and compute. When ``run`` returns, the result is still being sent to the next
-        stage.
+        """Wait for the hidden states from the previous stage, and compute. When ``run`` returns, the result is still
+        being sent to the next stage.
 
         Raises StageFailedError if an earlier stage has failed.
         """
@@ -200,7 +205,7 @@ class StageForward:
         return output
 
     def head(self, states: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Return logits. Call it only in the last stage."""
+        """Return logits. Call this method only in the last stage."""
         return self._inner.head(states, rows)
 
     def to(self, device: torch.device) -> None:

@@ -315,7 +315,7 @@ def test_stages_refuse_rows_between_their_layers() -> None:
     links: Any = SimpleNamespace(num_stages=2, stage=0)
     with pytest.raises(
         ModelLoadError,
-        match=r"executor.pipeline_parallel_size is 2, but .* cannot be split into stages.*set it to 1, or",
+        match=r"executor.pipeline_parallel_size is 2, but .* cannot be split .*set executor.pipeline_parallel_size to 1, or",
     ):
         cut(probe_model(make("qwen3_vl")[0], CPU, BLOCK), StageConfig(links, (), 64, 4))
 

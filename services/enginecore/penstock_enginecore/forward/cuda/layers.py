@@ -1,8 +1,8 @@
-"""Layers of the fused decoder: attention, latent attention (MLA), and the order in which kernels and matrix products
-are launched.
+"""Layers of the fused decoder: attention, latent attention (MLA), and the launches of kernels and matrix products of
+each layer.
 
-A norm kernel also computes the addition before the norm. The prologue kernel adds the biases of queries, keys and
-values. A layer has four matrix products and five to seven kernel launches.
+A norm kernel also computes the residual addition before the norm. The prologue kernel adds the biases of queries, keys
+and values. A layer has four matrix products and five to seven kernel launches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,22 +37,24 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
 
 
 def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str, twice: bool = True) -> RotaryTable:
-    """Return cosines and sines of positions up to ``max_len``, in float32 for every model dtype.
+    """Return the cosines and sines of all positions below ``max_len`` for rotary embeddings, in float32 for every model
+    dtype.
 
     Args:
-        module: The rotary embedding. It may return complex numbers of a cosine and a sine.
+        module: The model's rotary embedding. This module returns cosines and sines, or complex numbers that combine a
+            cosine and a sine.
         max_len: Number of positions.
-        device: The device of the tables.
+        device: The device of the result.
         variant: Further arguments of ``module``, for example the kind of layer for Gemma 3.
         twice: Whether ``module`` returns each number twice, for both halves of a head.
 
     Raises:
-        UnsuitableError: The two halves are not equal.
+        UnsuitableError: The numbers for the two halves of a head are not equal.
     """
     like = torch.empty(0, dtype=torch.float32, device=device)
     tables = []
     made = module(like, torch.arange(max_len, device=device)[None], *variant)
-    if isinstance(made, torch.Tensor) and made.is_complex():  # one complex number for each pair of elements
+    if isinstance(made, torch.Tensor) and made.is_complex():  # one complex number for each pair of rotated elements
         made, twice = (made.real, made.imag), False
     for table in made:
         half = table.shape[-1] // 2 if twice else table.shape[-1]
@@ -66,19 +68,19 @@ def rotary_table(module: Any, max_len: int, device: torch.device, *variant: str,
 
 
 class Attention(Protocol):
-    """Attention of a layer, with its projections."""
+    """Attention of one layer, with the projections before and after the attention."""
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Objects that own the weights of the attention."""
+        """Objects that own the weights of the attention's projections."""
 
     @property
     def first(self) -> Product:
-        """Product whose output is ``Activations.qkv``."""
+        """First matrix product, whose output is ``Activations.qkv``."""
 
     @property
     def output(self) -> Product:
-        """Last product, whose input is ``Activations.attended``."""
+        """Last matrix product, whose input is ``Activations.attended``."""
 
     def run(
         self,
@@ -98,7 +100,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeadsAttention:
-    """Attention with one product for queries, keys and values. The cache has keys and values of each head."""
+    """Attention with one matrix product for queries, keys and values. The KV cache has keys and values of each KV head."""
 
     plan: AttentionPlan
     first: Product
@@ -107,13 +109,13 @@ class HeadsAttention:
 
     @classmethod
     def of(cls, plan: AttentionPlan, kernels: "TritonKernels", adapt: Adapt = unadapted) -> "HeadsAttention":
-        """Return the attention, with the weights of ``plan`` merged."""
+        """Return the attention that computes ``plan``, with the weights of its projections merged."""
         first = adapt(plan.qkv, merged(plan.qkv, kernels))
         return cls(plan, first, adapt([plan.output], merged([plan.output], kernels)), kernels)
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """The two products."""
+        """The first and the last matrix product."""
         return self.first, self.output
 
     def run(
@@ -126,7 +128,7 @@ class HeadsAttention:
         scale: float,
         out: torch.Tensor,
     ) -> None:
-        """Compute attention in the buffers of ``activations``."""
+        """Compute attention, with the buffers of ``activations`` for intermediate results; see ``Attention.run``."""
         plan = self.plan
         group, keys, values = inputs.groups[cache.group], cache.cache.keys, cache.cache.values
         heads = (-1, plan.num_heads, plan.head_size)
@@ -151,13 +153,13 @@ class HeadsAttention:
 # Latent attention (MLA) of a layer, with absorbed projections.
 #
 # Queries are projected to the latent space, and attention runs there. The result is then projected to the heads'
-# values. So the cache needs only one vector per token for all heads. Each step allocates the intermediate tensors,
-# whose sizes depend only on the step's shape.
+# values. So the KV cache needs only one vector per token for all heads. Each step allocates its intermediate tensors.
+# The sizes of these tensors depend only on the step's shape.
 
 
 def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Return ``specs`` by layer name, in order. Latent attention layers get one vector per token, as one head without
-    values.
+    """Return ``specs`` by layer name, in the same order. The spec of a latent attention layer is changed to one vector
+    per token: one KV head without values.
     """
     found = dict(specs)
     for name, layer in zip(specs, plan.layers, strict=True):
@@ -168,8 +170,8 @@ def latent_specs(plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> dict[str,
 
 
 class HeadWeights(Held):
-    """One matrix per head, ``[heads, in_features, out_features]``. If ``transposed``, the last two dimensions of
-    ``weight`` are swapped.
+    """One matrix per attention head, ``weight`` ``[heads, in_features, out_features]``. If ``transposed`` is true, the
+    last two dimensions of ``weight`` are swapped.
     """
 
     def __init__(self, weight: torch.Tensor, kernels: "TritonKernels", *, transposed: bool) -> None:
@@ -189,8 +191,8 @@ class HeadWeights(Held):
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Multiply each head's rows of ``x`` ``[tokens, heads, in_features]`` by the head's matrix.
 
-        The result is written to ``out`` ``[tokens, heads, out_features]``. The two tensors may be strided in tokens and
-        heads.
+        The result is written to ``out`` ``[tokens, heads, out_features]``. In both tensors, tokens and heads may be
+        strided.
         """
         heads = len(self._weight)
         if not self._kernels.batch_invariant:
@@ -209,10 +211,11 @@ class LatentAttention:
     """Latent attention (MLA).
 
     Attributes:
-        first: Product whose output has the queries' input, the latent and the rotated part.
-        up: Product of the queries from their low-rank input, or None.
+        first: Matrix product whose output has the input of the queries, the latent and the rotary part.
+        up: Matrix product that computes queries from their low-rank input, or None for a model without low-rank
+            queries.
         absorb: Projects queries to the latent space.
-        expand: Projects from the latent space to values.
+        expand: Projects the attention's output from the latent space to the heads' values.
     """
 
     plan: LatentPlan
@@ -227,9 +230,10 @@ class LatentAttention:
     def of(
         cls, plan: LatentPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt = unadapted
     ) -> "LatentAttention":
-        """Return the attention, with the weights of ``plan`` merged.
+        """Return the attention that computes ``plan``, with the weights of its projections merged.
 
-        The weights between latent and heads are copied in ``dtype``. Adapters cannot update these copies.
+        The weights that convert between the latent and the heads are copied in ``dtype``. LoRA adapters cannot update
+        these copies.
         """
         absorb, expand = _by_head(plan, dtype)
         return cls(
@@ -244,7 +248,7 @@ class LatentAttention:
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Products and the heads' matrices."""
+        """The matrix products, and the matrices of the heads."""
         return self.first, *(() if self.up is None else (self.up,)), self.absorb, self.expand, self.output
 
     def run(
@@ -291,7 +295,9 @@ class LatentAttention:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _by_head(plan: LatentPlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split the expansion's weights into rows for keys and rows for values, ``[heads, rows, latent]`` each."""
+    """Split the weights that expand the latent into the rows that compute keys and the rows that compute values, each
+    ``[heads, rows, latent]``.
+    """
     linear: Linear = plan.expansion
     weight = linear.dense(dtype).weight if isinstance(linear, QuantizedLinear) else linear.weight
     by_head = weight.detach().view(plan.num_heads, plan.plain_size + plan.value_size, plan.latent)
@@ -300,8 +306,8 @@ def _by_head(plan: LatentPlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 AfterLayer = Callable[[int, torch.Tensor], None]
-"""Function that is called with a layer's index and output ``[tokens, hidden size]``. The index -1 stands for the input
-of the first layer.
+"""Function that is called with the index and the output ``[tokens, hidden size]`` of each layer. It is also called with
+index -1 and the input of the first layer.
 """
 
 
@@ -333,13 +339,15 @@ def _attention_of(
 
 
 class Layers:
-    """Layers of ``plan`` from token ids to the output of the last norm. Merges the layers' weights.
+    """Computation of a model's layers, from token ids to the output of the last norm. The constructor merges the
+    layers' weights.
 
-    Raises UnsuitableError if the kernels do not support the plan. ``widths`` has the sizes of the activations.
+    Raises UnsuitableError if the kernels do not support the plan. The attribute ``widths`` has the sizes of the
+    activations.
 
     Args:
         max_len: Number of positions.
-        adapt: Replaces a product by a product to which adapters can be added.
+        adapt: Function that replaces a matrix product by one to which LoRA adapters can be added.
     """
 
     def __init__(
@@ -364,19 +372,23 @@ class Layers:
         return [held for layer in self._layers for held in layer.held]
 
     def to(self, device: torch.device) -> None:
-        """Move the products' weights and the rotary tables."""
+        """Move the weights of the matrix products, and the rotary tables."""
         for held in self.held:
             held.to(device)
         self._rotary = [table.to(device) for table in self._rotary]
 
     def embed(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the first layer's input for ``token_ids`` ``[tokens]`` to ``out`` ``[tokens, hidden size]``."""
+        """Write the embeddings of ``token_ids`` ``[tokens]``, multiplied by the embedding's scale, to ``out``
+        ``[tokens, hidden size]``.
+        """
         torch.index_select(self._plan.embedding, 0, token_ids, out=out)
         if self._embedding_scale != 1.0:
             out.mul_(self._embedding_scale)
 
     def scale_input(self, x: torch.Tensor) -> None:
-        """Scale the first layer's input ``[tokens, hidden size]`` in place, for token ids and for given embeddings."""
+        """Multiply the first layer's input ``[tokens, hidden size]`` in place by the model's factor. Used for
+        embeddings of token ids and for embeddings from requests.
+        """
         if self._plan.input_scale != 1.0:
             x.mul_(self._plan.input_scale)
 
@@ -387,8 +399,8 @@ class Layers:
         caches: Sequence[LayerCache],
         after_layer: AfterLayer | None = None,
     ) -> torch.Tensor:
-        """Compute the layers from ``activations.residual``. Returns the output of the last norm, ``[tokens, hidden
-        size]``.
+        """Compute all layers. Their input is in ``activations.residual``. Returns the output of the last norm,
+        ``[tokens, hidden size]``.
         """
         kernels, residual = self._kernels, activations.residual
         self.scale_input(residual)
@@ -411,8 +423,8 @@ class Layers:
     def _add_norm(
         self, x: torch.Tensor, spare: torch.Tensor, residual: torch.Tensor, after: Norm | None, before: Norm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add ``x`` to ``residual``, and apply the norm ``before`` to the sum. If ``after`` is given, apply it to ``x``
-        before the addition.
+        """Add ``x`` to ``residual``, and apply the norm ``before`` to the sum. If the norm ``after`` is given, apply
+        ``after`` to ``x`` before the addition.
 
         Returns the normalized sum, and a tensor that may be overwritten.
         """
@@ -423,7 +435,7 @@ class Layers:
         return spare, x
 
     def _widths(self) -> Widths:
-        """Return the sizes of the activations. Raises UnsuitableError if layers differ."""
+        """Return the sizes of the activations. Raises UnsuitableError if the layers have different sizes."""
         found = {
             (layer.output.out_features, layer.first.out_features, layer.output.in_features)
             for layer in (each.attention for each in self._layers)

@@ -1,6 +1,6 @@
 """Matrix products of the fused decoder, with dense or quantized weights.
 
-There is one class per weight format. ``merged`` makes one product of several linear layers.
+``Dense`` and ``QuantizedProduct`` are the two kinds. ``merged`` returns one product for several linear layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
 
 
 class Held(Protocol):
-    """Weights that belong to the decoder instead of a module."""
+    """Weights that belong to the fused decoder instead of a module of the model."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -30,7 +30,7 @@ class Held(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size in bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def to(self, device: torch.device) -> None:
@@ -38,7 +38,9 @@ class Held(Protocol):
 
 
 class Product(Held, Protocol):
-    """Product of rows with a weight in some format. ``tensors`` are all parts of weight and bias."""
+    """Matrix product of rows with the weight of linear layers, in any format. ``tensors`` are all tensors of the weight
+    and the bias.
+    """
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -46,32 +48,34 @@ class Product(Held, Protocol):
 
     @property
     def out_features(self) -> int:
-        """Elements of an output row."""
+        """Number of elements of an output row."""
 
     @property
     def in_features(self) -> int:
-        """Elements of an input row."""
+        """Number of elements of an input row."""
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiply ``x`` ``[rows, in_features]`` by the weight, without the bias, into ``out`` ``[rows,
-        out_features]``.
+        """Multiply ``x`` ``[rows, in_features]`` by the weight, and write the result without the bias to ``out``
+        ``[rows, out_features]``.
         """
 
     def affine(self, x: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-        """Multiply like ``product``, add the bias if there is one, and multiply by ``scale``."""
+        """Multiply ``x`` by the weight, add the bias if there is one, multiply by ``scale``, and write the result to
+        ``out``.
+        """
 
 
-# Products with weights that stay quantized.
+# Matrix products whose weights stay quantized in memory.
 
 _MIN_WIDTH = 16
-"""Columns that tensor cores multiply at a time."""
+"""Number of columns that a tensor core instruction multiplies."""
 _MAX_HALF = 64
 
 
 def keeps(scheme: Scheme) -> bool:
-    """Return whether products support weights of ``scheme``, for linear layers and experts.
+    """Return whether matrix products support weights with the quantization ``scheme``, for linear layers and experts.
 
-    A tile of columns must not cross a block of the scales, and the columns of a block must be consecutive.
+    All columns of a tile must share a scale, and the columns that share a scale must be consecutive.
     """
     if isinstance(scheme, Mxfp4):
         return True
@@ -84,7 +88,9 @@ def keeps(scheme: Scheme) -> bool:
 
 
 class QuantizedProduct(Held):
-    """Product with quantized weights, by the project's kernels. The methods do the same as in ``Dense``."""
+    """Matrix product with quantized weights, by the project's kernels. The methods do the same as the methods of
+    ``Dense``.
+    """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
         self.bias = bias
@@ -101,7 +107,7 @@ class QuantizedProduct(Held):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The quantized elements, and the scales, zeros and bias if present."""
+        """The quantized elements, and the scales, zero points and bias if they exist."""
         return [*self._weight.tensors, *([] if self.bias is None else [self.bias])]
 
     def product(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -121,7 +127,7 @@ class QuantizedProduct(Held):
 def quantized_product(
     linears: Sequence[QuantizedLinear], bias: torch.Tensor | None, kernels: "TritonKernels"
 ) -> QuantizedProduct:
-    """Return one product with the rows of all ``linears``, in order.
+    """Return one matrix product with the rows of all ``linears``, in order.
 
     8-bit floats are stored once: the layers' weights become views of the joined weight. 4-bit levels are repacked, so a
     second copy exists until the layers' own tensors are freed. Raises UnsuitableError if the quantizations of the
@@ -151,8 +157,8 @@ def _float8(linears: Sequence[QuantizedLinear], scheme: Float8) -> Float8Weight:
 
 
 def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed) -> Int4Weight:
-    """Return a weight with two levels per byte. Raises UnsuitableError if the columns are reordered, or if their number
-    is not supported.
+    """Return a 4-bit weight with two levels per byte. Raises UnsuitableError if the checkpoint reorders columns, or if
+    the number of columns is not supported.
     """
     found = scheme.integers(tensors)
     rows, columns = found.levels.shape
@@ -169,7 +175,7 @@ def int4_weight(tensors: Mapping[str, torch.Tensor], scheme: Awq | Gptq | Packed
 
 
 def joined(weights: Sequence[Int4Weight]) -> Int4Weight:
-    """Return the weights joined by rows."""
+    """Return one weight with the rows of all ``weights``."""
     numbers = torch.cat([weight.numbers for weight in weights])
     zeros = torch.cat([weight.zeros for weight in weights], dim=1)
     scales = torch.cat([weight.scales for weight in weights], dim=1)
@@ -185,9 +191,9 @@ def _half(width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Dense(Held):
-    """Product with unquantized weights, by torch or by batch-invariant ``kernels``.
+    """Matrix product with unquantized weights, by torch or by batch-invariant ``kernels``.
 
-    On a GPU, torch uses cuBLAS, which chooses the order of sums by the number of rows.
+    On a GPU, torch uses cuBLAS. In cuBLAS, the order of sums depends on the number of rows.
 
     Attributes:
         weight: ``[out_features, in_features]``, as in the checkpoint.
@@ -234,10 +240,10 @@ class Dense(Held):
 
 
 def merged(linears: Sequence[Linear], kernels: "TritonKernels") -> Product:
-    """Return one product with the rows of all ``linears``, in order.
+    """Return one matrix product with the rows of all ``linears``, in order.
 
-    Weights are stored once: the layers' weights become views of the joined weight, so the layers still compute the
-    same. Raises UnsuitableError if only some layers have a bias, or if the layers' quantizations differ or are not
+    Weights are stored once: the layers' weights become views of the joined weight, so the layers still compute the same
+    results. Raises UnsuitableError if only some layers have a bias, or if the layers' quantizations differ or are not
     supported.
     """
     biased = {linear._parameters["bias"] is not None for linear in linears}
@@ -253,7 +259,7 @@ def merged(linears: Sequence[Linear], kernels: "TritonKernels") -> Product:
 
 
 def _whole(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
-    """Return the parameter of a single layer unchanged, or the joined parameters of several layers."""
+    """Return the parameter unchanged if there is only one layer, otherwise the joined parameters of all layers."""
     first: torch.nn.Parameter = linears[0].get_parameter(name)
     return first if len(linears) == 1 else _joined(linears, name)
 
@@ -272,6 +278,8 @@ def _joined(linears: Sequence[Linear], name: str) -> torch.nn.Parameter:
 
 
 def empty(module: Linear | QuantizedStack) -> None:
-    """Free the weights of a module that a product replaces. Name and sizes stay, because adapters need them."""
+    """Free the weights of a module that a merged product replaces. The module keeps its name and sizes, because LoRA
+    adapters need them.
+    """
     for name, parameter in list(module.named_parameters()):
         setattr(module, name, torch.nn.Parameter(parameter.new_empty(0), requires_grad=False))

@@ -1,9 +1,9 @@
-"""Part of a layer after its second norm: a gated MLP, or a mixture of experts.
+"""Last part of a layer of the fused decoder: a gated MLP, or a mixture of experts.
 
-Experts use grouped products. Tokens are sorted by expert, and the end of each expert's tokens is stored on the device.
-Therefore a step with experts reads nothing on the host and can be captured. Each step allocates its intermediate
-tensors. Batch-invariant kernels compute the sums themselves, because the order of torch's sums depends on the number of
-tokens.
+Experts use grouped matrix products. Tokens are sorted by expert, and a tensor on the device contains the end of each
+expert's tokens. Therefore the host reads nothing from the device, and CUDA graphs can capture steps with experts. Each
+step allocates its intermediate tensors. Batch-invariant kernels compute the sums themselves, because the order of
+torch's sums depends on the number of tokens.
 """
 
 from dataclasses import dataclass
@@ -29,17 +29,17 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
 # balance.
 
 _COUNTED = 2
-"""Number of a group's best scores that are summed."""
+"""Number of a group's best scores whose sum is the score of the group."""
 
 
 def grouped_route(
     x: torch.Tensor, plan: ExpertsPlan, how: GroupedRouting, scale: float, kernels: "TritonKernels"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights, float32 and multiplied by ``scale``, and the experts of each token of ``x``, each ``[tokens,
-    top_k]``.
+    """Return the experts' weights, float32 and multiplied by ``scale``, and the experts' indices, for each token of
+    ``x``. Both are ``[tokens, top_k]``.
 
-    For batch-invariant kernels the weights are neither scaled nor normalized yet. Ties go to the first expert, for any
-    number of tokens.
+    For batch-invariant kernels, a later kernel scales and normalizes the weights. If scores are equal, the expert with
+    the lower index wins, for any number of tokens.
     """
     logits = _logits(x.float(), plan.router.float(), kernels)
     if how.correction is None:
@@ -63,7 +63,7 @@ def grouped_route(
 
 
 def _logits(x: torch.Tensor, router: torch.Tensor, kernels: "TritonKernels") -> torch.Tensor:
-    """Return float32 logits of all experts."""
+    """Return the router's float32 logits ``[tokens, experts]``."""
     if not kernels.batch_invariant:
         return torch.nn.functional.linear(x, router)
     logits = x.new_empty(len(x), len(router))
@@ -71,30 +71,32 @@ def _logits(x: torch.Tensor, router: torch.Tensor, kernels: "TritonKernels") -> 
     return logits
 
 
-# Products of experts: the rows of each expert times the expert's part of a weight. The outputs are newly allocated.
+# Matrix products of experts: each expert's rows times the expert's weight. Each call allocates its output.
 
 _MXFP4_HALF = 32
 
 
 class GroupedProduct(Protocol):
-    """Grouped matrix product with the weights of all experts."""
+    """Grouped matrix product: the rows of each expert are multiplied by the weight of this expert."""
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """Objects that own the weight, or empty if a module of the model owns it."""
+        """Objects that own the weight, or an empty tuple if a module of the model owns the weight."""
 
     def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Multiply the rows of each expert by the expert's weight, and add its bias. Returns ``[rows, out_features]``.
+        """Multiply the rows of each expert by the expert's weight, and add the expert's bias. Returns ``[rows,
+        out_features]``.
 
         Args:
             rows: ``[rows, in_features]``, sorted by expert.
             ends: int32 ``[experts]``, the end of each expert's rows.
-            owners: ``[rows]``, the expert of each row. Rows after the last end belong to no expert and are not computed.
+            owners: ``[rows]``, the expert of each row. Rows after the last expert's end belong to no expert and are not
+                computed.
         """
 
 
 class DenseGroups:
-    """Product with dense weights, by torch or by batch-invariant ``kernels``.
+    """Grouped matrix product with dense weights, by torch or by batch-invariant ``kernels``.
 
     Args:
         weight: ``[experts, out_features, in_features]``, as in the model's module.
@@ -113,7 +115,7 @@ class DenseGroups:
         self._transposed = transposed
 
     def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:
-        """Return the product; see ``GroupedProduct.run``."""
+        """Return the result ``[rows, out_features]``; see ``GroupedProduct.run``."""
         weight, transposed = self._weight, self._transposed
         if self._kernels.batch_invariant:
             product = rows.new_empty(len(rows), weight.shape[2 if transposed else 1])
@@ -126,8 +128,8 @@ class DenseGroups:
 
 
 class QuantizedGroups(Held):
-    """Product with a weight that stays quantized, by the project's kernels. ``bias`` stays in the model's module; see
-    ``DenseGroups``.
+    """Grouped matrix product with a weight that stays quantized in memory, by the project's kernels. The model's module
+    owns ``bias``; see ``DenseGroups``.
     """
 
     def __init__(self, weight: StackedWeight, bias: torch.Tensor | None, kernels: "TritonKernels") -> None:
@@ -137,12 +139,12 @@ class QuantizedGroups(Held):
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """This object."""
+        """This object, which owns the quantized weight."""
         return (self,)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The quantized elements, and the zeros and scales if present."""
+        """The quantized elements, and the zero points and scales if they exist."""
         return list(self._weight.tensors)
 
     def to(self, device: torch.device) -> None:
@@ -150,7 +152,7 @@ class QuantizedGroups(Held):
         self._weight = self._weight.to(device)
 
     def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """Return the product; see ``GroupedProduct.run``."""
+        """Return the result ``[rows, out_features]``; see ``GroupedProduct.run``."""
         product = rows.new_empty(len(rows), self._weight.numbers.shape[1])
         self._kernels.quantized_grouped_product(rows, self._weight, self._bias, ends, product)
         return product
@@ -163,7 +165,7 @@ def grouped(
     *,
     transposed: bool,
 ) -> GroupedProduct:
-    """Return the product with ``weight``. Raises UnsuitableError for an unsupported quantization."""
+    """Return the grouped matrix product with ``weight``. Raises UnsuitableError for an unsupported quantization."""
     if isinstance(weight, QuantizedStack):
         return QuantizedGroups(_stacked(weight), bias, kernels)
     return DenseGroups(weight, bias, kernels, transposed=transposed)
@@ -174,8 +176,8 @@ def grouped(
 def _stacked(stack: QuantizedStack) -> StackedWeight:
     """Return the weight of all experts in the kernels' layout.
 
-    8-bit floats are stored once: the projections' weights become views of the joined weight. 4-bit elements are
-    repacked, so a second copy exists until the stack's own tensors are freed.
+    8-bit floats are stored once: the weights of the projections become views of the joined weight. 4-bit elements are
+    repacked, so a second copy exists until the tensors of the model's module are freed.
     """
     scheme = stack.scheme
     if keeps(scheme) and stack.merged == isinstance(scheme, Mxfp4):
@@ -208,7 +210,7 @@ def _float8(stack: QuantizedStack, scheme: Float8) -> Float8Weight:
 
 
 def _int4(weights: list[Int4Weight]) -> Int4Weight:
-    """Return the weight that combines the experts' ``weights``."""
+    """Return one weight that stacks the ``weights`` of all experts."""
     numbers, zeros, scales = (torch.stack(parts) for parts in zip(*(each.tensors for each in weights), strict=True))
     return Int4Weight(numbers, zeros, scales, weights[0].width, weights[0].half)
 
@@ -225,7 +227,7 @@ def _mxfp4(tensors: dict[str, torch.Tensor]) -> Mxfp4Weight:
 
 
 class MLP(Protocol):
-    """MLP of a layer."""
+    """MLP of one layer: a gated MLP or a mixture of experts."""
 
     @property
     def held(self) -> tuple[Held, ...]:
@@ -234,12 +236,14 @@ class MLP(Protocol):
     def run(
         self, x: torch.Tensor, inputs: StepInputs, activations: Activations, kernels: "TritonKernels", out: torch.Tensor
     ) -> None:
-        """Compute ``out`` from ``x``, both ``[tokens, hidden size]``."""
+        """Compute the MLP's output ``out`` from its input ``x``, both ``[tokens, hidden size]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """Gated MLP: the activation of the gate product times the up product. The output is multiplied by ``scale``."""
+    """Gated MLP: a down projection of the activated gate projection times the up projection. The output is multiplied
+    by ``scale``.
+    """
 
     plan: MLPPlan
     gate_up: Product
@@ -248,13 +252,13 @@ class GatedMLP:
 
     @classmethod
     def of(cls, plan: MLPPlan, scale: float, kernels: "TritonKernels", adapt: Adapt = unadapted) -> "GatedMLP":
-        """Return the MLP, with the weights of ``plan`` merged."""
+        """Return the MLP that computes ``plan``, with the weights of its gate and up projections merged."""
         gate_up = adapt(plan.gate_up, merged(plan.gate_up, kernels))
         return cls(plan, gate_up, adapt([plan.down], merged([plan.down], kernels)), scale)
 
     @property
     def held(self) -> tuple[Held, ...]:
-        """The two products."""
+        """The merged product of gate and up, and the product of down."""
         return self.gate_up, self.down
 
     def run(
@@ -265,13 +269,13 @@ class GatedMLP:
         kernels: "TritonKernels",
         out: torch.Tensor,
     ) -> None:
-        """Compute the MLP in the buffers of ``activations``."""
+        """Compute the MLP, with the buffers of ``activations`` for intermediate results."""
         self.compute(x, activations.gate_up, activations.gated, kernels, out)
 
     def compute(
         self, x: torch.Tensor, gate_up: torch.Tensor, gated: torch.Tensor, kernels: "TritonKernels", out: torch.Tensor
     ) -> None:
-        """Compute the MLP like ``run``, with the given buffers for its activations."""
+        """Compute the MLP like ``run``, but with the given buffers for intermediate results."""
         self.gate_up.affine(x, gate_up)
         kernels.gated(gate_up, self.plan.activation, gated)
         self.down.affine(gated, out, self.scale)
@@ -279,8 +283,8 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts with a router. Dense weights stay in the model's modules, which already have the required
-    layout.
+    """Mixture of experts with a router. Dense weights stay in the model's modules, because the modules already store
+    them in the required layout.
     """
 
     plan: ExpertsPlan
@@ -291,7 +295,7 @@ class Experts:
 
     @classmethod
     def of(cls, plan: ExpertsPlan, scale: float, kernels: "TritonKernels") -> "Experts":
-        """Return the mixture with the products of the weights of ``plan``."""
+        """Return the mixture that computes ``plan``, with grouped products for the experts' weights."""
         transposed = isinstance(plan.activation, ClampedGate)
         _, gate_up, down = plan.biases or (None, None, None)
         return cls(
@@ -316,7 +320,9 @@ class Experts:
         kernels: "TritonKernels",
         out: torch.Tensor,
     ) -> None:
-        """Compute ``out`` from ``x``. Padding tokens have no expert; their rows of ``out`` are undefined."""
+        """Compute the mixture's output ``out`` from its input ``x``. Padding tokens have no expert, and their rows of
+        ``out`` are undefined.
+        """
         plan = self.plan
         weights, chosen = self._route(x, kernels)
         count = inputs.groups[0].query_start_loc[-1]
@@ -324,7 +330,7 @@ class Experts:
         ids, order = chosen.masked_fill(is_padding[:, None], plan.num_experts).view(-1).sort(stable=True)
         ends = torch.searchsorted(ids, torch.arange(plan.num_experts, device=x.device), right=True, out_int32=True)
         rows = x.index_select(0, order // plan.top_k)
-        owners = ids.clamp(max=plan.num_experts - 1)  # rows of no expert are not computed
+        owners = ids.clamp(max=plan.num_experts - 1)  # rows without an expert are not computed
         gate_up = self.gate_up.run(rows, ends, owners)
         down = self.down.run(self._gate(gate_up, kernels), ends, owners)
         if kernels.batch_invariant:
@@ -354,8 +360,8 @@ class Experts:
         return gated
 
     def _route(self, x: torch.Tensor, kernels: "TritonKernels") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights, float32, and experts of each token, each ``[tokens, top_k]``. Batch-invariant weights are
-        scaled later.
+        """Return the experts' weights, float32, and the experts' indices for each token, both ``[tokens, top_k]``. With
+        batch-invariant kernels, the weights are scaled later.
         """
         if self.plan.grouped is not None:
             return grouped_route(x, self.plan, self.plan.grouped, self.scale, kernels)
@@ -363,7 +369,7 @@ class Experts:
         if kernels.batch_invariant:
             logits = x.new_empty(len(x), self.plan.num_experts)
             kernels.product(x, self.plan.router, bias, 1.0, logits)
-            # A stable sort breaks ties by the first expert, for any number of rows.
+            # With a stable sort, the expert with the lower index wins a tie, for any number of rows.
             ranked, order = torch.softmax(logits, dim=-1, dtype=torch.float32).sort(
                 dim=-1, descending=True, stable=True
             )
@@ -381,8 +387,8 @@ def mlp_of(
 ) -> MLP:
     """Return the MLP that computes ``plan``. Raises UnsuitableError for unsupported plans.
 
-    ``scale`` multiplies the output before it is added to the residual. ``adapt`` replaces products by products to which
-    adapters can be added, except the products of experts.
+    The MLP's output is multiplied by ``scale`` before it is added to the residual. ``adapt`` replaces matrix products,
+    except the products of experts, by products to which LoRA adapters can be added.
     """
     if isinstance(plan, OtherMixture):
         raise UnsuitableError(plan.reason)

@@ -1,4 +1,4 @@
-"""Forward pass by transformers' own modules that replays whole steps as CUDA graphs."""
+"""Forward pass that runs transformers' own modules and replays whole steps as CUDA graphs."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -50,12 +50,13 @@ class ReplayedModules:
     """``ForwardPass`` that captures and replays steps of the model's modules.
 
     Steps of padded shapes use tensors that never move. ``graphs`` captures the first step of each shape.
-    ``ModulesForward`` runs steps that are larger, have media or embeddings, or keep their states. After a failed
-    capture, ``ModulesForward`` runs all steps, and ``failure`` names the module. With ``adapted``, steps with adapters
-    have separate graphs. If ``adapted`` is None, ``ModulesForward`` runs these steps too.
+    ``ModulesForward`` runs steps that are too large, have media or embeddings, or set ``keep_states``. After a failed
+    capture, ``ModulesForward`` runs all steps, and ``failure`` names the module that failed. If ``adapted`` is given,
+    steps with LoRA adapters have separate graphs. If ``adapted`` is None, ``ModulesForward`` runs steps with adapters.
 
-    A model with recurrent layers needs ``state_kernels``. Its decode steps have graphs of their own, because they launch
-    fewer kernels than steps with prompts. Padding requests have no tokens, so they need no state.
+    A model with recurrent layers needs ``state_kernels``. Decode steps of such a model have separate graphs, because
+    decode steps launch fewer kernels than steps with prompts. Padding requests have no tokens, so they need no
+    recurrent state.
     """
 
     replays = True
@@ -89,7 +90,7 @@ class ReplayedModules:
 
     @property
     def replays_adapters(self) -> bool:
-        """Whether steps with adapters are replayed too."""
+        """Whether steps with LoRA adapters are replayed too."""
         return self._adapted is not None
 
     @property
@@ -99,7 +100,7 @@ class ReplayedModules:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the modules' weights."""
+        """Size in bytes of the modules' weights."""
         return self._modules.weight_bytes
 
     def graph_stats(self) -> GraphStats:
@@ -112,7 +113,7 @@ class ReplayedModules:
         self._feedback = TokenFeedback(self.device, kernels)
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use ``caches`` and drop the graphs that were captured on another cache."""
+        """Use the KV caches ``caches`` from now on, and drop the graphs that were captured with other KV caches."""
         self._graphs.clear()
         self._modules.bind(caches)
         self._caches = caches_by_module(self._module, caches)
@@ -127,11 +128,13 @@ class ReplayedModules:
 
     @property
     def states(self) -> StateMemory:
-        """Allocator of the states of recurrent layers."""
+        """Allocator of memory for the states of recurrent layers."""
         return self._modules.states
 
     def bind_states(self, layers: StateLayers) -> None:
-        """Use these states and drop the graphs that were captured on other states."""
+        """Keep recurrent states in the memory ``layers`` from now on, and drop the graphs that were captured with other
+        memory.
+        """
         self._graphs.clear()
         self._modules.bind_states(layers)
 
@@ -149,7 +152,7 @@ class ReplayedModules:
     def run(self, batch: ForwardBatch, rows: IntArray, *, keep_states: bool = False) -> ForwardOutput:
         """Compute a step. The next step overwrites the logits of a replayed step.
 
-        Raises RuntimeError without a KV cache, or for a step without the states that the model's layers need.
+        Raises RuntimeError if no KV cache is bound, or if the step has no states and the model has recurrent layers.
         """
         if self._buffers is None or not self._caches:
             raise RuntimeError("bind must be called before the first step")
@@ -189,21 +192,23 @@ class ReplayedModules:
         return self._modules.prepare_adapter(adapter)
 
     def add_adapter(self, adapter: LoraAdapter) -> None:
-        """Add an adapter. Call it only between steps."""
+        """Add a LoRA adapter. Call this method only between steps."""
         self._modules.add_adapter(adapter)
 
     def remove_adapter(self, digest: bytes) -> None:
-        """Remove an adapter."""
+        """Remove a LoRA adapter."""
         self._modules.remove_adapter(digest)
 
     def to(self, device: torch.device) -> None:
-        """Move all of the model's modules. Step buffers are freed, and allocated again when a KV cache is bound."""
+        """Move all modules of the model to ``device``. Buffers of steps are freed, and allocated again when a KV cache
+        is bound.
+        """
         self._graphs.clear()
         self._shape = self._buffers = self._logits = None
         self._modules.to(device)
 
     def weights(self) -> list[torch.Tensor]:
-        """Return the tensors of the modules."""
+        """Return the parameters and buffers of the model's modules."""
         return self._modules.weights()
 
     def read(self, model: LoadedModel) -> None:
@@ -211,7 +216,9 @@ class ReplayedModules:
         self._modules.read(model)
 
     def _indices(self, batch: ForwardBatch, shape: StepShape) -> StateIndices | None:
-        """Start copying the indices of a step's states to the device. Returns None for a model without states."""
+        """Start copying the indices of the memory slots of a step's recurrent states to the device. Returns None for a
+        model without recurrent layers.
+        """
         if self._state_buffers is None:
             return None
         if batch.states is None:
@@ -222,7 +229,7 @@ class ReplayedModules:
     def _launch_adapted(
         self, adapted: SlotModules, inputs: StepInputs, shape: StepShape, indices: StateIndices | None
     ) -> torch.Tensor:
-        """Launch a step in which adapters are added."""
+        """Launch a step in which the outputs of LoRA adapters are added."""
         with adapted.hooked():
             return self._launch(inputs, shape, indices)
 
@@ -243,14 +250,16 @@ class ReplayedModules:
         if self._kept is not None and hidden is not None:
             self._kept.begin(len(hidden))
             self._kept.put_all(hidden)
-        # Copy the logits to one shared buffer. Otherwise each graph would have a separate buffer.
+        # Copy the logits to one buffer that all graphs share. Otherwise each graph would have its own buffer.
         logits = self._logits_like(computed)[: shape.requests]
         logits.copy_(computed)
         self._feedback.choose(logits, inputs, shape)
         return logits
 
     def _logits_like(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the buffer for logits of the largest shape. The buffer is allocated before the first capture."""
+        """Return the buffer for logits, which is large enough for the largest shape. The first call allocates the
+        buffer, before a step is captured.
+        """
         if self._logits is None:
             with torch.inference_mode(False):
                 self._logits = torch.zeros(CAPTURED.requests, logits.shape[1], dtype=logits.dtype, device=self.device)
@@ -272,7 +281,7 @@ def _failures_named(module: torch.nn.Module) -> Iterator[None]:
             hooks.callback(part.register_forward_hook(lambda *_: running.pop() and None).remove)
         try:
             yield
-        except torch.OutOfMemoryError:  # callers look for this type
+        except torch.OutOfMemoryError:  # callers handle errors of this type
             raise
         except RuntimeError as e:
             raise RuntimeError(f"{running[-1] if running else type(module).__name__}: {first_line(e)}") from e

@@ -1,4 +1,6 @@
-"""Sampling on the device, for rows that need no input from the host: greedy, and random with or without filters."""
+"""Sampling on the device, for rows of logits whose sampling needs no work on the host: greedy sampling, and random
+sampling with or without filters.
+"""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -22,14 +24,16 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
 MakeSampling = Callable[[int, int, torch.device], "TokenSampler"]
-"""Function that creates sampling kernels. Arguments: maximum number of rows, vocabulary size, device."""
+"""Function that creates sampling kernels. Its arguments are the maximum number of rows, the vocabulary size and the
+device.
+"""
 
 
 class DeviceLauncher:
     """``TokenLauncher`` for a device.
 
-    ``launch`` returns new tensors. The kernels' memory grows with the number of rows. ``for_steps`` are kernels for
-    captured steps. Their memory never moves.
+    ``launch`` returns new tensors. The memory of its kernels grows with the number of rows. ``for_steps`` has the
+    kernels for captured steps, whose memory never moves.
     """
 
     def __init__(self, vocab: int, device: torch.device, make: MakeSampling) -> None:
@@ -40,7 +44,9 @@ class DeviceLauncher:
         self._kernels = self.for_steps = make(self._max_rows, vocab, device)
 
     def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
-        """Launch sampling. Random sampling needs one copy to the device; greedy sampling needs none."""
+        """Launch the sampling kernels and return the sampled tokens. Random sampling needs one copy to the device, and
+        greedy sampling needs none.
+        """
         rows = len(logits)
         if rows > self._max_rows:
             self._max_rows = 1 << (rows - 1).bit_length()
@@ -58,16 +64,17 @@ class DeviceLauncher:
 
 
 def aligned_rows(rows: int) -> int:
-    """Return the number of rows, padded so that results begin at multiples of 16 bytes. Kernels are compiled for this
-    alignment.
+    """Return the number of rows after padding, so that results begin at multiples of 16 bytes. The kernels are compiled
+    for this alignment.
     """
     return -(-rows // 4) * 4
 
 
 def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor) -> str:
-    """Return how the tokens of ``launcher`` and ``sampler`` differ, or an empty text if they are equal.
+    """Return text about the number of tokens that ``launcher`` and ``sampler`` sample differently, or an empty text if
+    all tokens are equal.
 
-    The comparison uses ``logits`` ``[rows, vocab]`` and all kinds of sampling parameters.
+    Both sample from ``logits`` ``[rows, vocab]`` with all kinds of sampling parameters.
     """
     rows = len(logits)
     number = np.arange(rows)
@@ -84,15 +91,16 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
     return f"{wrong} of {rows} tokens differ" if wrong else ""
 
 
-# Tokens that stay on the device: inputs of a step that the device sampled, and the tokens that the step samples.
+# Tokens that stay on the device: the tokens that an earlier step sampled and this step gets as input, and the tokens
+# that this step samples.
 
 
 class TokenFeedback:
-    """Reads and writes tokens that stay on the device, in every step of a padded shape. The work is captured with the
-    step.
+    """Reads and writes sampled tokens that stay on the device, in every step of a padded shape. This work is captured
+    with the step.
 
-    The host reads nothing. All rows are sampled, including padding; unused tokens are ignored. ``kernels`` sample the
-    tokens. They are None if another component samples.
+    The host reads nothing. All rows are sampled, including padding rows, and unused tokens are ignored. ``kernels``
+    sample the tokens. The argument is None if the caller samples.
     """
 
     def __init__(self, device: torch.device, kernels: "TokenSampler | None" = None) -> None:
@@ -104,13 +112,13 @@ class TokenFeedback:
 
     @property
     def nobody(self) -> int:
-        """Request row for tokens that belong to no request."""
+        """Index of the row of ``newest`` that receives tokens of padding rows. This row belongs to no request."""
         return len(self._newest) - 1
 
     def moves(self, batch: ForwardBatch) -> bool:
-        """Use the tensor of newest tokens of ``batch`` from now on.
+        """Use the tensor ``newest`` of ``batch`` from now on.
 
-        Returns whether the tensor changed. If so, captured graphs are invalid.
+        Returns whether this is another tensor than before. If so, captured graphs are invalid.
         """
         newest = (
             batch.choice.newest if batch.choice is not None else batch.fed.newest if batch.fed is not None else None
@@ -121,13 +129,15 @@ class TokenFeedback:
         return True
 
     def feed(self, inputs: StepInputs) -> None:
-        """Write tokens that only the device has into the step's input."""
+        """Write the tokens that only the device has into the step's input token ids."""
         fed = inputs.fed
         torch.index_select(self._newest, 0, fed.rows, out=fed.ids)
         torch.where(fed.known, fed.ids, inputs.token_ids, out=inputs.token_ids)
 
     def choose(self, logits: torch.Tensor, inputs: StepInputs, shape: StepShape) -> None:
-        """Sample from ``logits`` ``[requests, vocab]`` of a step of padded ``shape``, and store the tokens."""
+        """Sample a token from each row of ``logits`` ``[requests, vocab]`` of a step of padded ``shape``, and store the
+        tokens.
+        """
         if self._kernels is None or shape.is_large:
             return
         token_ids, num_nans = (row[: shape.requests] for row in self._results_of(shape))

@@ -1,4 +1,4 @@
-"""Kernels of recurrent layers for a model, and the index tensors of its captured steps."""
+"""Triton kernels of recurrent layers for a model, and the tensors with indices of states that captured steps read."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,9 @@ from penstock_enginecore.states.cuda.indices import NOBODY, StateIndices, index_
 
 
 def open_kernels(specs: Mapping[str, StateSpec]) -> StateKernels:
-    """Return the kernels for the layers of ``specs``. Raises UnsuitableError if a layer or the machine is not supported."""
+    """Return the kernels for the recurrent layers of ``specs``. Raises UnsuitableError if the kernels do not support a
+    layer or the machine.
+    """
     if reason := why_not(specs):
         raise UnsuitableError(reason)
     try:  # Triton is imported only if there is a device for its kernels.
@@ -24,10 +26,11 @@ def open_kernels(specs: Mapping[str, StateSpec]) -> StateKernels:
 
 
 class StateBuffers:
-    """Index tensors that keep their addresses, for steps that are captured as graphs.
+    """Tensors with the indices of recurrent states, whose addresses never change, for steps that are captured as CUDA
+    graphs.
 
     Args:
-        max_shape: Largest step.
+        max_shape: Shape of the largest step.
         device: Device of the tensors.
     """
 
@@ -41,14 +44,16 @@ class StateBuffers:
         self._views = self._layout.views(self._flat)
 
     def of(self, shape: StepShape, *, decodes: bool) -> StateIndices:
-        """Return the tensors of a step of ``shape``. The memory is the same each time."""
+        """Return the tensors for a step of ``shape``. Each call returns tensors in the same memory."""
         firsts, starts, counts, rings, slots = (view[: shape.requests] for view in self._views[:5])
         owners, writes = (view[: shape.tokens] for view in self._views[5:])
         broken = self._broken[: shape.requests]
         return StateIndices(firsts, starts, counts, rings, slots, owners, writes, broken, decodes=decodes, padded=True)
 
     def load(self, step: StateMetadata, num_tokens: int, shape: StepShape) -> None:
-        """Start copying the indices of ``step`` to the device, padded to ``shape``. Does not wait for the copy."""
+        """Start copying the indices of the recurrent states of ``step`` to the device, padded to ``shape``. Does not
+        wait for the copy.
+        """
         host = self._slots.take(self._layout.num_bytes)
         views = [view.numpy() for view in self._layout.views(host.memory)]
         for index, (view, vector) in enumerate(zip(views, index_vectors(step, num_tokens), strict=True)):

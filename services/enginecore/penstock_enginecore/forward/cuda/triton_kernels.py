@@ -1,6 +1,7 @@
-"""Triton kernels for the fused decoder, paged attention and adapters.
+"""Triton kernels for the fused decoder, paged attention and LoRA adapters.
 
-The launching functions are documented in their modules. This class exposes them under the names that callers use.
+``TritonKernels`` exposes the functions that launch kernels under the names that callers use. The modules of these
+functions document them.
 """
 
 from functools import partial
@@ -20,11 +21,11 @@ from penstock_enginecore.lora import triton as lora
 class TritonKernels:
     """Launches kernels of one device.
 
-    A call launches work for every given row, in order, and returns without waiting. The host reads no results, and no
-    tensor shape depends on a value on the device. Therefore a sequence of calls can be captured and replayed.
+    A call launches its work and returns without waiting. The host reads no results, and no tensor shape depends on a
+    value on the device. Therefore a CUDA graph can capture and replay a sequence of calls.
 
-    With ``batch_invariant``, a row's results are bit-identical for every batch and step size. All attention calls use
-    the same scratch memory, because layers and steps run one after the other.
+    If ``batch_invariant`` is true, the results of a row are bit-identical in every batch and in steps of any size. All
+    attention calls use the same scratch memory, because layers and steps run one after the other.
     """
 
     prologue = staticmethod(heads.prologue)
@@ -54,21 +55,24 @@ class TritonKernels:
         out: torch.Tensor,
         scales: KVScales = UNSCALED,
     ) -> None:
-        """Compute attention with ``attention.attend``. Steps reuse the same scratch memory."""
+        """Compute attention with ``attention.attend``. All layers and steps use the same scratch memory."""
         scratch = self._scratch_for(len(group.seq_lens), attention.pieces_per_request(keys.shape[1]), out)
         attention.attend(query, keys, values, out, group, params, scratch, scales, invariant=self.batch_invariant)
 
     def attend_latent(
         self, query: torch.Tensor, cache: torch.Tensor, group: GroupInputs, scaling: float, out: torch.Tensor
     ) -> None:
-        """Compute latent attention with ``latent_attention.attend_latent``. Steps reuse the same scratch memory."""
+        """Compute latent attention with ``latent_attention.attend_latent``. All layers and steps use the same scratch
+        memory.
+        """
         scratch = self._scratch_for(len(group.seq_lens), latent.latent_pieces(query.shape[1]), out)
         latent.attend_latent(query, cache, group, scaling, out, scratch, invariant=self.batch_invariant)
 
     def _scratch_for(self, requests: int, pieces: int, out: torch.Tensor) -> attention.Scratch:
-        """Return scratch memory for attention into ``out``.
+        """Return scratch memory for attention whose output is ``out``.
 
-        All captured steps share scratch memory that never moves. All larger steps share scratch memory that grows.
+        Captured steps share scratch memory that never moves. Steps that are too large to be captured share other
+        scratch memory, which grows.
         """
         shape = pieces, out.shape[1], out.shape[2]
         key = (*shape, requests > MAX_CAPTURED_TOKENS)
