@@ -1,1 +1,1 @@
-"""Runs the model: the executors, the worker, loading of weights, sleep, and the device thread."""
+"""Execution of steps with the model: executors, the worker of a device, loading of weights, and sleep."""

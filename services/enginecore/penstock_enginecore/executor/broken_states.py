@@ -1,4 +1,4 @@
-"""Requests of a step whose recurrent states have a number that is not finite."""
+"""Requests of a step with a NaN or infinity in their recurrent states."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from penstock_enginecore.worker.device_thread import Arrival, BeginCopy
 
 @dataclass(frozen=True, slots=True)
 class BrokenStates:
-    """Requests of a step whose recurrent states have a number that is not finite. Thread-safe.
+    """Requests of a step with a NaN or infinity in their recurrent states. Thread-safe.
 
     Attributes:
         request_ids: IDs of all requests of the step.
-        known: Indices of such requests that the host knows.
-        coming: Flags of all requests, on their way from the device.
+        known: Indices of such requests that the host has found.
+        coming: Copies, not yet complete, of device tensors with a flag for each request of the step.
     """
 
     request_ids: Sequence[str] = ()
@@ -23,13 +23,13 @@ class BrokenStates:
 
     @classmethod
     def of(cls, request_ids: Sequence[str], states: StateMetadata | None, begin_copy: BeginCopy) -> "BrokenStates":
-        """Begin to copy the flags of ``states`` to the host. Later steps may then overwrite the flags."""
+        """Begin to copy the flags of ``states`` to the host. After this call, later steps may overwrite the flags."""
         if states is None:
             return cls()
         return cls(request_ids, states.broken, [begin_copy(flags) for flags in states.flags])
 
     def wait(self) -> list[str]:
-        """Return the IDs of the requests, once the step's work is complete."""
+        """Wait until the step's work is complete, and return the IDs of the requests with such states."""
         broken = set(self.known)
         for flags in self.coming:
             broken.update(flags.wait().nonzero()[0].tolist())

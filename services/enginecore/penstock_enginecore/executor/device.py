@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _CPU_STEP_TOKENS = 512
 """Maximum number of tokens in a step on a CPU.
 
-Matrix products with more rows are not faster per row. The activations of 512 rows fit into the CPU's caches.
+Matrix products with more rows take as much time per row. The activations of 512 rows fit into the CPU's caches.
 """
 _CPU_PROMPT_BATCH_TOKENS = 256
 """Maximum number of prompt tokens in a step on a CPU.
@@ -30,16 +30,20 @@ _CPU_PROMPT_BATCH_TOKENS = 256
 Matrix products with 256 rows are nearly as efficient as larger products.
 """
 CAPABILITY = (8, 0)
-"""Minimum compute capability for which kernels are compiled. bfloat16 and asynchronous copies need Ampere."""
+"""Minimum compute capability of a GPU for which kernels are compiled. The kernels use bfloat16 and asynchronous copies,
+which GPUs before Ampere do not have.
+"""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEV = Path("/dev")
 
 
 def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Path = _DEV) -> torch.device:
-    """Return the torch device for ``model.device``. ``auto`` selects a usable GPU if there is one.
+    """Return the torch device for ``model.device``. ``auto`` selects a GPU that the kernels support, or the CPU if
+    there is no such GPU.
 
     With several GPUs, each worker uses a separate GPU. By default, that is the GPU whose index is the worker's number.
-    ``devices`` can assign other GPUs. ``dev`` is the directory of the driver's device files. Raises ConfigError.
+    ``devices`` can assign other GPUs. ``dev`` is the directory of the driver's device files. Raises ConfigError if the
+    device cannot be used.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -56,14 +60,16 @@ def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Pat
     if not reason:
         return torch.device("cuda", rank)
     if name == "cuda":
-        raise ConfigError(f"model.device is 'cuda' but {reason}; use 'auto' or 'cpu'")
+        raise ConfigError(f"model.device is 'cuda' but {reason}; set model.device to 'auto' or 'cpu'")
     if count or any(dev.glob("nvidia[0-9]*")):
         logger.warning("computing on the CPU, although the machine has a GPU reason=%s", reason)
     return torch.device("cpu")
 
 
 def step_tokens(device: torch.device) -> int:
-    """Return the largest useful number of tokens in a step on ``device``. Larger steps do not compute more per second."""
+    """Return the largest useful number of tokens in a step on ``device``. With more tokens in a step, the device does
+    not compute more tokens per second.
+    """
     return _CPU_STEP_TOKENS if device.type == "cpu" else STEP_TOKENS
 
 
@@ -76,7 +82,7 @@ def prompt_batch_tokens(device: torch.device) -> int:
 
 
 def _too_old(rank: int) -> str:
-    """Return the reason why the GPU cannot be used, or '' if it can."""
+    """Return the reason why GPU ``rank`` cannot be used, or an empty text if the GPU can be used."""
     found = torch.cuda.get_device_capability(rank)
     if found >= CAPABILITY:
         return ""
@@ -97,7 +103,7 @@ def _why_none() -> str:
     return "the driver reports no device"
 
 
-# NUMA: memory is allocated on the node of the thread that first writes it.
+# NUMA: memory is allocated on the NUMA node of the thread that first writes to the memory.
 
 _SYS = Path("/sys")
 
@@ -108,8 +114,8 @@ class Home:
 
     Attributes:
         node: NUMA node of the worker.
-        cores: Cores of the node that the process may use.
-        sharers: Number of workers that share these cores, including this one.
+        cores: CPU cores of this node that the process may use.
+        sharers: Number of workers on these cores, including this worker.
     """
 
     node: int
@@ -120,9 +126,9 @@ class Home:
 def settle(device: torch.device, rank: int, world_size: int, devices: Sequence[int] = ()) -> Home | None:
     """Bind this thread, and the threads that it starts later, to the CPU cores near the device.
 
-    Returns the placement, or None if the thread was not bound.
+    Returns the NUMA placement, or None if the thread was not bound.
 
-    ``devices``: see ``nodes_near``.
+    For ``devices``, see ``nodes_near``.
     """
     if not hasattr(os, "sched_setaffinity"):
         return None
@@ -141,9 +147,9 @@ def find_home(
 
     Args:
         rank: Rank of the worker.
-        near: NUMA node of each worker's device, None if unknown.
-        nodes: Cores of each NUMA node.
-        allowed: Cores that this process may use.
+        near: NUMA node of each worker's device, or None for a device whose node is unknown.
+        nodes: CPU cores of each NUMA node.
+        allowed: CPU cores that this process may use.
     """
     node = near[rank]
     if node is None or sum(bool(cores & allowed) for cores in nodes.values()) < 2:
@@ -158,7 +164,7 @@ def nodes_near(
     """Return the NUMA node of each worker's device, or None for a worker whose node is unknown.
 
     CPU workers are distributed over the nodes, but a single CPU worker is not bound to a node. ``devices`` lists the
-    GPU index of each worker. If ``devices`` is empty, worker r has the r-th GPU.
+    GPU index of each worker. If ``devices`` is empty, worker r uses the GPU with index r.
     """
     if device.type == "cuda":
         return [_node_of(_pci_address(index), sys) for index in devices or range(world_size)]
@@ -169,7 +175,7 @@ def nodes_near(
 
 
 def read_nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
-    """Return the cores of each NUMA node that has cores, or an empty dict if the system reports no nodes.
+    """Return the CPU cores of each NUMA node that has cores, or an empty dict if the system reports no NUMA nodes.
 
     ``sys`` is the sysfs directory.
     """
@@ -181,7 +187,7 @@ def read_nodes(sys: Path = _SYS) -> dict[int, frozenset[int]]:
 
 
 def _node_of(address: str, sys: Path) -> int | None:
-    """Return the NUMA node of a PCI device, or None if unknown. The system reports an unknown node as -1."""
+    """Return the NUMA node of a PCI device, or None if the node is unknown. For an unknown node, the system reports -1."""
     try:
         node = int((sys / "bus/pci/devices" / address / "numa_node").read_text())
     except OSError:
@@ -190,8 +196,8 @@ def _node_of(address: str, sys: Path) -> int | None:
 
 
 def _pci_address(index: int) -> str:
-    """Return the PCI address as sysfs writes it: domain, bus, device and function."""
-    found: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack these fields
+    """Return the PCI address of a GPU in the format of sysfs: domain, bus, device and function."""
+    found: Any = torch.cuda.get_device_properties(index)  # torch's type stubs do not declare these fields
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
 
@@ -204,19 +210,23 @@ def _parse_list(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-# Memory for the KV cache.
+# Size of the memory for the KV cache.
 
 _CPU_FRACTION = 4
 _CPU_LIMIT = 4 * 2**30
 
 
 def cpu_kv_cache_bytes(others: int = 0) -> int:
-    """Return a quarter of the host memory that remains after ``others`` bytes are used, at most 4 GiB."""
+    """Return the default size of the KV cache on a CPU in bytes: a quarter of the host memory minus ``others`` bytes
+    for other uses, at most 4 GiB.
+    """
     return min(max(available_host_memory() - others, 0) // _CPU_FRACTION, _CPU_LIMIT)
 
 
 def available_host_memory() -> int:
-    """Return the bytes that this process may still use. Raises ModelLoadError if the kernel does not report it."""
+    """Return how many bytes of host memory this process may still use. Raises ModelLoadError if the operating system
+    does not report this number.
+    """
     memory = host_memory()
     if memory is None:
         raise ModelLoadError("free memory cannot be read from /proc/meminfo; set cache.kv_cache_memory")
@@ -224,7 +234,8 @@ def available_host_memory() -> int:
 
 
 def check_kv_cache_memory(config: CacheConfig, device: torch.device) -> None:
-    """Raise ConfigError if the configured KV cache or host cache does not fit into memory.
+    """Raise ConfigError if the configured KV cache, or the configured host memory for offloaded KV blocks, does not fit
+    into memory.
 
     Call this function before anything is allocated on the device.
     """
@@ -244,8 +255,8 @@ def _device_memory(device: torch.device) -> Memory:
 def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
     """Return the number of bytes that remain for the KV cache on the device.
 
-    The result is ``memory_utilization`` of the device's memory, minus the peak since ``reset_peak_memory_stats``. The
-    peak includes the memory of all processes.
+    The result is the fraction ``memory_utilization`` of the device's memory, minus the peak of used memory since
+    ``reset_peak_memory_stats``. Used memory includes the memory of all processes.
     """
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - torch.cuda.memory_reserved(device)
@@ -254,7 +265,9 @@ def cuda_kv_cache_bytes(config: CacheConfig, device: torch.device) -> int:
 
 
 def encoder_cache_bytes(config: EngineCoreConfig, model: ModelInfo) -> int:
-    """Return the maximum bytes of media embeddings on the device of each worker, or 0 for a model that reads only text."""
+    """Return the maximum size in bytes of the media embeddings that each worker keeps on its device, or 0 for a model
+    that reads only text.
+    """
     together = [info.max_tokens for info in model.media if info.attends_both_ways]
     step_tokens = max([config.scheduler.step_tokens, *together])
     return encoder_cache_size(config.multimodal.encoder_cache_size, step_tokens, model) * model.embed_bytes

@@ -1,4 +1,4 @@
-"""Executors by name."""
+"""Registry of executors by name, and creation of the executor that the configuration names."""
 
 from collections.abc import Callable
 
@@ -13,15 +13,15 @@ _KNOWN: dict[str, str] = {
 
 
 def register_executor(name: str, target: str) -> None:
-    """Register the class at ``target``, written ``package.module:Class``, as the executor of ``executor.kind:
-    name``.
+    """Register the class at ``target``, written ``package.module:Class``, as the executor for the setting
+    ``executor.kind: name``.
     """
     _KNOWN[name] = target
 
 
 def make_executor(config: EngineCoreConfig) -> Executor:
-    """Create the executor that ``executor.kind`` names: a registered name, or ``package.module:Class``. Raises
-    ConfigError.
+    """Create the executor that the setting ``executor.kind`` names: a registered name, or ``package.module:Class``.
+    Raises ConfigError if there is no such executor.
     """
     factory: Callable[[EngineCoreConfig], Executor] = load_target(
         "executor.kind", config.executor.resolved_kind, _KNOWN, others=("auto",)

@@ -1,5 +1,5 @@
-"""Model loading: creates the runner for a checkpoint and its task, and refuses settings that the model or device does
-not support.
+"""Model loading: creation of the runner for a checkpoint and its task, and refusal of settings that the model or device
+does not support.
 """
 
 import gc
@@ -50,23 +50,26 @@ from penstock_enginecore.speculation.factory import create_drafter
 from penstock_enginecore.states.memory import StateLayers
 from penstock_enginecore.worker.device_thread import Late
 
-# Interface that the worker uses to run a model.
+# Interface with which the worker runs a model.
 
 
 class ModelRunner(Protocol):
-    """A loaded model with its KV cache and the state of the requests in its batch.
+    """Loaded model, with its KV cache and the state of the requests in its batch.
 
-    Call ``initialize_kv_cache`` before the first step. A step is a call of ``execute``, and then a call of ``sample``.
-    Steps do not overlap. If one of these calls raises, call ``recover`` before the next step.
+    Call ``initialize_kv_cache`` before the first step. A step is a call of ``execute`` followed by a call of
+    ``sample``. Steps do not overlap. If ``execute`` or ``sample`` raises an error, call ``recover`` before the next
+    step.
     """
 
     @property
     def graph_capture(self) -> GraphCapture | None:
-        """Capture of steps as graphs before the first request, or None if this runner replays no graphs."""
+        """Captures steps as CUDA graphs before the first request, or None if this runner replays no graphs."""
 
     @property
     def experts(self) -> SharedExperts | None:
-        """State of the experts that the ranks of a data-parallel group share, or None if each rank has the whole model."""
+        """State of the experts that are distributed among the ranks of a data-parallel group, or None if each rank has
+        the whole model.
+        """
 
     @property
     def info(self) -> ModelInfo:
@@ -74,43 +77,49 @@ class ModelRunner(Protocol):
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache spec of each attention layer, by layer name in execution order. Empty for encoders, which have no KV
-        cache.
+        """KV cache spec of each attention layer, by layer name in execution order. The dictionary is empty for
+        encoders, which have no KV cache.
         """
 
     @property
     def computing(self) -> str:
-        """Name of the implementation for operators: torch, or the kernels and the layers that the kernels compute."""
+        """Name of the implementation of the forward pass for the engine's log: torch, or the kernels and the layers
+        that the kernels compute.
+        """
 
     @property
     def weight_bytes(self) -> int:
-        """Number of bytes of the weights, including packed weights."""
+        """Size in bytes of the weights, including packed weights."""
 
     @property
     def caches(self) -> LayerCaches:
-        """The allocated KV cache of all layers, including the layers of a drafter. Empty if none is allocated."""
+        """Allocated KV cache of all layers, including the layers of a drafter. The dictionary is empty if no KV cache
+        is allocated.
+        """
 
     @property
     def state_layers(self) -> StateLayers:
-        """The allocated states of recurrent layers. Empty if none are allocated, and for other models."""
+        """Allocated memory for the states of recurrent layers. The dictionary is empty if no memory is allocated, and
+        for models without recurrent layers.
+        """
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers, or 0 for a model without them."""
+        """Size in bytes of the memory for the states of recurrent layers, or 0 for a model without recurrent layers."""
 
     @property
     def graphs(self) -> GraphStats:
-        """Statistics of captured and replayed graphs, for devices that replay steps."""
+        """Statistics of captured and replayed CUDA graphs. All numbers are 0 if the runner replays no steps."""
 
     @property
     def adapted(self) -> AdaptedForward | None:
         """The forward pass if it supports LoRA adapters, otherwise None."""
 
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Run a step with the largest shapes on a temporary KV cache, so that the caller can measure the peak memory.
+        """Run a step with the largest shapes and a temporary KV cache, so that the caller can measure the peak memory.
 
-        The step computes ``num_tokens`` new tokens and samples from the logits of ``num_seqs`` of these tokens. The
-        step leaves no state.
+        The step computes ``num_tokens`` new tokens and samples from the logits of ``num_seqs`` of these tokens.
+        Afterwards the runner is unchanged.
         """
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -120,15 +129,17 @@ class ModelRunner(Protocol):
         """Free the KV cache and forget all requests. Steps need ``initialize_kv_cache`` first."""
 
     def recover(self) -> None:
-        """Forget every request, and compute a token on a temporary cache. Raises the error if the computation fails."""
+        """Forget every request, and test the device by computing a token with a temporary KV cache. Raises the error if
+        the test fails.
+        """
 
     def execute_dummy_batch(self) -> None:
-        """Compute a dummy token on a temporary cache. If ranks share experts, compute experts for the tokens of other
-        ranks instead.
+        """Compute a dummy token with a temporary KV cache. If experts are distributed among ranks, instead compute this
+        rank's experts for the tokens of other ranks.
         """
 
     def execute(self, step: SchedulerOutput) -> None:
-        """Run a forward pass over the scheduled tokens. Stores the result for ``sample``."""
+        """Run a forward pass over the scheduled tokens, and store the result for ``sample``."""
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
         """Return the output of the step that ``execute`` ran. The output is empty for a step without tokens.
@@ -138,27 +149,30 @@ class ModelRunner(Protocol):
         """
 
     def draft(self) -> DraftTokenIds:
-        """Return the drafts made after the last sampled step, empty without a drafter. Never raises."""
+        """Return drafts of the tokens that follow the last sampled step, or no drafts if there is no drafter. Never
+        raises an error.
+        """
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Run ``passes`` forward passes of ``num_tokens`` tokens of one request, and return the seconds of the fastest
-        pass.
+        """Run ``passes`` forward passes over ``num_tokens`` tokens of one request, and return the duration of the
+        fastest pass in seconds.
 
-        All passes run, even if they are slow, because the other workers take part in each pass.
+        All passes run, even if they are slow, because other workers take part in each pass.
         """
 
     def to(self, device: torch.device) -> None:
         """Move the weights to ``device``: to the host before the engine sleeps, and back when the engine wakes up."""
 
 
-# Check of the settings for batch invariance, before the model is loaded.
+# Check of the settings for batch invariance, which runs before the model is loaded.
 
 
 def check_batch_invariant(config: EngineCoreConfig, device: torch.device, task: str) -> None:
-    """Raise ConfigError if ``kernels.batch_invariant`` is set, but ``task`` or ``device`` excludes a native decoder.
+    """Raise ConfigError if ``kernels.batch_invariant`` is set, but another setting, ``task`` or ``device`` does not
+    allow a native decoder.
 
-    Only native decoders are batch-invariant. This check runs before the model is loaded. Whether a decoder can compute
-    the model is known only after the decoder was verified.
+    Only native decoders are batch-invariant. This check runs before the model is loaded. A later check finds out
+    whether a native decoder can compute the model.
     """
     if not config.kernels.batch_invariant:
         return
@@ -178,15 +192,15 @@ def check_batch_invariant(config: EngineCoreConfig, device: torch.device, task: 
         )
 
 
-# The fp8 KV cache.
+# Check of the settings for a KV cache of 8-bit floats (fp8).
 
 FLOAT8_CAPABILITY = (8, 9)
-"""Minimum compute capability that converts 8-bit floats (Ada GPUs)."""
+"""Minimum compute capability of a GPU with instructions that convert 8-bit floats (Ada)."""
 
 
 def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
-    """Raise ConfigError, before anything is loaded, if the device or the attention backend does not support an fp8
-    cache.
+    """Raise ConfigError if the device or the attention backend does not support an fp8 KV cache. This check runs before
+    the model is loaded.
     """
     if config.cache.dtype != "fp8":
         return
@@ -205,16 +219,16 @@ def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
         )
 
 
-# Rounding of weights to 8-bit integers after a model is loaded.
+# Rounding of weights to 8-bit integers (the setting ``model.quantization`` "int8") after a model is loaded.
 
 logger = logging.getLogger(__name__)
 
 
 def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
-    """Check the settings for ``model.quantization`` "int8", before anything is loaded.
+    """Check the settings if ``model.quantization`` is "int8". This check runs before the model is loaded.
 
     Raises:
-        ConfigError: Another setting conflicts with int8.
+        ConfigError: Another setting conflicts with "int8".
         ModelLoadError: The checkpoint is already quantized.
     """
     if config.model.quantization != "int8":
@@ -233,14 +247,15 @@ def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
         )
     if (scheme := quantization_of(read_config(config.model))) is not None:
         raise ModelLoadError(
-            f"model.quantization is 'int8' but the checkpoint is quantized already, as {scheme.name}; set it to 'auto'"
+            f"model.quantization is 'int8' but the checkpoint is quantized already, as {scheme.name}; "
+            "set model.quantization to 'auto'"
         )
 
 
 def round_weights(module: Any) -> None:
-    """Round the weights of all linear layers except the output head.
+    """Round the weights of all linear layers, except the output head, to 8-bit integers.
 
-    The head is excluded, because its weights affect the most likely tokens most.
+    The head is excluded, because its weights have the most influence on which tokens are most likely.
     """
     error = round_linears(module, but=module.get_output_embeddings())
     logger.info(
@@ -260,21 +275,21 @@ def load_runner(
     links: StageLinks | None = None,
     onlooker: Onlooker = _NOBODY,
 ) -> ModelRunner:
-    """Load the checkpoint onto ``device`` and build its runner, which uses torch's number of threads.
+    """Load the checkpoint onto ``device`` and build its runner. CPU kernels use as many threads as torch.
 
-    If kernels are rejected after the model's weights were freed, the checkpoint is read again.
+    If a kernel is rejected after it has freed weights of the model, the checkpoint is read again.
 
     Args:
         config: Config of the engine.
         device: Device of this worker.
-        progress: Receives progress lines.
-        collectives: Collectives of the ranks over which the model is split, or None.
+        progress: Function that receives text about the progress of loading.
+        collectives: Collective operations of the tensor-parallel ranks of the model, or None if the model is not split.
         links: Links from this worker's pipeline stage to the other stages, or None.
-        onlooker: Observes the modules while the model is loaded.
+        onlooker: Observer of the model's modules while the model is loaded.
 
     Raises:
         ModelLoadError: The checkpoint cannot be served.
-        ConfigError: Configured kernels are not available.
+        ConfigError: Kernels that the configuration names are not available.
     """
     kernels, rounded = config.kernels, config.model.dtype == "bfloat16"
     while True:
@@ -285,7 +300,7 @@ def load_runner(
             if not rounded:
                 kernels = msgspec.structs.replace(kernels, **{e.name: False})
             rounded = False
-        gc.collect()  # free the unused model, whose modules are in reference cycles
+        gc.collect()  # free the rejected model, whose modules are in reference cycles
 
 
 def _load_runner(
@@ -299,7 +314,8 @@ def _load_runner(
     *,
     rounded: bool,
 ) -> ModelRunner:
-    """Load the runner with ``kernels``. If ``rounded``, the kernels may round inputs of matrix products to bfloat16.
+    """Load the runner with ``kernels``. If ``rounded`` is true, the kernels may round inputs of matrix products to
+    bfloat16.
 
     Raises the errors of ``load_runner``, and SpentError.
     """
@@ -331,7 +347,7 @@ def _load_runner(
         if split is None and links is None:
             keep = kept_weights(device, config.kernels, config.model.attention_backend)
         else:
-            keep = keep_none  # only the fused decoder uses kept weights, and only for models that are not split
+            keep = keep_none  # only the fused decoder, for models that are not split, keeps quantized weights
         # Load to host memory first, because the layers of all stages together may not fit on this device.
         on_host = links is not None
         model = load_model(
@@ -375,19 +391,20 @@ def _load_runner(
 
 
 def _slots(lora: LoraConfig) -> SlotLimits | None:
-    """Return the number of adapter slots and their maximum rank, or None without LoRA."""
+    """Return the number of slots for LoRA adapters and the maximum rank of an adapter, or None if LoRA is disabled."""
     return SlotLimits(lora.max_loras, lora.max_lora_rank) if lora.enabled else None
 
 
 def _experts(config: EngineCoreConfig, shared: SharedModel, model: LoadedModel) -> GroupExperts:
-    """Return the experts that this rank will compute once it has joined a data-parallel group."""
+    """Return the experts that this rank will compute after it has joined a data-parallel group."""
     spread = SpreadExperts(dispatched_layers(model.module), config.expert_parallel.dispatch)
     reader = ExpertReader(shared.share, weight_files(config.model), model.dtype)
     return GroupExperts(spread, reader, config.expert_parallel)
 
 
 def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch.device, progress: Progress) -> None:
-    """Read the checkpoint again into host memory, and copy it into the existing weights of ``runner`` on ``device``.
+    """Read the checkpoint again into host memory, and copy its weights into the memory of the weights of ``runner`` on
+    ``device``.
 
     Raises ModelLoadError.
     """
@@ -397,7 +414,7 @@ def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch
 
 
 class _Split:
-    """Callable that splits a model among tensor-parallel ranks, and stores a description of this rank's ``part``.
+    """Callable that splits a model among tensor-parallel ranks, and stores this rank's shard as ``part``.
 
     ``onlooker`` receives the complete model before the split.
     """

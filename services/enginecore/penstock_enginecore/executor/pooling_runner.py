@@ -1,4 +1,6 @@
-"""Runner of a pooling model. Computes hidden states of the scheduled tokens, and results of completed prompts."""
+"""Runner of a pooling model. The runner computes hidden states of the scheduled tokens, and from them the results of
+completed prompts.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -34,16 +36,17 @@ from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.memory import StateLayers, num_bytes
 from penstock_enginecore.worker.device_thread import begin_copy
 
-# State of pooling requests. The tokens of a prompt never change; only its blocks and computed tokens do.
+# State of pooling requests. The tokens of a prompt never change. Only the prompt's blocks and its number of computed
+# tokens change.
 
 
 @dataclass(slots=True)
 class PoolingRequest:
-    """State of a prompt from its first step to its last step.
+    """State of a pooling request's prompt from its first step to its last step.
 
     Attributes:
         token_types: 1 for each token of the second text of a pair, otherwise 0.
-        digest: Digest of the request's LoRA adapter, empty without an adapter.
+        digest: Digest of the request's LoRA adapter, or empty if the request has no adapter.
     """
 
     key: str
@@ -57,7 +60,7 @@ class PoolingRequest:
 
     @classmethod
     def of(cls, new: NewRequestData) -> "PoolingRequest":
-        """Create the worker's state of a new request. Raises ValueError for a request that generates."""
+        """Create the worker's state of a new request. Raises ValueError for a request that generates tokens."""
         if new.pooling_params is None:
             raise ValueError(
                 f"request {new.request_id!r} has no pooling_params, but this engine serves a pooling model"
@@ -81,7 +84,7 @@ class PoolingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens ``start`` to ``end`` of a prompt, to be computed in this step."""
+    """Tokens ``start`` to ``end`` of a prompt, which this step computes."""
 
     request: PoolingRequest
     start: int
@@ -95,7 +98,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class PoolingInputs:
-    """Inputs of a step: parts of prompts, laid out flat in ``batch`` in order."""
+    """Inputs of a step: the parts of prompts that the step computes, and the flat arrays ``batch`` that join their
+    tokens in the same order.
+    """
 
     chunks: list[Chunk]
     batch: BackboneBatch
@@ -106,7 +111,7 @@ class PoolingBatch:
 
     Args:
         num_groups: Number of KV cache groups, 0 for an encoder.
-        block_size: Tokens of a block.
+        block_size: Number of tokens per KV cache block.
     """
 
     def __init__(self, num_groups: int, block_size: int) -> None:
@@ -118,9 +123,11 @@ class PoolingBatch:
         return len(self._requests)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Apply the scheduler's changes: finished requests, new requests, added blocks."""
+        """Apply the changes that the scheduler reports for a step: finished requests, new requests, and added KV
+        blocks.
+        """
         for key in (*step.finished_request_ids, *step.preempted_request_ids):
-            self._requests.pop(key, None)  # ignore requests that never ran here
+            self._requests.pop(key, None)  # ignore requests that never ran in this batch
         for new in step.new_requests:
             self._requests[new.request_id] = PoolingRequest.of(new)
         cached = step.cached_requests
@@ -133,9 +140,9 @@ class PoolingBatch:
                 known.extend(added)
 
     def prepare(self, num_scheduled_tokens: dict[str, int]) -> PoolingInputs:
-        """Lay out the scheduled tokens in the order of ``num_scheduled_tokens``.
+        """Return the inputs of a step for the scheduled tokens, in the order of ``num_scheduled_tokens``.
 
-        If some requests have adapters, requests with the same adapter are adjacent.
+        If some requests have LoRA adapters, requests with the same adapter are adjacent.
         """
         digests = {key: self._requests[key].digest for key in num_scheduled_tokens}
         chunks = []
@@ -155,7 +162,7 @@ class PoolingBatch:
 
 
 def _metadata(chunks: list[Chunk], query_start_loc: IntArray, group: int, block_size: int) -> AttentionMetadata:
-    """Return the positions of the step's tokens in the paged cache of one KV cache group."""
+    """Return the attention metadata of the step's tokens for one KV cache group."""
     tables = [c.request.block_ids[group] for c in chunks]
     block_table: npt.NDArray[np.int32] = np.zeros((len(chunks), max(map(len, tables))), dtype=np.int32)
     slots = []
@@ -173,7 +180,7 @@ def _metadata(chunks: list[Chunk], query_start_loc: IntArray, group: int, block_
 
 
 class PoolingRunner:
-    """The ``ModelRunner`` of a pooling model. ``sample`` returns pooling results instead of sampled tokens.
+    """``ModelRunner`` of a pooling model. ``sample`` returns pooling results instead of sampled tokens.
 
     Encoder models have no KV cache.
     """
@@ -196,7 +203,7 @@ class PoolingRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Properties of the model. Pooling models do not support vectors in prompts."""
+        """Properties of the model. Pooling models do not support prompt embeddings."""
         return ModelInfo(
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
@@ -212,12 +219,12 @@ class PoolingRunner:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache specs of the layers, empty for an encoder."""
+        """KV cache specs of the layers. The dictionary is empty for an encoder."""
         return self._backbone.specs
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the layers, and of vision and audio encoders."""
+        """Size in bytes of the weights of the layers, and of vision and audio encoders."""
         return self._backbone.weight_bytes + Towers(self._model.encoder).weight_bytes
 
     @property
@@ -227,17 +234,17 @@ class PoolingRunner:
 
     @property
     def state_layers(self) -> StateLayers:
-        """The allocated states of recurrent layers."""
+        """The allocated memory for the states of recurrent layers."""
         return self._state_layers
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers."""
+        """Size in bytes of the memory for the states of recurrent layers."""
         return num_bytes(self._state_layers)
 
     @property
     def graphs(self) -> GraphStats:
-        """Graph statistics. All values are 0, because pooling models replay no steps."""
+        """Statistics of CUDA graphs. All numbers are 0, because pooling models replay no steps."""
         return GraphStats()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -257,20 +264,22 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Forget every request, and compute a few tokens on a temporary cache. Raises the error if the computation
-        fails.
+        """Forget every request, and test the device by computing a few tokens with a temporary KV cache. Raises the
+        error if the test fails.
         """
         self._forget()
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Compute a few dummy tokens on a temporary cache."""
+        """Compute a few dummy tokens with a temporary KV cache."""
         self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:  # noqa: ARG002 - nothing is sampled
-        """Run prompts of the model's maximum length. Encoders skip this run, because they have no KV cache to size."""
+        """Run prompts of the model's maximum length, so that the caller can measure the peak memory. Encoders skip this
+        run, because their engine does not need to size a KV cache.
+        """
         if not self._model.is_encoder:
             probe = Probe.largest(num_tokens, self._model.max_len, block_size_of(self.specs))
             if self._media is None:
@@ -280,8 +289,8 @@ class PoolingRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
-        """Run a forward pass over the scheduled tokens. Computes the results of completed prompts, and stores them for
-        ``sample``.
+        """Run a forward pass over the scheduled tokens. Computes the results of completed prompts, and stores these
+        results for ``sample``.
         """
         self._batch.update(step)
         failures = {} if self._media is None else self._media.update(step)
@@ -305,30 +314,32 @@ class PoolingRunner:
         )
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput:
-        """Return the results of the step that ``execute`` ran. Raises RuntimeError for a grammar, because nothing is
-        sampled.
+        """Return the results of the step that ``execute`` ran. Raises RuntimeError if ``grammar`` is given, because
+        nothing is sampled.
         """
         if grammar is not None:
-            raise RuntimeError("a pooling engine samples nothing, so no request can be constrained")
+            raise RuntimeError("a pooling model samples no tokens, so no request can have a grammar")
         done, self._done = self._done, ModelRunnerOutput()
         return done
 
     def draft(self) -> DraftTokenIds:
-        """Return no drafts: pooling models have no drafter."""
+        """Return no drafts, because pooling models have no drafter."""
         return DraftTokenIds()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:  # noqa: ARG002 - as of all runners
-        """Return 0. Step times are needed only for drafting."""
+        """Return 0, because step times are needed only for drafting and pooling models have no drafter."""
         return 0.0
 
     def to(self, device: torch.device) -> None:
-        """Move the layers, the head and the encoders."""
+        """Move the layers, the head, and the vision and audio encoders to ``device``."""
         self._backbone.release_adapters()
         for module in self._model.modules():
             module.to(device)
 
     def _with_media(self, inputs: PoolingInputs) -> BackboneBatch:
-        """Return the batch of a step with embeddings of media, unchanged if there are none."""
+        """Return the batch of a step with the step's media embeddings added. A batch without media is returned
+        unchanged.
+        """
         batch, media = inputs.batch, self._media
         if not media:
             return batch
@@ -349,7 +360,9 @@ class PoolingRunner:
             self._media.forget()
 
     def _pool(self, inputs: PoolingInputs, hidden: torch.Tensor) -> dict[str, Vectors]:
-        """Collect the step's hidden states ``[tokens, hidden size]``. Returns the results of completed prompts."""
+        """Collect ``hidden``, the step's hidden states ``[tokens, hidden size]``. Returns the results of completed
+        prompts.
+        """
         pooled = {}
         starts = inputs.batch.query_start_loc
         for chunk, start, end in zip(inputs.chunks, starts[:-1], starts[1:], strict=True):
@@ -371,7 +384,7 @@ class PoolingRunner:
             self._backbone.bind_states(self._state_layers)
 
     def _empty_batch(self, config: KVCacheConfig | None) -> PoolingBatch:
-        """Create an empty batch, with the groups of ``config`` if the model has a KV cache."""
+        """Create an empty batch, with the KV cache groups of ``config`` if the model has a KV cache."""
         if config is None or self._model.is_encoder:
             return PoolingBatch(num_groups=0, block_size=1)
         return PoolingBatch(len(config.groups), config.block_size)

@@ -1,4 +1,4 @@
-"""Sleep of a worker whose weights and KV cache keep their device addresses."""
+"""Sleep of a worker whose weights and KV cache have the same device addresses after it wakes up."""
 
 import logging
 
@@ -13,7 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 class KeptSleep:
-    """Puts ``runner`` to sleep without rebuilding it, so that its captured graphs stay valid."""
+    """Frees the device memory of ``runner`` for sleep and restores it, without rebuilding the runner. So the runner's
+    captured CUDA graphs stay valid.
+    """
 
     def __init__(self, config: EngineCoreConfig, runner: GenerationRunner, kept: KeptMemory) -> None:
         self._config = config
@@ -22,21 +24,24 @@ class KeptSleep:
 
     @property
     def weights_are_gone(self) -> bool:
-        """Whether the weights are neither on the device nor on the host."""
+        """Whether the weights were dropped, so that they are neither on the device nor on the host."""
         return self._kept.weights == "dropped"
 
     @property
     def cache_is_gone(self) -> bool:
-        """Whether there is no KV cache."""
+        """Whether the memory of the KV cache is freed."""
         return self._kept.cache == "dropped"
 
     def sleep(self, level: int) -> None:
-        """Free device memory. Weights move to the host (level 1) or are dropped (level 2)."""
+        """Free the device memory of the weights and the KV cache. Weights move to the host (level 1) or are dropped
+        (level 2).
+        """
         self._runner.forget_requests()
         self._kept.sleep(level)
 
     def wake_up(self, tags: list[str], device: torch.device) -> None:
-        """Restore the memory that ``tags`` name: weights, kv_cache. A later call can restore the remaining memory.
+        """Restore the memory that ``tags`` name ("weights", "kv_cache"). A later call can restore the memory that
+        ``tags`` does not name.
 
         Raises:
             MemoryError: The restored memory does not fit on the device.
@@ -49,14 +54,16 @@ class KeptSleep:
             self._kept.wake_cache()
 
     def close(self) -> None:
-        """Free everything. The runner must not be used afterwards."""
+        """Free all device memory of the weights and the KV cache. The runner must not be used afterwards."""
         self._kept.close()
 
 
 def kept_sleep(config: EngineCoreConfig, runner: ModelRunner, device: torch.device) -> KeptSleep | None:
-    """Move the device memory of ``runner`` to addresses that survive sleep.
+    """Move the weights and the KV cache of ``runner`` to device addresses that survive sleep, and return the object for
+    sleep.
 
-    Returns None if ``executor.keep_addresses`` is false, or if the memory cannot be moved. The log then has the reason.
+    Returns None if ``executor.keep_addresses`` is false, or if the memory cannot be moved. In the second case, the log
+    has the reason.
     """
     if not config.executor.keep_addresses:
         return None
@@ -72,7 +79,9 @@ def kept_sleep(config: EngineCoreConfig, runner: ModelRunner, device: torch.devi
 
 
 def open_driver(device: torch.device) -> Driver:
-    """Return the driver of the device. Raises RuntimeError if there is none."""
+    """Return the interface to the device's virtual memory. Raises RuntimeError if the device has no virtual memory that
+    can be remapped.
+    """
     if device.type != "cuda":
         raise RuntimeError(f"device {device} has no virtual memory that can be remapped")
     return CudaDriver(device)

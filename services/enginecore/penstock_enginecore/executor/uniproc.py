@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 class UniprocExecutor:
-    """An ``Executor`` with one worker. Everything that touches the device runs on one thread, in the order of the
-    calls.
+    """``Executor`` with one worker. All work on the device runs on one thread, in the order of the calls.
 
-    If the tokens of a step are not on the host yet, another thread waits for them while the next step is launched.
+    If the host has not received the tokens of a step yet, another thread waits for the tokens while the next step is
+    launched.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class UniprocExecutor:
         make_reader: MakeReader | None = peft_reader,
         size_adapter: SizeAdapter = peft_size,
     ) -> None:
-        """Create the worker. ``make_reader`` creates the reader of LoRA adapters; None disables them."""
+        """Create the worker. ``make_reader`` creates the reader of LoRA adapters. If ``make_reader`` is None, adapters
+        are disabled.
+        """
         self._thread = DeviceThread()
         self._loader, self._sizes = DeviceThread("lora loader"), DeviceThread("lora sizes")
         self._size_adapter, self._lora_config = size_adapter, config.lora
@@ -45,15 +47,15 @@ class UniprocExecutor:
         self._utilities = extend(UtilityRegistry(self._worker), "worker")
         self._forward: Future[None] | None = None
         self._unloaded: Future[None] | None = None
-        """Future of the last removal of an adapter from the device."""
+        """Future of the last queued removal of a LoRA adapter from the device."""
         self._num_steps = 0
         self._failed: int | None = None
-        """Number of the first step that failed since the last recovery. None if no step has failed."""
+        """Number of the first step that has failed since the last recovery, or None if no step has failed."""
         self._shut_down = False
 
     @property
     def experts(self) -> SharedExperts | None:
-        """Experts of the worker's runner."""
+        """Experts of the worker's model that are distributed among data-parallel ranks, or None."""
         return self._worker.runner.experts
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
@@ -68,7 +70,7 @@ class UniprocExecutor:
         return self._thread.call(self._worker.kv_cache_specs)
 
     def available_kv_cache_memory(self) -> int:
-        """Return the bytes available for the KV cache. Waits for the profiling step."""
+        """Return the size in bytes of the memory available for the KV cache. Waits for the profiling step."""
         return self._thread.call(self._worker.available_kv_cache_memory)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -76,7 +78,7 @@ class UniprocExecutor:
         self._thread.call(partial(self._worker.initialize_kv_cache, config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Queue the forward pass after all earlier steps."""
+        """Queue the forward pass of a step after all earlier steps."""
         self._num_steps += 1
         run = partial(self._worker.runner.execute, scheduler_output)
         self._forward = self._thread.submit(partial(self._compute, self._num_steps, run))
@@ -95,18 +97,18 @@ class UniprocExecutor:
         self, step: int, forward: Future[None], grammar: GrammarBitmask | None
     ) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
         try:
-            forward.result()  # does not wait: the forward pass ran earlier on this thread
+            forward.result()  # this call does not wait, because the forward pass ran earlier on the same thread
         finally:
             del forward
         output = self._compute(step, partial(self._worker.runner.sample, grammar))
-        # A step with late output may fail after the next step was launched.
+        # A step whose output arrives late may fail after the next step was launched.
         return Late(partial(self._compute, step, output.wait)) if isinstance(output, Late) else output
 
     def _compute(self, step: int, call: Callable[[], T]) -> T:
         """Run the forward pass or the sampling of a step.
 
-        After a step fails, later steps are refused: the rows of their requests may be half written, and their KV blocks
-        may belong to other requests. Steps before the failed step may still complete.
+        After a step fails, later steps are refused: the batch's rows for their requests may be incomplete, and their KV
+        blocks may belong to other requests. Steps before the failed step may still complete.
         """
         if self._failed is not None and self._failed < step:
             raise RuntimeError("an earlier step failed")
@@ -114,11 +116,11 @@ class UniprocExecutor:
             return call()
         except BaseException:
             self._failed = step if self._failed is None else min(self._failed, step)
-            del call  # avoid a reference cycle between the error, this frame and the call
+            del call  # without this line, the error, this frame and the call would form a reference cycle
             raise
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Queue the drafting after the sampling of the step."""
+        """Queue the drafting of tokens after the sampling of the last queued step."""
         return self._thread.submit(partial(self._draft, self._num_steps))
 
     def _draft(self, step: int) -> DraftTokenIds:
@@ -127,7 +129,7 @@ class UniprocExecutor:
         return self._worker.runner.draft()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Wait for the worker to time forward passes. Returns the seconds of the fastest pass."""
+        """Wait for the worker to time forward passes. Returns the duration of the fastest pass in seconds."""
         return self._thread.call(partial(self._worker.runner.step_seconds, num_tokens, passes))
 
     def execute_dummy_batch(self) -> None:
@@ -135,10 +137,10 @@ class UniprocExecutor:
         self._thread.call(lambda: self._worker.runner.execute_dummy_batch())
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Start to read an adapter on a separate thread. Returns a future of the loaded adapter.
+        """Start to read a LoRA adapter on a separate thread. Returns a future of the loaded adapter.
 
-        ``make_room`` frees memory for the adapter while its files are read. The device thread adds the adapter after
-        the step that is running.
+        ``make_room`` frees memory for the adapter while the adapter's files are read. The device thread adds the
+        adapter to the model after the step that is running.
         """
         room: Future[None] = Future()
         loaded: Future[LoadedLora] = Future()
@@ -163,24 +165,26 @@ class UniprocExecutor:
             if (unloaded := self._unloaded) is not None:
                 wait(
                     [unloaded]
-                )  # Otherwise memory could exceed its limit, or the pending removal could remove this adapter.
+                )  # Otherwise memory could exceed its limit, or the pending removal could remove the new adapter.
             ready = loras.prepare(lora, adapter)
-        except BaseException as e:  # the reader of the future handles the error
+        except BaseException as e:  # the caller that reads the future handles the error
             loaded.set_exception(e)
             del loaded
             return
         self._thread.submit_next(partial(loras.add, ready)).add_done_callback(partial(_pass_on, loaded))
 
     def block_copier(self) -> BlockCopier:
-        """Return a copier of KV blocks. All its methods except ``read`` wait for the steps that were queued earlier."""
+        """Return an object that copies KV blocks between the device and the host. All its methods except ``read`` wait
+        for the steps that were queued earlier.
+        """
         return Copier(partial(self._copy, self._worker.copies), self._thread.call(self._worker.block_facts))
 
     def state_copier(self) -> BlockCopier:
-        """Return a copier of states. Otherwise as ``block_copier``."""
+        """Return an object that copies the states of recurrent layers, in the same way as ``block_copier``."""
         return Copier(partial(self._copy, self._worker.state_copies), self._thread.call(self._worker.state_facts))
 
     def _copy(self, copies: WorkerCopies, method: str, *arguments: Any) -> "Future[Any]":
-        if method == "read":  # No queued step writes these blocks, so do not wait for a step.
+        if method == "read":  # No queued step writes the copied blocks, so this call need not wait for a step.
             return copies.begin(method, *arguments)
         copied: Future[Any] = Future()
 
@@ -195,11 +199,11 @@ class UniprocExecutor:
         return copied
 
     def unload_lora(self, digest: bytes) -> None:
-        """Queue the removal of an adapter after all earlier steps."""
+        """Queue the removal of a LoRA adapter after all earlier steps."""
         self._unloaded = self._thread.submit(partial(self._worker.loras.remove, digest))
 
     def roll_back(self) -> None:
-        """Wait until the device thread has finished the failed step, then accept steps again."""
+        """Wait until the device thread has finished the step that failed, then accept steps again."""
 
         def roll_back() -> None:
             self._failed = None
@@ -208,7 +212,9 @@ class UniprocExecutor:
         self._thread.call(roll_back)
 
     def recover(self) -> None:
-        """Wait for the worker to forget every request and compute a token. Raises the error if the computation fails."""
+        """Wait until the worker has forgotten every request and has tested the device by computing a token. Raises the
+        error if the test fails.
+        """
 
         def recover() -> None:
             self._worker.recover()
@@ -236,7 +242,7 @@ class UniprocExecutor:
 
 
 def _pass_on(to: "Future[T]", done: "Future[T]") -> None:
-    """Copy the result or error of ``done`` to ``to``."""
+    """Copy the result or the error of the future ``done`` to the future ``to``."""
     error = done.exception()
     if error is None:
         to.set_result(done.result())

@@ -1,4 +1,4 @@
-"""Worker of one device: its model, memory and threads."""
+"""Worker of one device: the model on this device, its memory, and the threads and cores that it uses."""
 
 import logging
 import os
@@ -54,13 +54,16 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Model, KV cache and memory of one device. Loads the model, sizes the KV cache, sleeps and wakes up.
+    """Model, KV cache and memory of one device. The worker loads the model, determines the size of the KV cache, sleeps
+    and wakes up.
 
     ``runner`` executes the steps.
     """
 
     def __init__(self, config: WorkerConfig, make_reader: MakeReader | None = peft_reader) -> None:
-        """Prepare the device. ``make_reader`` creates the reader of LoRA adapters; None disables them."""
+        """Prepare the device. ``make_reader`` creates the reader of LoRA adapters. If ``make_reader`` is None, adapters
+        are disabled.
+        """
         self._config = config
         self.loras = LoraStore()
         self.copies = WorkerCopies(self._block_memory)
@@ -81,7 +84,7 @@ class Worker:
         self._kernels = open_cache(self._engine.kernels.cache, self._device)
 
     def _settle(self) -> int:
-        """Move this thread to CPU cores near the device. Returns the number of cores that this worker may use."""
+        """Bind this thread to CPU cores near the device. Returns the number of cores that this worker may use."""
         place, neighbours = self._config.place, self._config.num_neighbours
         share = usable_cores() // neighbours
         executor = self._engine.executor
@@ -98,7 +101,7 @@ class Worker:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner, which executes steps. Raises RuntimeError before ``load_model``."""
+        """Runner that executes the steps. Raises RuntimeError if ``load_model`` has not been called."""
         if self._runner is None:
             raise RuntimeError("load_model has not been called")
         return self._runner
@@ -118,11 +121,11 @@ class Worker:
         return self.runner.specs
 
     def available_kv_cache_memory(self) -> int:
-        """Return the number of bytes available for the KV cache.
+        """Return the size in bytes of the memory available for the KV cache.
 
-        If ``cache.kv_cache_memory`` is set, that size is returned. Otherwise, the result is the free device memory
-        minus the encoder cache. On a CPU, no profiling step runs, because its peak memory is small compared with the
-        default size.
+        If ``cache.kv_cache_memory`` is set, the result is this setting. On a GPU, the result is otherwise the memory
+        that the profiling step leaves free, minus the cache of media embeddings and the CUDA graphs. On a CPU, no
+        profiling step runs, because its peak memory is small compared with the default size of the KV cache.
         """
         if self._engine.cache.kv_cache_memory is not None:
             return self._engine.cache.kv_cache_memory
@@ -137,7 +140,7 @@ class Worker:
         return max(left - encoder_cache - self._graph_bytes(), 0)
 
     def _graph_bytes(self) -> int:
-        """Return the memory of the graphs that are captured at startup."""
+        """Return the estimated memory in bytes of the CUDA graphs that are captured at startup."""
         capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
         if capture is None or not sizes:
             return 0
@@ -146,7 +149,7 @@ class Worker:
         return taken
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the KV cache, and capture decode steps as graphs that use this KV cache."""
+        """Allocate the KV cache, and capture decode steps as CUDA graphs that use this KV cache."""
         self._kv_cache = config
         self.runner.initialize_kv_cache(config)
         capture, sizes = self.runner.graph_capture, sizes_to_capture(self._engine)
@@ -162,12 +165,14 @@ class Worker:
         return None if config is None or runner is None or asleep else block_memory(runner.caches, config.num_blocks)
 
     def _state_memory(self) -> list[torch.Tensor] | None:
-        """Return the closed states of recurrent layers, or None if no KV cache is allocated."""
+        """Return the memory of the closed states of recurrent layers, which are the states at the ends of spans.
+        Returns None if this memory is not allocated.
+        """
         asleep = self._kept is not None and self._kept.cache_is_gone
         return None if self._runner is None or asleep else slot_memory(self._runner.state_layers)
 
     def state_facts(self) -> BlockFacts:
-        """Return the size and layout of this worker's part of a slot of states."""
+        """Return the size and layout of this worker's part of a slot of recurrent states."""
         return BlockFacts(self.state_copies.block_bytes, slot_order(self.runner.state_layers), self.runner.computing)
 
     def block_facts(self) -> BlockFacts:
@@ -175,15 +180,17 @@ class Worker:
         return BlockFacts(self.copies.block_bytes, block_order(self.runner.caches), self.runner.computing)
 
     def skip(self, step: SchedulerOutput) -> None:
-        """Skip a step, because an earlier step failed. Notifies the other pipeline stages."""
+        """Skip ``step``, because an earlier step failed. Tells the other pipeline stages that this stage skips the
+        step.
+        """
         if self._links is not None and step.num_scheduled_tokens:
             self._links.begin()
             self._links.fail()
 
     def recover(self) -> None:
-        """Forget every request, and compute a token to test the device. Frees unused memory before that.
+        """Free unused device memory, forget every request, and test the device by computing a token.
 
-        Waits until the device has finished, so device errors are raised here.
+        Waits until the device has finished its work, so errors of the device are raised in this call.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -191,11 +198,11 @@ class Worker:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    # Utilities that operators may call, through EngineControl.
+    # Methods that operators may call by name through the service EngineControl.
 
     @utility
     def sleep(self, level: int) -> None:
-        """Drop the KV cache, and move the weights to host memory (level 1) or drop them too (level 2)."""
+        """Drop the KV cache, and move the weights to host memory (level 1) or drop the weights too (level 2)."""
         if self._kept is not None:
             self._kept.sleep(level)
             self._free_memory()
@@ -211,10 +218,10 @@ class Worker:
 
     @utility
     def wake_up(self, tags: list[str]) -> None:
-        """Restore the memory that ``tags`` name: weights, kv_cache.
+        """Restore the memory that ``tags`` name ("weights", "kv_cache").
 
         If the weights were dropped, the KV cache is allocated only after the weights are loaded again. A later call may
-        load the weights.
+        load the weights, and the KV cache is then allocated in that call.
         """
         if self._kept is not None:
             self._kept.wake_up(tags, self._device)
@@ -254,8 +261,8 @@ class Worker:
         path = Path(self._engine.profiler.directory) / f"trace-{os.getpid()}-{time.time_ns()}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The profiler would follow a symbolic link, so it writes to a private directory. The rename then replaces
-            # the link instead of its target.
+            # The profiler would write through a symbolic link at the path of the trace. So the profiler writes to a
+            # private directory, and the rename replaces a link instead of the link's target.
             with tempfile.TemporaryDirectory(dir=path.parent) as private:
                 written = Path(private, path.name)
                 profiler.export_chrome_trace(str(written))
@@ -267,12 +274,14 @@ class Worker:
 
     @utility
     def held_loras(self) -> list[bytes]:
-        """Return the digests of the adapters that this worker has loaded."""
+        """Return the digests of the LoRA adapters that this worker has loaded."""
         return self.loras.digests
 
     @utility
     def worker_info(self) -> dict[str, Any]:
-        """Return the worker's device, dtype, threads, kernels, and bytes of weights and KV cache."""
+        """Return the worker's device, dtype, number of threads and kernels, and the sizes in bytes of its weights and
+        its KV cache.
+        """
         runner = self._runner
         return {
             "rank": self._config.rank,
@@ -286,7 +295,7 @@ class Worker:
         }
 
     def stats(self) -> WorkerStats:
-        """Return the worker's metrics. Thread-safe, also while steps run."""
+        """Return the worker's statistics for metrics. Thread-safe, also while steps run."""
         runner, kept, device = self._runner, self._kept, self._device
         on_device = device.type == "cuda"
         free, total = torch.cuda.mem_get_info(device) if on_device else (0, 0)
@@ -307,7 +316,7 @@ class Worker:
         )
 
     def _free_bytes(self) -> int:
-        """Return the free device memory, or 0 on a CPU."""
+        """Return the size in bytes of the free device memory, or 0 on a CPU."""
         return torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
 
     def _free_memory(self) -> None:
@@ -315,7 +324,7 @@ class Worker:
             torch.cuda.empty_cache()
 
     def shutdown(self) -> None:
-        """Free the model and the cache."""
+        """Free the model and the KV cache."""
         self.copies.stop()
         self.state_copies.stop()
         self._runner = None
@@ -329,14 +338,16 @@ class Worker:
 
 
 def _cache_bytes(runner: ModelRunner) -> int:
-    """Return the bytes of the KV cache and of recurrent states."""
+    """Return the size in bytes of the KV cache and the memory for recurrent states."""
     return num_bytes(runner.caches) + runner.state_bytes
 
 
 def _connect(config: WorkerConfig, device: torch.device) -> tuple[TimedCollectives | None, StageLinks | None]:
-    """Connect this worker to workers of its tensor-parallel group, and to workers of the other pipeline stages.
+    """Connect this worker to the other workers of its tensor-parallel group, and to one worker of each other pipeline
+    stage.
 
-    In the other stages, these are the workers with the same tensor-parallel rank. Raises ConfigError.
+    In the other stages, this is the worker with the same tensor-parallel rank. Raises ConfigError if a setting does not
+    allow the connections.
     """
     if config.store is None:
         return None, None

@@ -1,1 +1,3 @@
-"""Model runner for requests that sample tokens: input batch, media and vectors in prompts, log-probabilities."""
+"""Model runner of a model that generates tokens: input batch, media and embeddings in prompts, sampling, and
+log-probabilities.
+"""

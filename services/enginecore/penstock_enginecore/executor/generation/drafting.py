@@ -1,4 +1,6 @@
-"""Use of a drafter by a runner: reports requests to the drafter, and drafts tokens after each step."""
+"""Use of a drafter, which proposes tokens, by a runner: the runner reports requests to the drafter, and gets drafts
+after each step.
+"""
 
 import itertools
 import logging
@@ -17,12 +19,12 @@ from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.sample.base import SamplingInputs
 from penstock_enginecore.speculation.base import Drafter, DraftRequest
 
-# A completed step, as drafters see it.
+# Interface of a completed step for drafters.
 
 
 class BatchDraftStep:
-    """The ``DraftStep`` of a step whose tokens are in ``batch``. ``wanted`` is the number of tokens to draft, by
-    request ID.
+    """``DraftStep`` of a completed step whose tokens are stored in ``batch``. ``wanted`` is the number of tokens to
+    draft, by request ID.
     """
 
     def __init__(self, batch: InputBatch, inputs: StepInputs, wanted: dict[str, int]) -> None:
@@ -41,14 +43,18 @@ class BatchDraftStep:
     def lay_out(
         self, requests: Sequence[int], first: IntArray, tokens: Sequence[IntArray], *, ahead: int = 0
     ) -> ForwardBatch:
-        """Lay out ``tokens`` of the requests with these indices, from position ``first`` of each request on."""
+        """Return a batch for a forward pass of the drafter, with ``tokens`` of the requests with the indices
+        ``requests``. The tokens of each request begin at position ``first``.
+        """
         lengths = np.fromiter(map(len, tokens), dtype=np.int64, count=len(tokens))
         laid_out = self._batch.lay_out([self._ids[i] for i in requests], first, lengths, ahead=ahead)
         token_ids = np.concatenate(tokens).astype(np.int64, copy=False)
         return ForwardBatch(token_ids, laid_out.positions, laid_out.attention)
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """Return the sampling inputs of the requests with these indices, for the token after ``place`` more tokens."""
+        """Return the sampling inputs of the requests with the indices ``requests``. They are for the token that follows
+        ``place`` more tokens.
+        """
         return self._batch.draws_of([self._ids[i] for i in requests], place)
 
 
@@ -58,7 +64,7 @@ logger = logging.getLogger(__name__)
 class Drafting:
     """Runs a drafter, and switches the drafter off if it fails.
 
-    After a failure, every ``DraftTokenIds`` has the reason, and requests continue without drafts.
+    After a failure, every ``DraftTokenIds`` contains the reason of the failure, and requests continue without drafts.
     """
 
     def __init__(self, drafter: Drafter) -> None:
@@ -68,7 +74,7 @@ class Drafting:
         self._step: tuple[StepInputs, dict[str, int]] | None = None
 
     def update(self, step: SchedulerOutput, batch: InputBatch) -> None:
-        """Report new and ended requests to the drafter. Call this before ``batch`` is updated."""
+        """Report new and ended requests to the drafter. Call this method before ``batch`` is updated."""
         self._step = None
         try:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
@@ -97,11 +103,13 @@ class Drafting:
             self._fail(e)
 
     def sampled(self, inputs: StepInputs, wanted: dict[str, int]) -> None:
-        """Record a step whose tokens are in the batch. ``wanted`` is the number of tokens to draft, by request ID."""
+        """Record a sampled step whose tokens are stored in the batch. ``wanted`` is the number of tokens to draft, by
+        request ID.
+        """
         self._step = inputs, wanted
 
     def draft(self, batch: InputBatch) -> DraftTokenIds:
-        """Draft after the last sampled step."""
+        """Return drafts of the tokens that follow the last sampled step."""
         step, self._step = self._step, None
         if step is None or self.failure:
             return DraftTokenIds(failure=self.failure)
@@ -110,7 +118,9 @@ class Drafting:
         try:
             drafts = self.drafter.propose(BatchDraftStep(batch, inputs, wanted))
             if len(drafts) != len(inputs.request_ids):
-                raise RuntimeError(f"the drafter returned {len(drafts)} drafts for {len(inputs.request_ids)} requests")
+                raise RuntimeError(
+                    f"the drafter returned {len(drafts)} lists of drafts for {len(inputs.request_ids)} requests"
+                )
         except Exception as e:
             self._fail(e)
             return DraftTokenIds(failure=self.failure)
@@ -126,7 +136,7 @@ class Drafting:
         )
 
     def forget(self, batch: InputBatch | None) -> None:
-        """Report to the drafter that all requests have ended."""
+        """Tell the drafter that all requests have ended."""
         self._step = None
         known, self._known = self._known, set()
         try:

@@ -1,4 +1,6 @@
-"""Capture of decode steps as graphs before the first request. Selects the step sizes, and estimates graph memory."""
+"""Capture of decode steps as CUDA graphs before the first request: choice of the step sizes, and estimate of the memory
+for graphs.
+"""
 
 import logging
 import time
@@ -17,20 +19,26 @@ from penstock_enginecore.forward.build import BuiltForward
 from penstock_enginecore.forward.cuda.buffers import decode_sizes
 from penstock_enginecore.forward.dummy_inputs import blank_decodes, throwaway
 
-# Tokens that a device has chosen most recently. The device uses these tokens as inputs before the host receives them.
+# Tokens that a device has sampled most recently. The device uses these tokens as inputs before the host receives the
+# tokens.
 
 _INITIAL_ROWS = 1024
-"""Initial number of rows. If the batch needs more rows, the tensor is reallocated and steps are captured again."""
+"""Initial number of rows of ``NewestTokens``. If the batch needs more rows, the tensor is reallocated and steps are
+captured again.
+"""
 
 
 class NewestTokens:
-    """Most recent tokens by row of the batch, on the device. One extra element at the end belongs to no row."""
+    """Most recently sampled token of each row of the batch, on the device. One extra element at the end belongs to no
+    row.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._ids = torch.zeros(_INITIAL_ROWS + 1, dtype=torch.int32, device=device)
 
     def room_for(self, rows: IntArray) -> torch.Tensor:
-        """Return the int32 tensor of newest tokens, with space for ``rows`` and one more element.
+        """Return the int32 tensor of newest tokens, which is large enough for the rows with the indices ``rows`` and
+        one more element.
 
         The tensor is reallocated only if it is too small.
         """
@@ -44,12 +52,14 @@ class NewestTokens:
     def keep(self, rows: IntArray, token_ids: torch.Tensor) -> None:
         """Store ``token_ids`` int32 ``[n]`` as the newest tokens of ``rows`` int64 ``[n]``.
 
-        The copy runs on the device, after the work that chooses the tokens.
+        The copy runs on the device, after the work that samples the tokens.
         """
         self.room_for(rows).index_copy_(0, to_device(rows, self._ids.device), token_ids)
 
     def feed(self, places: IntArray, rows: IntArray) -> FedTokens | None:
-        """Return the newest tokens of ``rows`` as inputs at ``places`` of a flat batch, or None if ``places`` is empty."""
+        """Return the newest tokens of ``rows`` as inputs at the indices ``places`` of a flat batch, or None if
+        ``places`` is empty.
+        """
         return FedTokens(self._ids, places, rows) if len(places) else None
 
 
@@ -60,13 +70,14 @@ _SILENCE = 2.0
 
 
 class GraphCapture:
-    """Runs one dummy decode step of each size. ``forward`` captures a graph in the first step of a size.
+    """Captures CUDA graphs by running one dummy decode step of each size. ``forward`` captures a graph in the first
+    step of a size.
 
     Args:
-        newest: Newest tokens, which captured steps read.
-        stats: Returns the graph statistics of ``forward``.
-        clock: Returns seconds.
-        adapted: Whether steps with adapters have separate graphs.
+        newest: Most recently sampled tokens, which captured steps read.
+        stats: Function that returns the statistics of the graphs of ``forward``.
+        clock: Function that returns the current time in seconds.
+        adapted: Whether steps with LoRA adapters have separate graphs.
     """
 
     def __init__(
@@ -86,21 +97,22 @@ class GraphCapture:
 
     @classmethod
     def of(cls, built: BuiltForward, newest: NewestTokens) -> Self | None:
-        """Create a capture for ``built``, or return None if ``built`` replays no steps."""
+        """Return a ``GraphCapture`` for the forward pass of ``built``, or None if this forward pass replays no steps."""
         if built.graphs is None:
             return None
         return cls(built.forward, newest, built.graphs, adapted=built.adapted_graphs)
 
     @torch.inference_mode()
     def run(self, sizes: Sequence[int], num_groups: int, block_size: int, free: Callable[[], int]) -> None:
-        """Run decode steps of ``sizes`` tokens on the bound KV cache, without writing to it.
+        """Run a dummy decode step for each number of tokens in ``sizes``. The steps use the bound KV cache, but do not
+        write to it.
 
-        If a step cannot be captured, no step is captured, and the log has the reason. ``free`` returns the free bytes
-        of the device.
+        If a step cannot be captured, no step is captured, and the log contains the reason. ``free`` returns the size of
+        the device's free memory in bytes.
         """
         before, begun = free(), self._clock()
         told = begun
-        logger.info("capturing decode steps as CUDA graphs step_sizes=%d", len(sizes))
+        logger.info("capturing decode steps as CUDA graphs, one graph for each step size count=%d", len(sizes))
         for count, size in enumerate(sizes, 1):
             for adapted in self._variants:
                 self._forward.run(*blank_decodes(size, num_groups, block_size, self._room(), adapted=adapted))
@@ -119,10 +131,11 @@ class GraphCapture:
 
     @torch.inference_mode()
     def measure(self, sizes: Sequence[int], block_size: int, free: Callable[[], int]) -> int:
-        """Estimate the bytes of the graphs of ``sizes``, by capturing the two largest sizes on a temporary cache.
+        """Estimate the memory in bytes that graphs for the step sizes ``sizes`` need. The two largest sizes are
+        captured with a temporary KV cache.
 
         The first captured graph also allocates the memory that all graphs share. Afterwards, no graph remains, and
-        ``forward`` has no bound cache and states.
+        ``forward`` has no KV cache and no memory for states.
         """
         largest = sorted(sizes, reverse=True)
         taken = []
@@ -139,9 +152,10 @@ class GraphCapture:
 
 
 def sizes_to_capture(config: EngineCoreConfig) -> list[int]:
-    """Return the step sizes to capture, in tokens, or an empty list if capture is off.
+    """Return the sizes of decode steps to capture, in tokens, or an empty list if ``kernels.capture_at_start`` is
+    false.
 
-    The largest size is first, so that smaller graphs reuse the memory of larger graphs.
+    The largest size is first, so that the graphs of smaller steps reuse the memory of larger graphs.
     """
     if not config.kernels.capture_at_start:
         return []

@@ -1,7 +1,9 @@
-"""Persistent state of a worker's requests. Each step writes only the values that have changed.
+"""Persistent batch: the state of a worker's requests, in arrays that are kept between steps. Each step writes only the
+values that have changed.
 
-A request owns a row of every array, from its first step until it is finished or preempted. Rows do not move. A step
-selects its rows by index, in the scheduler's order. The arrays grow with the largest number of concurrent requests.
+A request owns one row of every array, from its first step until the request is finished or preempted. Rows do not move.
+A step selects the rows of its requests by index, in the scheduler's order. The arrays grow with the largest number of
+concurrent requests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ from penstock_enginecore.lora.adapter import ordered_by_adapter, segments_of
 from penstock_enginecore.sample.base import DrawSettings, PlainDraws, RowKinds, SamplingInputs, UniformsAhead, uniforms
 from penstock_enginecore.sample.rules import GrammarRows, LogitRules, RequestRules, join_rules
 
-# Sampling settings of rows.
+# Sampling settings of requests, by row of the batch.
 
 _INT64_MAX = 2**63 - 1
 _T = TypeVar("_T", bound=np.generic)
@@ -28,30 +30,32 @@ _T = TypeVar("_T", bound=np.generic)
 
 @dataclass(frozen=True, slots=True)
 class RowSettings:
-    """Sampling settings of requests: the parts of ``SamplingInputs`` that do not change from step to step."""
+    """Sampling settings of the requests of a step: the parts of ``SamplingInputs`` that stay the same in later steps."""
 
     request_ids: list[str]
     rows: IntArray
     draw: DrawSettings
     kinds: RowKinds
     uniforms: UniformsAhead
-    """Random numbers of the rows whose tokens are drawn at random."""
+    """Random numbers for the rows whose tokens are sampled at random."""
 
 
 class SamplingColumns:
-    """Sampling settings by row of the batch: ``draw`` and ``seed``, each ``[rows]``."""
+    """Sampling settings of all rows of the batch: ``draw`` and ``seed``, each ``[rows]``."""
 
     def __init__(self) -> None:
         self.draw = DrawSettings.off(0)
         self.seed = np.zeros(0, dtype=np.uint64)
 
     def grow(self, rows: int) -> None:
-        """Resize to ``rows`` rows."""
+        """Extend the arrays to ``rows`` rows."""
         self.draw = DrawSettings._make(grown(column, rows) for column in self.draw)
         self.seed = grown(self.seed, rows)
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """Set a row. Raises ValueError for a request that samples at random and has no seed."""
+        """Set the sampling settings of a row to ``params``. Raises ValueError for a request that samples at random and
+        has no seed.
+        """
         if params.seed is None and not params.greedy:
             raise ValueError("sampling_params.seed must be set before a request reaches a worker")
         for name, column in zip(DrawSettings._fields, self.draw, strict=True):
@@ -60,16 +64,16 @@ class SamplingColumns:
 
 
 def grown(array: npt.NDArray[_T], rows: int) -> npt.NDArray[_T]:
-    """Return the array extended to ``rows`` rows; new rows are 0."""
+    """Return the array extended to ``rows`` rows. New rows contain zeros."""
     larger = np.zeros((rows, *array.shape[1:]), dtype=array.dtype)
     larger[: len(array)] = array
     return larger
 
 
 def named_rows(grammar: GrammarBitmask, request_ids: Sequence[str]) -> GrammarRows | None:
-    """Return the masks of ``grammar`` with the row of each mask, or None if there are no masks.
+    """Return the masks of ``grammar`` with the row of logits to which each mask applies, or None if there are no masks.
 
-    Rows are indices of ``request_ids``. Masks of one request are consecutive.
+    Rows are indices of ``request_ids``. The masks of one request are consecutive.
     """
     if not grammar.request_ids:
         return None
@@ -78,18 +82,18 @@ def named_rows(grammar: GrammarBitmask, request_ids: Sequence[str]) -> GrammarRo
     return GrammarRows(named + grammar.offsets if grammar.offsets else named, grammar.bitmask)
 
 
-# Layout of tokens for a forward pass.
+# Layout of the tokens of several requests in the flat batch of a forward pass.
 
 
 @dataclass(frozen=True, slots=True)
 class LaidOut:
-    """Tokens of requests in a flat batch.
+    """Layout of the tokens of several requests in a flat batch.
 
     Attributes:
-        query_start_loc: First token of each request, and the end: int64 ``[requests + 1]``.
-        rows: Row in the batch of each token: int64 ``[tokens]``.
-        positions: Position of each token: int64 ``[tokens]``.
-        attention: One entry per KV cache group.
+        query_start_loc: Index of the first token of each request, and the number of tokens: int64 ``[requests + 1]``.
+        rows: For each token, the row of the persistent batch that belongs to its request: int64 ``[tokens]``.
+        positions: Position of each token in its request: int64 ``[tokens]``.
+        attention: Attention metadata of each KV cache group.
     """
 
     query_start_loc: IntArray
@@ -106,10 +110,11 @@ def lay_out(
     lengths: IntArray,
     ahead: int = 0,
 ) -> LaidOut:
-    """Lay out tokens of the requests in ``rows``: ``lengths`` tokens of each request, from position ``computed`` on.
+    """Return the layout of a flat batch with tokens of the requests in the rows ``rows``: ``lengths`` tokens of each
+    request, from position ``computed`` on.
 
     ``rows``, ``computed`` and ``lengths`` are int64 ``[requests]``. ``block_tables`` has one table ``[rows, blocks]``
-    per KV cache group. The tables in the result cover ``ahead`` positions after the last token.
+    per KV cache group. The block tables in the result also cover ``ahead`` positions after the last token.
     """
     query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_start_loc[1:])
@@ -126,10 +131,11 @@ def lay_out(
 
 
 def rows_before(ends: IntArray, drafts: Sequence[Sequence[int]]) -> IntArray:
-    """Return the rows of the flat batch whose logits are needed to verify drafts: int64 ``[drafts and requests]``.
+    """Return the indices of the tokens of the flat batch whose logits are needed to verify drafts: int64 ``[number of
+    drafts + number of requests]``.
 
-    For each request, these are the row before its drafts and the row of each draft. ``ends`` are the ends of the
-    requests' tokens in the flat batch.
+    For each request, these are the token before its drafts, and each draft. ``ends`` has the end of each request's
+    tokens in the flat batch.
     """
     counts = np.fromiter(map(len, drafts), dtype=np.int64, count=len(drafts)) + 1
     first = np.repeat(ends - counts, counts)
@@ -138,13 +144,15 @@ def rows_before(ends: IntArray, drafts: Sequence[Sequence[int]]) -> IntArray:
 
 _INITIAL_ROWS = 16
 _UNKNOWN = -1
-"""Placeholder for a chosen token that is not on the host yet."""
+"""Placeholder for a sampled token that the host has not received yet."""
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 _NO_DRAFTS: Mapping[str, list[int]] = {}
 
 
 class InputBatch:
-    """Rows of request state. ``num_groups`` is the number of KV cache groups. Each group has its own block table."""
+    """State of a worker's requests, one row per request. ``num_groups`` is the number of KV cache groups. Each group
+    has its own block table.
+    """
 
     def __init__(self, *, max_model_len: int, block_size: int, num_groups: int, eos_token_ids: frozenset[int]) -> None:
         self._block_size = block_size
@@ -152,7 +160,7 @@ class InputBatch:
         self._rows: dict[str, int] = {}
         self._free_rows: list[int] = []
         max_blocks = -(-max_model_len // block_size)
-        # The system allocates memory for pages of these arrays only when they are written.
+        # The operating system allocates memory for a page of these arrays only when the page is first written.
         self._token_ids = np.zeros((0, max_model_len), dtype=np.int32)
         self._block_tables = [np.zeros((0, max_blocks), dtype=np.int32) for _ in range(num_groups)]
         self._num_blocks = np.zeros((0, num_groups), dtype=np.int64)
@@ -160,20 +168,22 @@ class InputBatch:
         self._num_prompt_tokens = np.zeros(0, dtype=np.int64)
         self._num_computed_tokens = np.zeros(0, dtype=np.int64)
         self._sampling = SamplingColumns()
-        self._tenants = np.zeros(0, dtype=np.int64)  # number of requests that a row has had
+        self._tenants = np.zeros(0, dtype=np.int64)  # number of requests that have owned each row so far
         self._num_unknown = 0
         self._settings: RowSettings | None = None
-        # By row. Rows without such settings have no entry.
+        # Values by row. Rows whose requests do not use these settings have no entry.
         self._rules: dict[int, RequestRules] = {}
         self._logprobs: dict[int, int] = {}
         self._prompt_logprobs: dict[int, int] = {}
-        self._loras: dict[str, bytes] = {}  # digests by request
+        self._loras: dict[str, bytes] = {}  # digests of LoRA adapters by request
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def update(self, step: SchedulerOutput) -> None:
-        """Apply the scheduler's changes: finished requests, new requests, added blocks."""
+        """Apply the changes that the scheduler reports for a step: finished requests, new requests, and added KV
+        blocks.
+        """
         for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
             self._remove(request_id)
         for new in step.new_requests:
@@ -188,9 +198,10 @@ class InputBatch:
                 self._append_blocks(row, block_ids)
 
     def prepare(self, num_scheduled_tokens: dict[str, int], drafts: Mapping[str, list[int]] = _NO_DRAFTS) -> StepInputs:
-        """Lay out the scheduled tokens, in the given order but grouped by adapter.
+        """Return the inputs of a step for the scheduled tokens.
 
-        ``drafts`` has the drafts of some requests. They are the last scheduled tokens of these requests.
+        The order is the given order, but requests with the same LoRA adapter are adjacent. ``drafts`` has the drafts of
+        some requests, which are the last scheduled tokens of these requests.
         """
         request_ids = ordered_by_adapter(num_scheduled_tokens, self._loras)
         rows = self._row_array(request_ids)
@@ -226,9 +237,10 @@ class InputBatch:
         )
 
     def lay_out(self, request_ids: Sequence[str], first: IntArray, lengths: IntArray, *, ahead: int) -> LaidOut:
-        """Lay out ``lengths`` int64 ``[requests]`` tokens of each request, from position ``first`` on.
+        """Return the layout of a flat batch with ``lengths`` int64 ``[requests]`` tokens of each request, from position
+        ``first`` on.
 
-        Block tables cover ``ahead`` positions after the last token.
+        The block tables also cover ``ahead`` positions after the last token.
         """
         return self._lay_out(self._row_array(request_ids), first, lengths, ahead)
 
@@ -238,10 +250,11 @@ class InputBatch:
     def sampling_inputs(
         self, request_ids: Sequence[str], grammar: GrammarBitmask | None = None, offsets: IntArray | None = None
     ) -> SamplingInputs:
-        """Return the settings and random numbers that choose the next token of each request.
+        """Return the settings and random numbers with which the sampler samples the next token of each request.
 
-        ``offsets``, int64 ``[rows]``, is the number of drafts before each row. With ``offsets``, the result has one row
-        for each draft position, and rows of one request are consecutive.
+        ``offsets``, int64 ``[rows]``, is the number of the request's drafts before each row of logits. With
+        ``offsets``, ``request_ids`` repeats a request for each of its rows, and the rows of one request are
+        consecutive.
         """
         settings = self._settings_of(request_ids)
         rows, kinds = settings.rows, settings.kinds
@@ -260,9 +273,9 @@ class InputBatch:
         )
 
     def plain_draws(self, request_ids: Sequence[str], offsets: IntArray | None = None) -> PlainDraws | None:
-        """Return the settings that draw the next token of each request.
+        """Return the settings and seeds with which a device can sample the next token of each request.
 
-        Returns None if any request has rules or wants log-probabilities. ``offsets``: see ``sampling_inputs``.
+        Returns None if any request has rules or wants log-probabilities. For ``offsets``, see ``sampling_inputs``.
         """
         settings = self._settings_of(request_ids)
         rows = settings.rows
@@ -274,7 +287,7 @@ class InputBatch:
         return PlainDraws.of(settings.draw, self._sampling.seed[rows], index)
 
     def rows_of(self, request_ids: Sequence[str]) -> IntArray:
-        """Return the rows of requests, int64 ``[requests]``."""
+        """Return the index of the row of each request, int64 ``[requests]``."""
         return self._settings_of(request_ids).rows
 
     def plain(self, request_ids: Sequence[str]) -> Sequence[int]:
@@ -285,7 +298,9 @@ class InputBatch:
         return [i for i, request_id in enumerate(request_ids) if self._rows[request_id] not in others]
 
     def _settings_of(self, request_ids: Sequence[str]) -> RowSettings:
-        """Return the settings of requests. If the same requests sample again, reuses the previous settings."""
+        """Return the sampling settings of requests. If the requests are the same as in the previous call, the previous
+        result is returned.
+        """
         known = self._settings
         if known is None or known.request_ids != request_ids:
             rows = self._row_array(request_ids)
@@ -296,9 +311,10 @@ class InputBatch:
         return known
 
     def logprobs(self, request_ids: Sequence[str]) -> list[tuple[int, int]]:
-        """Return the indices of the requests that want log-probabilities, with the number of most likely tokens.
+        """Return the indices of the requests that want log-probabilities, each with the number of most likely tokens to
+        report.
 
-        A number of -1 means all tokens.
+        The number -1 means all tokens of the vocabulary.
         """
         if not self._logprobs:
             return []
@@ -306,7 +322,9 @@ class InputBatch:
         return [(i, count) for i, count in counts if count is not None]
 
     def prompt_targets(self, step: StepInputs) -> list[PromptTargets]:
-        """Return the prompt tokens whose log-probabilities are requested and whose predecessors ``step`` computes."""
+        """Return the prompt tokens whose log-probabilities are requested and that directly follow a token that ``step``
+        computes.
+        """
         targets = []
         starts = step.attention[0].query_start_loc if self._prompt_logprobs else ()
         for i, request_id in enumerate(step.request_ids if self._prompt_logprobs else ()):
@@ -320,7 +338,7 @@ class InputBatch:
         return targets
 
     def append_tokens(self, request_ids: Sequence[str], token_ids: IntArray) -> None:
-        """Store the sampled tokens, which are the next step's inputs."""
+        """Store the sampled tokens, which are the inputs of the next step."""
         rows = self._settings_of(request_ids).rows
         # A token at the model's maximum length ends the request and is never an input.
         index = self._num_tokens[rows]
@@ -336,7 +354,9 @@ class InputBatch:
                     rules.append(token_id)
 
     def append_runs(self, request_ids: Sequence[str], runs: Sequence[Sequence[int]]) -> None:
-        """Store the new tokens of each request, at least one per request. Drafts after the new tokens are discarded."""
+        """Store the new tokens of each request, at least one per request. Drafts that are not among the new tokens are
+        discarded.
+        """
         limit = self._token_ids.shape[1]
         for request_id, token_ids in zip(request_ids, runs, strict=True):
             row = self._rows[request_id]
@@ -349,7 +369,7 @@ class InputBatch:
                     rules.append(token_id)
 
     def expect_tokens(self, request_ids: Sequence[str]) -> ExpectedTokens:
-        """Count one more token of each request. The token is unknown until ``take_tokens`` stores it."""
+        """Add one more token to each request. The token's ID is unknown until ``take_tokens`` stores the ID."""
         rows = self._settings_of(request_ids).rows
         places = self._num_tokens[rows]
         fits = places < self._token_ids.shape[1]
@@ -359,7 +379,7 @@ class InputBatch:
         return ExpectedTokens(rows, places, self._tenants[rows])
 
     def take_tokens(self, expected: ExpectedTokens, token_ids: npt.NDArray[np.int32]) -> None:
-        """Store the tokens of ``expected``. Skips rows that now belong to other requests."""
+        """Store the IDs ``token_ids`` of the tokens ``expected``. Rows that now belong to other requests are skipped."""
         stays = (self._tenants[expected.rows] == expected.tenants) & (expected.places < self._token_ids.shape[1])
         self._token_ids[expected.rows[stays], expected.places[stays]] = token_ids[stays]
         self._num_unknown -= len(expected.rows)
@@ -379,7 +399,7 @@ class InputBatch:
         return join_rules(found, grammar_rows)
 
     def _output(self, row: int, num_drafts: int = 0) -> npt.NDArray[np.int32]:
-        """Return a row's output tokens, followed by ``num_drafts`` drafts."""
+        """Return the output tokens of a row's request, followed by the request's first ``num_drafts`` drafts."""
         return self._token_ids[row, self._num_prompt_tokens[row] : self._num_tokens[row] + num_drafts]
 
     def tokens_of(self, request_id: str) -> npt.NDArray[np.int32]:
@@ -392,7 +412,9 @@ class InputBatch:
         return int(self._num_prompt_tokens[self._rows[request_id]])
 
     def draws_of(self, request_ids: Sequence[str], offset: int | IntArray) -> SamplingInputs:
-        """Return the settings that draw each request's token after the next ``offset`` tokens. Rules are not applied."""
+        """Return the sampling inputs for the token of each request that follows ``offset`` more tokens. The inputs
+        contain no rules such as penalties.
+        """
         rows = self._row_array(request_ids)
         settings = self._sampling.draw.of(rows)
         index = self._num_tokens[rows] - self._num_prompt_tokens[rows] + offset
@@ -415,7 +437,7 @@ class InputBatch:
             self._loras[new.request_id] = new.lora.digest
         self._token_ids[row, : len(new.token_ids)] = new.token_ids
         if (vectors := vector_positions(new)) is not None:
-            # the IDs at positions of vectors are meaningless and may be outside the vocabulary
+            # the token IDs at positions of embeddings are meaningless and may be outside the vocabulary
             self._token_ids[row, vectors] = 0
         self._num_tokens[row] = len(new.token_ids)
         self._num_prompt_tokens[row] = new.num_prompt_tokens
@@ -428,7 +450,7 @@ class InputBatch:
         params, num_prompt_tokens = new.sampling_params, new.num_prompt_tokens
         self._sampling.set(row, params)
         known = self._token_ids[row, : self._num_tokens[row]]
-        if vectors is not None:  # a vector is not a token, so it cannot be repeated
+        if vectors is not None:  # an embedding is not a token, so penalties for repeated tokens do not count it
             known, num_prompt_tokens = np.delete(known, vectors), num_prompt_tokens - len(vectors)
         rules = RequestRules.create(params, known, num_prompt_tokens, self._eos_token_ids, new.reasoning_budget)
         if rules is not None:
@@ -439,7 +461,7 @@ class InputBatch:
             self._prompt_logprobs[row] = params.prompt_logprobs
 
     def _remove(self, request_id: str) -> None:
-        """Forget a request. Does nothing if it never ran here."""
+        """Forget a request. Does nothing if the request never ran in this batch."""
         self._settings = None
         self._loras.pop(request_id, None)
         row = self._rows.pop(request_id, None)

@@ -1,5 +1,5 @@
-"""Media of requests: embeddings made by vision and audio encoders, and their positions in prompts and in the flat batch
-of a step.
+"""Media of requests: the embeddings that vision and audio encoders compute, and the positions of these embeddings in
+prompts and in the flat batch of a step.
 """
 
 import logging
@@ -18,7 +18,7 @@ from penstock_enginecore.executor.generation.step_inputs import StepInputs
 from penstock_enginecore.forward.base import ForwardBatch, ForwardPass, to_device
 from penstock_enginecore.models.multimodal.base import EncodedItem, EncoderItem, MediaEncoder, RopePositions
 
-# Embeddings of media. The worker keeps computed embeddings until the engine drops them.
+# Embeddings of media items. The worker keeps computed embeddings until the engine tells the worker to drop them.
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class EncoderRows:
-    """Embeddings of media by identifier: ``[num_embeds, width]`` on ``device``, as ``dtype``.
+    """Embeddings of media items by identifier of the item: ``[num_embeds, width]`` on ``device``, with dtype ``dtype``.
 
     The engine decides when items are computed and dropped. A failed item gets rows of zeros, so that the step can
     continue.
@@ -37,18 +37,20 @@ class EncoderRows:
         self._dtype = dtype
         self._device = device
         self._rows: dict[str, torch.Tensor] = {}
-        self._expected: dict[str, int] = {}  # number of rows of the items that are being encoded
+        self._expected: dict[str, int] = {}  # number of embeddings of each item that is being encoded
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cached rows."""
+        """Size in bytes of the cached embeddings."""
         return sum(rows.nbytes for rows in self._rows.values())
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Drop, queue and compute the items of a step. Returns the failure reason of each failed item, by identifier."""
+        """Drop, queue and encode the media items that the scheduler names for a step. Returns the failure reason of
+        each failed item, by identifier.
+        """
         for identifier in step.freed_identifiers:
             self._forget(identifier)
         failures: dict[str, str] = {}
@@ -64,14 +66,16 @@ class EncoderRows:
         return failures
 
     def of(self, identifier: str) -> torch.Tensor:
-        """Return the rows of an item. Raises RuntimeError if the rows do not exist, which is an error of the scheduler."""
+        """Return the embeddings of an item. Raises RuntimeError if the embeddings do not exist, which means that the
+        scheduler has an error.
+        """
         rows = self._rows.get(identifier)
         if rows is None:
             raise RuntimeError(f"the embeddings of {identifier} do not exist, but the scheduled tokens need them")
         return rows
 
     def profile(self, run: Callable[[], None]) -> None:
-        """Encode the largest item of each modality, and call ``run`` while each item is partly encoded.
+        """Encode the largest possible item of each modality, and call ``run`` while each item is partly encoded.
 
         Raises RuntimeError if encoding fails.
         """
@@ -86,7 +90,7 @@ class EncoderRows:
                 raise RuntimeError(f"the largest {info.modality} cannot be encoded: {failures[0]}")
 
     def forget_all(self) -> None:
-        """Drop all rows and all items that are being encoded."""
+        """Drop all embeddings, and all items that are being encoded."""
         for identifier in [*self._expected, *self._rows]:
             self._forget(identifier)
 
@@ -100,12 +104,14 @@ class EncoderRows:
             self._encoder.start(item)
 
     def _taken(self, tensor: TensorData, num_embeds: int) -> torch.Tensor:
-        """Return embeddings that the request contained. Raises ValueError if their dtype or shape does not fit."""
+        """Return the embeddings of a media item whose embeddings the request contains. Raises ValueError if their dtype
+        or shape is wrong.
+        """
         expected = (num_embeds, self._encoder.width)
         shape = tensor.shape[1:] if tensor.shape[:1] == (1,) and len(tensor.shape) == 3 else tensor.shape
         if tensor.dtype not in _DTYPES or shape != expected:
             told = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{EMBEDS!r} is {told}; the prompt needs floats of shape {list(expected)}")
+            raise ValueError(f"{EMBEDS!r} is {told}, but the prompt needs floats of shape {list(expected)}")
         rows = torch.frombuffer(bytearray(tensor.data), dtype=_DTYPES[tensor.dtype]).view(expected)
         return rows.to(device=self._device, dtype=self._dtype)
 
@@ -133,19 +139,19 @@ class EncoderRows:
 
 
 def row_bytes(encoder: MediaEncoder | None, dtype: torch.dtype) -> int:
-    """Return the bytes of one media embedding, or 0 for a model without vision or audio encoders."""
+    """Return the size in bytes of one media embedding, or 0 for a model without vision or audio encoders."""
     return 0 if encoder is None else encoder.width * dtype.itemsize
 
 
-# Positions of media in prompts, and in the flat batch of a step.
+# Positions of media embeddings in prompts, and in the flat batch of a step.
 
 
 class Placed(NamedTuple):
-    """The tokens of a step in the flat batch.
+    """Requests and positions of the tokens in the flat batch of a step.
 
     Attributes:
-        request_ids: IDs of the requests, in order.
-        query_start_loc: First token of each request, and the end: int64 ``[requests + 1]``.
+        request_ids: IDs of the step's requests, in the order of the flat batch.
+        query_start_loc: Index of the first token of each request, and the number of tokens: int64 ``[requests + 1]``.
         positions: Positions of the tokens in their requests: int64 ``[tokens]``.
     """
 
@@ -154,9 +160,10 @@ class Placed(NamedTuple):
     positions: IntArray
 
     def chunks(self) -> Iterator[tuple[str, int, int, int]]:
-        """Iterate over the requests. Yields the request ID and the index of its first token in the flat batch.
+        """Iterate over the requests of the step. Yields one tuple for each request.
 
-        Also yields the first and the end position that the step computes.
+        A tuple has the request ID, the index of the request's first token in the flat batch, and the first and the end
+        position that the step computes.
         """
         starts = self.query_start_loc[:-1]
         firsts = self.positions[starts]
@@ -165,7 +172,7 @@ class Placed(NamedTuple):
 
 
 class ItemRows(NamedTuple):
-    """Rows ``start`` to ``end`` of an item, for ``indices`` int64 ``[end - start]`` of the flat batch."""
+    """Embeddings ``start`` to ``end`` of a media item, and their indices in the flat batch, int64 ``[end - start]``."""
 
     identifier: str
     start: int
@@ -178,10 +185,10 @@ class _Prompt:
     """Media of one prompt.
 
     Attributes:
-        positions: int64 ``[embeddings]``: positions of all items' embeddings.
-        bounds: Item i has the embeddings from ``bounds[i]`` to before ``bounds[i + 1]``.
-        ends: For each embedding, the end of the positions that it attends to. With bidirectional attention, this is the
-            end of the embedding's run. None if all attention is causal.
+        positions: int64 ``[embeddings]``, the positions of the embeddings of all items.
+        bounds: Item i has the embeddings from index ``bounds[i]`` to before index ``bounds[i + 1]``.
+        ends: For each embedding, the end of the positions to which the embedding attends. With bidirectional attention,
+            this is the end of the run of adjacent embeddings. None if all attention is causal.
     """
 
     identifiers: Sequence[str]
@@ -190,10 +197,12 @@ class _Prompt:
     ends: IntArray | None
     rope: RopePositions | None
     behind: int
-    """The position after the last embedding."""
+    """Position after the last embedding of the prompt."""
 
     def rows(self, start: int, first: int, end: int) -> Iterator[ItemRows]:
-        """Yield the embeddings at positions ``first`` to ``end``. The flat batch has these positions from ``start`` on."""
+        """Yield the embeddings at positions ``first`` to ``end``. In the flat batch, position ``first`` has the index
+        ``start``.
+        """
         low, high = np.searchsorted(self.positions, (first, end)).tolist()
         if low == high:
             return
@@ -207,7 +216,7 @@ class _Prompt:
 
 
 class MediaPrompts:
-    """Media of prompts, by request. Requests with only text have no entry."""
+    """Media of prompts, by request ID. Requests with only text have no entry."""
 
     def __init__(self, encoder: MediaEncoder) -> None:
         self._encoder = encoder
@@ -224,7 +233,7 @@ class MediaPrompts:
     def update(self, step: SchedulerOutput) -> dict[str, str]:
         """Remove requests that have ended, and add new requests.
 
-        Returns the failure reason of each item that does not fit its positions, by identifier.
+        Returns the failure reason of each item that does not fit its positions in the prompt, by identifier.
         """
         if self._prompts:
             for request_id in (*step.finished_request_ids, *step.preempted_request_ids):
@@ -237,13 +246,13 @@ class MediaPrompts:
         return failures
 
     def rows(self, placed: Placed) -> list[ItemRows]:
-        """Return the media embeddings that are inputs of a step."""
+        """Return which media embeddings are inputs of a step, and where."""
         return [rows for prompt, *chunk in self._with_embeds(placed) for rows in prompt.rows(*chunk)]
 
     def rope_positions(self, placed: Placed) -> IntArray | None:
-        """Return int64 ``[3, tokens]`` rope positions of a step, or None.
+        """Return the rotary positions of a step, int64 ``[3, tokens]``, or None.
 
-        Returns None if the model does not use such positions, or if no request of the step has media.
+        The result is None if the model's rotary embedding has no sections, or if no request of the step has media.
         """
         if self._encoder.rope_positions is None:
             return None
@@ -262,7 +271,8 @@ class MediaPrompts:
         return whole
 
     def key_ends(self, placed: Placed) -> IntArray | None:
-        """Return the end of each token's keys, int64 ``[tokens]``, or None if no embedding attends to later embeddings.
+        """Return the end of the positions to which each token attends, int64 ``[tokens]``, or None if no embedding of
+        the step attends to later embeddings.
 
         Raises RuntimeError if the step does not contain all embeddings that attend to each other.
         """
@@ -279,21 +289,24 @@ class MediaPrompts:
             ends[prompt.positions[low:high] - first] = prompt.ends[low:high]
             if ends.max() > end:
                 raise RuntimeError(
-                    f"a step ends at position {end} of a prompt, but embeddings attend to each other up to {ends.max()}"
+                    f"a step ends at position {end} of a prompt, inside a group of embeddings that attend to "
+                    f"each other and end at position {ends.max()}"
                 )
         return whole
 
     def _with_embeds(self, placed: Placed) -> Iterator[tuple[_Prompt, int, int, int]]:
-        """Yield the chunks of requests whose tokens in this step may include media, in the form of ``Placed.chunks``."""
+        """Yield the requests whose tokens in this step may include media. The tuples are as in ``Placed.chunks``, with
+        the prompt's media instead of the request ID.
+        """
         for request_id, start, first, end in placed.chunks():
             prompt = self._prompts.get(request_id)
             if prompt is not None and first < prompt.behind:
                 yield prompt, start, first, end
 
     def _rope(self, new: NewRequestData, failures: dict[str, str]) -> RopePositions | None:
-        """Return rope positions, or None if the model does not use them.
+        """Return the rotary positions of a prompt with media, or None if the model's rotary embedding has no sections.
 
-        If the items do not fit the prompt, store the reason in ``failures`` and return None.
+        If the media items do not fit the prompt, store the reason in ``failures`` and return None.
         """
         if (rope_index := self._encoder.rope_positions) is None:
             return None
@@ -321,10 +334,11 @@ class MediaPrompts:
 
 
 def _ends(feature: MultiModalFeature) -> IntArray:
-    """Return the end of the keys that each embedding of a feature attends to, int64 ``[num_embeds]``.
+    """Return the end of the positions to which each embedding of a media item attends, int64 ``[num_embeds]``.
 
-    Adjacent runs of one item form a group, like adjacent equal values of transformers' token_type_ids. Tokens between
-    two runs belong to no group.
+    A run is a range of consecutive embeddings. Adjacent runs of one item form a group, in which all embeddings attend
+    to each other. Adjacent equal values of transformers' token_type_ids form groups in the same way. Tokens between two
+    runs belong to no group.
     """
     runs = feature.embed_runs or (EmbedRun(0, feature.length),)
     ends = [feature.offset + run.start + run.count for run in runs]
@@ -335,7 +349,9 @@ def _ends(feature: MultiModalFeature) -> IntArray:
 
 
 class StepMedia:
-    """Media of a step, for a model with vision or audio encoders. If no request has media, only ``update`` is needed."""
+    """Media of a step, for a model with vision or audio encoders. If no request has media, callers need to call only
+    ``update``.
+    """
 
     def __init__(self, encoder: MediaEncoder, dtype: torch.dtype, device: torch.device) -> None:
         self.cached = EncoderRows(encoder, dtype, device)
@@ -348,15 +364,17 @@ class StepMedia:
         return len(self._prompts)
 
     def update(self, step: SchedulerOutput) -> dict[str, str]:
-        """Update the requests of a step, and compute embeddings. Returns the reason of each failed item, by identifier."""
+        """Update the requests of a step, and compute the media embeddings that the step needs. Returns the failure
+        reason of each failed item, by identifier.
+        """
         return self._prompts.update(step) | self.cached.update(step)
 
     def are_in(self, placed: Placed) -> bool:
-        """Return whether a step computes embeddings of media."""
+        """Return whether some input tokens of a step are media embeddings."""
         return bool(self._prompts.rows(placed))
 
     def vectors(self, placed: Placed) -> StepVectors | None:
-        """Return the embeddings among the tokens of a step, or None if there are none."""
+        """Return the media embeddings among the input tokens of a step, or None if there are none."""
         found = self._prompts.rows(placed)
         if not found:
             return None
@@ -368,27 +386,32 @@ class StepMedia:
         return StepVectors(indices, embeddings, torch.stack(deeper))
 
     def rope_positions(self, placed: Placed) -> IntArray | None:
-        """Return rope positions, see ``ForwardBatch``. Returns None if no request of the step has media, or the model
-        has no such positions.
+        """Return the rotary positions of a step for ``ForwardBatch.rope_positions``. Returns None if no request of the
+        step has media, or if the model's rotary embedding has no sections.
         """
         return self._prompts.rope_positions(placed)
 
     def attention(self, placed: Placed, attention: Sequence[AttentionMetadata]) -> Sequence[AttentionMetadata]:
-        """Return the metadata, with ``key_ends`` if embeddings of the step attend to later positions."""
+        """Return the attention metadata of the step, with ``key_ends`` if embeddings of the step attend to later
+        positions.
+        """
         ends = self._prompts.key_ends(placed)
         return attention if ends is None else [replace(metadata, key_ends=ends) for metadata in attention]
 
     def forget(self) -> None:
-        """Forget every request, and drop all rows."""
+        """Forget every request, and drop all media embeddings."""
         self._prompts.clear()
         self.cached.forget_all()
 
 
-# Inputs of the layers in place of token embeddings: vectors of prompts, and embeddings of media.
+# Embeddings that a step uses in place of token embeddings: prompt embeddings that requests contain, and embeddings of
+# media.
 
 
 class StepEmbeddings:
-    """Embeddings of the requests in a worker's batch. ``encoder`` is None for a model without vision or audio encoders."""
+    """Prompt embeddings and media embeddings of the requests in a worker's batch. ``encoder`` is None for a model
+    without vision or audio encoders.
+    """
 
     def __init__(self, encoder: MediaEncoder | None, dtype: torch.dtype, device: torch.device) -> None:
         self._prompts = PromptVectors(dtype, device)
@@ -397,28 +420,30 @@ class StepEmbeddings:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the cached media embeddings."""
+        """Size in bytes of the cached media embeddings."""
         return 0 if self._media is None else self._media.cached.num_bytes
 
     def update(self, step: SchedulerOutput) -> None:
-        """Update the requests of a step, and compute embeddings of media before its forward pass."""
+        """Update the requests of a step, and compute the media embeddings that the step's forward pass needs."""
         self._prompts.update(step)
         if self._media is not None:
             self._failures.update(self._media.update(step))
 
     def take_failures(self) -> dict[str, str]:
-        """Return the reasons why media could not be encoded since the last call, by identifier."""
+        """Return the media items that have failed since the last call of this method: the failure reason by identifier."""
         failures, self._failures = self._failures, {}
         return failures
 
     def are_in(self, inputs: StepInputs) -> bool:
-        """Return whether a step has vectors or media in place of tokens."""
+        """Return whether some input tokens of a step are prompt embeddings or media embeddings."""
         if self._media and self._media.are_in(_placed(inputs)):
             return True
         return self._prompts.of(inputs) is not None
 
     def into(self, batch: ForwardBatch, inputs: StepInputs, forward: ForwardPass) -> ForwardBatch:
-        """Return the batch of a step with all vectors and media. The batch is unchanged if there are none."""
+        """Return the batch of a step with its prompt embeddings and media embeddings added. A batch without such
+        embeddings is returned unchanged.
+        """
         found = [] if (of_prompts := self._prompts.of(inputs)) is None else [of_prompts]
         if self._media:
             placed = _placed(inputs)
@@ -436,7 +461,9 @@ class StepEmbeddings:
         return replace(batch, embedded=embedded, deepstack=deepstack)
 
     def profile(self, run: Callable[[], None]) -> None:
-        """Call ``run``. With vision or audio encoders, call it while the largest items are being encoded."""
+        """Call ``run``, so that the caller can measure the peak memory. For a model with vision or audio encoders, call
+        ``run`` while the largest items are being encoded.
+        """
         if self._media is None:
             run()
         else:

@@ -1,4 +1,4 @@
-"""Prompt embeddings: vectors in place of prompt tokens.
+"""Prompt embeddings: vectors that a request contains in place of prompt tokens.
 
 The worker keeps the vectors of a request while the request is in the batch.
 """
@@ -20,12 +20,13 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 @dataclass(frozen=True, slots=True)
 class StepVectors:
-    """Vectors for tokens of a flat batch.
+    """Embeddings that replace token embeddings in a flat batch.
 
     Attributes:
-        indices: int64 ``[n]``: positions in the flat batch.
-        rows: ``[n, hidden size]``: embeddings for these positions.
-        deepstack: ``[layers, n, hidden size]``: added at these positions after the first layers, or None.
+        indices: int64 ``[n]``: indices in the flat batch.
+        rows: ``[n, hidden size]``: embeddings for these indices.
+        deepstack: ``[layers, n, hidden size]``: embeddings that are added at these indices after the first layers, or
+            None.
     """
 
     indices: torch.Tensor
@@ -33,8 +34,8 @@ class StepVectors:
     deepstack: torch.Tensor | None = None
 
     def into(self, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Write the rows into ``embedded`` ``[tokens, hidden size]``. Returns ``embedded``, and ``deepstack`` extended
-        to all tokens.
+        """Write ``rows`` into ``embedded`` ``[tokens, hidden size]``. Returns ``embedded``, and ``deepstack`` with
+        zeros added for all other tokens.
         """
         embedded[self.indices] = self.rows.to(embedded.dtype)
         if self.deepstack is None:
@@ -46,9 +47,10 @@ class StepVectors:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Prompt:
-    """Vectors of a prompt: ``rows`` ``[vectors, hidden size]``.
+    """Embeddings that a prompt contains: ``rows`` ``[embeddings, hidden size]``.
 
-    ``row_of``, int32 ``[positions]``, is the row of each vector. It is -1 at positions of tokens.
+    ``row_of``, int32 ``[positions]``, is the index in ``rows`` of the embedding at each position, or -1 at positions of
+    tokens.
     """
 
     embeds: PromptEmbeds
@@ -57,9 +59,9 @@ class _Prompt:
 
 
 class PromptVectors:
-    """Vectors by request. Requests with the same prompt share one tensor of rows.
+    """Prompt embeddings by request ID. Requests with the same prompt share one tensor ``rows``.
 
-    There is no cost while no request has vectors.
+    Steps in which no request has prompt embeddings take no extra time.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -84,7 +86,7 @@ class PromptVectors:
         self._prompts.clear()
 
     def of(self, inputs: StepInputs) -> StepVectors | None:
-        """Return the vectors among the tokens of a step, or None if there are none."""
+        """Return the prompt embeddings among the input tokens of a step, or None if there are none."""
         if not self._prompts:
             return None
         indices, rows = [], []
@@ -116,11 +118,13 @@ class PromptVectors:
         return prompt
 
 
-# Positions of a prompt that are not tokens.
+# Positions of a prompt at which there is an embedding instead of a token.
 
 
 def vector_positions(new: NewRequestData) -> IntArray | None:
-    """Return the positions of vectors or media embeddings, int64 ``[n]``, or None if all positions are tokens."""
+    """Return the positions of a prompt with prompt embeddings or media embeddings, int64 ``[n]``, or None if all
+    positions are tokens.
+    """
     if new.mm_features:
         return np.concatenate([embed_positions(feature) for feature in new.mm_features])
     embeds = new.prompt_embeds
@@ -131,7 +135,7 @@ def vector_positions(new: NewRequestData) -> IntArray | None:
 
 
 def embed_positions(feature: MultiModalFeature) -> IntArray:
-    """Return the positions of a feature's embeddings in the prompt, int64 ``[num_embeds]``."""
+    """Return the positions in the prompt of the embeddings of a media item, int64 ``[num_embeds]``."""
     runs = feature.embed_runs or (EmbedRun(0, feature.length),)
     starts = np.array([run.start for run in runs], dtype=np.int64) + feature.offset
     counts = np.array([run.count for run in runs], dtype=np.int64)

@@ -61,10 +61,11 @@ from penstock_enginecore.worker.device_thread import Arrival, BeginCopy, Late, b
 def fastest_pass(
     forward: ForwardPass, num_tokens: int, passes: int, clock: Callable[[], float] = time.perf_counter
 ) -> float:
-    """Return the seconds of the fastest of ``passes`` forward passes over a request's first tokens.
+    """Return the duration, in seconds, of the fastest of ``passes`` forward passes over the first ``num_tokens`` tokens
+    of a request.
 
-    The passes compute the logits of all tokens, on a temporary cache. Afterwards no KV cache is bound to ``forward``.
-    ``clock`` returns seconds.
+    The passes compute the logits of all tokens, with a temporary KV cache. Afterwards no KV cache is bound to
+    ``forward``. ``clock`` returns the current time in seconds.
     """
     probe = Probe.largest(num_tokens, num_tokens, block_size_of(forward.specs))
     return min(_timed(forward, probe, clock) for _ in range(passes))
@@ -79,18 +80,20 @@ def _timed(forward: ForwardPass, probe: Probe, clock: Callable[[], float]) -> fl
 
 
 ChosenElsewhere = Callable[[], Arrival | None]
-"""Function that returns the tokens of the last executed step, in the order of the step's requests.
+"""Function that starts to receive the tokens of the last executed step, which another worker samples, in the order of
+the step's requests.
 
-The function returns None if this worker does not read the tokens.
+The function returns None if this worker does not need the tokens.
 """
 
 
 class GenerationRunner:
-    """The ``ModelRunner`` of a causal language model: a forward pass, a sampler, and the persistent batch between them.
+    """``ModelRunner`` of a model that generates tokens: a forward pass, a sampler, and the persistent batch of request
+    state.
 
-    If the device chooses the tokens of a step, the next step uses these tokens directly on the device. The host
-    receives a copy through ``begin_copy``, and does not wait for the copy. If a request has rules or wants
-    log-probabilities, the runner waits until the previous tokens are on the host.
+    If the device samples the tokens of a step, the next step reads these tokens on the device. The host receives a copy
+    through ``begin_copy``, and does not wait for the copy. If a request has rules or wants log-probabilities, the
+    runner waits until the previous tokens are on the host.
     """
 
     def __init__(
@@ -105,10 +108,10 @@ class GenerationRunner:
         """Args:
         model: The loaded model.
         built: The model's forward pass and sampler.
-        begin_copy: Starts a copy of tokens to the host.
-        chosen_elsewhere: Starts to receive the tokens of a step that another worker samples.
-        experts: Experts that several ranks share.
-        drafter: Drafts tokens after each step.
+        begin_copy: Function that starts a copy of tokens to the host.
+        chosen_elsewhere: Function that starts to receive the tokens of a step if another worker samples them, or None.
+        experts: Experts that are distributed among data-parallel ranks, or None.
+        drafter: Drafts tokens after each step, or None.
         """
         self._drafting = None if drafter is None else Drafting(drafter)
         if drafter is not None and drafter.state_layers:
@@ -140,7 +143,7 @@ class GenerationRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Properties of the model. Vectors in prompts must have the width of the embedding layer's output."""
+        """Properties of the model. Prompt embeddings must have as many elements as the output of the embedding layer."""
         return ModelInfo(
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
@@ -157,23 +160,25 @@ class GenerationRunner:
 
     @property
     def specs(self) -> dict[str, KVCacheSpec]:
-        """KV cache specs of the forward pass and of the drafter. The cache may have another dtype than the model."""
+        """KV cache specs of the layers of the model and of the drafter. The dtype of the KV cache may differ from the
+        model's dtype.
+        """
         return {**self._forward.specs, **({} if self._drafting is None else self._drafting.drafter.specs)}
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights of the forward pass, of vision and audio encoders, and of the drafter."""
+        """Size in bytes of the weights of the forward pass, of vision and audio encoders, and of the drafter."""
         drafter = 0 if self._drafting is None else self._drafting.drafter.weight_bytes
         return self._forward.weight_bytes + self._towers.weight_bytes + drafter
 
     @property
     def caches(self) -> LayerCaches:
-        """KV cache of the forward pass and of the drafter."""
+        """KV cache of the layers of the model and of the drafter."""
         return self._caches if self._drafting is None else self._caches | self._drafting.drafter.caches
 
     @property
     def graphs(self) -> GraphStats:
-        """Graph statistics of the forward pass."""
+        """Statistics of the forward pass's CUDA graphs."""
         return self._graphs()
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -189,23 +194,23 @@ class GenerationRunner:
         self._kv_cache = config
 
     def _bind_states(self, layers: StateLayers) -> None:
-        """Use these states, or none if the dictionary is empty."""
+        """Keep recurrent states in the memory ``layers`` from now on. An empty dictionary means no memory."""
         self._state_layers = layers
         if isinstance(self._forward, StatefulForward):
             self._forward.bind_states(layers)
 
     @property
     def state_layers(self) -> StateLayers:
-        """The allocated states of recurrent layers."""
+        """The allocated memory for the states of recurrent layers."""
         return self._state_layers
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of recurrent layers."""
+        """Size in bytes of the memory for the states of recurrent layers."""
         return num_bytes(self._state_layers)
 
     def forget_requests(self) -> None:
-        """Forget all requests, and keep the KV cache."""
+        """Forget all requests, but keep the KV cache allocated."""
         self._pending = None
         self._coming.clear()
         self._embeddings.forget()
@@ -215,17 +220,20 @@ class GenerationRunner:
             self._batch = self._empty_batch(self._kv_cache)
 
     def keep(self, kept: KeptMemory) -> None:
-        """Move the weights into the memory of ``kept``, where the KV cache will be allocated too.
+        """Move the weights into the memory of ``kept``, whose addresses survive sleep. The KV cache will be allocated
+        there too.
 
         Raises RuntimeError if the forward pass cannot move its weights.
         """
         if not isinstance(self._forward, KeptWeights):
-            raise RuntimeError(f"{type(self._forward).__name__} cannot move its weights")
+            raise RuntimeError(f"{type(self._forward).__name__} cannot move its weights to fixed addresses")
         kept.move_in([*self._forward.weights(), *self._towers.weights()])
         self._forward.memory.place(kept.empty)
 
     def read(self, model: LoadedModel) -> None:
-        """Copy the weights of ``model`` into the existing weights. ``model`` is the same checkpoint in host memory."""
+        """Copy the weights of ``model`` into the memory of the existing weights. ``model`` is the same checkpoint in
+        host memory.
+        """
         if isinstance(self._forward, KeptWeights):
             self._forward.read(model)
             self._towers.read(Towers(model.encoder))
@@ -243,15 +251,17 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def recover(self) -> None:
-        """Forget every request, and sample a token on a temporary cache. Raises the error if the computation fails."""
+        """Forget every request, and test the device by sampling a token with a temporary KV cache. Raises the error if
+        the test fails.
+        """
         self.forget_requests()
         with nullcontext() if self.experts is None else self.experts.spread.alone():
             self._probe(Probe.prompt(self._model.vocab_size))
 
     @torch.inference_mode()
     def execute_dummy_batch(self) -> None:
-        """Sample a dummy token on a temporary cache. If ranks share experts, compute experts for the tokens of other
-        ranks instead.
+        """Sample a dummy token with a temporary KV cache. If experts are distributed among ranks, instead compute this
+        rank's experts for the tokens of other ranks.
         """
         if self.experts is not None:
             self.experts.spread.take_part()
@@ -260,18 +270,20 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Run sequences of the model's maximum length on a temporary cache, and sample.
+        """Run sequences of the model's maximum length with a temporary KV cache, and sample, so that the caller can
+        measure the peak memory.
 
-        For models with media, this happens while the largest items are being encoded.
+        For models with media, this method runs the sequences while the largest items are being encoded.
         """
         probe = Probe.largest(num_tokens, self._model.max_len, block_size_of(self.specs))
         self._embeddings.profile(lambda: self._probe(probe, np.arange(num_seqs) % num_tokens))
 
     @torch.inference_mode()
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Time forward passes over a request's first tokens, with the logits of all tokens, on a temporary cache.
+        """Time forward passes over the first tokens of a request, with the logits of all tokens and a temporary KV
+        cache.
 
-        Returns the seconds of the fastest pass.
+        Returns the duration of the fastest pass in seconds.
         """
         alone = nullcontext() if self.experts is None else self.experts.spread.alone()
         try:
@@ -283,7 +295,7 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
-        """Run a forward pass over the scheduled tokens. Stores the logits for ``sample``.
+        """Run a forward pass over the scheduled tokens, and store the logits for ``sample``.
 
         Raises RuntimeError if no KV cache is allocated.
         """
@@ -329,7 +341,9 @@ class GenerationRunner:
         )
 
     def _step_states(self, inputs: StepInputs, step: SchedulerOutput) -> StateMetadata | None:
-        """Return the states of a step's requests, or None for a model without recurrent layers."""
+        """Return the indices of the recurrent states of a step's requests, or None for a model without recurrent
+        layers.
+        """
         if self._states is None:
             return None
         starts = inputs.attention[0].query_start_loc
@@ -337,7 +351,7 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
-        """Return the tokens of the step that ``execute`` ran."""
+        """Sample and return the tokens of the step that ``execute`` ran."""
         pending, self._pending = self._pending, None
         failures = self._embeddings.take_failures()
         if pending is None or self._batch is None:
@@ -361,14 +375,14 @@ class GenerationRunner:
 
     @torch.inference_mode()
     def draft(self) -> DraftTokenIds:
-        """Return the drafts made after the last sampled step."""
+        """Return drafts of the tokens that follow the last sampled step."""
         if self._drafting is None or self._batch is None:
             return DraftTokenIds()
         return self._drafting.draft(self._batch)
 
     def _choice(self, batch: InputBatch, inputs: StepInputs) -> Choice | None:
-        """Return the settings with which the device chooses the step's tokens, or None if the device cannot choose
-        them.
+        """Return the arguments with which the device samples the step's tokens, or None if the device cannot sample
+        these tokens.
         """
         sampling_ids = inputs.sampling_ids
         draws = None if self._launcher is None else batch.plain_draws(sampling_ids)
@@ -380,7 +394,9 @@ class GenerationRunner:
     def _late_output(
         self, batch: InputBatch, pending: PendingStep, launched: LaunchedTokens, failures: dict[str, str]
     ) -> Late[ModelRunnerOutput]:
-        """Return the late output of a step whose tokens the device chooses."""
+        """Return the output of a step whose tokens the device samples. The output arrives later, when the host has
+        received the tokens.
+        """
         arrival = self._begin_copy(launched.results)
         if sampling_ids := pending.inputs.sampling_ids:
             expected = batch.expect_tokens(sampling_ids)
@@ -393,16 +409,16 @@ class GenerationRunner:
     def _expect(self, batch: InputBatch, pending: PendingStep, arrival: Arrival | None) -> None:
         """Reserve positions for the tokens of a step that another worker samples.
 
-        ``arrival`` is None if this worker does not read the tokens.
+        ``arrival`` is None if this worker does not need the tokens.
         """
         expected = batch.expect_tokens(pending.inputs.sampling_ids)
         if arrival is not None:
             self._coming.append((expected, arrival))
 
     def _prepare(self, batch: InputBatch, step: SchedulerOutput) -> StepInputs:
-        """Prepare the inputs of a step. Waits for previous tokens that must be on the host.
+        """Return the inputs of a step. Waits for tokens of previous steps that the host needs for these inputs.
 
-        Such tokens are sampled by another worker, or belong to a step with vectors or media.
+        The host needs them if another worker samples them, or if the step has prompt embeddings or media embeddings.
         """
         self._take_tokens(batch, wait=False)
         drafts = step.scheduled_spec_decode_tokens
@@ -416,7 +432,9 @@ class GenerationRunner:
         return inputs
 
     def _take_tokens(self, batch: InputBatch, *, wait: bool) -> None:
-        """Store the tokens that have arrived. If ``wait`` is true, wait for all tokens that have not arrived."""
+        """Store the sampled tokens that the host has received. If ``wait`` is true, first wait for all other sampled
+        tokens.
+        """
         while self._coming and (wait or self._coming[0][1].arrived()):
             self._take_oldest(batch)
 
@@ -439,7 +457,9 @@ class GenerationRunner:
         )
 
     def _probe(self, probe: Probe, rows: IntArray | None = None) -> None:
-        """Run ``probe``, and draw tokens from the logits of ``rows``. None means all tokens of ``probe``."""
+        """Run ``probe``, and sample from the logits of its tokens with the indices ``rows``, or of all its tokens if
+        ``rows`` is None.
+        """
         try:
             logits = probe_logits(self._forward, probe, rows)
         finally:
@@ -453,14 +473,14 @@ class GenerationRunner:
         )
 
 
-# Runner of one pipeline stage.
+# Runner of a model's layers in one pipeline stage.
 
 
 class StageRunner:
-    """The ``ModelRunner`` of a pipeline stage.
+    """``ModelRunner`` of one pipeline stage.
 
-    The last stage samples and sends the tokens to the first stage, which needs them as inputs of later steps. The other
-    stages only count the tokens. Outputs of all stages except the last are empty.
+    The last stage samples tokens, and sends the tokens to the first stage, which needs them as inputs of later steps.
+    Other stages only count the tokens. The outputs of all stages except the last are empty.
     """
 
     def __init__(self, model: LoadedModel, built: BuiltForward, links: StageLinks) -> None:
@@ -473,8 +493,8 @@ class StageRunner:
 
     @property
     def info(self) -> ModelInfo:
-        """Properties of the complete model. Stages compute different steps, so the engine prepares steps while earlier
-        steps run.
+        """Properties of the complete model. The stages compute different steps at the same time, so the engine prepares
+        steps while earlier steps run.
         """
         return msgspec.structs.replace(self._runner.info, runs_ahead=True)
 
@@ -485,7 +505,7 @@ class StageRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the stage's own layers."""
+        """Size in bytes of the weights of the stage's own layers."""
         return self._runner.weight_bytes
 
     @property
@@ -495,21 +515,21 @@ class StageRunner:
 
     @property
     def state_layers(self) -> StateLayers:
-        """States of recurrent layers. Stages have none."""
+        """Allocated memory for the states of the stage's own recurrent layers."""
         return self._runner.state_layers
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of the stage's own recurrent layers."""
+        """Size in bytes of the memory for the states of the stage's own recurrent layers."""
         return self._runner.state_bytes
 
     @property
     def graphs(self) -> GraphStats:
-        """Graph statistics. Stages replay no steps."""
+        """Statistics of CUDA graphs. All numbers are 0, because pipeline stages replay no steps."""
         return self._runner.graphs
 
     def profile(self, num_tokens: int, num_seqs: int) -> None:
-        """Run the profiling step in all stages."""
+        """Run this stage's part of the profiling step."""
         self._runner.profile(num_tokens, num_seqs)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
@@ -522,15 +542,17 @@ class StageRunner:
         self._runner.drop_kv_cache()
 
     def recover(self) -> None:
-        """Recover in all stages, because the computed token passes through all of them."""
+        """Forget every request, and run this stage's part of the test of the device. The test token passes through all
+        stages.
+        """
         self._runner.recover()
 
     def execute_dummy_batch(self) -> None:
-        """Compute a token for no request, which passes through all stages."""
+        """Run this stage's part of a dummy step. The dummy token passes through all stages."""
         self._runner.execute_dummy_batch()
 
     def execute(self, step: SchedulerOutput) -> None:
-        """Run this stage after the previous stage.
+        """Run this stage's part of the step after the previous stage.
 
         Raises StageFailedError if the previous stage failed in this step, or if the last stage failed in the step
         before.
@@ -544,7 +566,7 @@ class StageRunner:
             raise
 
     def sample(self, grammar: GrammarBitmask | None = None) -> ModelRunnerOutput | Late[ModelRunnerOutput]:
-        """Return the output, which is empty except in the last stage."""
+        """Return the output of the step, which is empty in all stages except the last."""
         try:
             output = self._runner.sample(grammar)
             if self._links.is_last and isinstance(output, ModelRunnerOutput) and output.request_ids:
@@ -555,11 +577,11 @@ class StageRunner:
         return output
 
     def draft(self) -> DraftTokenIds:
-        """Return no drafts: stages have no drafter."""
+        """Return no drafts, because pipeline stages have no drafter."""
         return DraftTokenIds()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:  # noqa: ARG002 - as of all runners
-        """Return 0, because stages have no drafts."""
+        """Return 0, because step times are needed only for drafting and pipeline stages have no drafter."""
         return 0.0
 
     def to(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of a step, as the persistent batch prepares them."""
+"""Inputs of a step, which the persistent batch prepares for the forward pass and for sampling."""
 
 from dataclasses import dataclass
 
@@ -10,18 +10,18 @@ from penstock_enginecore.lora.adapter import LoraSegment
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A step in a flat batch.
+    """Inputs of a step, in flat arrays that join the tokens of all requests.
 
     Attributes:
-        request_ids: Requests of the step, in batch order.
-        token_ids: int64 ``[tokens]``. Tokens that are not on the host yet have the ID 0.
+        request_ids: IDs of the step's requests, in the order of the flat batch.
+        token_ids: int64 ``[tokens]``. The ID is 0 for tokens that the host has not received yet.
         positions: int64 ``[tokens]``.
-        attention: One entry per KV cache group.
-        sampling_requests: Indices of the requests that get a token.
-        logits_indices: Rows of the flat batch whose logits are needed. For each sampling request, these are the last
-            token that is not a draft, and all drafts.
-        unknown: Indices in the flat batch of tokens that are not on the host yet, int64 ``[n]``.
-        unknown_rows: Row of the persistent batch for each of these tokens. The token is the row's newest.
+        attention: Attention metadata of each KV cache group.
+        sampling_requests: Indices of the requests for which the step samples tokens.
+        logits_indices: Indices in the flat batch of the tokens whose logits are needed. For each sampling request,
+            these are the last token that is not a draft, and all drafts.
+        unknown: Indices in the flat batch of tokens that the host has not received yet, int64 ``[n]``.
+        unknown_rows: For each of these tokens, the row of the persistent batch whose newest token it is.
         drafts: Drafted tokens of each sampling request, or None if no request has drafts.
         segments: Ranges of tokens that use a LoRA adapter.
     """
@@ -39,12 +39,12 @@ class StepInputs:
 
     @property
     def sampling_ids(self) -> list[str]:
-        """IDs of the requests that get tokens."""
+        """IDs of the requests for which the step samples tokens."""
         return [self.request_ids[i] for i in self.sampling_requests]
 
     @property
     def rows(self) -> "SampledRows":
-        """Request and draft position of each row of logits."""
+        """Request of each row of logits, and the number of the request's drafts before the row."""
         sampling_ids = self.sampling_ids
         if self.drafts is None:
             return SampledRows(sampling_ids, None)
@@ -55,9 +55,10 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """Rows of logits. ``request_ids`` has the request of each row.
+    """Requests to which the rows of a step's logits belong. ``request_ids`` has the request of each row.
 
-    ``offsets``, int64 ``[rows]``, is the number of drafts before each row. It is None if no request has drafts.
+    ``offsets``, int64 ``[rows]``, is the number of the request's drafts before each row. ``offsets`` is None if no
+    request has drafts.
     """
 
     request_ids: list[str]
@@ -66,10 +67,10 @@ class SampledRows:
 
 @dataclass(frozen=True, slots=True)
 class PromptTargets:
-    """Prompt tokens of a request that a step can score.
+    """Prompt tokens of a request whose log-probabilities a step can compute.
 
     Attributes:
-        rows: Rows of the flat batch whose logits predict ``token_ids``.
+        rows: Indices in the flat batch of the tokens whose logits predict ``token_ids``.
         count: Number of most likely tokens to report for each of ``token_ids``.
     """
 
@@ -81,13 +82,13 @@ class PromptTargets:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTokens:
-    """Tokens that a step has chosen, but that are not on the host yet.
+    """Tokens that a step has sampled, but that the host has not received yet.
 
     Attributes:
-        rows: Rows of the batch, int64 ``[n]``.
-        places: Positions of the tokens in these rows.
-        tenants: Number of requests that each row had had when the step was launched. A different number later shows
-            that the row now belongs to another request.
+        rows: Row of the persistent batch for each token, int64 ``[n]``.
+        places: Position of each token in its request.
+        tenants: Number of requests that had owned each row when the step was launched. If this number has changed
+            later, the row belongs to another request.
     """
 
     rows: IntArray

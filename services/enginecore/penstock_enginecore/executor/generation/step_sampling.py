@@ -1,4 +1,4 @@
-"""Sampling of a step on the host, with log-probabilities.
+"""Sampling of a step's tokens on the host, with log-probabilities.
 
 Each request gets one token, or its accepted drafts and one more token.
 """
@@ -26,16 +26,19 @@ from penstock_enginecore.worker.device_thread import Arrival
 # Log-probabilities of a step's output.
 
 _MAX_LOGITS_BYTES = 64 * 2**20
-"""Maximum bytes of float32 logits of prompt tokens that are computed together. A single row may need more."""
+"""Maximum size in bytes of float32 logits of prompt tokens that are computed at a time. A single row of logits may be
+larger.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputScores:
-    """Logits of the requests that want log-probabilities.
+    """Rows of logits of the requests that want log-probabilities.
 
     Attributes:
-        logits: Raw logits ``[len(wanted), vocab]``.
-        wanted: For each row of ``logits``, the index of the sampled row and the number of most likely tokens.
+        logits: Logits ``[len(wanted), vocab]`` before sampling parameters are applied.
+        wanted: For each row of ``logits``, its index among the step's rows of logits, and the number of most likely
+            tokens to report.
     """
 
     logits: torch.Tensor
@@ -43,7 +46,9 @@ class OutputScores:
 
     @classmethod
     def of(cls, logits: torch.Tensor, wanted: Sequence[tuple[int, int]], *, overwritten: bool) -> "OutputScores":
-        """Select the rows of ``logits`` that ``wanted`` names. Copies them if the sampler overwrites its input."""
+        """Select the rows of ``logits`` that ``wanted`` names. If ``overwritten`` is true, the rows are copied, because
+        the sampler overwrites its input.
+        """
         if not wanted or (len(wanted) == len(logits) and not overwritten):
             return cls(logits, wanted)
         rows = torch.tensor([row for row, _ in wanted], dtype=torch.int64, device=logits.device)
@@ -52,8 +57,8 @@ class OutputScores:
     def logprobs(self, request_ids: Sequence[str], token_ids: IntArray) -> dict[str, Logprobs]:
         """Return the log-probabilities of the sampled ``token_ids``, by request ID.
 
-        ``request_ids`` and ``token_ids`` have one entry per sampled row. If a request has several rows, its result
-        contains all these rows in order.
+        ``request_ids`` and ``token_ids`` have one entry per row of logits. If a request has several rows, its result
+        contains the log-probabilities of all these rows in order.
         """
         if not self.wanted:
             return {}
@@ -70,12 +75,12 @@ class OutputScores:
 def score_prompts(
     forward: ForwardPass, batch: ForwardBatch, sampled_rows: IntArray, targets: Sequence[PromptTargets]
 ) -> tuple[ForwardOutput, dict[str, Logprobs]]:
-    """Run a step, and score the prompt tokens of ``targets``.
+    """Run the forward pass of a step, and compute the log-probabilities of the prompt tokens of ``targets``.
 
-    Returns the step's output with logits ``[len(sampled_rows), vocab]``, and log-probabilities of ``targets`` by
-    request ID. The logits of prompt tokens are computed from hidden states, a few rows at a time, so that a long prompt
-    needs no more memory than a short one. If the head cannot run separately, the forward pass computes all these
-    logits.
+    Returns the forward pass's output with logits ``[len(sampled_rows), vocab]``, and the log-probabilities of
+    ``targets`` by request ID. The logits of prompt tokens are computed from hidden states, a few rows at a time, so
+    that a long prompt needs no more memory than a short one. If the head cannot be called without the layers, the
+    forward pass computes all these logits.
     """
     separate = forward.separate_head
     rows = sampled_rows if separate else np.concatenate([sampled_rows, *(target.rows for target in targets)])
@@ -109,21 +114,22 @@ def _score(
 
 
 def _count(count: int, vocab: int) -> int:
-    """Return the number of most likely tokens to report. A ``count`` of -1 means all tokens."""
+    """Return the number of most likely tokens to report. A ``count`` of -1 means all tokens of the vocabulary."""
     return vocab if count < 0 else min(count, vocab)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A forward pass whose tokens are not sampled yet.
+    """Step whose forward pass has run, but whose tokens are not sampled yet.
 
     Attributes:
-        logits: ``[rows, vocab]``, or this rank's part of the vocabulary.
-        draws: Settings for drawing the rows on the device, or None if a row needs features that a device lacks.
-        launched: Tokens that the pass has already chosen.
+        logits: ``[rows, vocab]``, or only the columns that this tensor-parallel rank computes.
+        draws: Parameters for sampling on the device, or None if a row needs features that the device's sampler does not
+            have.
+        launched: Tokens that the forward pass has already sampled.
         num_drafts_wanted: See ``SchedulerOutput``.
-        seconds: Duration of the pass.
-        broken: Requests whose recurrent states have a number that is not finite.
+        seconds: Duration of the forward pass.
+        broken: Requests with a NaN or infinity in their recurrent states.
     """
 
     inputs: StepInputs
@@ -137,14 +143,16 @@ class PendingStep:
 
 
 def with_broken(output: ModelRunnerOutput, broken: Sequence[str]) -> ModelRunnerOutput:
-    """Return ``output`` with a count for each request in ``broken``, so that the scheduler ends the request."""
+    """Return ``output`` with a number of NaN logits of at least 1 for each request in ``broken``, so that the scheduler
+    ends the request.
+    """
     for request_id in broken:
         output.num_nans_in_logits.setdefault(request_id, 1)
     return output
 
 
 class StepSampling:
-    """Samples steps with the sampler of ``built``."""
+    """Samples the tokens of steps with the sampler of ``built``."""
 
     def __init__(self, built: BuiltForward) -> None:
         self._sampler = built.sampler
@@ -153,7 +161,7 @@ class StepSampling:
         self._batch_invariant = built.batch_invariant
 
     def sample(self, batch: InputBatch, pending: PendingStep, grammar: GrammarBitmask | None) -> ModelRunnerOutput:
-        """Sample the tokens of a step, with all options of its requests, and store them in ``batch``."""
+        """Sample the tokens of a step, with all sampling options of the requests, and store the tokens in ``batch``."""
         request_ids = pending.inputs.request_ids
         tokens: list[list[int]] = [[] for _ in request_ids]
         num_nans: dict[str, int] = {}
@@ -195,10 +203,11 @@ class StepSampling:
     def _choose_as_alone(
         self, batch: InputBatch, rows: SampledRows, grammar: GrammarBitmask | None, logits: torch.Tensor
     ) -> tuple[list[int], LaunchedTokens | None]:
-        """Let the device of a batch-invariant engine choose the tokens of some rows, and return the rows and tokens.
+        """For a batch-invariant engine, sample the tokens of some rows on the device, and return the indices of the
+        rows and the tokens.
 
-        The device chooses for rows whose tokens it would also choose in a batch of one. Near the boundary of a
-        distribution, the device's draw differs from the sampler's draw.
+        These are the rows whose tokens the device also samples when the request is alone in a batch. If a random number
+        is near the boundary between two tokens, the device and the sampler on the host may sample different tokens.
         """
         if not self._batch_invariant or self._launcher is None:
             return [], None
@@ -211,8 +220,8 @@ class StepSampling:
 
 
 def _reachable(inputs: StepInputs, drafts: Sequence[Sequence[int]], grammar: GrammarBitmask | None) -> list[int]:
-    """Return the number of usable rows of each sampling request. For a constrained request, only rows with a mask are
-    usable.
+    """Return the number of rows of logits from which each sampling request can get a token. For a request with a
+    grammar, these are only rows with a mask of allowed tokens.
     """
     named = {} if grammar is None else Counter(grammar.request_ids)
     return [
@@ -222,7 +231,7 @@ def _reachable(inputs: StepInputs, drafts: Sequence[Sequence[int]], grammar: Gra
 
 
 def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) -> dict[str, int]:
-    """Return the number of NaN logits in the rows that chose a request's tokens, by request ID.
+    """Return the number of NaN logits in the rows from which a request's tokens were sampled, by request ID.
 
     Requests without NaN logits are omitted.
     """
@@ -238,7 +247,7 @@ def _nans_of(inputs: StepInputs, tokens: list[list[int]], num_nans: IntArray) ->
 def read_late(
     inputs: StepInputs, prompt_logprobs: dict[str, Logprobs], encoder_failures: dict[str, str], arrival: Arrival
 ) -> ModelRunnerOutput:
-    """Return the output once the tokens have arrived. Thread-safe."""
+    """Wait until the host has received the step's tokens, and return the step's output. Thread-safe."""
     token_ids, num_nans = arrival.wait()[:, : len(inputs.sampling_requests)].tolist()
     tokens: list[list[int]] = [[] for _ in inputs.request_ids]
     nans: dict[str, int] = {}

@@ -1,1 +1,3 @@
-"""Workers in separate processes, and their communication with the engine: see docs/adr/0049."""
+"""Executor whose workers are separate processes, and the communication between the engine and its workers; see
+docs/adr/0049.
+"""

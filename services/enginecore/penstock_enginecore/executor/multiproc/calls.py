@@ -1,4 +1,6 @@
-"""Calls that at least one worker has not answered yet, and detection of calls that take too long."""
+"""Calls that the engine sends to workers and that at least one worker has not answered yet, and detection of calls that
+take too long.
+"""
 
 import contextlib
 import os
@@ -19,10 +21,11 @@ from penstock_enginecore.worker.failures import WorkersGone
 
 
 class Oldest(NamedTuple):
-    """The oldest unanswered call.
+    """Oldest call that at least one worker has not answered.
 
     Attributes:
-        waited: Seconds since the workers could start this call.
+        waited: Seconds since the previous call was answered, or since this call was sent if no other call was
+            unanswered.
         timed: See ``Calls.begin``.
         limit: See ``Calls.begin``.
         computes: See ``Calls.begin``.
@@ -46,7 +49,7 @@ class _Call:
 
 
 class Calls:
-    """Tracks numbered calls, which each worker answers in order. Thread-safe."""
+    """Tracks numbered calls to the workers. Each worker answers the calls in order. Thread-safe."""
 
     def __init__(self, num_workers: int, clock: Clock = time.monotonic) -> None:
         self._num_workers = num_workers
@@ -62,16 +65,17 @@ class Calls:
     def begin(
         self, *, timed: bool, limit: float | None = None, computes: bool = False
     ) -> "tuple[int, Future[list[Any]]]":
-        """Register a call. Returns its number, and a future with the answers by worker or with the first error.
+        """Register a call. Returns the call's number, and a future with the answers of all workers or with the first
+        error.
 
-        Raises the error of ``fail`` if ``fail`` was called.
+        If ``fail`` was called, raises the error that was passed to ``fail``.
 
         Args:
             timed: True for a step, which ends when all workers have answered. Any other call ends with its first error,
-                because other workers may wait for the worker that failed.
+                because other workers may wait for the worker that raised it.
             limit: Timeout in seconds for a call that is not a step, or None for no timeout.
-            computes: For a call without a timeout: whether some worker is computing at every moment until the call
-                ends.
+            computes: For a call without a timeout, whether at least one worker is computing at every moment until the
+                call ends.
         """
         with self._lock:
             if self._failed is not None:
@@ -83,8 +87,8 @@ class Calls:
             return self._last, call.future
 
     def answered(self, worker: int, number: int, answer: Any) -> None:
-        """Record a worker's answer. An Exception means that the call failed on this worker. Unknown numbers are
-        ignored.
+        """Record the answer of a worker to call ``number``. If ``answer`` is an Exception, the call failed on this
+        worker. Numbers of unknown calls are ignored.
         """
         with self._lock:
             call = self._calls.get(number)
@@ -108,8 +112,8 @@ class Calls:
             call.future.set_result(call.answers)
 
     def fail(self, error: Exception) -> None:
-        """Fail all pending and future calls with ``error``. If ``fail`` was called before, future calls keep that
-        error.
+        """Fail all pending and future calls with ``error``. If ``fail`` was called before, future calls fail with the
+        error of the first call of ``fail``.
         """
         with self._lock:
             self._failed = self._failed or error
@@ -120,7 +124,7 @@ class Calls:
             call.future.set_exception(error)
 
     def check(self) -> None:
-        """Raise the error of ``fail`` if ``fail`` was called."""
+        """If ``fail`` was called, raise the error that was passed to ``fail``."""
         with self._lock:
             if self._failed is not None:
                 raise self._failed
@@ -132,14 +136,14 @@ class Calls:
             return self._failed is not None
 
     def failed(self) -> Exception:
-        """Return the error of ``fail``. Waits until ``fail`` is called."""
+        """Wait until ``fail`` is called, and return the error that was passed to ``fail``."""
         with self._lock:
             while self._failed is None:
                 self._failing.wait()
             return self._failed
 
     def oldest(self) -> Oldest | None:
-        """Return the oldest unanswered call, or None if there is none."""
+        """Return the oldest call that at least one worker has not answered, or None if all calls are answered."""
         with self._lock:
             call = next(iter(self._calls.values()), None)
             if call is None:
@@ -155,7 +159,7 @@ class Calls:
             return bool(self._left_alone)
 
     def missing(self) -> set[int]:
-        """Return the workers that have not answered the oldest call."""
+        """Return the workers that have not answered the oldest unanswered call."""
         with self._lock:
             oldest = next(iter(self._calls.values()), None)
             return set() if oldest is None else set(oldest.missing)
@@ -165,9 +169,10 @@ T = TypeVar("T")
 
 
 def agreed(what: str, answers: Sequence[T], first_rank: int = 0) -> T:
-    """Return the answer that all workers gave. ``first_rank`` is the rank of the first answer.
+    """Return the answer, which must be the same from all workers. ``first_rank`` is the rank of the worker that gave
+    the first answer.
 
-    Raises WorkersGone if the answers differ, naming a worker and the difference.
+    Raises WorkersGone if the answers differ. The message names a worker and the difference.
     """
     first = answers[0]
     for rank, other in enumerate(answers, first_rank):
@@ -180,7 +185,7 @@ def agreed(what: str, answers: Sequence[T], first_rank: int = 0) -> T:
 
 
 def _difference(one: Any, other: Any, name: str = "") -> tuple[str, Any, Any]:
-    """Return the name of the first field in which two values differ, and both values of the field."""
+    """Return the name of the first field in which two structs differ, and the field's value in both structs."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
             if one.get(key) != other.get(key):
@@ -188,29 +193,30 @@ def _difference(one: Any, other: Any, name: str = "") -> tuple[str, Any, Any]:
     return name or "the value", one, other
 
 
-# Timeouts of calls, and stack traces of workers.
+# Timeouts of calls to workers, and stack traces of workers.
 
 _LOOK = 0.25
-"""Seconds between two checks of workers whose call has no timeout."""
+"""Seconds between two checks of the workers during a call without a timeout."""
 _IDLE_AT_LEAST = 60.0
-"""Minimum number of seconds without any worker computing before the workers are considered hung.
+"""Minimum time in seconds in which no worker computes, before the engine considers the workers hung.
 
-The machine may be busy with other work for a shorter time.
+During a shorter time, other processes may keep the machine busy.
 """
 _COMPUTED = 0.05
-"""Processor time of all workers, in seconds, that counts as computing."""
+"""Processor time in seconds. If all workers together have used at least this time, they count as computing."""
 
 
 class Overdue:
     """Detects workers that hang.
 
-    A step has ``timeout`` seconds, and a call with a limit has that limit. Other calls, such as loading a model, have
-    no timeout. During such a call, a worker that is stopped by a signal is detected. If the call should compute all the
-    time, a period in which no worker computes is also detected, because the workers then wait for each other.
+    A step must end within ``timeout`` seconds, and a call with a limit within its limit. Other calls, such as loading a
+    model, have no timeout. During a call without a timeout, the workers count as hung if a signal has stopped a worker.
+    If the call should compute all the time, the workers also count as hung if no worker computes for a long time,
+    because they then wait for each other.
     """
 
     def __init__(self, timeout: float, oldest: Callable[[], Oldest | None], clock: Clock = time.monotonic) -> None:
-        """Detect hangs of the call that ``oldest`` returns."""
+        """Watch the oldest unanswered call, which ``oldest`` returns."""
         self._timeout = timeout
         self._oldest = oldest
         self._clock = clock
@@ -218,7 +224,9 @@ class Overdue:
         self._computed = self._computed_at = 0.0
 
     def look_in(self) -> float:
-        """Return the number of seconds until ``reason`` may return a reason. A value of 0 or less means now."""
+        """Return the number of seconds until ``reason`` may find hung workers. A value of 0 or less means that the
+        caller should call ``reason`` now.
+        """
         call = self._oldest()
         if call is None:
             return self._timeout
@@ -226,7 +234,7 @@ class Overdue:
         return _LOOK if limit is None else limit - call.waited
 
     def reason(self, pids: Sequence[int], first_rank: int = 0) -> str | None:
-        """Return the reason why the workers are considered hung, or None if they are not.
+        """Return the reason why the workers count as hung, or None if the workers do not count as hung.
 
         ``pids`` are the process IDs of the workers, from rank ``first_rank`` on.
         """
@@ -275,17 +283,17 @@ class Overdue:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal. Returns False for a process that has ended."""
+    """Return whether a signal has stopped (paused) a process. Returns False for a process that has ended."""
     return _state(pid) == "T"
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process has ended, even if its parent has not reaped it."""
+    """Return whether a process has ended. A process whose parent has not collected its exit status counts as ended."""
     return _state(pid) in ("", "Z", "X")
 
 
 def _state(pid: int) -> str:
-    """Return the kernel's state letter, or '' if there is no such process."""
+    """Return the operating system's letter for the state of a process, or an empty text if the process does not exist."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
@@ -294,9 +302,9 @@ def _state(pid: int) -> str:
 # Stack traces, which workers write on request.
 
 DUMP_STACKS = signal.SIGUSR1
-"""Signal on which a worker writes its stack traces."""
+"""Signal that makes a worker write the stack traces of its threads."""
 _PATIENT, _QUIET = 1.0, 0.25
-"""Seconds without output after which reading ends.
+"""Seconds without new output from workers after which ``read_stacks`` stops reading.
 
 The first value applies until every running worker has written something. The second value applies after that.
 """
@@ -304,9 +312,10 @@ _MOST = 64 * 1024
 
 
 def read_stacks(pipes: Sequence[int], pids: Sequence[int]) -> list[str]:
-    """Ask all workers for stack traces, and return the text of each. ``pipes`` has one descriptor for each worker.
+    """Ask all workers for stack traces, and return the text from each worker. ``pipes`` has one descriptor for each
+    worker.
 
-    If a worker writes nothing, its text gives the reason.
+    If a worker writes nothing, the text for this worker gives the reason.
     """
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):

@@ -49,24 +49,27 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _WAITING: tuple[Method, ...] = ("collective_rpc", "shutdown")
-"""Methods during which a worker may wait for something other than another worker."""
+"""Methods of workers that may wait for something other than a worker, so a long time without computation does not mean
+that the workers hang.
+"""
 _CONSEQUENCE = 0.1
-"""Seconds to wait for the exit of a worker after an error of another worker. The exit may have caused the error."""
+"""Seconds to wait, after an error of a worker, for the exit of another worker. That exit may have caused the error."""
 
 
 class MultiprocExecutor:
     """An ``Executor`` that starts its workers as processes.
 
-    Forward passes and the scheduler then use different Python interpreters. The executor sends calls to all workers
-    over one ring, and receives answers over one ring per worker. If a worker exits, hangs in a step, or samples
-    different tokens than the first worker, the executor ends all workers. Pending and later calls then raise
-    WorkersGone.
+    So forward passes and the scheduler use different Python interpreters. The executor sends calls to all workers over
+    one ring, and receives answers over one ring per worker. If a worker exits, hangs in a step, or samples different
+    tokens than the first worker, the executor ends all workers. Pending and later calls then raise WorkersGone.
     """
 
     def __init__(
         self, config: EngineCoreConfig, *, module: str = MODULE, size_adapter: SizeAdapter = peft_size
     ) -> None:
-        """Start the processes, without waiting for their imports. ``module`` is the program of the worker processes."""
+        """Start the worker processes, without waiting until they have imported their modules. ``module`` is the program
+        of the worker processes.
+        """
         self._timeout = config.executor.step_timeout
         self._num_workers = num_workers = config.executor.num_workers
         self._num_of_stage = config.executor.tensor_parallel_size
@@ -84,7 +87,7 @@ class MultiprocExecutor:
         self._shut_down = False
         make: type[Workers] | type[SpreadWorkers] = SpreadWorkers if config.executor.nodes.size > 1 else Workers
         self._workers = make(
-            # Resolve a generated name here, because each process would generate its own.
+            # Resolve a generated engine name here, because each process would generate a different name.
             msgspec.structs.replace(config, engine_id=config.name),
             self._hear,
             self._fail,
@@ -99,20 +102,20 @@ class MultiprocExecutor:
 
     @property
     def experts(self) -> None:
-        """Always None, because only ranks with a single worker can share experts."""
+        """Always None, because experts can be distributed only among ranks that have a single worker each."""
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         self._on_failure = failed
         try:
             self._calls.check()
-        except WorkersGone as error:  # failed before this call
+        except WorkersGone as error:  # the workers failed before ``watch`` was called
             failed(error)
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Wait for the workers to load the weights.
 
-        Raises the first ModelLoadError or ConfigError of a worker. Raises WorkersGone if workers loaded different
-        models.
+        Raises the first ModelLoadError or ConfigError that a worker reports. Raises WorkersGone if the workers loaded
+        different models.
         """
         self._progress = progress
         self._workers.wait(progress)
@@ -121,21 +124,24 @@ class MultiprocExecutor:
         return agreed("the model", [msgspec.structs.replace(model, states=states) for model in models])
 
     def _stages(self, answers: list[T]) -> list[tuple[int, list[T]]]:
-        """Return the answers of each pipeline stage, with the rank of the first."""
+        """Return the answers of the workers of each pipeline stage, with the rank of the stage's first worker."""
         size = self._num_of_stage
         return [(first, answers[first : first + size]) for first in range(0, self._num_workers, size)]
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Return the KV cache spec of each attention layer, by layer name in execution order.
 
-        For a model in pipeline stages, return the specs of a stage with the most layers of each kind.
+        For a model in pipeline stages, the result has as many layers of each kind as the stage with the most layers of
+        this kind.
         """
         specs: list[dict[str, KVCacheSpec]] = self._invoke("kv_cache_specs", dict[str, KVCacheSpec])
         stages = [agreed("the KV cache", of_stage, first) for first, of_stage in self._stages(specs)]
         return largest_stage(stages) if len(stages) > 1 else stages[0]
 
     def available_kv_cache_memory(self) -> int:
-        """Return the minimum over all workers of the bytes available for the KV cache. Waits for the profiling step."""
+        """Return the size in bytes of the memory available for the KV cache: the minimum over all workers. Waits for
+        the profiling step.
+        """
         available: list[int] = self._invoke("available_kv_cache_memory", int)
         return min(available)
 
@@ -144,7 +150,7 @@ class MultiprocExecutor:
         self._invoke("initialize_kv_cache", None, encode(config))
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Send the step to the workers, which run it after all earlier steps."""
+        """Send the step to the workers, which run the step after all earlier steps."""
         self._send(execute(scheduler_output))
         self._executing = True
 
@@ -163,9 +169,9 @@ class MultiprocExecutor:
         return step
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Draft in every worker after the sampling of the step. Returns the drafts of the first worker.
+        """Draft tokens in every worker after the step is sampled.
 
-        If the workers have exited, there are no drafts.
+        Returns the drafts of the first worker, or no drafts if the workers have exited.
         """
         number, answers = self._calls.begin(timed=True)
         drafts: Future[DraftTokenIds] = Future()
@@ -183,7 +189,7 @@ class MultiprocExecutor:
         return drafts
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Time forward passes in the workers. Returns the seconds of the slowest worker."""
+        """Time forward passes in the workers. Returns the duration of a pass on the slowest worker in seconds."""
         timed: list[float] = self._invoke("step_seconds", float, encode((num_tokens, passes)))
         return max(timed)
 
@@ -192,8 +198,8 @@ class MultiprocExecutor:
         self._invoke("execute_dummy_batch", None)
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
-        """Load an adapter in every worker, after ``make_room`` has freed memory. Steps continue while the adapter
-        loads.
+        """Load a LoRA adapter in every worker, after ``make_room`` has freed memory for the adapter. Steps continue
+        while the adapter loads.
         """
         number, loaded = self._loads.begin()
         self._sizes.submit(partial(self._load_lora, number, lora, make_room))
@@ -211,7 +217,7 @@ class MultiprocExecutor:
         make_room(size, made)
 
     def _read_lora(self, number: int, lora: LoraRequest, made: "Future[None]") -> None:
-        """Send the command to load an adapter, after the commands that free memory for this adapter."""
+        """Send the command to load a LoRA adapter to the workers, after the commands that free memory for this adapter."""
         try:
             made.result()
             self._send(LoadLora(number, lora))
@@ -219,14 +225,15 @@ class MultiprocExecutor:
             self._loads.refused(number, e)
 
     def block_copier(self) -> BlockCopier:
-        """Return a copier of KV blocks. Every worker copies its part of a block while its steps run.
+        """Return an object that copies KV blocks between the workers and the host. Every worker copies its part of a
+        block while its steps run.
 
         A copied block is the concatenation of the parts of all workers.
         """
         return self._copier("block_facts", of_states=False)
 
     def state_copier(self) -> BlockCopier:
-        """Return a copier of states. Otherwise as ``block_copier``."""
+        """Return an object that copies the states of recurrent layers, in the same way as ``block_copier``."""
         return self._copier("state_facts", of_states=True)
 
     def _copier(self, method: Method, *, of_states: bool) -> BlockCopier:
@@ -238,14 +245,16 @@ class MultiprocExecutor:
         return Copier(partial(self._copies.call, of_states), BlockFacts(sum(num_bytes), order, numerics))
 
     def unload_lora(self, digest: bytes) -> None:
-        """Remove an adapter from every worker, after all earlier steps."""
+        """Remove a LoRA adapter from every worker, after all earlier steps."""
         self._send(UnloadLora(digest))
 
     def roll_back(self) -> None:
-        """Do nothing. The workers are in no data-parallel group, so no step can fail because another rank is lost."""
+        """Do nothing. The workers are in no data-parallel group, so a step cannot fail because another rank is lost."""
 
     def recover(self) -> None:
-        """Wait for the workers to forget every request and compute a token. Raises the error if the computation fails."""
+        """Wait until the workers have forgotten every request and have tested their devices by computing a token.
+        Raises the error if the test fails.
+        """
         self._executing = False
         self._invoke("recover", None)
 
@@ -254,9 +263,10 @@ class MultiprocExecutor:
         return self._invoke("collective_rpc", Any, encode((method, list(arguments))))
 
     def worker_stats(self) -> list[WorkerStats]:
-        """Return the last report of each worker, which is about one second old while steps run.
+        """Return the last report of each worker's statistics.
 
-        After one worker has failed, all workers are reported as down.
+        While steps run, a report is at most about one second old. After one worker has failed, all workers are reported
+        as down.
         """
         up = not self._calls.has_failed
         return [msgspec.structs.replace(stats, up=up) for stats in self._stats]
@@ -282,10 +292,10 @@ class MultiprocExecutor:
             self._copies.fail(WorkersGone("the executor is shut down"))
 
     def _invoke(self, method: Method, kind: Any, argument: bytes = b"", limit: float | None = None) -> list[Any]:
-        """Return the results by worker, decoded as ``kind``.
+        """Call a method of every worker.
 
-        ``limit`` is a timeout in seconds. If it is None, there is no timeout, and the call fails only if a worker
-        fails.
+        Returns the result of each worker, decoded as ``kind``. ``limit`` is a timeout in seconds. If ``limit`` is None,
+        the call fails only if a worker fails.
         """
         computes = self._one_node and method not in _WAITING
         number, answers = self._calls.begin(timed=False, limit=limit, computes=computes)
@@ -295,7 +305,7 @@ class MultiprocExecutor:
         return [] if kind is None else [msgspec.msgpack.decode(value, type=kind) for value in values]
 
     def _send(self, call: Call) -> None:
-        """Send a call. Raises WorkersGone if the workers no longer read calls."""
+        """Send a call to all workers. Raises WorkersGone if the workers no longer read calls."""
         self._calls.check()
         try:
             with self._sending:
@@ -307,7 +317,7 @@ class MultiprocExecutor:
             self._calls.fail(error)
             raise error from e
 
-    # Called on the workers' threads.
+    # Methods that run on the threads that receive the workers' answers.
 
     def _hear(self, rank: int, message: bytes) -> None:
         match decode_answer(message):
@@ -326,7 +336,7 @@ class MultiprocExecutor:
                 self._calls.answered(rank, number, answer)
             case Raised(number, failure):
                 if failure.kind == "other" and self._workers.has_ended(_CONSEQUENCE):
-                    return  # caused by the exit of another worker, which is reported separately
+                    return  # the exit of another worker caused this error, and that exit is reported separately
                 worker = f"worker {rank}" if self._num_workers > 1 else ""
                 self._calls.answered(rank, number, failure.error(worker))
 
@@ -337,8 +347,8 @@ class MultiprocExecutor:
         self._on_failure(error)
 
     def _finish(self, step: "Future[ModelRunnerOutput]", answers: "Future[list[Any]]") -> None:
-        """Complete a step with the output of the last stage's first worker, if all workers of that stage sampled the
-        same tokens.
+        """Complete a step with the output of the first worker of the last stage, if all workers of the last stage
+        sampled the same tokens.
         """
         error = answers.exception()
         if error is not None:

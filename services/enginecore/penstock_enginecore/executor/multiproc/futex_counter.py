@@ -1,8 +1,8 @@
-"""Counters in shared memory: one process advances a counter, and others wait for it.
+"""Counters in shared memory: one process advances a counter, and other processes wait until the counter changes.
 
 A counter is a 32-bit word. The lowest bit is set if the counter is closed. The other bits count modulo 2**31. A waiter
-spins for 50 microseconds, then sleeps on a futex. ``csrc/words.cpp`` implements this if the package was built with a
-compiler. Otherwise this module makes the same system calls.
+spins for 50 microseconds, then sleeps on a futex. If the package was built with a compiler, ``csrc/words.cpp``
+implements these operations. Otherwise this module makes the same system calls.
 """
 
 import contextlib
@@ -20,20 +20,22 @@ from typing import NamedTuple, Protocol
 from penstock_common.errors import ConfigError
 
 SPIN = 50e-6
-"""Seconds that a waiter spins before it sleeps."""
+"""Seconds for which a waiter spins before the waiter sleeps."""
 CLOSED = 1
 STEP = 2
-"""Increment of a word when its counter grows by one."""
+"""Number that is added to a word when the counter in this word grows by one."""
 
 _LIBRARY = Path(__file__).parents[2] / "native" / "kernels_baseline.so"
 _FUTEX = {"x86_64": 202, "amd64": 202, "aarch64": 98, "arm64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
-"""Numbers of the futex system call."""
+"""Number of the futex system call by processor architecture."""
 _WAKE, _WAIT_BITSET, _ANY = 1, 9, 0xFFFFFFFF
 _STRONGLY_ORDERED = ("x86_64", "amd64", "s390x")
 
 
 class Sleepers(NamedTuple):
-    """Words in which waiters mark that they sleep: ``number`` words, ``stride`` bytes apart, starting at ``address``."""
+    """Words in shared memory in which waiters mark that they sleep: ``number`` words, ``stride`` bytes apart, starting
+    at ``address``.
+    """
 
     address: int
     number: int = 1
@@ -41,31 +43,33 @@ class Sleepers(NamedTuple):
 
 
 class Words(Protocol):
-    """Operations on words. Each ``address`` points to a word in shared memory. The memory must stay mapped during the
-    call.
+    """Operations on words that contain counters. Each ``address`` points to a word in shared memory. The memory must
+    stay mapped during a call.
     """
 
     def load(self, address: int) -> int:
-        """Return the word. The caller then also sees everything that the writer wrote before this value."""
+        """Return the value of the word. The caller then also sees all memory that the writer wrote before this value."""
 
     def add(self, address: int, count: int, sleepers: Sleepers) -> None:
-        """Advance the counter by ``count``, and wake sleeping waiters. Only one process at a time may do this."""
+        """Advance the counter by ``count``, and wake sleeping waiters. Only one process at a time may call this method."""
 
     def close(self, address: int, sleepers: Sleepers) -> None:
         """Close the counter, and wake sleeping waiters.
 
-        Called by the process that advances the counter, or by another process after that process has ended.
+        The process that advances the counter calls this method, or another process calls it after that process has
+        ended.
         """
 
     def wait(self, address: int, seen: int, sleeping: int, deadline: float | None) -> bool:
-        """Wait until the word differs from ``seen``. Returns False at ``deadline``, a time of ``time.monotonic``.
+        """Wait until the value of the word differs from ``seen``. Returns False at ``deadline``, a time of
+        ``time.monotonic``.
 
         ``sleeping`` is the address of the word in which this waiter marks that it sleeps.
         """
 
 
 class NativeWords:
-    """Implementation with the C++ library. Calls that can wait release the interpreter lock."""
+    """Implementation of ``Words`` with the package's C++ library. Calls that can wait release the interpreter lock."""
 
     def __init__(self, path: Path | None = None, spin: float = SPIN) -> None:
         """Load the package's library, or the library at ``path``.
@@ -81,7 +85,7 @@ class NativeWords:
             holding.penstock_word_close,
         )
         self._wait = releasing.penstock_word_wait
-        _ = holding.penstock_ring_put  # check that the ring functions exist, too
+        _ = holding.penstock_ring_put  # check that the library has the functions for rings, too
         self._load.argtypes, self._load.restype = (pointer,), ctypes.c_uint32
         self._add.argtypes, self._add.restype = (pointer, ctypes.c_uint32, pointer, number, number), None
         self._close.argtypes, self._close.restype = (pointer, pointer, number, number), None
@@ -105,18 +109,20 @@ class NativeWords:
                 return False
             if code != errno.EINTR:
                 raise OSError(code, f"cannot wait on a futex: {os.strerror(code)}")
-            spin = 0  # Python runs the signal's handler between two calls.
+            spin = 0  # Python runs the handler of the signal before the next call.
         return True
 
 
 class PlainWords:
-    """Implementation with libc's ``syscall``. Waiters sleep without spinning, and each advance makes a system call."""
+    """Implementation of ``Words`` with libc's ``syscall``. Waiters sleep without spinning, and each call of ``add``
+    makes a system call.
+    """
 
     class _Time(ctypes.Structure):
         _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
     def __init__(self) -> None:
-        """Load libc. Raises ConfigError if the system has no futexes."""
+        """Load libc. Raises ConfigError if the operating system has no futexes."""
         machine = platform.machine().lower()
         if sys.platform != "linux" or machine not in _FUTEX:
             raise ConfigError(
@@ -125,7 +131,7 @@ class PlainWords:
         self._number = ctypes.c_long(_FUTEX[machine])
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._ordered = machine in _STRONGLY_ORDERED
-        self._lock = threading.Lock()  # one thread of a process may close while another adds
+        self._lock = threading.Lock()  # one thread of a process may call ``close`` while another thread calls ``add``
 
     def load(self, address: int) -> int:
         value = ctypes.c_uint32.from_address(address).value
@@ -147,8 +153,8 @@ class PlainWords:
 
     def wait(self, address: int, seen: int, sleeping: int, deadline: float | None) -> bool:
         asleep = ctypes.c_uint32.from_address(sleeping)
-        asleep.value = 1  # for writers that read this word
-        self._libc.getppid()  # a fence: the mark must be visible before the word is read
+        asleep.value = 1  # tells writers that this waiter sleeps
+        self._libc.getppid()  # a fence: the mark must be visible before this thread reads the word
         try:
             return self._sleep(address, seen, deadline)
         finally:
@@ -175,12 +181,12 @@ class PlainWords:
 
     def _fence(self) -> None:
         if not self._ordered:
-            self._libc.getppid()  # releases and acquires the interpreter lock, which acts as a fence
+            self._libc.getppid()  # this call releases and acquires the interpreter lock, which acts as a fence
 
 
 @functools.cache
 def shared_words() -> Words:
-    """Return ``NativeWords`` if the library is available, otherwise ``PlainWords``.
+    """Return ``NativeWords`` if the package's C++ library is available, otherwise ``PlainWords``.
 
     Raises ConfigError if the system has no futexes.
     """
@@ -191,5 +197,5 @@ def shared_words() -> Words:
 
 
 def deadline_after(timeout: float | None) -> float | None:
-    """Return the time at which ``timeout`` seconds are over, or None for no timeout."""
+    """Return the time of ``time.monotonic`` in ``timeout`` seconds, or None if ``timeout`` is None."""
     return None if timeout is None else time.monotonic() + timeout

@@ -1,4 +1,6 @@
-"""Workers of one engine on several nodes: the engine's side, the other nodes' side, and the addresses of nodes."""
+"""Workers of one engine on several nodes: the code of the engine's node, the code of the other nodes, and the addresses
+of nodes.
+"""
 
 import asyncio
 import logging
@@ -38,8 +40,8 @@ _ANYWHERE = ("", "0.0.0.0", "::")
 def meeting_place(address: str, secret: SharedSecret | None) -> MeetingServer:
     """Start a rendezvous store on a free port of ``address``.
 
-    Processes on other hosts that know the secret can use the store until it is closed. Raises ConfigError if this host
-    does not have the address.
+    Processes on other hosts that know the secret can use the store until the store is closed. Raises ConfigError if
+    ``address`` is not an address of this host.
     """
     try:
         return MeetingServer(address, secret)
@@ -48,10 +50,11 @@ def meeting_place(address: str, secret: SharedSecret | None) -> MeetingServer:
 
 
 def secret_of(config: EngineCoreConfig, address: str) -> SharedSecret | None:
-    """Return the secret with which the stages of all nodes authenticate each other, or None.
+    """Return the secret with which the pipeline stages of all nodes authenticate each other, or None if no secret is
+    configured.
 
-    This node's stages listen on ``address``. Raises ConfigError if other hosts can reach ``address`` and there is no
-    secret. Also raises ConfigError if the secret's file is invalid.
+    This node's stages listen on ``address``. Raises ConfigError if other hosts can reach ``address`` and no secret is
+    configured. Also raises ConfigError if the file with the secret is invalid.
     """
     secret = load_secret(config.parallel.secret_file)
     check_internal_port(address, field="executor.nodes.address", has_secret=secret is not None)
@@ -61,7 +64,8 @@ def secret_of(config: EngineCoreConfig, address: str) -> SharedSecret | None:
 def own_address(configured: str, host: str) -> str:
     """Return the IP address at which other nodes reach the engine's node.
 
-    ``host`` is the listen address of the engine's server. Raises ConfigError.
+    ``configured`` is the setting executor.nodes.address, and ``host`` is the listen address of the engine's server.
+    Raises ConfigError if the name of this host cannot be resolved.
     """
     if configured or host not in _ANYWHERE:
         return configured or host
@@ -76,39 +80,44 @@ def own_address(configured: str, host: str) -> str:
 
 
 def address_towards(leader: str, port: int) -> str:
-    """Return this host's IP address for connections to the engine's node. Raises ConfigError."""
+    """Return the IP address of this host from which connections to the engine's node start. Raises ConfigError if there
+    is no route to the engine's node.
+    """
     host, number = addresses.split(addresses.with_default_port(leader, port))
     try:
         family, _, _, _, there = socket.getaddrinfo(host, number, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(there)  # sends nothing
+            probe.connect(there)  # connecting a UDP socket sends nothing
             return str(probe.getsockname()[0])
     except OSError as e:
         raise ConfigError(f"executor.nodes.leader is {leader!r}, which cannot be reached: {e}") from None
 
 
-# Program of a node, which runs workers of an engine on another host.
+# Program of a node that runs workers of an engine whose process is on another host.
 
 log = get_logger()
 
 
 def check(config: EngineCoreConfig) -> None:
-    """Raise ConfigError for settings with which a process cannot be a node of an engine on another host."""
+    """Raise ConfigError if the settings are not valid for a node other than the engine's node."""
     nodes = config.executor.nodes
     if nodes.size == 1:
         raise ConfigError(
-            "executor.nodes.size is 1, so the engine has no other nodes; set it to the number of nodes, the same on all nodes"
+            "executor.nodes.size is 1, so the engine has no other nodes; set executor.nodes.size to the number of nodes, "
+            "with the same value on all nodes"
         )
     if nodes.index == 0:
         raise ConfigError(
             f"executor.nodes.index is 0, the index of the engine's node; give each other node an index from 1 to {nodes.size - 1}"
         )
     if not nodes.leader:
-        raise ConfigError("executor.nodes.leader is empty; set it to the address of the engine, as host or host:port")
+        raise ConfigError(
+            "executor.nodes.leader is empty; set executor.nodes.leader to the engine's address, as host or host:port"
+        )
 
 
 def run(config: EngineCoreConfig, module: str = MODULE) -> None:
-    """Serve until the engine ends. ``module`` is the program of the worker processes.
+    """Run the workers of this node until the engine ends. ``module`` is the program of the worker processes.
 
     Raises:
         ConfigError: The settings are not valid for a node.
@@ -128,7 +137,7 @@ async def _serve(config: EngineCoreConfig, module: str) -> None:
     client = NodeClient(config)
     attached = await client.attach()
     log.info("this node is attached to the engine", engine=attached.engine_id, node=nodes.index)
-    for number in (signal.SIGTERM, signal.SIGINT):  # The engine drains before it stops, and needs this node meanwhile.
+    for number in (signal.SIGTERM, signal.SIGINT):  # The engine drains before it stops, and needs this node until then.
         asyncio.get_running_loop().add_signal_handler(number, _leave_it_to_the_engine)
     count = config.executor.num_workers // nodes.size
     node = Node(nodes.index * count, count, attached.meeting, address)
@@ -152,15 +161,15 @@ def _leave_it_to_the_engine() -> None:
 
 
 class NodeWorkers:
-    """The workers of this node, controlled by the engine's session. ``error`` is the reason why the workers have
-    exited.
+    """Workers of this node, which the engine controls over a session. ``error`` is the reason why the workers have
+    exited, or None.
     """
 
     def __init__(self, config: EngineCoreConfig, node: Node, client: NodeClient, module: str) -> None:
         self._client = client
         self._timeout = config.executor.step_timeout
         self.error: WorkersGone | None = None
-        # Only the engine knows which calls run. This node detects only workers that are stopped by a signal.
+        # Only the engine knows which calls run. So this node detects only workers that a signal has stopped.
         overdue = Overdue(self._timeout, lambda: Oldest(0.0, timed=False, limit=None))
         self._workers = Workers(config, client.answer, self._fail, overdue, module, node=node)
 
@@ -170,7 +179,7 @@ class NodeWorkers:
         except RingTimeout as e:
             self._fail(WorkersGone(f"the workers do not read their messages: {e}"))
         except RingClosed:
-            return  # a worker has ended, which is reported separately
+            return  # a worker has ended, and this end is reported separately
 
     def expect_ends(self) -> None:
         self._workers.expect_ends()
@@ -188,17 +197,17 @@ class NodeWorkers:
         self._client.give_up(str(error))
 
 
-# The engine's side.
+# Code that runs in the engine's process.
 
 logger = logging.getLogger(__name__)
 
 _STACKS_WITHIN = 3.0
-"""Timeout in seconds for stack traces from other nodes."""
+"""Seconds to wait for stack traces from other nodes."""
 
 
 class SpreadWorkers:
-    """``Workers`` of this node and of other nodes, which attach to this node. If one worker exits, all workers are
-    ended.
+    """All workers of an engine on several nodes, with the methods of ``Workers``. The other nodes attach to this node,
+    the engine's node. If one worker exits, all workers are ended.
 
     A separate thread handles the answers of each node, so that a slow node delays neither other nodes nor the network.
     """
@@ -211,10 +220,10 @@ class SpreadWorkers:
         overdue: Overdue,
         module: str = MODULE,
     ) -> None:
-        """Start to listen for nodes, and start the workers of this node. See ``Workers``.
+        """Start to listen for other nodes, and start the workers of this node. See ``Workers`` for the arguments.
 
         Raises ConfigError if the port for nodes is in use, or if other nodes cannot reach this node. Also raises
-        ConfigError if every host can reach this node without a secret.
+        ConfigError if every host can reach this node and no secret is configured.
         """
         self._nodes = nodes = config.executor.nodes
         self._hear, self._failed = hear, failed
@@ -274,7 +283,7 @@ class SpreadWorkers:
             raise self._error
 
     def write(self, message: bytes, timeout: float) -> None:
-        """Send a call to all workers. See ``Workers``."""
+        """Send a call to all workers of all nodes. Raises the errors of ``Workers.write``."""
         self._listener.call(message)
         self._local.write(message, timeout)
 
@@ -283,11 +292,11 @@ class SpreadWorkers:
         self._local.expect_ends()
 
     def look_again(self) -> None:
-        """Recompute the deadline, because a call has begun."""
+        """Recompute the time of the next check for hung workers, because a call has begun."""
         self._local.look_again()
 
     def has_ended(self, within: float) -> bool:
-        """Return whether a worker has exited, or exits in the next ``within`` seconds."""
+        """Return whether a worker of any node has exited, or exits in the next ``within`` seconds."""
         return self._local.has_ended(within, self._gone)
 
     def end(self, *, told: bool) -> None:
@@ -301,7 +310,7 @@ class SpreadWorkers:
             if thread is not threading.current_thread():
                 thread.join()
 
-    # Handlers of messages from nodes. They run on the listener's thread.
+    # Handlers of messages from other nodes. They run on the listener's thread.
 
     def attached(self, index: int) -> None:
         with self._changed:
@@ -321,7 +330,7 @@ class SpreadWorkers:
         os.eventfd_write(self._gone, 1)
         self._said[index].put(WorkersGone(f"node {index}: {reason}"))
 
-    # Methods that run on the threads of workers and nodes.
+    # Methods that run on the threads that handle the answers of workers and nodes.
 
     def _listen(self, index: int) -> None:
         while (said := self._said[index].get()) is not None:
@@ -331,7 +340,7 @@ class SpreadWorkers:
                 continue
             try:
                 self._hear(*said)
-            except Exception as e:  # Callers that wait for answers must not wait forever.
+            except Exception as e:  # Without this handler, callers would wait for the answer forever.
                 logger.exception("cannot process an answer from the workers of a node node=%d", index)
                 self._fail_here(WorkersGone(f"answers of node {index} cannot be read: {e}"))
                 self._local.end(told=False)

@@ -2,8 +2,8 @@
 message, in order.
 
 The design follows vLLM's message queue in shared memory and LMAX's Disruptor: one writer, and counters instead of
-locks. In this ring, a waiting process sleeps after a short spin. A message may use any number of slots, even more than
-the ring has.
+locks. In contrast to these designs, a waiting process of this ring sleeps after a short spin. A message may use any
+number of slots, even more slots than the ring has.
 """
 
 import ctypes
@@ -29,18 +29,18 @@ from penstock_enginecore.executor.multiproc.futex_counter import (
     shared_words,
 )
 
-# Messages that fit into one slot are handled by the C++ library (``csrc/ring.cpp``). One call writes a message, one
-# call waits for a message, and one call reads it.
+# Functions of the C++ library (``csrc/ring.cpp``) for messages that fit into one slot. One function writes a message,
+# one function waits for a message, and one function reads a message.
 #
-# A worker sleeps during most of a step, so its code is in no CPU cache when a message arrives. Fewer instructions then
-# mean less latency.
+# A worker sleeps during most of a step, so its code is in no CPU cache when a message arrives. Therefore fewer
+# instructions mean less latency.
 
 _SOON = -1
 _INTERVALS = 16
 
 
 class RingShape(ctypes.Structure):
-    """Addresses and sizes of a ring's memory: ``Ring`` in the library."""
+    """Addresses and sizes of a ring's memory: the struct ``Ring`` in the library."""
 
     _fields_ = (
         ("head", ctypes.c_void_p),
@@ -85,10 +85,10 @@ _calls = functools.cache(_Calls)
 
 
 class NativeRing:
-    """Ring that the library handles. Its memory must stay mapped while this object exists."""
+    """Ring on which the C++ library operates. The ring's memory must stay mapped while this object exists."""
 
     def __init__(self, path: Path, shape: RingShape) -> None:
-        """Use the library at ``path``."""
+        """Load the C++ library at ``path``."""
         self._calls = _calls(path)
         self._shape = shape
         self._address = ctypes.addressof(shape)
@@ -97,7 +97,7 @@ class NativeRing:
         return bool(self._calls.put(self._address, number, message, len(message)))
 
     def inbox(self, reader: int, *, is_early: bool) -> "NativeInbox":
-        """Return the inbox of one reader."""
+        """Return the object with which reader ``reader`` receives messages of one slot."""
         return NativeInbox(self._calls, self._shape, reader, is_early=is_early)
 
 
@@ -118,17 +118,17 @@ class NativeInbox:
         self._spin = int(SPIN * 1e9)
 
     def take(self, number: int) -> bytes | None:
-        """Return message ``number``, or None if it has not arrived or uses several slots."""
+        """Return message ``number``, or None if this message has not arrived or uses several slots."""
         length = self._take(self._ring, self._reader, number, self._beat, self._to)
         if length < 0:
             return None
         return self._view[:length].tobytes()
 
     def wait(self, seen: int, deadline: float | None, *, is_soon: bool = False) -> bool | None:
-        """Wait until more than ``seen`` slots are written, or the writer has ended. Returns False at the deadline.
+        """Wait until more than ``seen`` slots are written, or the writer has ended. Returns False at ``deadline``.
 
-        An early reader gets None shortly before the next message is due, unless ``is_soon``. The caller then prepares
-        for the message and waits again.
+        If the reader is early, returns None shortly before the next message is due, unless ``is_soon`` is true. The
+        caller then prepares for the message and waits again.
         """
         until, spin = (-1 if deadline is None else int(deadline * 1e9)), self._spin
         while code := self._wait(self._ring, self._reader, seen * STEP, self._beat, is_soon, spin, until):
@@ -142,39 +142,44 @@ class NativeInbox:
         return True
 
 
-# Memory of a ring: its layout and its owners.
+# Memory of a ring: its layout, and the operations of its writer and readers.
 
 MASK = 2**31 - 1
-"""Slots are counted modulo ``MASK + 1``."""
+"""Bit mask for numbers of slots, which are counted modulo ``MASK + 1``."""
 MAX_READERS = 64
 
 _MAGIC = b"penring1"
 _SHAPE = struct.Struct("=8sIII")
 _SLOT = struct.Struct("=QQ")
 _LINE = 128
-"""Distance in bytes between words of different processes: two cache lines, because processors fetch lines in pairs."""
+"""Distance in bytes between words that different processes write: two cache lines, because processors fetch cache lines
+in pairs.
+"""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class RingMemory:
-    """Mapped anonymous shared memory. The memory does not depend on ``/dev/shm``, and is freed when its last process
-    ends.
+    """Memory of a ring: mapped anonymous shared memory. The memory does not depend on ``/dev/shm``, and is freed when
+    the last process that maps it ends.
 
     Layout, in lines of ``_LINE`` bytes:
 
     - The first line has the ring's shape.
     - The second line has the writer's counter (slots written), and the time of the last message that used one slot.
     - Each reader has one line with its counter (slots read).
-    - Each slot has a label: the number of its message, and the bytes of the message in this and the following slots.
+    - Each slot has a label: the number of its message, and the size in bytes of the rest of the message, from this slot
+      on.
     - The bytes of all slots are contiguous, so that a message is in one piece unless it wraps around.
 
-    Next to each counter is a word that says whether the counter's owner sleeps.
+    Next to each counter is a word that says whether the process that advances the counter sleeps.
 
     Any process may call ``close_writer`` and ``close_reader`` on behalf of a process that has ended.
     """
 
     def __init__(self, descriptor: int, words: Words | None = None) -> None:
-        """Map a ring that ``create`` made, in any process. Raises ValueError if the descriptor is not a ring."""
+        """Map a ring that ``create`` made, in any process. Raises ValueError if ``descriptor`` is not the descriptor of
+        a ring.
+        """
         self._words = words or shared_words()
         size = os.fstat(descriptor).st_size
         if size < _LINE:
@@ -210,11 +215,12 @@ class RingMemory:
 
     @staticmethod
     def create(num_slots: int, slot_bytes: int, num_readers: int, *, first: int = 0) -> int:
-        """Return the descriptor of a new ring. Child processes inherit it only if it is passed explicitly.
+        """Return the descriptor of a new ring. A child process inherits the descriptor only if the descriptor is passed
+        explicitly.
 
         Args:
             num_slots: Number of slots, a power of two.
-            slot_bytes: Bytes of a slot.
+            slot_bytes: Size of a slot in bytes.
             num_readers: Number of readers, 1 to 64.
             first: Initial value of the slot counters.
 
@@ -222,7 +228,7 @@ class RingMemory:
             ValueError: A size is invalid.
         """
         if num_slots < 1 or num_slots & (num_slots - 1):
-            raise ValueError(f"num_slots is {num_slots}; it must be a power of two")
+            raise ValueError(f"num_slots is {num_slots}, but must be a power of two")
         if slot_bytes < 1 or not 1 <= num_readers <= MAX_READERS:
             raise ValueError(
                 f"slot_bytes is {slot_bytes} and num_readers is {num_readers}; slot_bytes must be at least 1, and num_readers "
@@ -241,42 +247,44 @@ class RingMemory:
         return descriptor
 
     def written(self) -> tuple[int, bool]:
-        """Return the number of slots written, modulo ``MASK + 1``, and whether the writer has ended."""
+        """Return the number of slots that the writer has written, modulo ``MASK + 1``, and whether the writer has
+        ended.
+        """
         word = self._words.load(self._head)
         return word // STEP, bool(word & CLOSED)
 
     def read(self, reader: int) -> tuple[int, bool]:
-        """Return the number of slots that a reader has consumed, and whether the reader has ended."""
+        """Return the number of slots that a reader has read, modulo ``MASK + 1``, and whether the reader has ended."""
         word = self._words.load(self._tails[reader])
         return word // STEP, bool(word & CLOSED)
 
     def add_written(self, slots: int) -> None:
-        """Publish the next slots to the readers."""
+        """Publish the next ``slots`` slots, which the writer has written, to the readers."""
         self._words.add(self._head, slots, self._readers_asleep)
 
     def put(self, number: int, message: bytes) -> bool:
-        """Write a message into one slot and publish it. Returns False if this is not possible immediately, or if there
-        is no library.
+        """Write a message into one slot and publish the slot. Returns False if no slot is free, if the message needs
+        several slots, or if there is no C++ library.
         """
         return self._native is not None and self._native.put(number, message)
 
     def inbox(self, reader: int, *, is_early: bool) -> NativeInbox | None:
-        """Return a reader's inbox for messages of one slot, or None without the library.
+        """Return the object with which a reader receives messages of one slot, or None if there is no C++ library.
 
-        If ``is_early``, the reader wakes up shortly before a message is due.
+        If ``is_early`` is true, the reader wakes up shortly before a message is due.
         """
         return None if self._native is None else self._native.inbox(reader, is_early=is_early)
 
     def add_read(self, reader: int, slots: int) -> None:
-        """Mark the next slots as consumed by a reader, so that the writer can reuse them."""
+        """Mark the next ``slots`` slots as read by a reader, so that the writer can reuse these slots."""
         self._words.add(self._tails[reader], slots, self._writer_asleep)
 
     def wait_written(self, seen: int, reader: int, deadline: float | None) -> bool:
-        """Wait until more than ``seen`` slots are written, or the writer has ended. Returns False at the deadline."""
+        """Wait until more than ``seen`` slots are written, or the writer has ended. Returns False at ``deadline``."""
         return self._words.wait(self._head, seen * STEP, self._tails[reader] + 4, deadline)
 
     def wait_read(self, seen: int, reader: int, deadline: float | None) -> bool:
-        """Wait until a reader has consumed more than ``seen`` slots or has ended. Returns False at the deadline."""
+        """Wait until a reader has read more than ``seen`` slots or has ended. Returns True, or False at ``deadline``."""
         return self._words.wait(self._tails[reader], seen * STEP, self._head + 4, deadline)
 
     def close_writer(self) -> None:
@@ -288,13 +296,13 @@ class RingMemory:
         self._words.close(self._tails[reader], self._writer_asleep)
 
     def label(self, slot: int, number: int, left: int) -> None:
-        """Write a slot's label: the number of its message, and the bytes of the message in this and the following
-        slots.
+        """Write a slot's label: the number of its message, and the size in bytes of the rest of the message, from this
+        slot on.
         """
         _SLOT.pack_into(self._map, self._headers + slot * _SLOT.size, number, left)
 
     def label_of(self, slot: int) -> tuple[int, int]:
-        """Return a slot's label."""
+        """Return a slot's label, see ``label``."""
         number, left = _SLOT.unpack_from(self._map, self._headers + slot * _SLOT.size)
         return number, left
 
@@ -307,11 +315,11 @@ Rehearse = Callable[[bytes], object]
 
 
 class RingClosed(PenstockError):  # noqa: N818 - it says what happened
-    """Raised if the process at the other end has ended, or if this end is closed."""
+    """Raised if the other process of the ring has ended, or if this process has closed its end of the ring."""
 
 
 class RingTimeout(PenstockError):  # noqa: N818
-    """Raised if the process at the other end made no progress in time. The call may be repeated."""
+    """Raised if the other process of the ring did not write or read slots before the timeout. The call may be repeated."""
 
 
 class RingError(PenstockError):
@@ -319,7 +327,7 @@ class RingError(PenstockError):
 
 
 class RingWriter:
-    """Writes messages, from one thread at a time. ``close`` may be called on any thread."""
+    """Writes messages to a ring. Only one thread at a time may write. ``close`` may be called on any thread."""
 
     def __init__(self, memory: RingMemory) -> None:
         self._memory = memory
@@ -329,11 +337,12 @@ class RingWriter:
         """Write a message. Waits up to ``timeout`` seconds for the slowest reader, or without a limit if ``timeout`` is
         None.
 
-        If a message that is longer than the ring times out, the ring is closed, because readers may have read a part of
-        the message.
+        If the timeout ends during a message that is longer than the ring, the ring is closed, because readers may have
+        read a part of the message.
 
         Raises:
-            RingTimeout: A reader did not consume slots in time. A message that fits into the ring was not written.
+            RingTimeout: A reader did not read slots before the timeout. If the message fits into the ring, nothing was
+                written.
             RingClosed: A reader has ended.
         """
         memory = self._memory
@@ -361,7 +370,7 @@ class RingWriter:
         self._memory.close_writer()
 
     def _wait_for_room(self, slots: int, deadline: float | None) -> int:
-        """Wait for at least ``slots`` free slots. Returns the number of free slots."""
+        """Wait until at least ``slots`` slots are free. Returns the number of free slots."""
         memory = self._memory
         written, closed = memory.written()
         if closed:
@@ -381,7 +390,7 @@ class RingWriter:
         return room
 
     def _put(self, message: bytes, done: int, count: int) -> None:
-        """Write slots ``done`` to ``done + count`` of a message. These slots must be free."""
+        """Write the slots ``done`` to ``done + count`` of a message. The ring must have ``count`` free slots."""
         memory, size = self._memory, self._memory.slot_bytes
         written, _ = memory.written()
         first = written % memory.num_slots
@@ -396,13 +405,13 @@ class RingWriter:
 
 
 class RingReader:
-    """Reads messages, from one thread at a time. ``close`` may be called on any thread."""
+    """Reads messages from a ring. Only one thread at a time may read. ``close`` may be called on any thread."""
 
     def __init__(self, memory: RingMemory, index: int = 0, rehearse: Rehearse | None = None) -> None:
-        """Read the ring as reader ``index``. Raises ValueError if the ring has fewer readers.
+        """Create the reader with index ``index``. Raises ValueError if the ring has no reader with this index.
 
-        Shortly before the next message is due, ``rehearse`` is called with the last message for which this reader had
-        to wait. The call loads the code for such a message into the processor's caches.
+        Shortly before the next message is due, the reader calls ``rehearse`` with the last message for which it had to
+        wait. This call loads the code that handles such a message into the processor's caches.
         """
         if not 0 <= index < memory.num_readers:
             raise ValueError(f"reader index {index} is invalid: the ring has {memory.num_readers} readers")
@@ -420,7 +429,7 @@ class RingReader:
         """Return the next message. Waits up to ``timeout`` seconds, or without a limit if ``timeout`` is None.
 
         Raises:
-            RingTimeout: No message arrived in time.
+            RingTimeout: No message arrived before the timeout.
             RingClosed: The writer has ended and all its messages were read, or this reader was closed.
             RingError: The ring contains invalid data.
         """
@@ -447,7 +456,9 @@ class RingReader:
         self._memory.close_reader(self._index)
 
     def _available(self) -> int:
-        """Return the number of readable slots. Raises RingClosed if no more slots will be written."""
+        """Return the number of slots that can be read now. Raises RingClosed if there are none and the writer has
+        ended.
+        """
         memory = self._memory
         read, closed = memory.read(self._index)
         if closed:
@@ -472,13 +483,13 @@ class RingReader:
         if here is None and self._rehearse is not None:
             self._is_soon = True
             self._rehearse(self._awaited)
-            return  # The caller calls this method again, as it does when the message arrives.
+            return  # The caller calls this method again, just as after the arrival of a message.
         self._is_soon = False
         if not here:
             raise RingTimeout("nothing was written to the ring")
 
     def _take(self, available: int) -> bytes | bytearray | None:
-        """Read the available slots of one message. Returns None if the message needs more slots."""
+        """Read the available slots of one message. Returns the message, or None if more of its slots must be read."""
         memory, size = self._memory, self._memory.slot_bytes
         read, _ = memory.read(self._index)
         first = read % memory.num_slots
@@ -512,12 +523,12 @@ def _copy(to: memoryview, start: int, content: memoryview) -> None:
     to[start : start + len(content)] = content
 
 
-# Shapes of the rings between an engine and its workers.
+# Numbers and sizes of slots of the rings between an engine and its workers.
 
 
 class Shape(NamedTuple):
-    """Number and size of a ring's slots. A message that fits into the ring is read in one piece. A longer message is
-    read in parts.
+    """Number and size of a ring's slots. A message that fits into the ring is read at once. A longer message is read in
+    parts.
     """
 
     num_slots: int

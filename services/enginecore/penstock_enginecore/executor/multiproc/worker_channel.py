@@ -1,4 +1,4 @@
-"""Channel of a worker process to the engine, and timing of the worker's reports."""
+"""Connection of a worker process to the engine, and timing of the worker's reports."""
 
 import faulthandler
 import os
@@ -19,16 +19,16 @@ from penstock_enginecore.worker.messages import Start, decode_call
 
 
 def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:
-    """Read the worker's ``Start`` message from a file, and open the rings for messages from and to the engine.
+    """Read the ``Start`` message for this worker from a file, and open the rings for messages from and to the engine.
 
-    After this call, the process ends with the engine, ignores signals that the engine handles, and dumps stack traces
-    on request. ``descriptor`` is the descriptor of the file.
+    After this call, the process ends when the engine ends, ignores signals that the engine handles, and writes stack
+    traces on request. ``descriptor`` is the descriptor of the file.
     """
     with os.fdopen(descriptor, "rb") as file:
         start = msgspec.msgpack.decode(file.read(), type=Start)
     end_with_parent()
     threading.Thread(target=partial(_end_with, start.engine), name="engine-watch", daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM):  # the engine decides when its workers stop
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine, not a signal, decides when its workers stop
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(DUMP_STACKS, file=start.stacks, all_threads=True)
     calls = RingReader(RingMemory(start.calls), start.config.place, rehearse=decode_call)
@@ -39,20 +39,22 @@ def open_channel(descriptor: int) -> tuple[Start, RingReader, RingWriter]:
 
 
 def _end_with(engine: int) -> None:
-    """Wait until the process at the other end of the pipe has ended, and exit immediately."""
+    """Wait until the process at the other end of the pipe has ended, then exit this process immediately."""
     os.read(engine, 1)
     os._exit(1)
 
 
-# Reports of a worker, with the time between sending and receiving a step.
+# Reports of a worker. They contain the time from when the engine sends a step until the worker receives it.
 
 _INTERVAL = 1.0
-"""Minimum seconds between two reports."""
+"""Minimum number of seconds between two reports of a worker."""
 _SECONDS = (2.5e-5, 5e-5, 1e-4, 1.5e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
 
 class WorkerReports:
-    """Decides when reports are due. A report is due only if something has changed, so an idle worker keeps sleeping."""
+    """Decides when a worker sends reports of its statistics. A report is due only if the statistics have changed, so an
+    idle worker keeps sleeping.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -65,14 +67,14 @@ class WorkerReports:
         self._last_ended = self._computed = 0.0
 
     def waits(self) -> None:
-        """Record that the worker is ready for a call."""
+        """Record that the worker now waits for a call."""
         self._waiting_since = self._clock()
 
     def received(self, sent: float) -> float:
-        """Record that a step arrived that was sent at ``sent``. Returns the current time.
+        """Record that the worker has received a step, which the engine sent at time ``sent``. Returns the current time.
 
-        If the worker became ready after ``sent``, the measured latency starts when it was ready. So the latency
-        excludes the worker's earlier work.
+        If the worker began to wait only after ``sent``, the measured latency begins when the worker began to wait. So
+        the latency excludes the worker's earlier work.
         """
         now = self._clock()
         self._broadcast.observe(max(now - max(sent, self._waiting_since), 0.0))
@@ -80,7 +82,7 @@ class WorkerReports:
         return now
 
     def computed(self, began: float) -> None:
-        """Record that a part of a step, which began at ``began``, is complete."""
+        """Record that the worker has completed a part of a step, which it began at time ``began``."""
         if self._first_began is None:
             self._first_began = began
         self._last_ended = self._clock()
@@ -91,12 +93,14 @@ class WorkerReports:
         self._changed = True
 
     def due_in(self) -> float | None:
-        """Return the seconds until the next report, 0 if it is due, or None if there is nothing to report."""
+        """Return the number of seconds until the next report is due, 0 if a report is due now, or None if the
+        statistics have not changed.
+        """
         return max(self._next - self._clock(), 0.0) if self._changed else None
 
     def report(self, stats: WorkerStats) -> WorkerStats:
-        """Return ``stats`` with latencies of steps and the idle fraction added. The next report is due after the
-        interval.
+        """Return ``stats`` with the latencies of steps and the idle fraction of the stage added. The next report is due
+        at least ``_INTERVAL`` seconds later.
         """
         self._next = self._clock() + _INTERVAL
         self._changed = False
@@ -105,8 +109,8 @@ class WorkerReports:
         )
 
     def _stage_idle(self, waited: float | None) -> float | None:
-        """Return the fraction of time that this stage was idle, from the start of the first step since the last report
-        to the end of the last step.
+        """Return the fraction of time in which this pipeline stage was idle. The time is from the start of the first
+        step since the last report to the end of the last step.
         """
         began, self._first_began = self._first_began, None
         computed, self._computed = self._computed, 0.0

@@ -1,8 +1,8 @@
-"""Program of a worker process: ``python -m penstock_enginecore.executor.multiproc.worker_process`` with an inherited
-descriptor.
+"""Program of a worker process: ``python -m penstock_enginecore.executor.multiproc.worker_process`` with the number of
+an inherited file descriptor.
 
-Its main thread executes the calls from the ring, one after the other. The process ends when the engine ends, for any
-reason.
+The main thread of the process executes the calls that arrive over the ring, one after the other. The process ends when
+the engine ends, for any reason.
 """
 
 import os
@@ -51,19 +51,21 @@ _FAILED_BEFORE = RuntimeError("an earlier step failed")
 
 
 class WorkerLoop:
-    """Executes the calls of an engine, and answers them."""
+    """Executes the calls of an engine in a worker process, and answers them."""
 
     def __init__(
         self, config: WorkerConfig, calls: RingReader, answers: RingWriter, make_reader: MakeReader | None = peft_reader
     ) -> None:
-        """Set up without loading the model. ``make_reader`` creates the reader of LoRA adapters; None disables them."""
+        """Prepare the worker without loading the model. ``make_reader`` creates the reader of LoRA adapters. If
+        ``make_reader`` is None, adapters are disabled.
+        """
         self._config = config
         self._make_reader = make_reader
         self._loads = LoadsUnderWay()
         self._copies = CopiesUnderWay()
         self._part_starts = {False: 0, True: 0}
-        """Offset of this worker's part of a block (False) and of a slot of states (True), in bytes: the size of the
-        parts of lower ranks.
+        """Offset in bytes of this worker's part in a KV block (key False) and in a slot of recurrent states (key True):
+        the total size of the parts of lower ranks.
         """
         self._calls = calls
         self._answers = answers
@@ -74,7 +76,7 @@ class WorkerLoop:
         self._stopped = False
 
     def run(self) -> None:
-        """Run until ``shutdown`` is called. Raises RingClosed if the engine has ended."""
+        """Execute calls until the engine calls ``shutdown``. Raises RingClosed if the engine has ended."""
         while not self._stopped:
             self._reports.waits()
             self._take_loras()
@@ -111,7 +113,9 @@ class WorkerLoop:
                     self._made().loras.remove(digest)
 
     def _patience(self) -> float | None:
-        """Return the seconds after which there is work even if no call arrives, or None if there is no such work."""
+        """Return the number of seconds after which the worker must do other work, such as a report, even if no call
+        arrives. Returns None if there is no such work.
+        """
         times = (
             self._reports.due_in(),
             self._loads.LOOK if self._loads else None,
@@ -131,8 +135,8 @@ class WorkerLoop:
     def _answer(self, answer: Answer) -> None:
         self._answers.write(encode(answer))
 
-    # Steps. After a failed step, later steps are refused: the rows of their requests may be half written, and their KV
-    # blocks may belong to other requests.
+    # Handlers of steps. After a failed step, later steps are refused: the batch's rows for their requests may be
+    # incomplete, and their KV blocks may belong to other requests.
 
     def _execute(self, step: SchedulerOutput) -> None:
         try:
@@ -158,7 +162,7 @@ class WorkerLoop:
                 return Sampled(number, digest, told, output.num_nans_in_logits)
         return Raised(number, Failure.of(error))
 
-    # Other calls.
+    # Handlers of calls other than steps.
 
     def _invoked(self, call: Invoke) -> Answer:
         methods: dict[str, Callable[[bytes], Any]] = {
@@ -195,9 +199,10 @@ class WorkerLoop:
         self._made().initialize_kv_cache(msgspec.msgpack.decode(argument, type=KVCacheConfig))
 
     def _facts(self, argument: bytes, *, of_states: bool) -> BlockFacts:
-        """Return the size and layout of this worker's part of a KV block, or of a slot of states.
+        """Return the size and layout of this worker's part of a KV block, or of a slot of recurrent states if
+        ``of_states`` is true.
 
-        ``argument`` has the sizes of all workers' parts, once these sizes are known.
+        ``argument`` is empty in the first call. In the second call it contains the sizes of all workers' parts.
         """
         if argument:
             sizes = msgspec.msgpack.decode(argument, type=list[int])
@@ -226,11 +231,11 @@ class WorkerLoop:
 
 
 def main(descriptor: int, make_reader: MakeReader | None = peft_reader) -> NoReturn:
-    """Run a worker, and exit the process.
+    """Run a worker in this process until the engine stops the worker, then exit the process.
 
     Args:
         descriptor: Descriptor of a file with a ``Start`` message.
-        make_reader: Creates the reader of LoRA adapters, or None to disable them.
+        make_reader: Function that creates the reader of LoRA adapters, or None to disable adapters.
     """
     start, calls, answers = open_channel(descriptor)
     config = start.config

@@ -1,4 +1,6 @@
-"""The worker processes of an engine: starts them, receives their answers, watches them and ends them."""
+"""Worker processes of an engine on one node: starting the processes, receiving their answers, detecting exits and
+hangs, and ending the processes.
+"""
 
 import logging
 import os
@@ -26,10 +28,12 @@ logger = logging.getLogger(__name__)
 
 MODULE = "penstock_enginecore.executor.multiproc.worker_process"
 LAST_MOMENT = 10.0
-"""Seconds that workers have to exit after a shutdown call. Then the engine kills them."""
+"""Number of seconds after a shutdown call in which workers must exit. After this time, the engine kills the workers."""
 
 Hear = Callable[[int, bytes], None]
-"""Function that receives a worker's rank and encoded ``Answer``. Called on a thread of that worker."""
+"""Function that receives a worker's rank and encoded ``Answer``. For each worker, a separate thread calls this
+function.
+"""
 Stacks = Callable[[], Mapping[int, str]]
 """Function that returns stack traces of workers' threads, by rank."""
 
@@ -39,7 +43,7 @@ def _nobody() -> dict[int, str]:
 
 
 class _Process:
-    """One worker: its process, a pidfd of the process, and the engine's ends of the worker's channels."""
+    """One worker process, with the process's pidfd, and the engine's ends of the connections to the process."""
 
     def __init__(self, module: str, config: WorkerConfig, calls: int) -> None:
         answers = ANSWERS.create(1)
@@ -58,14 +62,15 @@ class _Process:
         self.pidfd = os.pidfd_open(self.popen.pid)
         self.answers = RingReader(self.memory)
         for descriptor in (self.engine, self.stacks, self.pidfd):
-            # Closing at the interpreter's exit is unnecessary, because the workers end with the engine anyway.
+            # The descriptors need not be closed when the interpreter exits, because the workers end with the engine
+            # anyway.
             weakref.finalize(self, os.close, descriptor).atexit = False
 
 
 class Workers:
-    """The worker processes of this node, which all read the same calls.
+    """Worker processes of this node, which all receive the same calls.
 
-    A thread of this class starts the processes. They are killed when this thread ends.
+    A thread of this object starts the processes. The operating system kills the processes when this thread ends.
     """
 
     def __init__(
@@ -83,13 +88,13 @@ class Workers:
 
         Args:
             config: Config of the engine.
-            hear: Receives the workers' answers.
-            failed: Called once, when a worker has exited unexpectedly or ``overdue`` reports a call. All workers were
-                killed before, or are killed soon after.
+            hear: Function that receives the workers' answers.
+            failed: Function that is called once, when a worker has exited unexpectedly or ``overdue`` reports hung
+                workers. All workers are killed before this call or soon after.
             overdue: Detects calls that take too long.
             module: Program of the worker processes.
-            node: This node, if there are several.
-            elsewhere: Returns stack traces of workers on other nodes.
+            node: Description of this node, or None if the engine has only one node.
+            elsewhere: Function that returns stack traces of workers on other nodes.
         """
         self._hear, self._failed, self._overdue, self._elsewhere = hear, failed, overdue, elsewhere
         self._first_rank, num_workers = (
@@ -116,30 +121,30 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Process IDs by rank, starting with the node's first rank."""
+        """Process IDs of the workers in the order of their ranks, starting with the first rank of this node."""
         return [each.popen.pid for each in self._processes]
 
     def wait(self, progress: Progress) -> None:
-        """Return immediately, because the workers of this node accept calls from their start."""
+        """Return immediately, because the workers of this node can receive calls as soon as they are started."""
 
     def write(self, message: bytes, timeout: float) -> None:
         """Send a call to all workers.
 
         Raises:
-            RingTimeout: A worker does not read for ``timeout`` seconds.
+            RingTimeout: A worker has not read messages for ``timeout`` seconds, so the ring is full.
             RingClosed: A worker has ended.
         """
         self._calls.write(message, timeout)
 
     def expect_ends(self) -> None:
-        """Accept exits of workers from now on, because the workers are about to be stopped.
+        """Treat exits of workers as expected from now on, because the workers are about to be stopped.
 
         One worker may exit while other workers are still stopping.
         """
         self._told = True
 
     def look_again(self) -> None:
-        """Recompute the deadline, because a call other than a step has begun."""
+        """Recompute the time of the next check for hung workers, because a call other than a step has begun."""
         os.eventfd_write(self._wake, 1)
 
     def has_ended(self, within: float, *others: int) -> bool:
@@ -155,8 +160,8 @@ class Workers:
         return bool(poll.poll(1000 * within))
 
     def end(self, *, told: bool) -> None:
-        """End the workers. If ``told``, the workers have received a shutdown call, and get ``LAST_MOMENT`` seconds to
-        exit. Idempotent.
+        """End the workers. If ``told`` is true, the workers have received a shutdown call, and get ``LAST_MOMENT``
+        seconds to exit. Otherwise they are killed. Idempotent.
         """
         self._told = told
         self._ending.set()
@@ -209,12 +214,14 @@ class Workers:
                 self._hear(rank, bytes(process.answers.read()))
         except RingClosed:
             return
-        except Exception as e:  # Callers that wait for answers must not wait forever.
+        except Exception as e:  # Without this handler, callers would wait for the answer forever.
             logger.exception("cannot process an answer from a worker process worker=%d", rank)
             self._failed(WorkersGone(f"answers of worker {rank} cannot be read: {e}"))
 
     def _watched(self) -> WorkersGone | None:
-        """Wait until a worker exits or hangs. Returns the reason, or None if the workers were asked to stop."""
+        """Wait until a worker exits or hangs. Returns the reason as an error, or None if the engine has told the
+        workers to stop.
+        """
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         for process in self._processes:
@@ -240,7 +247,7 @@ class Workers:
         return None
 
     def stacks(self) -> dict[int, str]:
-        """Return stack traces of the workers' threads, by rank."""
+        """Return stack traces of the threads of this node's workers, by rank."""
         texts = read_stacks([each.stacks for each in self._processes], self.pids)
         return dict(enumerate(texts, self._first_rank))
 
@@ -255,7 +262,7 @@ class Workers:
                 )
 
     def _kill(self) -> None:
-        """End all processes, and wake the threads that wait for their messages."""
+        """Kill all worker processes, and wake the threads that wait for messages from them."""
         for process in self._processes:
             process.popen.kill()
         self._memory.close_writer()
@@ -266,7 +273,9 @@ class Workers:
 
 
 def _exchanges(config: EngineCoreConfig, num_stages: int) -> list[int]:
-    """Return descriptors of shared memory in which the workers of a stage exchange results. Empty if they use gloo."""
+    """Return descriptors of the shared memory in which the workers of a pipeline stage exchange results. The list is
+    empty if the workers exchange results with gloo.
+    """
     executor = config.executor
     if executor.tensor_parallel_size == 1 or executor.collectives == "gloo":
         return []

@@ -94,7 +94,7 @@ def test_embeddings_that_a_request_brought_are_there_at_once(rows: EncoderRows, 
     assert encoder.num_slices == 0
     wrong = TensorData(dtype="float32", shape=(6, 4), data=given.numpy().tobytes())
     told = rows.update(work(start("b", data={EMBEDS: wrong})))
-    assert told == {"b": "ValueError: 'embeds' is float32 [6, 4]; the prompt needs floats of shape [4, 6]"}
+    assert told == {"b": "ValueError: 'embeds' is float32 [6, 4], but the prompt needs floats of shape [4, 6]"}
 
 
 def test_everything_is_forgotten_at_once(rows: EncoderRows, encoder: FakeMediaEncoder) -> None:
@@ -213,7 +213,7 @@ def test_runs_side_by_side_are_one_and_items_side_by_side_are_not() -> None:
 def test_a_step_that_cuts_what_sees_each_other_is_an_error() -> None:
     made = prompts(FakeMediaEncoder(4, both_ways=True))
     with pytest.raises(
-        RuntimeError, match="ends at position 12 of a prompt, but embeddings attend to each other up to 14"
+        RuntimeError, match="ends at position 12 of a prompt, inside a group of embeddings .* end at position 14"
     ):
         made.key_ends(placed(x=(9, 12)))
 
