@@ -1,1 +1,3 @@
-"""Model parallelism: splits a model over several devices, and connects the workers with the parts."""
+"""Model parallelism: division of a model among several devices, and the connections between the workers that run the
+shards.
+"""

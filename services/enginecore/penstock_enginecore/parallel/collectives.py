@@ -1,4 +1,6 @@
-"""Collectives between the ranks of one host during a step, over gloo, NCCL or shared memory."""
+"""Collective operations (all_reduce, all_gather) between the tensor-parallel ranks of one host during a step, over
+gloo, NCCL or shared memory.
+"""
 
 import ctypes
 import functools
@@ -19,18 +21,21 @@ from penstock_common.errors import ConfigError
 from penstock_common.observability.metrics import BucketCounts, Buckets
 from penstock_enginecore.parallel.meeting import Meeting
 
-# Gloo groups of processes of one host, over the loopback interface. Gloo is not used between hosts, because its ports
-# accept any client without authentication. torch's default group is not used, so that no other code can interleave with
-# the calls of a step. The processes find each other through shared memory, not through a port.
+# Gloo groups of processes of one host, over the loopback interface. Gloo is not used between hosts, because gloo's
+# ports accept any client without authentication. torch's default group is not used, because other code could call
+# operations of this group between the operations of a step. The processes find each other through shared memory, not
+# through a port.
 
 _GLOO_INTERFACE = "lo"
 _TIMEOUT = timedelta(days=1)
-"""Effectively no timeout, because the engine ends a step that hangs and names the worker."""
+"""Timeout of gloo groups, so long that it never ends an operation. The engine itself ends a step that hangs, and names
+the worker.
+"""
 
 
 def host_store(meeting: Meeting) -> Store:
-    """Return a torch store in shared memory, for processes of one host. Raises ValueError if the meeting spans several
-    hosts.
+    """Return a torch store in shared memory, for processes of one host. Raises ValueError if ``meeting`` is for
+    processes of several hosts.
     """
     if not isinstance(meeting.at, int):
         raise ValueError(
@@ -42,7 +47,7 @@ def host_store(meeting: Meeting) -> Store:
 
 
 def gloo_group(meeting: Meeting, name: str, rank: int, size: int) -> Any:
-    """Wait until all ``size`` processes of this host have called this function for the group ``name``. Return the
+    """Wait until all ``size`` processes have called this function for the group ``name`` on this host. Return the
     group.
     """
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -53,23 +58,25 @@ def gloo_group(meeting: Meeting, name: str, rank: int, size: int) -> Any:
 
 
 class Collectives(Protocol):
-    """Collective operations. All ranks call the same methods in the same order."""
+    """Collective operations of a group of ranks. All ranks call the same methods in the same order."""
 
     rank: int
     size: int
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum the tensors of all ranks, in place. Every rank gets the same bits."""
+        """Replace ``tensor`` on every rank by the sum of the tensors of all ranks. The sums on all ranks are
+        bit-identical.
+        """
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, by rank. All tensors must have the same shape and dtype."""
+        """Return the tensors of all ranks, in rank order. All tensors must have the same shape and dtype."""
 
 
 class GlooCollectives:
-    """``Collectives`` over sockets."""
+    """``Collectives`` over sockets of the loopback interface, with gloo."""
 
     def __init__(self, meeting: Meeting, rank: int, size: int, name: str = "tensor") -> None:
-        """Wait for all ranks. See ``gloo_group``."""
+        """Wait until all ranks have joined the group; see ``gloo_group``."""
         self.rank, self.size = rank, size
         self._group: Any = gloo_group(meeting, name, rank, size)
 
@@ -86,14 +93,14 @@ class GlooCollectives:
 # NCCL groups of processes on one host, with one GPU each.
 
 _NCCL_INTERFACE = "=lo"
-"""Interface on which NCCL listens while its ranks connect. NCCL does not authenticate clients, so it must use the
-loopback interface.
+"""Network interface on which NCCL listens while its ranks connect. NCCL does not authenticate clients, so NCCL must use
+the loopback interface.
 """
 
 
 def nccl_group(meeting: Meeting, name: str, rank: int, size: int, device: torch.device) -> Any:
     """Wait until all ``size`` processes have called this function for the group ``name``. Return the group. Each
-    process has its own ``device``.
+    process must use a different ``device``.
 
     Raises ConfigError if torch was built without NCCL.
     """
@@ -116,12 +123,12 @@ class NcclCollectives:
     """``Collectives`` for GPU tensors, on the current stream of the tensors' device. Methods return before the results
     are computed.
 
-    NCCL chooses the order of additions by the size of the tensor and the links between GPUs. Every rank gets the same
-    bits.
+    In NCCL, the order of additions depends on the size of the tensor and on the links between GPUs. The results on all
+    ranks are bit-identical.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
-        """Use a group that ``nccl_group`` returned."""
+        """Use ``group``, which ``nccl_group`` returned."""
         self.rank, self.size = rank, size
         self._group = group
 
@@ -137,8 +144,8 @@ class NcclCollectives:
 
 
 class DeviceCollectives:
-    """``Collectives`` of ranks with one GPU each. Uses ``device`` for tensors on the GPU, and ``host`` for tensors on
-    the host, for example during loading.
+    """``Collectives`` of ranks with one GPU each. ``device`` handles tensors on the GPU. ``host`` handles tensors on
+    the host, for example while the model is loaded.
     """
 
     def __init__(self, host: Collectives, device: Collectives) -> None:
@@ -162,8 +169,8 @@ class DeviceCollectives:
 # Collectives in shared memory: ``csrc/exchange.cpp``.
 
 PIECE = 128 * 1024
-"""Number of bytes that are exchanged in one round. The hidden states of 16 tokens fit, and the slots stay in the CPU
-caches.
+"""Number of bytes that ranks exchange in one round. The hidden states of 16 tokens fit into this size, and the slots of
+all ranks fit into the CPU caches.
 """
 _LINE = 128
 _LIBRARY = Path(__file__).parents[1] / "native" / "kernels_baseline.so"
@@ -172,8 +179,8 @@ _NUMBER, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
 
 def create(size: int) -> int:
-    """Return the descriptor of memory for ``size`` ranks. Child processes inherit the descriptor only if it is passed
-    explicitly.
+    """Return the descriptor of shared memory for ``size`` ranks. A child process inherits the descriptor only if the
+    descriptor is passed explicitly.
     """
     descriptor = os.memfd_create("penstock-exchange", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, _num_bytes(size))
@@ -182,7 +189,9 @@ def create(size: int) -> int:
 
 @functools.cache
 def available() -> bool:
-    """Return whether the package was built with a compiler, and the system supports the library."""
+    """Return whether the package was built with a compiler, and the operating system and processor support the C++
+    library.
+    """
     try:
         _functions()
     except (OSError, AttributeError):
@@ -191,35 +200,38 @@ def available() -> bool:
 
 
 class SharedMemoryCollectives:
-    """``Collectives`` in shared memory, for float32 and bfloat16. Sums are computed in rank order. bfloat16 sums are
-    rounded once.
+    """``Collectives`` in shared memory, for float32 and bfloat16. Sums add the ranks in rank order, and bfloat16 sums
+    are rounded once.
 
-    A waiting rank spins for 50 microseconds, then sleeps. If another rank has died, the waiting rank waits until the
-    engine kills the waiting rank. ``base`` is the address of the memory.
+    A waiting rank spins for 50 microseconds, then sleeps. A rank that waits for a dead rank waits until the engine
+    kills it. ``base`` is the address of the memory.
     """
 
     def __init__(self, memory: int, rank: int, size: int) -> None:
         """Map ``memory``, a descriptor that ``create`` returned for ``size`` ranks.
 
-        Raises ConfigError if the library is missing, ValueError if the memory has a wrong size.
+        Raises ConfigError if the C++ library is missing, and ValueError if the memory has another size than ``size``
+        ranks need.
         """
         if not available():
             raise ConfigError(
                 "executor.collectives is 'shm', but the CPU kernels are missing; install a C++ compiler and this package again, "
-                "or use 'gloo'"
+                "or set executor.collectives to 'gloo'"
             )
         if os.fstat(memory).st_size != _num_bytes(size):
             raise ValueError(
-                f"descriptor {memory} has {os.fstat(memory).st_size} bytes; {size} ranks need {_num_bytes(size)}"
+                f"descriptor {memory} has {os.fstat(memory).st_size} bytes, but {size} ranks need {_num_bytes(size)}"
             )
         self.rank, self.size = rank, size
         self._map = mmap.mmap(memory, _num_bytes(size))
-        self._pinned = ctypes.c_char.from_buffer(self._map)  # Keeps the mapping alive.
+        self._pinned = ctypes.c_char.from_buffer(self._map)  # This reference keeps the mapping alive.
         self.base = ctypes.addressof(self._pinned)
         self._sum, self._gather = _functions()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, see ``Collectives``. The tensor must be contiguous. Raises TypeError for other dtypes."""
+        """Sum the tensors of all ranks, see ``Collectives.all_reduce``. Raises TypeError for a tensor that is not
+        contiguous or has another dtype.
+        """
         if tensor.dtype not in _KINDS or not tensor.is_contiguous():
             raise TypeError(
                 f"all_reduce needs a contiguous tensor of {', '.join(map(str, _KINDS))}; got {tensor.dtype}"
@@ -241,7 +253,7 @@ def _num_bytes(size: int) -> int:
 
 @functools.cache
 def _functions() -> "tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]":
-    """Return the library's functions, which release Python's global interpreter lock.
+    """Return the C++ library's functions for collectives, which release Python's global interpreter lock.
 
     Raises OSError if the library is missing, and AttributeError if an older library lacks a function.
     """
@@ -253,13 +265,15 @@ def _functions() -> "tuple[ctypes._NamedFuncPointer, ctypes._NamedFuncPointer]":
     return add_up, gather
 
 
-# Duration of the ranks' collectives.
+# Measurement of the time that collective operations take.
 
 _SECONDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 5e-2, 0.25, 1.0)
 
 
 class TimedCollectives:
-    """``Collectives`` that record the seconds of each operation of ``inner``, including the wait for other ranks."""
+    """``Collectives`` that pass each operation to ``inner`` and record its duration in seconds, including the wait for
+    other ranks.
+    """
 
     def __init__(self, inner: Collectives) -> None:
         self.rank, self.size = inner.rank, inner.size
@@ -279,10 +293,10 @@ class TimedCollectives:
         return gathered
 
     def have_reduced(self, seconds: Iterable[float]) -> None:
-        """Record the seconds of sums that kernels have computed without this object."""
+        """Record the durations, in seconds, of sums over ranks that kernels have computed without this object."""
         for each in seconds:
             self._all_reduce.observe(each)
 
     def times(self) -> dict[str, BucketCounts]:
-        """Return the seconds by operation. Thread-safe."""
+        """Return the recorded durations in seconds by operation. Thread-safe."""
         return {"all_reduce": self._all_reduce.counts(), "all_gather": self._all_gather.counts()}

@@ -1,4 +1,4 @@
-"""Collectives of a data-parallel group, over one connection between each pair of ranks."""
+"""Collective operations of a data-parallel group, over one connection between each pair of ranks."""
 
 import contextlib
 import select
@@ -22,25 +22,25 @@ __all__ = ["CollectiveBroken", "GroupCollectives"]
 
 
 class GroupCollectives(Protocol):
-    """Collectives of a group. All ranks call the same methods in the same order, each from one thread at a time.
-    Tensors are on the CPU.
+    """Collective operations of a data-parallel group. All ranks call the same methods in the same order. On each rank,
+    only one thread at a time may call methods. Tensors are on the CPU.
 
-    If ``abort`` is called on any rank, or a rank dies, running methods raise CollectiveBroken immediately, and so do
-    all later calls. If a rank leaves with ``close``, only collectives that still need this rank fail. Therefore, if the
-    result of a collective makes a rank leave, that collective still completes on all ranks. If a rank hangs, nothing
-    fails, and the other ranks wait until ``abort``.
+    If ``abort`` is called on any rank, or if a rank dies, the running methods of all ranks raise CollectiveBroken
+    immediately. All later calls raise this error too. If a rank leaves with ``close``, only operations that still need
+    data from this rank fail. Therefore, if the result of an operation makes a rank leave, this operation still
+    completes on all ranks. If a rank hangs, no error is raised, and the other ranks wait until ``abort`` is called.
     """
 
     rank: int
     size: int
     entered: int
-    """Number of collectives that this rank has begun, including incomplete collectives."""
+    """Number of collective operations that this rank has begun, including operations that are not complete."""
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """Return the rows of all ranks by rank. All rows have the same length."""
+        """Return the rows of all ranks, in rank order. The rows of all ranks must have the same length."""
 
     def all_gather_rows(self, tensor: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-        """Return the concatenated rows of all ranks, ``[sum(counts), ...]``.
+        """Return the rows of all ranks, concatenated in rank order: ``[sum(counts), ...]``.
 
         Args:
             tensor: ``[counts[rank], ...]``, with the same dtype and width on all ranks.
@@ -54,20 +54,22 @@ class GroupCollectives(Protocol):
 
         Args:
             tensor: ``[sum(send_counts), ...]``: the rows for each rank, in rank order.
-            send_counts: Number of rows for each rank.
-            receive_counts: Number of rows from each rank. Must match the senders' counts.
+            send_counts: Number of rows of ``tensor`` to send to each rank.
+            receive_counts: Number of rows to receive from each rank. Must match the senders' ``send_counts``.
         """
 
     def abort(self) -> None:
-        """Fail the collective that runs on another thread, and all later collectives. Does not wait. Thread-safe."""
+        """Make the operation that runs on another thread, and all later operations, raise CollectiveBroken. Does not
+        wait. Thread-safe.
+        """
 
     def close(self) -> None:
-        """Leave the group and free its resources. Must not be called during a collective; use ``abort`` to end a
-        collective.
+        """Leave the group and free its resources. Must not be called during an operation; use ``abort`` to end an
+        operation.
         """
 
 
-# Messages between two ranks in a collective.
+# Messages between two ranks in a collective operation.
 
 _HEADER = struct.Struct("!BQQ")
 EXCHANGE, GATHER, ALL_TO_ALL, _GOODBYE = 1, 2, 3, 4
@@ -75,9 +77,11 @@ NAMES = {EXCHANGE: "exchange", GATHER: "all-gather", ALL_TO_ALL: "all-to-all", _
 
 
 class Peer:
-    """Exchanges one message in each direction over a non-blocking connection.
+    """Connection to one other rank, over which each collective operation exchanges one message in each direction
+    without blocking.
 
-    A message has a header, with the collective's kind, number and size in bytes, and the data.
+    A message consists of a header and data. The header has the kind and the number of the operation, and the size of
+    the data in bytes.
     """
 
     def __init__(self, rank: int, connection: socket.socket) -> None:
@@ -86,7 +90,7 @@ class Peer:
         self._header = bytearray(_HEADER.size)
 
     def begin(self, kind: int, number: int, outgoing: memoryview, incoming: memoryview) -> None:
-        """Start the exchange. The received data is written to ``incoming``."""
+        """Start the exchange of two messages. The received data is written to ``incoming``."""
         self._expected = (kind, number, len(incoming))
         self._outgoing = [memoryview(_HEADER.pack(kind, number, len(outgoing))), outgoing]
         self._missing_header, self._incoming = memoryview(self._header), incoming
@@ -96,12 +100,13 @@ class Peer:
 
         Raises:
             OSError: The connection failed.
-            CollectiveBroken: The peer closed the connection, or is in another collective.
+            CollectiveBroken: The peer closed the connection, or is in another collective operation.
         """
         try:
             with contextlib.suppress(BlockingIOError):
                 self._send()
-        # Raise the same error as a read. Either the read or the write may detect the closed connection first.
+        # Raise the same error as for a failed read, because either the read or the write may detect the closed
+        # connection first.
         except BrokenPipeError as e:
             raise self._closed() from e
         with contextlib.suppress(BlockingIOError):
@@ -109,7 +114,9 @@ class Peer:
         return not self._outgoing and not self._missing_header and not self._incoming
 
     def died(self) -> bool:
-        """Return whether the peer has closed the connection without the message of ``take_leave``."""
+        """Return whether the peer has closed the connection without first sending the message that ``take_leave``
+        sends.
+        """
         try:
             return not self._connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -118,7 +125,7 @@ class Peer:
             return True
 
     def take_leave(self) -> None:
-        """Send a message, if possible, that this side closes the connection on purpose."""
+        """Tell the peer, if possible, that this rank closes the connection on purpose."""
         with contextlib.suppress(OSError):
             self._connection.send(_HEADER.pack(_GOODBYE, 0, 0))
 
@@ -158,22 +165,22 @@ def _say(message: tuple[int, int, int]) -> str:
     return f"collective {number}, {NAMES.get(kind, 'of unknown kind')} of {size} bytes"
 
 
-# Gloo is not used, because its collectives cannot be aborted, and small collectives are slower.
+# Gloo is not used, because gloo's collective operations cannot be aborted, and are slower for small tensors.
 
 _GONE = select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR
 _CHANGES = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP | select.EPOLLET
 
 
 class SocketCollectives:
-    """``GroupCollectives`` over sockets. A collective exchanges one message with each peer in each direction. Any
-    inconsistency breaks the group.
+    """``GroupCollectives`` over sockets. An operation exchanges one message with each other rank in each direction. If
+    the messages of ranks do not match, the group is broken.
     """
 
     def __init__(self, name: str, rank: int, size: int, silence: float = 0.0) -> None:
         """Create the collectives of the group ``name``, which must be unique and include the epoch.
 
-        ``silence`` is the time in seconds after which a rank counts as lost if its host does not answer. If it is 0,
-        the kernel decides, which may take 15 minutes.
+        ``silence`` is the time in seconds after which a rank counts as lost if its host does not answer. If ``silence``
+        is 0, the operating system's timeout applies, which may be 15 minutes.
         """
         self.rank, self.size = rank, size
         self.entered = 0
@@ -183,12 +190,12 @@ class SocketCollectives:
         self._peers: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
         self._silent: set[Peer] = set()
-        """Peers that will send no more data."""
+        """Ranks that have closed their connection, so they will send no more data."""
         self._broken = False
 
     def connect(self, meeting: Meeting, timeout_s: float) -> None:
-        """Wait for all ranks. ``abort`` ends the wait. After ``timeout_s`` seconds, raises CollectiveBroken with the
-        names of the missing ranks.
+        """Wait until all ranks are connected. ``abort`` ends the wait. After ``timeout_s`` seconds, raises
+        CollectiveBroken with the names of the missing ranks.
         """
         if self.size > 1:
             self._mesh.connect(meeting, timeout_s)
@@ -240,7 +247,9 @@ class SocketCollectives:
         self._mesh.close()
 
     def _move(self, kind: int, outgoing: Sequence[memoryview], incoming: Sequence[memoryview]) -> None:
-        """Exchange one message with each peer. ``outgoing`` and ``incoming`` are by rank."""
+        """Exchange one message with each other rank in each direction. ``outgoing`` has the data for each rank, and
+        ``incoming`` the memory for the data of each rank.
+        """
         self.entered += 1
         if self._broken or self._mesh.given_up:
             raise CollectiveBroken(f"group {self._name} is broken")
@@ -257,15 +266,15 @@ class SocketCollectives:
             raise CollectiveBroken(f"{NAMES[kind]} {self.entered} of group {self._name} failed: {e}") from e
 
     def _look_for_dead(self) -> None:
-        """Raise CollectiveBroken if a peer has died, even if its message is complete, because other ranks raise the
-        same error.
+        """Raise CollectiveBroken if another rank has died. The error is raised even if the dead rank's message is
+        complete, because the remaining ranks raise the same error.
         """
         for peer in self._silent:
             if peer.died():
                 raise CollectiveBroken(f"rank {peer.rank} has closed its connection")
 
     def _wait(self) -> None:
-        """Wait for events on the connections. Raises CollectiveBroken if this rank has aborted the group."""
+        """Wait until a connection can be read or written. Raises CollectiveBroken if this rank has aborted the group."""
         changes = self._events.poll()
         if self._mesh.given_up:
             raise CollectiveBroken("this rank has aborted the group")
@@ -277,13 +286,13 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-# Links of a rank to its group.
+# Links of a rank to its data-parallel group.
 
 _LOOPBACK = "127.0.0.1"
 
 
 class SocketLink:
-    """A ``GroupLink`` over sockets. Exchanges and forward passes use the same ``collectives``."""
+    """``GroupLink`` over sockets. Exchanges before steps and forward passes use the same ``collectives``."""
 
     def __init__(self, group: RankGroup, rank: int, meeting: Meeting, timeout: float, silence: float) -> None:
         """Create an unconnected link. ``timeout`` is the number of seconds within which all ranks must connect. For
@@ -294,11 +303,11 @@ class SocketLink:
         self._timeout = timeout
 
     def connect(self) -> None:
-        """Connect, see ``GroupLink``. Raises CollectiveBroken."""
+        """Connect to all ranks of the group, see ``GroupLink``. Raises CollectiveBroken."""
         self.collectives.connect(self._meeting, self._timeout)
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """Exchange rows, see ``GroupLink``. Raises CollectiveBroken."""
+        """Exchange rows with all ranks of the group, see ``GroupLink``. Raises CollectiveBroken."""
         return self.collectives.exchange(row)
 
     def abort(self) -> None:
@@ -309,14 +318,16 @@ class SocketLink:
 
 
 class SocketLinks:
-    """Creates links to data-parallel groups. Also runs the rendezvous store for groups in which this rank is the first."""
+    """Creates links to data-parallel groups. Also runs the rendezvous store, through which ranks find each other, for
+    groups whose first rank is this rank.
+    """
 
     def __init__(self, config: DataParallelConfig, rank: str, secret: SharedSecret | None = None) -> None:
         """Listen on a free port. Raises ConfigError if this host does not have the configured address.
 
         Args:
             config: Config of data parallelism.
-            rank: Name of this rank.
+            rank: Name of this rank in log lines and errors.
             secret: Secret with which ranks authenticate each other.
         """
         self.lease = 0.0
@@ -331,8 +342,8 @@ class SocketLinks:
         self.meeting_address = self._server.address
 
     def make(self, group: RankGroup, meetings: Mapping[str, str]) -> SocketLink:
-        """Create the link of a group that contains this rank. Raises CollectiveBroken if the address of the first
-        rank's rendezvous store is unknown.
+        """Create the link to a group that contains this rank. Raises CollectiveBroken if the address of the rendezvous
+        store, which the group's first rank runs, is unknown.
         """
         if group.members[0] not in meetings:
             raise CollectiveBroken(f"the meeting address of {group.members[0]} is unknown")

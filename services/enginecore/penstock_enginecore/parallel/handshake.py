@@ -1,4 +1,6 @@
-"""Handshake on internal ports: both sides prove that they know the key. The module also detects dead hosts."""
+"""Handshake on the engines' internal ports, in which both sides prove that they know the port's key. Also detection of
+dead hosts.
+"""
 
 import errno
 import logging
@@ -14,25 +16,26 @@ from penstock_common.observability.logging import LimitedLog
 from penstock_common.security import shared_secret
 from penstock_common.security.shared_secret import ProofError
 
-# The listening side: unknown clients authenticate concurrently.
+# Handshake on the side of the listener, which authenticates several clients at the same time.
 
 MAX_UNPROVEN = 64
-"""Maximum number of unauthenticated connections. If there is one more, the oldest unauthenticated connection is closed.
+"""Maximum number of connections that are not authenticated yet. If another client connects, the oldest of these
+connections is closed.
 """
 PROOF_WITHIN = 10.0
-"""Seconds within which a connection must authenticate."""
+"""Number of seconds in which a client must authenticate after it has connected."""
 _PAUSE = 0.2
-"""Seconds to wait before accepting again, after the system ran out of descriptors or memory."""
+"""Seconds to wait before connections are accepted again, after the system ran out of descriptors or memory."""
 _AT_ONCE = 16
-"""Maximum number of connections that are accepted before other sockets are handled."""
+"""Maximum number of connections that are accepted at a time, before other sockets are handled."""
 _DEFECTS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOTSOCK, errno.EOPNOTSUPP})
-"""Errors of ``accept`` that are permanent, because the listener is not a listening socket."""
+"""Error numbers of ``accept`` that mean a permanent failure, because the listener is not a listening socket."""
 
 logger = logging.getLogger(__name__)
 
 
 class Admitted(NamedTuple):
-    """An authenticated, non-blocking connection, and the identity that the other side claims."""
+    """Authenticated, non-blocking connection, and the identity that the client claims."""
 
     connection: socket.socket
     claim: bytes
@@ -40,7 +43,9 @@ class Admitted(NamedTuple):
 
 @dataclass(slots=True)
 class _Unproven:
-    """An unauthenticated connection. ``nonce`` is empty until the reply was sent."""
+    """State of a connection that is not authenticated yet. ``nonce`` is empty until the reply to the client's first
+    message was sent.
+    """
 
     address: str
     until: float
@@ -50,51 +55,56 @@ class _Unproven:
 
 
 class Admission:
-    """Accepts connections of one listener, and returns those that have authenticated.
+    """Accepts connections of one listener, and returns the connections whose clients have authenticated.
 
-    The caller and this object use the same selector. The caller must call ``hear`` for each ready socket whose selector
-    data is this object. It must wait no longer than ``wait_at_most`` returns, and call ``tick`` after each wait. An
-    unknown client uses one socket and about 1 KiB, for at most 10 seconds. Only one thread may call the methods.
+    The caller and this object use the same selector. If the selector returns a socket whose data is this object, the
+    caller must call ``hear``. The caller must wait no longer than ``wait_at_most`` returns, and must call ``tick``
+    after each wait. An unknown client uses one socket and about 1 KiB, for at most 10 seconds. Only one thread may call
+    the methods.
     """
 
     def __init__(
         self, listener: socket.socket, key: bytes, selector: selectors.BaseSelector, *, port: str, claim_bytes: int = 0
     ) -> None:
-        """Start to accept.
+        """Start to accept connections.
 
         Args:
             listener: Listening socket.
             key: Key of the port, see ``SharedSecret.key``.
             selector: Selector of the caller.
-            port: Name of the port in the log.
-            claim_bytes: Length of a claim.
+            port: Name of the port in log lines.
+            claim_bytes: Length in bytes of a claim, the identity that a client sends.
         """
         listener.setblocking(False)
         self._listener, self._key, self._selector = listener, key, selector
         self._port = port
         self._proof_bytes = claim_bytes + shared_secret.PROOF_BYTES
         self._unproven: dict[socket.socket, _Unproven] = {}
-        """Unauthenticated connections, oldest first."""
+        """Connections that are not authenticated yet, oldest first."""
         self._paused_until: float | None = None
         self._log = LimitedLog(logger)
         selector.register(listener, selectors.EVENT_READ, self)
 
     def close(self) -> None:
-        """Close all unauthenticated connections, and stop accepting. The listener stays open."""
+        """Close all connections that are not authenticated yet, and stop accepting connections. The listener stays
+        open.
+        """
         if self._paused_until is None:
             self._selector.unregister(self._listener)
         for connection in list(self._unproven):
             self._forget(connection).close()
 
     def wait_at_most(self, seconds: float | None = None) -> float | None:
-        """Return the seconds until ``tick`` must be called, at most ``seconds``. None means no limit."""
+        """Return the number of seconds until ``tick`` must be called, but at most ``seconds``. The result is None if
+        there is no limit.
+        """
         oldest = next(iter(self._unproven.values()), None)
         times = [each for each in (self._paused_until, oldest.until if oldest else None) if each is not None]
         limits = [max(each - time.monotonic(), 0.0) for each in times] + ([] if seconds is None else [seconds])
         return min(limits, default=None)
 
     def tick(self) -> None:
-        """Close connections that have not authenticated in time, and accept again after a pause."""
+        """Close connections whose clients have not authenticated in time, and accept connections again after a pause."""
         now = time.monotonic()
         for connection, stranger in list(self._unproven.items()):
             if stranger.until > now:
@@ -103,18 +113,20 @@ class Admission:
         if self._paused_until is not None and self._paused_until <= now:
             try:
                 self._selector.register(self._listener, selectors.EVENT_READ, self)
-            except OSError as e:  # Registering with epoll needs memory as well.
+            except OSError as e:  # Registration with epoll fails if memory is exhausted.
                 self._log_pause(e)
                 self._paused_until = now + _PAUSE
             else:
                 self._paused_until = None
 
     def hear(self, ready: socket.socket) -> Admitted | None:
-        """Handle a ready listener or connection. Returns a connection that has just authenticated, or None."""
+        """Handle a ready listener or connection. If the handshake of a connection has just succeeded, return the
+        connection, otherwise None.
+        """
         if ready is self._listener:
             self._accept()
             return None
-        if ready not in self._unproven:  # The connection was closed after the selector reported it.
+        if ready not in self._unproven:  # The connection was closed after the selector had reported it as ready.
             return None
         try:
             return self._go_on(ready, self._unproven[ready])
@@ -135,7 +147,7 @@ class Admission:
             except OSError as e:
                 if e.errno in _DEFECTS:
                     raise
-                self._pause(e)  # Usually, the system is out of descriptors or memory.
+                self._pause(e)  # Usually the reason is that the system has no free descriptors or memory.
                 return
             try:
                 connection.setblocking(False)
@@ -156,7 +168,7 @@ class Admission:
         expected = self._proof_bytes if stranger.nonce else shared_secret.HELLO_BYTES
         more = connection.recv(expected - len(stranger.heard))
         if not more:
-            raise ConnectionResetError("it closed the connection before it authenticated")
+            raise ConnectionResetError("the client closed the connection before it authenticated")
         stranger.heard += more
         if len(stranger.heard) < expected:
             return None
@@ -168,7 +180,7 @@ class Admission:
         nonce = shared_secret.new_nonce()
         reply = shared_secret.reply(self._key, heard, nonce)
         if connection.send(reply) < len(reply):
-            raise ConnectionResetError("it does not read from the connection")
+            raise ConnectionResetError("the client does not read from the connection")
         stranger.hello, stranger.nonce = heard, nonce
         return None
 
@@ -195,19 +207,19 @@ class Admission:
         self._log.warning("internal port temporarily cannot accept connections", port=self._port, error=str(error))
 
 
-# The connecting side.
+# Handshake on the side of the client.
 
 WaitReadable = Callable[[socket.socket], None]
-"""Function that waits until a connection can be read. Raises the error that ends the wait."""
+"""Function that waits until a connection can be read. It raises an error to end the wait."""
 
 
 def introduce(connection: socket.socket, key: bytes, claim: bytes, wait: WaitReadable) -> None:
-    """Authenticate both sides of a new, non-blocking connection.
+    """Do the client's part of the handshake on a new, non-blocking connection, so that both sides are authenticated.
 
     Args:
         connection: The new connection.
         key: The key of the port, see ``SharedSecret.key``.
-        claim: Identity of this side, with the length that the port expects.
+        claim: Identity of this client, with the length that the port expects.
         wait: See ``WaitReadable``.
 
     Raises:
@@ -221,7 +233,9 @@ def introduce(connection: socket.socket, key: bytes, claim: bytes, wait: WaitRea
 
 
 def read_exactly(connection: socket.socket, count: int, wait: WaitReadable) -> bytes:
-    """Return ``count`` bytes from a non-blocking connection. Raises OSError if the connection breaks or ends first."""
+    """Read and return ``count`` bytes from a non-blocking connection. Raises OSError if the connection breaks or ends
+    first.
+    """
     got = bytearray()
     while len(got) < count:
         wait(connection)
@@ -236,27 +250,27 @@ def read_exactly(connection: socket.socket, count: int, wait: WaitReadable) -> b
 
 
 def send_small(connection: socket.socket, message: bytes) -> None:
-    """Send a message that is smaller than an empty send buffer. Raises OSError if the message does not fit now, or if
-    the connection is broken.
+    """Send a message that fits into an empty send buffer. Raises OSError if the free part of the send buffer is too
+    small, or if the connection is broken.
     """
     if connection.send(message) < len(message):
         raise BlockingIOError("the other side does not read from the connection")
 
 
-# Detection of dead hosts by the kernel, even if they send no packet.
+# Detection of dead hosts by the operating system, even if such a host sends no packet.
 
 _TRIES = 3
-"""Number of keepalive probes of an idle connection. Their interval is an integer number of seconds, so detection may be
-up to a second late.
+"""Number of keepalive probes that the operating system sends on an idle connection before the connection fails. The
+interval between probes is an integer number of seconds, so detection may be up to a second late.
 """
 
 
 def give_up_after(connection: socket.socket, seconds: float) -> None:
-    """Make a connection fail after the other host has been silent for ``seconds``.
+    """Make a connection fail if the other host has not answered for ``seconds`` seconds.
 
-    This applies while data is in transit, while the connection is idle, and after it was closed with unsent data. A
-    stopped or busy process does not count as silent, because its host answers while the process's receive buffer has
-    space.
+    This applies while data is in transit, while the connection is idle, and after the connection was closed with unsent
+    data. A host with a stopped or busy process still answers, because the operating system answers while the process's
+    receive buffer has space.
     """
     probe = max(round(seconds / _TRIES), 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,7 +1,7 @@
-"""Tensor parallelism plans of models with recurrent layers, in transformers' format. Add new classes here.
+"""Tensor parallelism plans for classes of models with recurrent layers, in transformers' format. Add new classes here.
 
-transformers has no plan or an incomplete plan for these classes. The recurrent layers themselves are not part of a plan;
-``mixers`` splits them by heads.
+transformers has no plan or an incomplete plan for these classes. The plans do not contain the recurrent layers, because
+``mixers`` splits these layers by heads.
 """
 
 from collections.abc import Mapping
@@ -82,4 +82,4 @@ HYBRID_PLANS: Mapping[str, Mapping[str, str]] = {
         "model.layers.*.shared_transformer.feed_forward.down_proj": "rowwise",
     },
 }
-"""Plans by class name of the causal language model. Each plan is used instead of transformers' plan."""
+"""Plans by the class name of the causal language model. These plans replace the plans of transformers."""

@@ -1,7 +1,7 @@
 """Client of the rendezvous store: a small key-value store through which processes of a group find each other.
 
-torch's ``TCPStore`` is not used, because it does not authenticate clients. It also resolves the names of its peers on
-both sides of each connection, and serves no other client during that time (ADR 86).
+torch's ``TCPStore`` is not used, because ``TCPStore`` does not authenticate clients. ``TCPStore`` also resolves host
+names on both sides of each connection, and serves no other client during that time (ADR 86).
 """
 
 import socket
@@ -11,38 +11,41 @@ from dataclasses import dataclass
 from penstock_common.security.shared_secret import NO_SECRET, SharedSecret
 from penstock_enginecore.parallel.handshake import WaitReadable, read_exactly, send_small
 
-# The client side.
+# Client of the rendezvous store.
 
 PURPOSE = "meeting store"
-"""Purpose from which the key of the store's port is derived."""
+"""Text from which, together with the secret, the key of the store's port is derived."""
 REQUEST = struct.Struct("!cHH")
-"""Request header: the operation, the length of the key, and the length of the value, in bytes. Key and value are next.
+"""Format of a request's header: the operation, the length of the key in bytes, and the length of the value in bytes.
+The key and the value follow the header.
 """
 ANSWER = struct.Struct("!H")
-"""Answer header: the length of the value, in bytes. The value is next."""
+"""Format of an answer's header: the length of the value in bytes. The value follows the header."""
 SET, GET = b"s", b"g"
-"""Operations. The answer to SET is an empty value. The answer to GET is the value, sent once the key has a value."""
+"""Operations of requests. The answer to SET is an empty value. The answer to GET is the value of the key. If the key
+has no value yet, the server sends the answer to GET later.
+"""
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 4096
 
 
 class MeetingStore:
-    """A connection to a ``MeetingServer``. When the connection is closed, the server removes the values that were set
-    through it. Not thread-safe.
+    """Client of a ``MeetingServer``. When the connection is closed, the server removes the values that this client has
+    set. Not thread-safe.
 
-    Methods raise OSError if the store cannot be reached, and the errors of ``wait``. After an error, the connection is
-    unusable.
+    Methods raise OSError if the server cannot be reached, and the errors that ``wait`` raises. After an error, the
+    connection is unusable.
     """
 
     def __init__(self, connection: socket.socket, wait: WaitReadable) -> None:
-        """Use a non-blocking ``connection`` on which this side is authenticated. The caller closes it. For ``wait``,
-        see ``WaitReadable``.
+        """Use ``connection``, which is non-blocking and whose handshake is complete. The caller closes the connection.
+        For ``wait``, see ``WaitReadable``.
         """
         self._connection = connection
         self._wait = wait
 
     def set(self, key: str, value: bytes) -> None:
-        """Store a value. The new value replaces an earlier value of the key."""
+        """Store ``value`` under ``key``. The new value replaces an earlier value of the key."""
         self._ask(SET, key, value)
 
     def get(self, key: str) -> bytes:
@@ -61,9 +64,9 @@ class Meeting:
     """Address and credentials with which the processes of one or more groups find each other.
 
     Attributes:
-        at: For processes of one host, a descriptor of shared memory that is initially empty. For processes of several
+        at: For processes of one host, a descriptor of shared memory whose initial size is 0. For processes of several
             hosts, host:port of a ``MeetingServer``.
-        address: IP address at which other hosts reach this process, if there are several hosts.
+        address: IP address at which other hosts reach this process, or empty for processes of one host.
         secret: Secret with which processes of several hosts authenticate each other.
     """
 
@@ -72,7 +75,9 @@ class Meeting:
     secret: SharedSecret | None = None
 
     def key(self, purpose: str) -> bytes:
-        """Return the key for ``purpose``. Without a secret, the key depends only on the purpose and is not secret."""
+        """Return the key that is derived from the secret and ``purpose``. Without a secret, the key depends only on
+        ``purpose``, so anyone can compute the key.
+        """
         return (self.secret or NO_SECRET).key(purpose)
 
     @property

@@ -14,14 +14,14 @@ from penstock_enginecore.parallel.handshake import Admission, give_up_after, sen
 from penstock_enginecore.parallel.meeting import ANSWER, GET, MAX_KEY_BYTES, MAX_VALUE_BYTES, PURPOSE, REQUEST, SET
 
 _SILENCE = 60.0
-"""Seconds after which a host that does not answer is disconnected."""
+"""Number of seconds after which the server disconnects a host that does not answer."""
 _AT_ONCE = 8192
 MAX_ASKING = 4096
-"""Maximum number of authenticated connections. Ranks of two epochs may be connected at the same time, with one
-connection each.
+"""Maximum number of authenticated connections. The ranks of two epochs of a group may be connected at the same time,
+each with one connection.
 """
 MAX_KEYS = 16
-"""Maximum number of keys that one connection may set. A rank sets one key."""
+"""Maximum number of keys that a client may set over one connection. A rank sets one key."""
 MAX_STORE_BYTES = 4 * 1024 * 1024
 """Maximum total size of all keys and values in bytes. The 1024 ranks of the largest group store about 150 bytes each.
 """
@@ -34,9 +34,9 @@ class _Asking:
     """State of one connection.
 
     Attributes:
-        coming: Received bytes of the connection's next request.
-        said: Keys that the connection has set.
-        wants: Key for which the connection waits, or None.
+        coming: Bytes of the next request that have been received.
+        said: Keys that the client has set over this connection.
+        wants: Key for whose value the client waits, or None.
     """
 
     coming: bytearray = field(default_factory=bytearray)
@@ -45,27 +45,28 @@ class _Asking:
 
 
 class MeetingServer:
-    """Serves the store on a free port until ``close``, on a separate thread. ``address`` is host:port of the store.
+    """Server that serves the rendezvous store on a free port, on a separate thread, until ``close`` is called.
+    ``address`` is host:port of the server.
 
     The server accepts only clients that know the secret. When a connection is closed, the server removes the values
-    that were set through it. If a client violates the protocol or its limits, the server disconnects the client and
-    logs this.
+    that were set over this connection. If a client violates the protocol or its limits, the server disconnects the
+    client and logs the reason.
     """
 
     def __init__(self, host: str, secret: SharedSecret | None = None) -> None:
         """Listen on ``host``, an IP address of this host. Raises OSError if this host does not have the address.
 
-        Clients must know ``secret``. If it is None, any client may connect.
+        Clients must know ``secret``. If ``secret`` is None, any client may connect.
         """
         family = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)[0][0]
         self._listener = socket.create_server((host, 0), family=family)
         self.address = addresses.with_port(host, self._listener.getsockname()[1])
         self._said: dict[str, tuple[socket.socket, bytes]] = {}
-        """Connection and value, by key."""
+        """Value of each key, and the connection over which the value was set."""
         self._num_bytes = 0
         self._asking: dict[socket.socket, _Asking] = {}
         self._waiting: dict[str, list[socket.socket]] = {}
-        """Connections that wait for a value, by key."""
+        """Connections whose clients wait for a key's value, by key."""
         self._log = LimitedLog(logger)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -77,7 +78,7 @@ class MeetingServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
+        """Stop the server, and close all connections. Idempotent."""
         if not self._closed:
             self._closed = True
             os.eventfd_write(self._wake, 1)
@@ -138,9 +139,9 @@ class MeetingServer:
             self._refuse(connection, str(e))
 
     def _do(self, connection: socket.socket, asking: _Asking, what: bytes, key: str, value: bytes) -> None:
-        """Handle a request. Raises ValueError if the request is invalid."""
+        """Handle a request of a client. Raises ValueError if the request is invalid."""
         if asking.wants is not None:
-            raise ValueError(f"it sent a request while it was waiting for the key {asking.wants!r}")
+            raise ValueError(f"the client sent a request while it was waiting for the key {asking.wants!r}")
         if what == SET:
             self._say(connection, asking, key, value)
         elif what != GET:
@@ -153,10 +154,10 @@ class MeetingServer:
 
     def _say(self, connection: socket.socket, asking: _Asking, key: str, value: bytes) -> None:
         if len(asking.said | {key}) > MAX_KEYS:
-            raise ValueError(f"it sets more than {MAX_KEYS} keys")
+            raise ValueError(f"the client sets more than {MAX_KEYS} keys")
         self._forget(key)
         if self._num_bytes + len(key.encode()) + len(value) > MAX_STORE_BYTES:
-            raise ValueError(f"the store would have more than {MAX_STORE_BYTES} bytes")
+            raise ValueError(f"the keys and values would have more than {MAX_STORE_BYTES} bytes")
         self._said[key] = connection, value
         self._num_bytes += len(key.encode()) + len(value)
         asking.said.add(key)
@@ -193,7 +194,8 @@ class MeetingServer:
 
 
 def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
-    """Remove the next request from the received bytes. Returns None if it is incomplete.
+    """Remove the next request from ``coming``, the received bytes, and return the request. Returns None if the request
+    is incomplete.
 
     Raises ValueError if the key is not UTF-8, or if the request is too long.
     """
@@ -202,7 +204,7 @@ def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
     what, key_bytes, value_bytes = REQUEST.unpack_from(coming)
     if key_bytes > MAX_KEY_BYTES or value_bytes > MAX_VALUE_BYTES:
         raise ValueError(
-            f"its request has a key of {key_bytes} bytes and a value of {value_bytes} bytes; the limits are {MAX_KEY_BYTES} and "
+            f"the request has a key of {key_bytes} bytes and a value of {value_bytes} bytes; the limits are {MAX_KEY_BYTES} and "
             f"{MAX_VALUE_BYTES} bytes"
         )
     middle, end = REQUEST.size + key_bytes, REQUEST.size + key_bytes + value_bytes
@@ -214,5 +216,5 @@ def _next_of(coming: bytearray) -> tuple[bytes, str, bytes] | None:
 
 
 def _answer(connection: socket.socket, value: bytes) -> None:
-    """Send an answer. Raises OSError if the answer cannot be sent without waiting."""
+    """Send ``value`` as an answer. Raises OSError if the answer cannot be sent without waiting."""
     send_small(connection, ANSWER.pack(len(value)) + value)

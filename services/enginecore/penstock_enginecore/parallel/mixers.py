@@ -1,11 +1,12 @@
-"""Split of recurrent layers among ranks, by heads. A rank computes and stores the states of its heads only.
+"""Split of recurrent layers (mixers) among tensor-parallel ranks, by heads. A rank computes and stores only the states
+of its heads.
 
 The input projection and the convolution have several segments, such as queries, keys and values. A rank keeps a part of
-each segment. If there are fewer key heads (Mamba-2: groups of B and C) than ranks, several ranks compute the same key
-head. The output projection sums over the ranks.
+each segment. If there are fewer key heads (in Mamba-2, groups of B and C) than ranks, several ranks compute the same
+key head. The outputs of the ranks' output projections are summed.
 
-In Mamba-1, each channel is a head. All channels share B, C and the inputs of the time steps. The projection that
-computes these inputs also sums over the ranks.
+In Mamba-1, each channel is a head. All channels share B, C and the inputs of the time steps. The outputs of the ranks'
+projections that compute these inputs are summed as well.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,21 +25,21 @@ from penstock_enginecore.parallel.cuts import Heads, even, keep_outputs, paramet
 
 Ranges = tuple[range, ...]
 _SUMMED = ("out_proj", "o_proj", "x_proj")
-"""Names of projections of a rank's own features, whose outputs the ranks add up."""
+"""Names of projections whose inputs are a rank's own features, and whose outputs are summed over the ranks."""
 _WHOLE = frozenset({"dt_layernorm", "b_layernorm", "c_layernorm", "f_a_proj", "g_a_proj"})
 """Names of layers that every rank computes completely."""
 _OF_HEADS = frozenset({"A_log", "D", "dt_bias"})
-"""Names of parameters with one number per head, or with the same count of numbers for each head."""
+"""Names of parameters that have one number per head, or the same count of numbers for each head."""
 _DELTA = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
 _DUALITY = ("num_heads", "n_groups", "head_dim", "ssm_state_size", "intermediate_size")
 _ROW_DELTA = ("num_heads", "head_dim", "qkv_dim", "conv_dim")
 _SELECTIVE = ("intermediate_size", "time_step_rank", "ssm_state_size")
-"""Attributes by which a kind of mixer is recognized."""
+"""Names of the attributes that a mixer of this kind has, and by which it is recognized."""
 
 
 def check_mixers(module: PreTrainedModel, size: int) -> None:
-    """Raise ModelLoadError, with the fields of ``config.json``, if heads of recurrent layers cannot be distributed to
-    ``size`` ranks.
+    """Raise ModelLoadError if the heads of recurrent layers cannot be distributed to ``size`` ranks. The message names
+    the fields of ``config.json``.
     """
     fields = fields_of(module.config)
     for name, mixer in find_mixers(module).items():
@@ -56,9 +57,10 @@ def check_mixers(module: PreTrainedModel, size: int) -> None:
 
 
 def split_mixer(name: str, mixer: Any, collectives: Collectives) -> dict[str, OwnFeatures]:
-    """Keep the heads of this rank in a recurrent layer, in place. Returns the features of its linear layers, by name.
+    """Reduce a recurrent layer, in place, to the heads of this rank. Returns, by the name of each linear layer in the
+    mixer, which of its features this rank has.
 
-    Raises ModelLoadError, with the name of the layer, if the layer has a part that is not known.
+    Raises ModelLoadError, with the name of the layer, if the layer has a module or parameter that cannot be split.
     """
     return _split(name, mixer, _share(name, mixer, collectives), collectives)
 
@@ -93,7 +95,9 @@ def _split(name: str, mixer: Any, share: "_Share", collectives: Collectives) -> 
 
 
 def _keep_numbers(name: str, mixer: Any, share: "_Share") -> None:
-    """Keep the parameters and buffers of the mixer itself that belong to its heads."""
+    """Reduce the parameters and buffers of the mixer itself, without its submodules, to the elements of this rank's
+    heads.
+    """
     for own_name, whole in list(mixer.named_parameters(recurse=False)):
         dim = next((dim for dim, size in enumerate(whole.shape) if size > 1), 0)
         size, rest = divmod(whole.shape[dim], share.num_heads) if share.num_heads else (0, 1)
@@ -108,11 +112,12 @@ def _keep_numbers(name: str, mixer: Any, share: "_Share") -> None:
 
 def _refusal(name: str, what: str) -> ModelLoadError:
     return ModelLoadError(
-        f"executor.tensor_parallel_size: {name} {what}, for which splitting by heads is not supported; use 1"
+        f"executor.tensor_parallel_size: {name} {what}, for which splitting by heads is not supported; "
+        "set executor.tensor_parallel_size to 1"
     )
 
 
-# What a rank keeps of each kind of mixer.
+# Features that a rank keeps, for each kind of mixer.
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +125,12 @@ class _Share:
     """Features of a mixer that one rank computes.
 
     Attributes:
-        heads: State heads.
+        heads: Indices of the state heads.
         num_heads: Number of state heads of all ranks.
-        inputs: Outputs of each input projection, by name.
-        channels: Channels of the convolution.
-        inner: Features after the recurrence: inputs of the output projection.
-        sizes: Values of the mixer's attributes.
+        inputs: Indices of the outputs of each input projection, by name of the projection.
+        channels: Indices of the channels of the convolution.
+        inner: Indices of the features after the recurrence, which are the inputs of the output projection.
+        sizes: New values of the mixer's attributes that contain sizes.
     """
 
     heads: range
@@ -137,7 +142,7 @@ class _Share:
 
 
 def _heads(mixer: Any) -> Heads | None:
-    """Return the state heads and key heads of a mixer, or None for a short convolution."""
+    """Return the numbers of state heads and key heads of a mixer, or None for a short convolution."""
     if _has(mixer, _DELTA):
         return Heads(mixer.num_v_heads, mixer.num_k_heads)
     if _has(mixer, _DUALITY):
@@ -173,12 +178,14 @@ def _share(name: str, mixer: Any, collectives: Collectives) -> _Share:
 
 
 def _run(start: int, own: range, width: int) -> range:
-    """Return the features of heads ``own`` in a segment that begins at ``start``."""
+    """Return the indices of the features of the heads ``own`` in a segment that begins at index ``start``."""
     return range(start + own.start * width, start + own.stop * width)
 
 
 def _share_of_delta(mixer: Any, heads: range, keys: range) -> _Share:
-    """Return the share of a gated delta rule with ``heads`` value heads and ``keys`` key heads."""
+    """Return the share of a gated delta rule layer for a rank with the value heads ``heads`` and the key heads
+    ``keys``.
+    """
     key_size, value_size = mixer.head_k_dim, mixer.head_v_dim
     num_keys, num_heads = mixer.num_k_heads, mixer.num_v_heads
     queries, values = _run(0, keys, key_size), _run(0, heads, value_size)
@@ -187,7 +194,7 @@ def _share_of_delta(mixer: Any, heads: range, keys: range) -> _Share:
     of_keys = [
         (key, range(max(heads.start - key * per_key, 0), min(heads.stop - key * per_key, per_key))) for key in keys
     ]
-    interleaved: list[range] = []  # query, key, values and gates of a key head, and then of the next
+    interleaved: list[range] = []  # query, key, values and gates of one key head, then of the next
     for key, own in of_keys:
         start = key * 2 * (key_size + per_key * value_size)
         behind = start + 2 * key_size
@@ -233,7 +240,7 @@ def _share_of_selective_scan(mixer: Any, channels: range) -> _Share:
 
 
 def _share_of_duality(mixer: Any, heads: range, groups: range) -> _Share:
-    """Return the share of a Mamba-2 layer with ``heads`` and with ``groups`` of B and C."""
+    """Return the share of a Mamba-2 layer for a rank with the heads ``heads`` and the groups ``groups`` of B and C."""
     width, state = mixer.head_dim, mixer.ssm_state_size
     whole, of_groups = mixer.num_heads * width, mixer.n_groups * state
     inner = _run(0, heads, width)
@@ -270,15 +277,15 @@ def _keep_channels(convolution: torch.nn.Conv1d, own: Ranges) -> None:
     convolution.in_channels = convolution.out_channels = convolution.groups = sum(map(len, own))
 
 
-# Gated norms.
+# Gated norms of recurrent layers.
 
 
 def _own_norm(name: str, module: torch.nn.Module, share: _Share, collectives: Collectives) -> torch.nn.Module:
-    """Return the norm of a rank's heads."""
+    """Return a norm for the features of this rank's heads."""
     norm: Any = module
     weight = getattr(norm, "weight", None)
     if weight is None or not share.sizes.get("intermediate_size"):
-        return module  # the identity, or a norm of each head that all heads share
+        return module  # the identity, or a norm whose weight all heads share
     whole = len(weight)
     group = getattr(norm, "group_size", None) or whole // getattr(norm, "n_groups", 1)
     own = share.inner
@@ -297,9 +304,9 @@ def _own_norm(name: str, module: torch.nn.Module, share: _Share, collectives: Co
 
 
 class SpreadNorm(torch.nn.Module):
-    """Gated norm of the roots of mean squares, for a group of features that lies on several ranks.
+    """Gated RMSNorm for a group of features that is distributed among several ranks.
 
-    A rank has the features ``own``, which are a part of one group. The ranks add up their squares.
+    A rank has the features ``own``, which are a part of one group. The ranks sum the squares of their features.
     """
 
     def __init__(self, norm: Any, own: range, group: int, collectives: Collectives) -> None:
@@ -335,7 +342,9 @@ class SpreadNorm(torch.nn.Module):
 
     @torch.no_grad()
     def is_same(self, norm: torch.nn.Module, whole: int) -> bool:
-        """Return whether ``norm`` computes the same from all ``whole`` features. Call it while the weight is whole."""
+        """Return whether this class and ``norm`` compute the same result from all ``whole`` features. Call this method
+        before the weight is reduced to this rank's features.
+        """
         hidden, gate = torch.randn(2, 1, 3, whole, generator=torch.Generator().manual_seed(0)).to(self.weight.device)
         expected: torch.Tensor = norm(hidden, gate)
         found = self._norm(hidden, gate, self._mean_of_groups)

@@ -1,7 +1,7 @@
-"""Rendezvous: connects one rank to all other ranks of its group.
+"""Rendezvous: connection of one rank to all other ranks of its group.
 
-The rank finds the other ranks through a store. It connects to lower ranks and accepts connections of higher ranks. Then
-all ranks agree that the group has formed.
+A rank finds the other ranks through the rendezvous store. The rank connects to lower ranks and accepts connections of
+higher ranks. Then all ranks agree that the group has formed.
 """
 
 import errno
@@ -21,7 +21,7 @@ from penstock_enginecore.core.collective_errors import CollectiveBroken
 from penstock_enginecore.parallel.handshake import Admission, Admitted, give_up_after, introduce, send_small
 from penstock_enginecore.parallel.meeting import Meeting, MeetingStore
 
-# Agreement of ranks that all are connected.
+# Agreement among the ranks of a group that all ranks are connected.
 
 READY, CONFIRMED = b"r", b"c"
 """Messages of the agreement. READY: this rank is connected to all other ranks. CONFIRMED: this rank has received READY
@@ -31,7 +31,7 @@ ROUNDS = len(READY + CONFIRMED)
 
 
 class Confirmation:
-    """Tracks the agreement of one rank with all other ranks. A state machine without I/O.
+    """State machine, without I/O, of the agreement of one rank with all other ranks.
 
     The agreement needs two rounds, because a connected rank does not know whether the other ranks are connected to each
     other. After READY from all ranks, a rank sends CONFIRMED. After CONFIRMED from all ranks, the group has formed. If
@@ -39,7 +39,7 @@ class Confirmation:
     """
 
     def __init__(self, peers: Iterable[int]) -> None:
-        """Start the agreement with ``peers``, the other ranks."""
+        """Start the agreement with ``peers``, all other ranks."""
         self._heard = dict.fromkeys(peers, b"")
         self._told = 0
 
@@ -48,19 +48,19 @@ class Confirmation:
         return ROUNDS - len(self._heard[peer])
 
     def hear(self, peer: int, said: bytes) -> None:
-        """Process bytes from ``peer``. Raises ValueError for unexpected bytes."""
+        """Process bytes that ``peer`` has sent. Raises ValueError for unexpected bytes."""
         heard = self._heard[peer] + said
         if not (READY + CONFIRMED).startswith(heard):
             raise ValueError(f"rank {peer} sent {heard!r}, but READY or CONFIRMED was expected")
         self._heard[peer] = heard
 
     def waits_for(self) -> list[int]:
-        """Return the ranks whose message of the current round is missing."""
+        """Return the ranks whose message of the current round has not arrived."""
         return [peer for peer, heard in self._heard.items() if len(heard) < self._told]
 
     def next_word(self) -> bytes:
-        """Return the message to send to all other ranks now. Empty while this rank waits for messages, and after the
-        last round.
+        """Return the message to send to all other ranks now. The message is empty while this rank waits for messages,
+        and after the last round.
         """
         if self.waits_for() or self._told == ROUNDS:
             return b""
@@ -79,31 +79,35 @@ class Confirmation:
 
 
 TOKEN_BYTES = 32
-"""Length in bytes of the token at the start of a rank's value in the store. The rank's address is after the token."""
+"""Length in bytes of the token with which a rank's value in the rendezvous store begins. The rank's address follows the
+token.
+"""
 CLAIM = struct.Struct("!I")
-"""Claim of a connecting process: its rank."""
+"""Format of the claim that a connecting process sends: its rank."""
 _AGAIN_AFTER, _AGAIN_AFTER_AT_MOST = 0.05, 1.0
-"""First and longest retry delay in seconds after a port has closed a connection early. The reason may be that unknown
-clients have filled the port's queue.
+"""First and maximum delay, in seconds, before a rank connects again to a port that closed the connection early. A
+reason for such an early close is that unknown clients have filled the port's queue.
 """
 _LAST_ROUND = 1.0
-"""Seconds at the end of the timeout that are reserved for the last round of the agreement, but at most a tenth of the
-timeout.
+"""Maximum time in seconds, at the end of the timeout, that is reserved for the last round of the agreement. The time is
+also at most a tenth of the timeout.
 """
 _AWAITED = "awaited"
 
 
 def key_of(meeting: Meeting, rank: int, token: bytes) -> bytes:
-    """Return the key of one rank's port.
+    """Return the key with which the port of ``rank`` authenticates clients.
 
-    The rank publishes ``token`` only in the store. A process that cannot read the store is therefore rejected, even if
-    no secret is configured.
+    The rank publishes ``token`` only in the rendezvous store. Therefore the port rejects a process that cannot read the
+    store, even if no secret is configured.
     """
     return meeting.key(f"rank {rank} {token.hex()}")
 
 
 class Rendezvous:
-    """Attempt of a rank to connect to the other ranks. While this rank waits, it serves incoming connections."""
+    """Attempt of a rank to connect to the other ranks of a group. While this rank waits, this object handles incoming
+    connections.
+    """
 
     def __init__(
         self,
@@ -117,17 +121,17 @@ class Rendezvous:
         wake: int,
         timeout_s: float,
     ) -> None:
-        """Start an attempt.
+        """Prepare the attempt. ``meet`` runs it.
 
         Args:
             name: Unique name of the group.
-            rank: Rank of this process.
-            size: Number of ranks.
-            meeting: Meeting point of the ranks.
+            rank: Rank of this process in the group.
+            size: Number of ranks of the group.
+            meeting: Address and credentials of the rendezvous store.
             listener: Socket on which this rank listens.
             silence: See ``SocketCollectives``.
             wake: Descriptor that becomes readable when this rank aborts the attempt.
-            timeout_s: Timeout in seconds.
+            timeout_s: Timeout of the attempt in seconds.
         """
         self._name, self._rank, self._size = name, rank, size
         self._meeting, self._silence, self._wake = meeting, silence, wake
@@ -143,10 +147,13 @@ class Rendezvous:
         self._connections: dict[int, socket.socket] = {}
         self._confirmation = Confirmation(peer for peer in range(size) if peer != rank)
         self._seeks = ""
-        """Name of the process for which this rank waits, or empty while it waits for ranks to connect."""
+        """Name of the process to which this rank is connecting, or empty while this rank waits for other ranks to
+        connect.
+        """
 
     def meet(self) -> dict[int, socket.socket]:
-        """Return a non-blocking connection to each other rank, by rank, once all ranks have confirmed. Call once.
+        """Wait until all ranks have agreed that the group has formed. Returns a non-blocking connection to each other
+        rank, by rank. Call this method only once.
 
         Raises:
             CollectiveBroken: Not all ranks have connected within the timeout, a rank has given up, or this attempt was
@@ -179,10 +186,12 @@ class Rendezvous:
             self._selector.close()
         return self._connections
 
-    # Outgoing connections.
+    # Outgoing connections of this rank.
 
     def _reach(self, whom: str, address: str, key: bytes, claim: bytes = b"") -> socket.socket:
-        """Return a connection on which both sides are authenticated."""
+        """Connect to ``address``, and return the connection after the handshake, in which both sides authenticate each
+        other.
+        """
         self._seeks = f"{whom} at {address}"
         again_after = _AGAIN_AFTER
         while True:
@@ -221,7 +230,7 @@ class Rendezvous:
             raise
         return connection
 
-    # Incoming connections, and messages on all connections.
+    # Incoming connections of this rank, and messages on all its connections.
 
     def _admit(self, admitted: Admitted) -> None:
         (peer,) = CLAIM.unpack(admitted.claim)
@@ -242,7 +251,7 @@ class Rendezvous:
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
     def _tell(self) -> None:
-        """Send the messages that are due to all other ranks."""
+        """Send the agreement's messages that are due now to all other ranks."""
         if len(self._connections) < self._size - 1:
             return
         while word := self._confirmation.next_word():
@@ -266,10 +275,10 @@ class Rendezvous:
             self._confirmation.hear(peer, said)
         except ValueError as e:
             raise self._broken(str(e)) from e
-        if not self._confirmation.missing_from(peer):  # Data of collectives is next on this connection.
+        if not self._confirmation.missing_from(peer):  # Data of collective operations is next.
             self._selector.unregister(connection)
 
-    # Waiting.
+    # Waiting for events.
 
     def _wait_readable(self, connection: socket.socket) -> None:
         self._wait_for(connection, selectors.EVENT_READ)
@@ -288,7 +297,9 @@ class Rendezvous:
             self._take_turn(left)
 
     def _take_turn(self, at_most: float = math.inf) -> bool:
-        """Wait up to ``at_most`` seconds for an event, and handle it. Returns whether the awaited connection is ready."""
+        """Wait up to ``at_most`` seconds for events, and handle them. Returns whether the connection that the caller
+        waits for is ready.
+        """
         awaited = False
         for key, _ in self._selector.select(self._admission.wait_at_most(min(self._left(), at_most))):
             if key.data is self._admission:
@@ -304,9 +315,9 @@ class Rendezvous:
         return awaited
 
     def _left(self) -> float:
-        """Return the seconds until the timeout. Raises CollectiveBroken if the timeout has passed.
+        """Return the number of seconds until the timeout. Raises CollectiveBroken if the timeout has passed.
 
-        A rank that has sent CONFIRMED may also use the time that is reserved for the last round. In the last round, the
+        Only a rank that has sent CONFIRMED may use the time that is reserved for the last round. In the last round, the
         agreement fails only if a rank or the network dies.
         """
         left = self._end - time.monotonic() - (0.0 if self._confirmation.confirmed else self._last_round)
@@ -320,21 +331,21 @@ class Rendezvous:
         return CollectiveBroken(f"group {self._name} has not formed at rank {self._rank}: {reason}")
 
 
-# Connections between all ranks of a group.
+# Connections from one rank to all other ranks of a group.
 
 
 class Mesh:
-    """Connections of one rank to all other ranks. ``connections`` has non-blocking sockets by rank, and is complete
-    after ``connect``.
+    """Connections of one rank to all other ranks of a group. ``connections`` has non-blocking sockets by rank, and is
+    complete after ``connect``.
     """
 
     def __init__(self, name: str, rank: int, size: int, silence: float) -> None:
-        """Create an unconnected mesh. ``name`` contains the group and its epoch. For ``silence``, see
-        ``SocketCollectives``.
+        """Create the object without connections. ``name`` contains the name of the group and the epoch. For
+        ``silence``, see ``SocketCollectives``.
         """
         self.connections: dict[int, socket.socket] = {}
         self.wake = os.eventfd(0, os.EFD_NONBLOCK)
-        """Descriptor that becomes readable when this rank gives up the mesh."""
+        """Descriptor that becomes readable when this rank calls ``give_up``."""
         self.given_up = False
         self._name, self._rank, self._size = name, rank, size
         self._silence = silence
@@ -342,11 +353,12 @@ class Mesh:
         self._lock = threading.Lock()
 
     def connect(self, meeting: Meeting, timeout_s: float) -> None:
-        """Wait for all ranks. The call either succeeds on every rank or fails on every rank. The exception is that a
-        rank or the network dies in the last second.
+        """Connect to all other ranks. The call either succeeds on every rank or fails on every rank, except if a rank
+        or the network dies in the last second.
 
         After ``timeout_s`` seconds, raises CollectiveBroken with the names of the missing ranks. Also raises
-        CollectiveBroken if the store or a rank cannot be reached or does not know the secret, or if any rank gives up.
+        CollectiveBroken if the rendezvous store or a rank cannot be reached or does not know the secret, or if any rank
+        gives up.
         """
         try:
             with _listener(meeting.address) as listener:
@@ -369,7 +381,7 @@ class Mesh:
                 self._shut_down()
 
     def give_up(self) -> None:
-        """Give up the mesh. All waits of this rank end, and other ranks stop waiting for this rank. Thread-safe."""
+        """Give up the connections. All waits of this rank end, and other ranks stop waiting for this rank. Thread-safe."""
         self.given_up = True
         with self._lock:
             if self._open:
@@ -377,7 +389,7 @@ class Mesh:
                 self._shut_down()
 
     def close(self) -> None:
-        """Close the mesh when it is not used any more. Peers detect this immediately."""
+        """Close all connections when they are no longer used. The other ranks detect the close immediately."""
         self.given_up = True
         with self._lock:
             if self._open:

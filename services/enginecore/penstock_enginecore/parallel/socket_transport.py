@@ -1,4 +1,4 @@
-"""A ``StageTransport`` between hosts, over connections on which both sides are authenticated."""
+"""``StageTransport`` for pipeline stages on several hosts, over connections on which both sides are authenticated."""
 
 import contextlib
 import os
@@ -17,11 +17,11 @@ from penstock_enginecore.parallel.rendezvous import Mesh
 # Messages between two pipeline stages over one connection.
 
 _HEADER = struct.Struct("!BQ")
-"""Header of a message: the channel, and the length of the message in bytes."""
+"""Format of a message's header: the channel, and the length of the message in bytes."""
 
 
 class Moving:
-    """A ``Pending``: a message that is being sent from ``memory``, or received into ``memory``."""
+    """``Pending`` for a message that is being sent from ``memory``, or received into ``memory``."""
 
     def __init__(self, memory: memoryview) -> None:
         self.left = [memory]
@@ -29,22 +29,22 @@ class Moving:
         self._error: str | None = None
 
     def end(self, error: str | None = None) -> None:
-        """Complete the message, or fail it with ``error``."""
+        """Mark the transfer of the message as complete, or as failed if ``error`` is given."""
         self._error = error
         self._over.set()
 
     def wait(self) -> None:
-        """Wait, see ``Pending``. Raises CollectiveBroken if the connection broke."""
+        """Wait until the transfer has ended, see ``Pending``. Raises CollectiveBroken if the connection broke."""
         self._over.wait()
         if self._error is not None:
             raise CollectiveBroken(self._error)
 
 
 class SocketStream:
-    """Stream of messages to and from one stage.
+    """Connection to one other pipeline stage, over which messages are sent and received.
 
-    ``send`` sends as much as is possible without waiting. The thread that calls ``go_on`` sends the remaining bytes and
-    receives. Other methods are thread-safe.
+    ``send`` sends as many bytes as is possible without waiting. The thread that calls ``go_on`` sends the remaining
+    bytes, and receives messages. The methods other than ``go_on`` are thread-safe.
     """
 
     def __init__(self, stage: int, connection: socket.socket) -> None:
@@ -59,11 +59,13 @@ class SocketStream:
         self._header = bytearray(_HEADER.size)
         self._missing_header = memoryview(self._header)
         self._coming: tuple[int, int] | None = None
-        """Channel and size of a message whose header arrived before a receive on that channel was started, or None."""
+        """Channel and size of a message whose header has arrived, but for which no receive has been started, or None."""
         self._into: Moving | None = None
 
     def send(self, message: memoryview, channel: int) -> tuple[Moving, bool]:
-        """Start to send. Also returns whether the thread must be woken to continue."""
+        """Start to send ``message``. Also returns whether the thread that calls ``go_on`` must be woken to send the
+        rest.
+        """
         moving = Moving(message)
         moving.left.insert(0, memoryview(_HEADER.pack(channel, len(message))))
         with self._to_send:
@@ -72,15 +74,17 @@ class SocketStream:
                 return moving, False
             self._sending.append(moving)
             if len(self._sending) > 1:
-                return moving, False  # The thread already handles the previous message.
+                return moving, False  # The thread that calls ``go_on`` already sends the previous message.
             try:
                 self._send()
-            except OSError:  # The thread will get the same error.
+            except OSError:  # ``go_on`` will get the same error.
                 return moving, True
             return moving, bool(self._sending)
 
     def receive(self, buffer: memoryview, channel: int) -> tuple[Moving, bool]:
-        """Start to receive. Also returns whether the thread must be woken to continue."""
+        """Start to receive a message into ``buffer``. Also returns whether the thread that calls ``go_on`` must be
+        woken to receive the message.
+        """
         moving = Moving(buffer)
         with self._to_receive:
             if self._error is not None:
@@ -90,7 +94,8 @@ class SocketStream:
             return moving, self._coming is not None
 
     def go_on(self) -> int:
-        """Send and receive as much as is possible without waiting. Returns the epoll events to wait for.
+        """Send and receive as many bytes as is possible without waiting. Returns the epoll events for which the caller
+        must wait.
 
         Raises OSError or CollectiveBroken if no more data can arrive.
         """
@@ -102,12 +107,12 @@ class SocketStream:
         with self._to_receive:
             with contextlib.suppress(BlockingIOError):
                 self._receive()
-            if self._coming is None:  # Otherwise the stream waits until a receive is started.
+            if self._coming is None:  # Otherwise this stream reads nothing until a receive is started.
                 awaited |= select.EPOLLIN
         return awaited
 
     def end(self, error: str) -> None:
-        """Fail all pending and future messages with ``error``."""
+        """Mark all pending and future transfers as failed with ``error``."""
         with self._to_send, self._to_receive:
             self._error = error
             waiting = [*self._sending, *(each for posted in self._posted.values() for each in posted)]
@@ -141,7 +146,9 @@ class SocketStream:
             moving.end()
 
     def _begin(self) -> Moving | None:
-        """Return the target of the next message, or None if no receive for it was started."""
+        """Return the transfer into which the next message is received, or None if no receive for this message was
+        started.
+        """
         if self._coming is None:
             while self._missing_header:
                 self._missing_header = self._missing_header[self._read(self._missing_header) :]
@@ -167,20 +174,22 @@ class SocketStream:
 
 
 _FOREVER = 86_400.0
-"""Effectively no timeout, because the engine ends a rendezvous that takes too long and names the missing node."""
+"""Timeout of the rendezvous, so long that it never ends the wait. The engine itself ends a rendezvous that takes too
+long, and names the missing node.
+"""
 
 
 class SocketTransport:
-    """Transport over sockets.
+    """``StageTransport`` over sockets.
 
-    A message that fits into the system's buffers is sent immediately. A thread sends the remaining bytes and receives.
-    Waiting uses no CPU time.
+    A message that fits into the operating system's buffers is sent immediately. A thread sends the remaining bytes, and
+    receives messages. Waiting uses no CPU time.
     """
 
     def __init__(
         self, meeting: Meeting, stage: int, num_stages: int, name: str = "stages", timeout_s: float = _FOREVER
     ) -> None:
-        """Wait for all stages. Raises CollectiveBroken if a stage does not connect or does not know the secret."""
+        """Connect to all other stages. Raises CollectiveBroken if a stage does not connect or does not know the secret."""
         self.stage, self.num_stages = stage, num_stages
         self._mesh = Mesh(name, stage, num_stages, 0.0)
         self._mesh.connect(meeting, timeout_s)
@@ -231,10 +240,10 @@ class SocketTransport:
 
 
 class _Watched:
-    """A stream, and the epoll events for which it waits.
+    """Stream to one other stage, and the epoll events for which the stream waits.
 
-    While the stream waits for no events, it is not registered. Otherwise epoll would report repeatedly that the other
-    side has closed the connection.
+    While the stream waits for no events, the stream is not registered with epoll. Otherwise epoll would report again
+    and again that the other stage has closed the connection.
     """
 
     def __init__(self, events: select.epoll, stream: SocketStream) -> None:
@@ -243,7 +252,7 @@ class _Watched:
         self._watch(select.EPOLLIN)
 
     def go_on(self) -> bool:
-        """Send and receive as much as is possible without waiting. Returns whether more data can arrive."""
+        """Send and receive as many bytes as is possible without waiting. Returns whether more data can arrive."""
         try:
             awaited = self._stream.go_on()
         except (OSError, CollectiveBroken) as e:

@@ -1,13 +1,13 @@
-"""Links of a pipeline stage to other stages, for hidden states and tokens.
+"""Links of a pipeline stage to other stages, over which hidden states and sampled tokens are sent.
 
 In a step that computes something, each stage sends one message of hidden states to the next stage. The last stage sends
 one message of tokens to the first stage, which embeds the tokens in a later step. The other stages need no tokens. A
-failed step also sends its messages, marked as failed. The streams therefore stay synchronized, and no stage waits
-forever for a message.
+stage in which a step has failed also sends the step's messages, marked as failed. Therefore no stage waits forever for
+a message, and each message belongs to the step that the receiver expects.
 
-A receive begins before the step that needs the message. A stage's output can therefore be transferred while the next
-stage still runs an earlier step. The buffers are large enough for any step, and each message contains its number of
-rows.
+A stage starts to receive a message before the step that needs the message. So a stage's output can be transferred while
+the next stage still runs an earlier step. The buffers are large enough for any step, and each message contains its
+number of rows.
 """
 
 import time
@@ -23,41 +23,47 @@ import torch
 from penstock_enginecore.parallel.collectives import gloo_group
 from penstock_enginecore.parallel.meeting import Meeting
 
-# Background transfer of bytes between pipeline stages.
+# Transfer of messages between pipeline stages, while the stages run steps.
 
 
 class Pending(Protocol):
-    """A message that is being transferred."""
+    """Message that is being sent or received."""
 
     def wait(self) -> None:
-        """Wait until the transfer has ended. A receive buffer is then filled, and a send buffer may be changed."""
+        """Wait until the transfer has ended. Afterwards the buffer of a received message is filled, and the memory of a
+        sent message may be changed.
+        """
 
 
 class StageTransport(Protocol):
     """Transfers messages between any two stages. Messages of the same ``channel`` arrive in order.
 
     A message may be shorter than the buffer into which it is received. If a stage sends messages of several channels to
-    another stage, the other stage must start the receives in the order of the sends.
+    another stage, the other stage must call ``receive`` in the order in which the messages are sent.
     """
 
     stage: int
     num_stages: int
 
     def send(self, message: torch.Tensor, stage: int, channel: int) -> Pending:
-        """Start to send ``message``, uint8 ``[bytes]``. The message must not change until the transfer ends."""
+        """Start to send ``message``, uint8 ``[bytes]``, to ``stage``. The message must not change until the transfer
+        ends.
+        """
 
     def receive(self, buffer: torch.Tensor, stage: int, channel: int) -> Pending:
-        """Start to receive a message into ``buffer``, uint8 ``[bytes]``."""
+        """Start to receive a message from ``stage`` into ``buffer``, uint8 ``[bytes]``."""
 
     def close(self) -> None:
-        """Free resources that would outlive the process. Idempotent."""
+        """Free resources of the transport that would outlive the process. Idempotent."""
 
 
 class GlooTransport:
-    """Transport between stages of one host, over the loopback interface. Waiting uses no CPU time."""
+    """``StageTransport`` for pipeline stages on one host, with gloo over the loopback interface. Waiting uses no CPU
+    time.
+    """
 
     def __init__(self, meeting: Meeting, stage: int, num_stages: int, name: str = "stages") -> None:
-        """Wait for all stages. See ``gloo_group``."""
+        """Wait until all stages have joined the group; see ``gloo_group``."""
         self.stage, self.num_stages = stage, num_stages
         self._group: Any = gloo_group(meeting, name, stage, num_stages)
 
@@ -68,13 +74,13 @@ class GlooTransport:
         return _Work(self._group.recv([buffer], stage, channel), buffer)
 
     def close(self) -> None:
-        """Do nothing. Closing a gloo group would wait for receives that were started, so the group ends with the
-        process.
+        """Do nothing. Closing a gloo group would wait for messages whose receive was started, so the group is not
+        closed before the process ends.
         """
 
 
 class _Work:
-    """Keeps the message's memory allocated until the transfer ends."""
+    """``Pending`` of a gloo operation, which keeps the message's memory allocated until the transfer ends."""
 
     def __init__(self, work: Any, buffer: torch.Tensor) -> None:
         self._work = work
@@ -85,20 +91,20 @@ class _Work:
 
 
 _STATES, _TOKENS = 0, 1
-"""Channels of hidden states and of tokens."""
+"""Numbers of the channel for hidden states and the channel for tokens."""
 _HEADER_BYTES = 64
-"""Size of a message's header in bytes. It has int64 values: number of the message, number of rows, whether the step has
-failed. The remaining bytes are for alignment.
+"""Size of a message's header in bytes. The header has three int64 values: the number of the message, the number of
+rows, and whether the step has failed. The remaining bytes are for alignment.
 """
 _NUM_POSTED = 2
 _MOST_AHEAD = 256
-"""Upper bound of the number of steps by which the first stage is ahead of the last stage. It is larger than the number
-of steps in flight.
+"""Upper bound of the number of steps by which the first stage is ahead of the last stage. The bound is larger than the
+number of steps in flight.
 """
 
 
 class StageFailedError(Exception):
-    """Raised when another stage has failed in the step."""
+    """Raised if the step has failed in another stage."""
 
 
 class _Owed(Flag):
@@ -109,11 +115,12 @@ class _Owed(Flag):
 
 
 class StageLinks:
-    """Links of one stage. Only one thread may call the methods.
+    """Links of one pipeline stage to other stages. Only one thread may call the methods.
 
-    Call ``open`` before the first pass. In each step, call ``begin``, then ``receive``, ``release`` and ``send``. After
-    that, the last stage calls ``send_tokens``, and the first stage calls ``tokens``. If a step fails, call ``fail``
-    instead of the remaining calls. In passes without sampling, call neither ``begin`` nor the methods for tokens.
+    Call ``open`` before the first forward pass. In each step, call ``begin``, then ``receive``, ``release`` and
+    ``send``. After that, the last stage calls ``send_tokens``, and the first stage calls ``tokens``. If a step fails,
+    call ``fail`` instead of the remaining calls. In forward passes without sampling, call neither ``begin`` nor the
+    methods for tokens.
     """
 
     def __init__(self, transport: StageTransport) -> None:
@@ -121,7 +128,7 @@ class StageLinks:
         self.is_first = self.stage == 0
         self.is_last = self.stage == self.num_stages - 1
         self.waited = 0.0
-        """Seconds that this stage has waited for other stages since it started."""
+        """Time in seconds that this stage has waited for messages of other stages so far."""
         self._transport = transport
         self._posted: deque[tuple[torch.Tensor, Pending]] = deque()
         self._held: torch.Tensor | None = None
@@ -132,12 +139,13 @@ class StageLinks:
         self._shape: tuple[int, int, int, torch.dtype] | None = None
 
     def open(self, *, max_tokens: int, max_seqs: int, width: int, dtype: torch.dtype) -> None:
-        """Start to receive. Idempotent. Raises ValueError if the sizes differ from those of the first call.
+        """Allocate buffers and start to receive hidden states. Idempotent. Raises ValueError if the sizes differ from
+        the sizes of the first call.
 
         Args:
-            max_tokens: Maximum number of hidden states in a pass.
+            max_tokens: Maximum number of tokens, and so of hidden states, in a forward pass.
             max_seqs: Maximum number of tokens that a step samples.
-            width: Width of a hidden state.
+            width: Number of elements of a hidden state.
             dtype: Dtype of hidden states.
         """
         shape = max_tokens, max_seqs, width, dtype
@@ -151,7 +159,7 @@ class StageLinks:
                 self._post(_buffer(max_tokens * width * dtype.itemsize))
 
     def begin(self) -> None:
-        """Begin a step that computes something."""
+        """Begin a step that computes at least one token."""
         self._owed = _Owed.TOKENS if self.is_first or self.is_last else _Owed.NOTHING
         if not self.is_first:
             self._owed |= _Owed.RECEIVE
@@ -159,7 +167,7 @@ class StageLinks:
             self._owed |= _Owed.SEND
 
     def fail(self) -> None:
-        """Fail the step: receive its messages, and notify the other stages."""
+        """End a failed step: receive the step's remaining messages, and tell the other stages that the step has failed."""
         if _Owed.RECEIVE in self._owed:
             self._receive_message()
             self.release()
@@ -173,8 +181,8 @@ class StageLinks:
         self._owed = _Owed.NOTHING
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """Return hidden states ``[num_tokens, width]`` of the previous stage, valid until ``release``. Raises
-        StageFailedError.
+        """Return the hidden states ``[num_tokens, width]`` that the previous stage has sent. They are valid until
+        ``release``. Raises StageFailedError if the step has failed in an earlier stage.
         """
         self._owed &= ~_Owed.RECEIVE
         buffer, count = self._receive_message()
@@ -189,24 +197,24 @@ class StageLinks:
         return buffer[_HEADER_BYTES : _HEADER_BYTES + num_bytes].view(dtype).view(count, width)
 
     def release(self) -> None:
-        """Reuse the memory of the last received message."""
+        """Use the memory of the last received hidden states for a later message."""
         if self._held is not None:
             buffer, self._held = self._held, None
             self._post(buffer)
 
     def send(self, states: torch.Tensor) -> None:
-        """Start to send hidden states ``[tokens, width]`` to the next stage. They are copied."""
+        """Start to send a copy of the hidden states ``[tokens, width]`` to the next stage."""
         self._owed &= ~_Owed.SEND
         self._send_states(states)
 
     def send_tokens(self, token_ids: Sequence[int]) -> None:
-        """Start to send a step's tokens to the first stage."""
+        """Start to send the tokens that a step has sampled to the first stage."""
         self._owed &= ~_Owed.TOKENS
         self._send_tokens(token_ids)
 
     def tokens(self) -> "StageTokens":
-        """Return the tokens of the step, int32 ``[1, tokens]``. Waiting for them raises StageFailedError if a stage has
-        failed.
+        """Start to receive the step's sampled tokens, int32 ``[1, tokens]``. The result's ``wait`` raises
+        StageFailedError if a stage has failed.
         """
         self._owed &= ~_Owed.TOKENS
         _, max_seqs, _, _ = self._opened()
@@ -215,7 +223,7 @@ class StageLinks:
         self.num_asked += 1
         asked = StageTokens(self, buffer, pending, self.num_asked)
         self._asked.append(asked)
-        while self._asked[0].finished():  # Drop tokens that were never read.
+        while self._asked[0].finished():  # Drop tokens that have arrived, even if they were never read.
             self._asked.popleft()
         return asked
 
@@ -224,7 +232,7 @@ class StageLinks:
         self._transport.close()
 
     def wait(self, pending: Pending) -> None:
-        """Wait for a message of another stage."""
+        """Wait for the message ``pending`` of another stage, and add the duration to ``waited``."""
         since = time.perf_counter()
         pending.wait()
         self.waited += time.perf_counter() - since
@@ -238,7 +246,7 @@ class StageLinks:
         self._posted.append((buffer, self._transport.receive(buffer, self.stage - 1, _STATES)))
 
     def _receive_message(self) -> tuple[torch.Tensor, int | None]:
-        """Return a message and its number of rows, or None if the step has failed."""
+        """Return a message of the previous stage and its number of rows. The number is None if the step has failed."""
         self._opened()
         buffer, pending = self._posted.popleft()
         self.wait(pending)
@@ -256,7 +264,7 @@ class StageLinks:
         self._send(tokens, self._num_told, 0, _TOKENS)
 
     def _send(self, rows: torch.Tensor | None, number: int, stage: int, channel: int) -> None:
-        """Send contiguous ``rows``, or None if the step has failed."""
+        """Send the contiguous tensor ``rows``. If ``rows`` is None, send a message that the step has failed."""
         content = torch.empty(0, dtype=torch.uint8) if rows is None else rows.flatten().view(torch.uint8)
         message = torch.empty(_HEADER_BYTES + len(content), dtype=torch.uint8)
         header = message[:_HEADER_BYTES].view(torch.int64)
@@ -268,7 +276,7 @@ class StageLinks:
 
 
 class StageTokens:
-    """An ``Arrival``: tokens that are being received from the last stage."""
+    """``Arrival`` of sampled tokens that the first stage receives from the last stage."""
 
     def __init__(self, links: StageLinks, buffer: torch.Tensor, pending: Pending, number: int) -> None:
         self._links = links
@@ -277,13 +285,13 @@ class StageTokens:
         self._number = number
 
     def arrived(self) -> bool:
-        """Return whether the tokens have arrived. This is known if ``wait`` has returned, or if the tokens are old
-        enough.
+        """Return whether the tokens are known to have arrived: ``wait`` has returned, or at least ``_MOST_AHEAD`` later
+        steps have started to receive tokens.
         """
         return self._pending is None or self._links.num_asked - self._number >= _MOST_AHEAD
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """Return int32 ``[1, tokens]``."""
+        """Wait until the tokens have arrived, and return them: int32 ``[1, tokens]``."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._links.wait(pending)
@@ -293,7 +301,7 @@ class StageTokens:
         return self._buffer[_HEADER_BYTES : _HEADER_BYTES + 4 * count].view(torch.int32).numpy()[None]
 
     def finished(self) -> bool:
-        """Return whether the buffer may be freed."""
+        """Return whether the tokens have arrived, so that their buffer may be freed."""
         if self._pending is not None and self.arrived():
             pending, self._pending = self._pending, None
             self._links.wait(pending)
@@ -301,14 +309,16 @@ class StageTokens:
 
 
 def _buffer(num_bytes: int) -> torch.Tensor:
-    """Allocate memory for a message of ``num_bytes`` bytes. The memory may also be written to outside inference mode."""
+    """Allocate memory for a message of ``num_bytes`` bytes. The memory may also be written to outside torch's inference
+    mode.
+    """
     with torch.inference_mode(mode=False):
         return torch.empty(_HEADER_BYTES + num_bytes, dtype=torch.uint8)
 
 
 def _rows_of(buffer: torch.Tensor, number: int) -> int | None:
-    """Return the number of rows in message ``number``, or None if the step has failed. Raises RuntimeError if the
-    buffer has another message.
+    """Return the number of rows in message ``number``, or None if its step has failed. Raises RuntimeError if
+    ``buffer`` contains a message with another number.
     """
     found, count, failed = buffer[:24].view(torch.int64).tolist()
     if found != number:

@@ -13,25 +13,25 @@ from penstock_enginecore.states.core.spec import StateNeeds
 def deal_layers(
     model: str, layers: Sequence[int], *, behind: int, num_stages: int, stage_layers: Sequence[int] = ()
 ) -> list[range]:
-    """Return the range of layers of each stage, in order of the stages.
+    """Return the range of layer indices of each pipeline stage, in order of the stages.
 
-    If ``stage_layers`` is empty, the layers are assigned such that the largest stage has as few bytes as possible. The
-    embedding of the first stage is not counted, because a step reads only a few rows of it.
+    If ``stage_layers`` is empty, the layers are assigned such that the weights of the largest stage have as few bytes
+    as possible. The embedding of the first stage is not counted, because a step reads only a few rows of the embedding.
 
     Args:
-        model: Name of the model, for errors.
-        layers: Bytes of each layer.
-        behind: Bytes of the weights after the last layer, which the last stage has as well.
+        model: Name of the model for error messages.
+        layers: Size of each layer's weights in bytes.
+        behind: Size in bytes of the weights after the last layer, such as the head, which the last stage also has.
         num_stages: Number of stages.
         stage_layers: Configured number of layers of each stage, or empty.
 
     Raises:
-        ModelLoadError: There are more stages than layers, or ``stage_layers`` has a wrong sum.
+        ModelLoadError: There are more stages than layers, or the sum of ``stage_layers`` is not the number of layers.
     """
     if num_stages > len(layers):
         raise ModelLoadError(
             f"executor.pipeline_parallel_size is {num_stages}, but {model} has {len(layers)} layers, and each stage needs "
-            f"at least one; use at most {len(layers)}"
+            f"at least one; set executor.pipeline_parallel_size to at most {len(layers)}"
         )
     if stage_layers and sum(stage_layers) != len(layers):
         raise ModelLoadError(
@@ -43,10 +43,12 @@ def deal_layers(
 
 
 def _even(layers: Sequence[int], behind: int, num_stages: int) -> list[int]:
-    """Return the number of layers of each stage. Minimizes the bytes of the largest stage, then the sum of squares."""
+    """Return the number of layers of each stage. The numbers minimize the size in bytes of the largest stage, then the
+    sum of the squares of the sizes.
+    """
     sums = list(itertools.accumulate(layers, initial=0))
     count = len(layers)
-    # best[n]: cost and layer counts of the stages so far, which have the first n layers.
+    # best[n]: the cost, and the number of layers of each stage, if the stages so far have the first n layers.
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for stage in range(num_stages):
         extra = behind * (stage == num_stages - 1)
@@ -66,18 +68,19 @@ def _even(layers: Sequence[int], behind: int, num_stages: int) -> list[int]:
     return best[count][2]
 
 
-# Block IDs and block tables are the same in every stage. The size of a block differs, because a stage stores only its
-# own layers.
+# Block IDs and block tables are the same in every stage. The size of a block in bytes differs between stages, because a
+# stage stores only the keys and values of its own layers.
 
 _Kind = tuple[int | None, int | None]
-"""Sliding window and attention chunk."""
+"""Kind of an attention layer: its sliding window and its attention chunk."""
 
 
 def largest_stage(stages: Sequence[Mapping[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """Return the layers of a hypothetical stage that has, for each kind of layer, the maximum number over all stages.
+    """Return the layers of a hypothetical stage that has as many layers of each kind as the stage with the most layers
+    of this kind.
 
     If a worker has enough memory for a block of this hypothetical stage, it has enough memory for a block of its own
-    stage. Raises ModelLoadError if layers of the same kind differ in size.
+    stage. Raises ModelLoadError if the keys and values of layers of the same kind differ in size.
 
     Args:
         stages: KV cache needs of each stage, by layer name in execution order.
@@ -95,14 +98,14 @@ def largest_stage(stages: Sequence[Mapping[str, KVCacheSpec]]) -> dict[str, KVCa
             if spec != expected:
                 raise ModelLoadError(
                     f"executor.pipeline_parallel_size: the keys and values of '{name}' and '{other}' differ in size, which is "
-                    "not supported with pipeline stages; use 1"
+                    "not supported with pipeline stages; set executor.pipeline_parallel_size to 1"
                 )
     return {name: spec for layers in most.values() for name, spec in layers.items()}
 
 
 def largest_states(stages: Iterable[StateNeeds | None]) -> StateNeeds | None:
-    """Return the needs of a hypothetical stage that needs as much as the largest stage, or None if no stage has
-    recurrent layers. Slots have the same number in every stage.
+    """Return the memory needs for recurrent states of a hypothetical stage that needs as much as the largest stage, or
+    None if no stage has recurrent layers. Every stage has the same number of slots.
     """
     needs = [each for each in stages if each is not None]
     if not needs:
@@ -115,8 +118,8 @@ def largest_states(stages: Iterable[StateNeeds | None]) -> StateNeeds | None:
 
 
 def own_groups(config: KVCacheConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
-    """Return ``config``, which was made for ``largest_stage``, with the layers of ``specs`` instead. The layers are
-    distributed evenly to the groups of their kinds.
+    """Return ``config``, which was made for the layers of ``largest_stage``, with a stage's own layers ``specs``
+    instead. The layers of each kind are distributed evenly to the KV cache groups of this kind.
     """
     groups = list(config.groups)
     dealt: dict[tuple[int, ...], list[str]] = {}
@@ -138,8 +141,8 @@ def _kind(spec: KVCacheSpec) -> _Kind:
 
 
 def _groups_of(groups: Sequence[KVCacheGroup], spec: KVCacheSpec) -> tuple[int, ...]:
-    """Return the groups for a layer's kind. A group may have no window although the layer has one, if the window saves
-    no memory.
+    """Return the indices of the KV cache groups for layers of the same kind as ``spec``. If a layer's sliding window
+    saves no memory, its group may have no window.
     """
     fitting: dict[_Kind, list[int]] = {}
     for i, group in enumerate(groups):

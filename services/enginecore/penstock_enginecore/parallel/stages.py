@@ -1,7 +1,7 @@
-"""Reduction of a loaded model to the layers of one pipeline stage, with hooks for incoming and outgoing hidden states.
+"""Reduction of a loaded model to the layers of one pipeline stage, with hooks for received and sent hidden states.
 
-Layers of other stages are replaced by identities, so that the model's own loop still runs over all layers. A hook
-replaces the input of the stage's first layer by the incoming hidden states.
+Layers of other stages are replaced by identity modules, so that the model's own loop still runs over all layers. A hook
+replaces the input of the stage's first layer by the hidden states from the previous stage.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,23 +15,24 @@ from penstock_enginecore.models.errors import ModelLoadError
 
 _SETTING = "executor.pipeline_parallel_size"
 _PASSED_ON = frozenset({"hidden_states", "position_ids", "position_embeddings", "cache_position"})
-"""Names of tensors that a layer may have as inputs. Hidden states are transferred between stages. Every stage computes
-the other tensors from positions.
+"""Names of tensors that a layer may have as inputs. A stage gets the hidden states from the previous stage, and
+computes the other tensors from positions.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class LayerTrace:
-    """A traced forward pass of the complete model.
+    """Inputs and outputs of all layers in a forward pass of the complete model.
 
     Attributes:
-        name: Name of the list of layers.
+        name: Name of the model's module list with the layers.
         logits: ``[tokens, vocab]``.
         entering: Input of each layer, ``[tokens, width]``.
         leaving: Output of each layer, ``[tokens, width]``.
-        embeddings: Name of the argument in which every layer gets the input of the first layer, or "" if there is none.
-        sizes: For each layer, the size of the tuple that it returns, or 0 if it returns a tensor. Hidden states are
-            first in a tuple, and the rest is None.
+        embeddings: Name of the argument in which every layer gets the input of the first layer, or "" if there is no
+            such argument.
+        sizes: For each layer, the length of the tuple that the layer returns, or 0 if the layer returns a tensor. The
+            first element of a tuple is the hidden states, and the others are None.
     """
 
     name: str
@@ -43,8 +44,8 @@ class LayerTrace:
 
 
 def trace_layers(module: PreTrainedModel, mixing: Iterable[str], run: Callable[[], torch.Tensor]) -> LayerTrace:
-    """Trace the layers while ``run`` computes logits ``[tokens, vocab]``. ``mixing`` has the names of the modules with
-    attention or a recurrence.
+    """Record the inputs and outputs of all layers while ``run`` computes logits ``[tokens, vocab]``. ``mixing`` has the
+    names of the modules with attention or a recurrence.
 
     Raises ModelLoadError, with the name of the model, if a layer needs other inputs than hidden states, the input of the
     first layer, and values that depend only on positions.
@@ -94,12 +95,16 @@ def trace_layers(module: PreTrainedModel, mixing: Iterable[str], run: Callable[[
 
 
 def _positional(index: int) -> str:
-    """Return the name of a positional argument of a layer. Argument 1, at index 0, has the hidden states."""
+    """Return the name for the positional argument ``index`` of a layer. The hidden states have index 0 and the name
+    "argument 1".
+    """
     return f"argument {index + 1}"
 
 
 def _layers_of(module: PreTrainedModel, mixing: Iterable[str]) -> tuple[str, torch.nn.ModuleList]:
-    """Return the single list of layers that contains all modules with attention or a recurrence."""
+    """Return the model's only list of layers, which contains all modules with attention or a recurrence, and the name
+    of the list.
+    """
     mixing = list(mixing)
     for name, child in module.named_modules():
         if not isinstance(child, torch.nn.ModuleList) or len(child) != module.config.num_hidden_layers:
@@ -116,16 +121,21 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _refusal(module: PreTrainedModel, reason: str) -> ModelLoadError:
-    return ModelLoadError(f"{_SETTING}: {type(module).__name__} does not support pipeline stages: {reason}; use 1")
+    return ModelLoadError(
+        f"{_SETTING}: {type(module).__name__} does not support pipeline stages: {reason}; "
+        "set executor.pipeline_parallel_size to 1"
+    )
 
 
 class Seams:
-    """Hooks at the boundaries of a stage.
+    """Hooks at the first and the last layer of a pipeline stage.
 
     Attributes:
-        entering: Hidden states ``[tokens, width]`` for the next pass, set before the pass. None in the first stage.
-        leaving: Output of the stage's last layer in the last pass. None in the last stage.
-        embeddings: Input of the first layer of the model ``[tokens, width]``, if every layer needs it.
+        entering: Hidden states ``[tokens, width]`` from the previous stage, which are set before a forward pass. None
+            in the first stage.
+        leaving: Output of the stage's last layer in the last forward pass. None in the last stage.
+        embeddings: Input of the first layer of the complete model ``[tokens, width]``, if every layer needs this input,
+            otherwise None.
 
     Args:
         argument: Name of the argument in which every layer gets ``embeddings``, or "".
@@ -136,23 +146,29 @@ class Seams:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the tensors of the last pass."""
+        """Drop the tensors of the last forward pass."""
         self.entering: torch.Tensor | None = None
         self.leaving: torch.Tensor | None = None
         self.embeddings: torch.Tensor | None = None
 
     def take(self, message: torch.Tensor | None) -> None:
-        """Use the message of the previous stage in the next pass. None in the first stage."""
+        """Set the message of the previous stage as input of the next forward pass. ``message`` is None in the first
+        stage.
+        """
         self.entering = message
         if message is not None and self._argument:
             self.entering, self.embeddings = message.chunk(2, dim=-1)
 
     def message(self, leaving: torch.Tensor) -> torch.Tensor:
-        """Return the message to the next stage: hidden states, and embeddings if every layer needs them."""
+        """Return the message for the next stage: the hidden states ``leaving``, joined with the embeddings if every
+        layer needs the embeddings.
+        """
         return leaving if self.embeddings is None else torch.cat([leaving, self.embeddings], dim=-1)
 
     def keep_embeddings(self, layer: torch.nn.Module) -> None:
-        """Store the input of ``layer``, which is the first layer of the model, in ``embeddings``."""
+        """Add a hook to ``layer``, the first layer of the complete model, that stores the layer's input in
+        ``embeddings``.
+        """
 
         def keep(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001 - torch's signature
             if self._argument:
@@ -161,7 +177,7 @@ class Seams:
         layer.register_forward_pre_hook(keep, with_kwargs=True)
 
     def give_embeddings(self, layer: torch.nn.Module) -> None:
-        """Replace the argument of ``layer`` that has the embeddings by ``embeddings``."""
+        """Add a hook to ``layer`` that replaces the argument with the embeddings by ``embeddings``."""
 
         def give(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001 - torch's signature
             if self.embeddings is None:
@@ -173,7 +189,7 @@ class Seams:
         layer.register_forward_pre_hook(give, with_kwargs=True)
 
     def lead_in(self, layer: torch.nn.Module) -> None:
-        """Replace the input of ``layer`` by ``entering``."""
+        """Add a hook to ``layer``, the stage's first layer, that replaces the layer's input by ``entering``."""
 
         def replace(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001 - torch's signature
             if self.entering is None:
@@ -186,7 +202,7 @@ class Seams:
         layer.register_forward_pre_hook(replace, with_kwargs=True)
 
     def lead_out(self, layer: torch.nn.Module) -> None:
-        """Store the output of ``layer`` in ``leaving``."""
+        """Add a hook to ``layer``, the stage's last layer, that stores the layer's output in ``leaving``."""
 
         def keep(layer: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
             self.leaving = (output[0] if isinstance(output, tuple) else output)[0]
@@ -196,7 +212,8 @@ class Seams:
 
 class _ForeignLayer(torch.nn.Module):
     """Replacement for a layer of another stage. The module returns hidden states unchanged, and has the attributes that
-    models read from their layers. ``size`` is the size of the tuple that the layer returns, or 0.
+    models read from their layers. ``size`` is the length of the tuple that the layer returns, or 0 if the layer returns
+    a tensor.
     """
 
     def __init__(self, layer: torch.nn.Module, size: int) -> None:
@@ -208,41 +225,41 @@ class _ForeignLayer(torch.nn.Module):
                 setattr(self, key, value)
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:  # noqa: ARG002 - any layer's
-        """Return ``hidden_states``."""
+        """Return ``hidden_states`` unchanged."""
         return (hidden_states, *self._others) if self._in_tuple else hidden_states
 
 
 class _ForeignEmbedding(torch.nn.Module):
-    """Replacement for the embedding in other stages than the first. ``weight`` has no rows."""
+    """Replacement for the embedding in all stages except the first. ``weight`` has no rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return zeros. The stage does not use them."""
+        """Return zeros as embeddings. The stage does not use these embeddings."""
         return self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
 
 
 class _ForeignHead(torch.nn.Module):
-    """Replacement for the head in other stages than the last. ``weight`` has no rows."""
+    """Replacement for the head in all stages except the last. ``weight`` has no rows."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(weight.new_empty(0, weight.shape[1]), requires_grad=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits with an empty vocabulary."""
+        """Return logits with 0 columns."""
         return states[..., :0]
 
 
 @dataclass(frozen=True, slots=True)
 class PartBytes:
-    """Bytes of a model's weights.
+    """Sizes in bytes of the weights of a model's parts.
 
     Attributes:
-        layers: Bytes of each layer.
-        behind: Bytes of the weights after the last layer, such as the head.
+        layers: Size in bytes of each layer's weights.
+        behind: Size in bytes of the weights after the last layer, such as the head.
     """
 
     layers: list[int]
@@ -250,7 +267,9 @@ class PartBytes:
 
 
 def part_bytes(module: PreTrainedModel, layers: str) -> PartBytes:
-    """Return the bytes of the model's parts. ``layers`` is the name of the list of layers."""
+    """Return the sizes in bytes of the weights of the model's parts. ``layers`` is the name of the module list with the
+    layers.
+    """
     return PartBytes(
         [_num_bytes(layer) for layer in _children(module, layers)],
         _num_bytes(_head(module)),
@@ -258,8 +277,8 @@ def part_bytes(module: PreTrainedModel, layers: str) -> PartBytes:
 
 
 def cut_model(module: PreTrainedModel, trace: LayerTrace, own: range) -> Seams:
-    """Keep only the layers ``own`` of ``module``, in place. Only the first stage keeps the embedding, and only the last
-    stage keeps the head.
+    """Reduce ``module``, in place, to the layers with the indices ``own``. Only the first stage keeps the embedding,
+    and only the last stage keeps the head.
     """
     listed = _children(module, trace.name)
     is_first, is_last = own.start == 0, own.stop == len(listed)

@@ -1,4 +1,6 @@
-"""Tensor parallelism: reduces a loaded model to the part of one rank, and adds the collectives that combine the parts."""
+"""Tensor parallelism: reduction of a loaded model to the shard of one rank, and the collective operations that combine
+the results of the ranks.
+"""
 
 import re
 from collections import Counter
@@ -21,9 +23,9 @@ from penstock_enginecore.parallel.hybrid_plans import HYBRID_PLANS
 from penstock_enginecore.parallel.mixers import check_mixers, split_mixer
 from penstock_enginecore.parallel.sharding import SplitVocabulary
 
-# Split of each module over ranks, from transformers' own plans. A plan maps module names to words such as ``colwise``.
-# In a name, ``*`` matches a number. An unknown word is refused with its name. If the word were ignored, the module's
-# part would be missing from the sums, without an error.
+# Way in which each module is split among ranks, from transformers' own plans. A plan maps module names to words such as
+# ``colwise``. In a name, ``*`` matches a number. A plan with an unknown word is refused, and the error names the word.
+# If the word were ignored, sums over ranks could be wrong without an error.
 
 Split = Literal[
     "colwise",
@@ -42,34 +44,35 @@ Split = Literal[
 
 Layers:
 
-- colwise: a rank computes some of the outputs.
-- rowwise: a rank uses some of the inputs, and the ranks' outputs are summed.
+- colwise: a rank computes some of the layer's outputs.
+- rowwise: a rank gets and uses some of the layer's inputs, and the outputs of all ranks are summed.
 - colwise_gather_output: like colwise, and every rank gets all outputs.
-- rowwise_split_input: like rowwise, if every rank gets all inputs.
+- rowwise_split_input: like rowwise, but every rank gets all inputs and uses only some of them.
 - embedding_rowwise: a rank has the embeddings of some tokens, and every rank gets the complete output.
 - moe_tp_experts, all_reduce: the ranks' outputs are summed.
-- packed_colwise: like colwise, for two concatenated layers.
+- packed_colwise: like colwise, for a layer that consists of two concatenated layers.
 - mixer: a recurrent layer, which is split by heads. See ``mixers``.
 
-Weights that belong to no layer, such as those of experts ``[experts, outputs, inputs]``:
+Weights that belong to no linear layer, such as the weights of experts ``[experts, outputs, inputs]``:
 
-- colwise: a part of the second-last dimension.
-- rowwise: a part of the last dimension.
+- colwise: a rank has a part of the second-last dimension.
+- rowwise: a rank has a part of the last dimension.
 - packed_colwise, packed_rowwise: the same splits for weights of two concatenated layers.
-- first_rank: zeros on all ranks except the first.
+- first_rank: the first rank has the weight, and the other ranks have zeros.
 """
 _SPLITS: dict[str, Split] = {each: each for each in get_args(Split)}
 SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts", "mixer")
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
-"""Words for modules that are not split. These words differ only in the handling of gradients."""
+"""Words of plans for modules that are not split. These words differ only in training, in the handling of gradients."""
 
 
 def splits_of(
     model: str, plan: Mapping[str, str] | None, names: Iterable[str], mixers: Collection[str] = ()
 ) -> dict[str, Split]:
-    """Return the split of each named module and parameter, by ``plan`` or by the model type.
+    """Return the kind of split of each module and parameter in ``names`` that is split, from ``plan`` or from the plan
+    of the model's class.
 
-    ``mixers`` has the names of recurrent layers. Plans do not apply to their parts.
+    ``mixers`` has the names of recurrent layers. Plans do not apply to the submodules of recurrent layers.
 
     Raises ModelLoadError, with the name of the model, if there is no plan, if the plan splits no module, or if the plan
     contains an unsupported kind of split.
@@ -77,13 +80,15 @@ def splits_of(
     plan = HYBRID_PLANS.get(model) or FAMILIES.get(model, Family()).splits or plan
     if not plan:
         raise ModelLoadError(
-            f"executor.tensor_parallel_size: {model} has no tensor-parallel plan in transformers; use 1"
+            f"executor.tensor_parallel_size: {model} has no tensor-parallel plan in transformers; "
+            "set executor.tensor_parallel_size to 1"
         )
     unknown = {word: name for name, word in plan.items() if word not in _SPLITS and word not in _WHOLE}
     if unknown:
         word, name = next(iter(sorted(unknown.items())))
         raise ModelLoadError(
-            f"executor.tensor_parallel_size: the plan of {model} splits {name!r} as {word!r}, which is not supported; use 1"
+            f"executor.tensor_parallel_size: the plan of {model} splits {name!r} as {word!r}, which is not supported; "
+            "set executor.tensor_parallel_size to 1"
         )
     patterns = [
         (re.compile(re.escape(name).replace(r"\*", r"\d+")), _SPLITS[word])
@@ -99,20 +104,23 @@ def splits_of(
     }
     found |= dict.fromkeys(mixers, "mixer")
     if not any(word in found.values() for word in SUMMED):
-        raise ModelLoadError(f"executor.tensor_parallel_size: the plan of {model} matches no layer of the model; use 1")
+        raise ModelLoadError(
+            f"executor.tensor_parallel_size: the plan of {model} matches no layer of the model; "
+            "set executor.tensor_parallel_size to 1"
+        )
     return found
 
 
-# Output of a model for a few tokens, independent of its attention implementation.
+# Output of a model for a few test tokens, which does not depend on the attention implementation that the model uses.
 
 _NUM_TOKENS = 8
 
 
 class _Causal:
-    """An ``AttentionContext`` with causal attention."""
+    """``AttentionContext`` that computes causal attention without a KV cache."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        """Return ``[tokens, num_heads, head_size_v]``."""
+        """Return the output of causal attention ``[tokens, num_heads, head_size_v]``."""
         query, key, value = (each.transpose(0, 1) for each in (call.query, call.key, call.value))
         attended = torch.nn.functional.scaled_dot_product_attention(
             query[None], key[None], value[None], is_causal=True, enable_gqa=True
@@ -122,10 +130,9 @@ class _Causal:
 
 @torch.inference_mode()
 def probe_logits(module: PreTrainedModel) -> torch.Tensor:
-    """Return float32 logits ``[tokens, vocab]`` of test tokens from the complete range of the vocabulary, at positions
-    starting at 0.
+    """Return float32 logits ``[tokens, vocab]`` for test tokens at positions from 0 on.
 
-    If the model has no head, return its hidden states.
+    The token ids are spread over the whole vocabulary. If the model has no head, return the hidden states.
     """
     positions = torch.arange(_NUM_TOKENS, device=module.device)
     token_ids = (positions + 1) * 7919 % module.config.vocab_size
@@ -139,11 +146,13 @@ def probe_logits(module: PreTrainedModel) -> torch.Tensor:
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
 _TOLERANCE = 0.05
-"""Maximum relative difference of logits that is accepted, because rounding in half precision can cause it."""
+"""Maximum accepted difference between the logits of the split and the complete model, relative to the logits. Rounding
+in half precision can cause differences up to this size.
+"""
 
 
 class SplitEmbedding(torch.nn.Module):
-    """Embedding that is split among ranks by tokens. ``inner`` is the model's own embedding with only the rows of this
+    """Embedding whose rows are split among ranks. ``inner`` is the model's own embedding with only the rows of this
     rank.
     """
 
@@ -151,16 +160,16 @@ class SplitEmbedding(torch.nn.Module):
         super().__init__()
         self._collectives = collectives
         self._first = collectives.rank * len(inner.weight)
-        inner.padding_idx = None  # Only used in training.
+        inner.padding_idx = None  # These attributes are used only in training.
         self.inner = inner
 
     @property
     def weight(self) -> torch.nn.Parameter:
-        """The rows of this rank."""
+        """Rows of the embedding table that this rank has."""
         return cast("torch.nn.Parameter", self.inner.weight)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., hidden]`` for ``token_ids`` ``[...]``."""
+        """Return the embeddings ``[..., hidden]`` of ``token_ids`` ``[...]``, summed over all ranks."""
         own = token_ids - self._first
         foreign = (own < 0) | (own >= len(self.inner.weight))
         vectors = self.inner(own.masked_fill(foreign, 0))
@@ -169,11 +178,11 @@ class SplitEmbedding(torch.nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class SplitModel:
-    """Shard of a model on one rank.
+    """Description of the shard of a model on one rank.
 
     Attributes:
-        vocabulary: Split of the logits if they may stay split among ranks, or None.
-        features: Features of the split linear layers, by name.
+        vocabulary: Split of the logits among ranks, or None if the model needs complete logits.
+        features: For each linear layer that is split, by name, the features of this rank.
     """
 
     vocabulary: SplitVocabulary | None
@@ -181,10 +190,11 @@ class SplitModel:
 
 
 def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel:
-    """Keep the part of each layer that this rank computes, in place.
+    """Reduce the model, in place, to the part of each layer that this rank computes.
 
-    Logits and hidden states are complete and bit-identical on all ranks. Raises ModelLoadError if the model cannot be
-    split, or if the results of the split model differ from those of the complete model.
+    The split model returns complete logits and hidden states, which are bit-identical on all ranks. Raises
+    ModelLoadError if the model cannot be split, or if the results of the split model differ from the results of the
+    complete model.
     """
     size = collectives.size
     config: Any = module.config
@@ -208,13 +218,13 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel
         what = "logits" if whole.shape[-1] == getattr(config, "vocab_size", None) else "hidden states"
         raise ModelLoadError(
             f"executor.tensor_parallel_size is {size}, but {name_of_model} gives other results when split: its {what} differ by "
-            f"{differs:.0%}; use 1"
+            f"{differs:.0%}; set executor.tensor_parallel_size to 1"
         )
     return SplitModel(_usable(module, splitter.vocabulary, whole), splitter.features)
 
 
 def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: torch.Tensor) -> SplitVocabulary | None:
-    """Return ``vocabulary``, or None if the model computes its result from the logits of the complete vocabulary."""
+    """Return ``vocabulary``, or None if the model itself computes with complete logits."""
     if vocabulary is None:
         return None
     with vocabulary.apart():
@@ -227,8 +237,8 @@ class _Splitter:
     """Splits the layers of one model. A weight that several layers share is split once.
 
     Attributes:
-        vocabulary: Split of the head's logits, if the ranks gather them.
-        features: Features of the split linear layers, by name.
+        vocabulary: Split of the head's logits among ranks, or None if the head is not split.
+        features: For each linear layer that is split, by name, the features of this rank.
     """
 
     def __init__(self, module: PreTrainedModel, collectives: Collectives, heads: Heads) -> None:
@@ -236,7 +246,7 @@ class _Splitter:
         self._collectives = collectives
         self._heads = heads
         self._own_rows: dict[int, tuple[torch.Tensor, torch.nn.Parameter]] = {}
-        # ``whole`` stays alive, because ids are only unique among live objects.
+        # Keep a reference to ``whole``, because an id is unique only among objects that exist.
         self._own_parts: dict[tuple[int, Split], tuple[torch.Tensor, torch.Tensor]] = {}
         uses = Counter(id(each) for _, each in module.named_parameters(remove_duplicate=False))
         self._shared = frozenset(key for key, count in uses.items() if count > 1)
@@ -244,7 +254,9 @@ class _Splitter:
         self.features: dict[str, OwnFeatures] = {}
 
     def split(self, splits: Mapping[str, Split]) -> None:
-        """Split all modules. Raises ModelLoadError if a split is not supported or a size cannot be divided."""
+        """Split all modules of the model. Raises ModelLoadError if a kind of split is not supported, or if a size is
+        not a multiple of the number of ranks.
+        """
         modules = dict(self._module.named_modules())
         parts_of_heads = [name for name, split in splits.items() if split == "colwise" and _attends(name)]
         for name, split in splits.items():
@@ -294,7 +306,7 @@ class _Splitter:
         self._module.set_submodule(name, SplitEmbedding(embedding, self._collectives))
 
     def _split_weight(self, name: str, split: Split) -> None:
-        """Split a named parameter that belongs to no layer."""
+        """Split the parameter ``name``, which belongs to no linear layer."""
         owner_name, _, own_name = name.rpartition(".")
         owner = self._module.get_submodule(owner_name)
         whole, rank = getattr(owner, own_name), self._collectives.rank
@@ -321,7 +333,10 @@ class _Splitter:
         module.register_forward_hook(add_up)
 
     def _refusal(self, name: str, why: str) -> ModelLoadError:
-        return ModelLoadError(f"executor.tensor_parallel_size: {name} of {type(self._module).__name__} {why}; use 1")
+        return ModelLoadError(
+            f"executor.tensor_parallel_size: {name} of {type(self._module).__name__} {why}; "
+            "set executor.tensor_parallel_size to 1"
+        )
 
     def _outputs(self, name: str, layer: torch.nn.Linear) -> range:
         rank, size = self._collectives.rank, self._collectives.size
@@ -332,15 +347,15 @@ class _Splitter:
         return range(rank * each, (rank + 1) * each)
 
     def _packed(self, name: str, layer: torch.nn.Linear) -> tuple[range, range]:
-        """Return this rank's outputs of a layer that consists of two concatenated layers."""
+        """Return the indices of this rank's outputs of a layer that consists of two concatenated layers."""
         half, size = layer.out_features // 2, self._collectives.size
         each = even(name, "outputs per half", half, size)
         first = self._collectives.rank * each
         return range(first, first + each), range(half + first, half + first + each)
 
     def _own_words(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Return this rank's rows. All ranks have the same number of rows. The rows of the last ranks are padded with
-        zeros.
+        """Return this rank's rows of an embedding table or head. All ranks have the same number of rows, so the last
+        ranks' rows are padded with zeros.
         """
         if id(whole) not in self._own_rows:
             count = -(-len(whole) // self._collectives.size)
@@ -352,7 +367,7 @@ class _Splitter:
         return self._own_rows[id(whole)][1]
 
     def _split_and_gather(self, layer: torch.nn.Linear) -> range:
-        """Split a layer whose outputs are gathered. Returns the outputs of this rank."""
+        """Split a linear layer whose outputs every rank gathers. Returns the indices of this rank's outputs."""
         total = layer.out_features
         layer.weight = self._own_words(layer.weight)
         if layer.bias is not None:
@@ -371,5 +386,5 @@ class _Splitter:
 
 
 def _attends(name: str) -> bool:
-    """Return whether a layer of this name produces attention heads."""
+    """Return whether a linear layer with this name computes queries, keys or values of attention heads."""
     return name.rpartition(".")[2] in _OF_HEADS

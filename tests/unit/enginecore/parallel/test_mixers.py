@@ -168,7 +168,7 @@ def test_unknown_parts_are_refused_by_name(part: str, tmp_path: Path) -> None:
         case _:
             del mixer.n_groups
             message = rf"{name} is Mamba2Mixer"
-    with pytest.raises(ModelLoadError, match=f"{message}, for which splitting by heads is not supported; use 1"):
+    with pytest.raises(ModelLoadError, match=f"{message}, for which splitting by heads is not supported; set"):
         split_mixer(name, mixer, thread_ranks(2)[0])
 
 

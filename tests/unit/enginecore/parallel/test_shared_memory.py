@@ -92,7 +92,7 @@ def test_bfloat16_keeps_what_is_no_number(value: float) -> None:
 
 def test_other_numbers_and_memory_are_refused() -> None:
     memory = collectives.create(2)
-    with pytest.raises(ValueError, match=r"descriptor \d+ has \d+ bytes; 3 ranks need \d+"):
+    with pytest.raises(ValueError, match=r"descriptor \d+ has \d+ bytes, but 3 ranks need \d+"):
         SharedMemoryCollectives(memory, 0, 3)
     with pytest.raises(TypeError, match=r"needs a contiguous tensor of .*; got torch\.float64"):
         SharedMemoryCollectives(memory, 0, 2).all_reduce(torch.zeros(2, dtype=torch.float64))

@@ -176,7 +176,7 @@ def test_the_text_model_of_qwen3_vl_has_a_plan_of_ours() -> None:
 
 @pytest.mark.parametrize("word", ["moe_identity_expert", "colwise_split_input", "sequence_parallel"])
 def test_a_word_that_is_not_known_is_refused_with_where_it_stands(word: str) -> None:
-    with pytest.raises(ModelLoadError, match=rf"the plan of M splits 'model.layers.\*.mlp.x' as '{word}', .* use 1"):
+    with pytest.raises(ModelLoadError, match=rf"the plan of M splits 'model.layers.\*.mlp.x' as '{word}', .* to 1"):
         splits_of("M", PLAN | {"model.layers.*.mlp.x": word}, MODULES)
 
 
