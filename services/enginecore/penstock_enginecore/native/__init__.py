@@ -1,1 +1,3 @@
-"""CPU computation with the project's own kernels, which are compiled when the package is built; see csrc/ and docs/adr/0018."""
+"""Computation on CPUs with the project's own kernels, which are compiled when the package is built; see csrc/ and
+docs/adr/0018.
+"""

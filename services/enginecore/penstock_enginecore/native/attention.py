@@ -1,4 +1,4 @@
-"""Attention by the CPU kernels, directly on the paged cache, without gathering keys or storing masks."""
+"""Attention by the CPU kernels, which read the paged KV cache directly, without gathering keys or storing masks."""
 
 import ctypes
 
@@ -12,16 +12,16 @@ from penstock_enginecore.native.ffi_structs import Attention, Cache, Group, Para
 from penstock_enginecore.native.library import NativeLibrary
 
 TILE = 16
-"""Tokens of the cache that are stored together (``kChunk`` of the kernels)."""
+"""Number of tokens whose keys and values are stored together in the cache. The kernels call this number ``kChunk``."""
 TILES = KVLayout("tiles of 16", TILE)
-"""Layout for float32: per head, keys of 16 tokens are stored element by element across the tokens, and values token by
-token.
+"""Cache layout for float32, in tiles of 16 tokens for each head.
 
-A tile uses the memory of its 16 slots. ``csrc/attention.h`` reads this layout.
+Keys are stored element by element: element 0 of all 16 tokens, then element 1. Values are stored token by token. A tile
+uses the memory of its 16 slots. ``csrc/attention.h`` reads this layout.
 """
 PAIRS = KVLayout("tiles of 16 in pairs", TILE)
-"""Layout for bfloat16: like ``TILES``, but keys are stored in pairs of elements, and values in pairs of tokens. See
-``csrc/attention_pairs.h``.
+"""Cache layout for bfloat16: like ``TILES``, but pairs of elements of a key are stored together, and the elements of
+the values of two tokens alternate. See ``csrc/attention_pairs.h``.
 """
 _MAX_HEAD_SIZE = 512
 
@@ -29,9 +29,9 @@ _MAX_HEAD_SIZE = 512
 class NativeAttention(AttentionBackend):
     """Attention backend with the CPU kernels.
 
-    Layers are stored in ``TILES``, or in ``PAIRS`` if they are bfloat16 and inputs of matrix products may be rounded.
-    ``fallback`` handles layers that the kernels do not support, in the fallback's layout. Examples are block sizes that
-    are not a multiple of 16, odd head sizes and other half precision dtypes.
+    The KV cache of a layer has the layout ``TILES``, or ``PAIRS`` if its dtype is bfloat16 and inputs of matrix
+    products may be rounded. The backend ``fallback`` handles layers that the kernels do not support, in its own layout.
+    Reasons are block sizes that are not a multiple of 16, odd head sizes and float16.
     """
 
     def __init__(self, library: NativeLibrary, fallback: AttentionBackend) -> None:
@@ -39,7 +39,9 @@ class NativeAttention(AttentionBackend):
         self._fallback = fallback
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:
-        """Return ``TILES`` or ``PAIRS`` if the kernels support the layer, otherwise the fallback's layout."""
+        """Return the layout ``TILES`` or ``PAIRS`` if the kernels support the layer, otherwise the layout of
+        ``fallback``.
+        """
         taken = (
             (dtype == torch.float32 or (dtype == self.library.rounds_to and spec.head_size % 2 == 0))
             and spec.block_size % TILE == 0
@@ -49,7 +51,7 @@ class NativeAttention(AttentionBackend):
         return kernel_layout(self.library, dtype) if taken else self._fallback.layout(spec, dtype)
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values in the layout of the cache."""
+        """Write keys and values into the KV cache in the cache's layout."""
         if not _is_ours(cache):
             self._fallback.write(cache, plan, keys, values)
             return
@@ -77,7 +79,7 @@ class NativeAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Compute attention on the layout of the cache."""
+        """Compute attention over the KV cache, which may have the kernels' layout or the fallback's layout."""
         metadata = plan.metadata
         if not _is_ours(cache):
             return self._fallback.attend(query, key, value, cache, plan, params)
@@ -103,13 +105,13 @@ class NativeAttention(AttentionBackend):
             key_ends_of(metadata),
         )
         self.library.call("attend", ctypes.byref(attention))
-        del sinks  # the kernel has read it by now
+        del sinks  # the kernel has read this memory by now
         return output.to(query.dtype)
 
 
 def kernel_layout(library: NativeLibrary, dtype: torch.dtype) -> KVLayout:
-    """Return the kernels' layout for elements of ``dtype``, which must be float32 or the dtype to which the kernels
-    round. Raises ValueError.
+    """Return the kernels' cache layout for elements of ``dtype``. Raises ValueError unless ``dtype`` is float32 or the
+    dtype to which the kernels round inputs.
     """
     if dtype not in (torch.float32, library.rounds_to):
         raise ValueError(f"the kernels do not support a KV cache in {str(dtype).removeprefix('torch.')}")
@@ -121,32 +123,34 @@ def _is_ours(cache: KVCache) -> bool:
 
 
 def cache_struct(cache: KVCache) -> Cache:
-    """Return the kernels' struct for a layer's memory."""
+    """Return the struct that describes the KV cache of a layer to the kernels."""
     keys, values = cache.keys, cache.values
     return Cache(keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), cache.layout == PAIRS)
 
 
 def group_struct(metadata: AttentionMetadata) -> Group:
-    """Return the kernels' struct for a group's block table and slots."""
+    """Return the struct that describes the block table and the slots of a KV cache group to the kernels."""
     table = metadata.block_table
     stride = table.strides[0] // table.itemsize
     return Group(metadata.slot_mapping.ctypes.data, table.ctypes.data, stride, metadata.block_size)
 
 
 def key_ends_of(metadata: AttentionMetadata) -> int | None:
-    """Return the address of ``key_ends``, or None if it is not set or if no query attends to later keys."""
+    """Return the address of ``metadata.key_ends``, or None if ``key_ends`` is None or no query attends to later keys."""
     ends = metadata.key_ends
     if ends is None or all(metadata.spans(request) is None for request in range(metadata.num_requests)):
         return None
     if not ends.flags.c_contiguous or ends.dtype != np.int64 or len(ends) != len(metadata.slot_mapping):
         raise ValueError(
-            f"key_ends is {ends.dtype} {list(ends.shape)}; it must be contiguous int64 [{len(metadata.slot_mapping)}]"
+            f"key_ends is {ends.dtype} {list(ends.shape)}, but must be contiguous int64 [{len(metadata.slot_mapping)}]"
         )
     return ends.ctypes.data
 
 
 def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]:
-    """Return the kernels' struct for ``params``, and the tensor that it points into, which must outlive the struct."""
+    """Return the struct that describes ``params`` to the kernels, and the tensor to which the struct points. The tensor
+    must outlive the struct.
+    """
     sinks = None if params.sinks is None else params.sinks.detach().float().contiguous()
     struct = Params(
         params.sliding_window or 0,
@@ -158,12 +162,12 @@ def params_struct(params: AttentionParams) -> tuple[Params, torch.Tensor | None]
     return struct, sinks
 
 
-# Bidirectional attention of whole sequences, without a persistent cache.
+# Bidirectional attention of whole sequences, without a KV cache that is kept between calls.
 
 
 class WholeAttention:
-    """Bidirectional attention by the kernels of ``library``. Keys and values are in reused memory, arranged like one
-    block of a cache.
+    """Bidirectional attention by the kernels of ``library``. Each call stores keys and values in the same memory,
+    arranged like one block of a KV cache.
     """
 
     def __init__(self, library: NativeLibrary) -> None:
@@ -171,8 +175,8 @@ class WholeAttention:
         self._memory = torch.empty(0)
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether the kernels support tensors ``[sequences, heads, tokens, head size]``. The tensors must be
-        float32 of equal length.
+        """Return whether the kernels support these tensors ``[sequences, heads, tokens, head size]``. They must be
+        float32 with the same number of tokens.
         """
         head_size, value_size = key.shape[3], value.shape[3]
         return (
@@ -185,8 +189,8 @@ class WholeAttention:
         )
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Return the output ``[sequences, tokens, heads, value size]``. A sequence's results do not depend on the other
-        sequences.
+        """Return the output ``[sequences, tokens, heads, value size]``. The results of a sequence do not depend on the
+        other sequences.
         """
         count, num_heads, tokens, head_size = query.shape
         num_kv_heads, value_size = key.shape[1], value.shape[3]
@@ -201,7 +205,7 @@ class WholeAttention:
         starts, lengths = np.array([0, tokens]), np.array([tokens])
         group = Group(slots.ctypes.data, table.ctypes.data, 1, room)
         for number in range(count):
-            # Tokens come first here, as in the output of the previous layers.
+            # The kernels expect the dimension of tokens before the dimension of heads, as the layers before produce it.
             q, k, v = (x[number].transpose(0, 1).contiguous() for x in (query, key, value))
             write = Write(
                 tokens,

@@ -1,4 +1,4 @@
-"""Selection of the work that CPU kernels do, and the objects that do it."""
+"""Selection of the CPU kernels and of the work that they do, and the objects through which they are used."""
 
 import ctypes
 import logging
@@ -21,12 +21,12 @@ from penstock_enginecore.native.linear import PackedLinear
 from penstock_enginecore.native.states import NativeStateKernels
 from penstock_enginecore.sample.rules import GrammarRows
 
-# Grammar masks, argmax and unfiltered random sampling by the kernels.
+# Grammar masks, argmax, and random sampling without filters by the kernels.
 
 
 class NativeSampling:
-    """Sampling by the kernels, with the results of ``peak`` and ``draw`` in ``sample.filters``, in one pass by all
-    threads.
+    """Sampling by the kernels. All threads take part in one pass over the logits. The results are the same as those of
+    ``peak`` and ``draw`` in ``sample.filters``.
     """
 
     def __init__(self, library: NativeLibrary) -> None:
@@ -37,7 +37,9 @@ class NativeSampling:
         return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
 
     def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
-        """Keep only tokens whose bits are set, in place, like ``sample.rules.mask_grammar``."""
+        """Set the logits of tokens whose bits in the grammar's mask are not set to -infinity, in place, like
+        ``sample.rules.mask_grammar``.
+        """
         bitmask = np.ascontiguousarray(grammar.bitmask)
         rows = np.ascontiguousarray(grammar.rows)
         if len(rows):
@@ -49,10 +51,10 @@ class NativeSampling:
     def sample(
         self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: npt.NDArray[np.float64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest value of each row and a column, int64, ``[rows]`` each.
+        """Return, for each row, the largest logit and a column, int64, both ``[rows]``.
 
-        The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, the column is
-        sampled with ``uniforms`` instead.
+        The column is the first column with the largest logit. If ``temperature`` is not 0 and this logit is finite, the
+        column is instead sampled with ``uniforms``.
         """
         peaks, columns = torch.empty(len(logits)), torch.empty(len(logits), dtype=torch.int64)
         uniforms = np.ascontiguousarray(uniforms)
@@ -68,24 +70,25 @@ class NativeSampling:
         return peaks, columns
 
 
-# Packed layers for models that the decoder does not support.
+# Packed layers for models that the kernels' decoder does not support.
 
 
 class PackedLayers:
     """Replaces the float32 linear layers, experts and routers of ``model`` by packed modules. Also packs weights of
     other routers in mixtures with such experts.
 
-    A layer's own weights are freed before the next layer is packed, so the model is never in memory twice.
+    The original weights of a layer are freed before the next layer is packed, so memory never contains two copies of
+    the whole model.
     """
 
     def __init__(self, model: torch.nn.Module, library: NativeLibrary) -> None:
         mixtures = [parent for parent in model.modules() if any(map(_is_mixed, parent.children()))]
         routed = [router for mixture in mixtures for router in _routers(mixture)]
-        # ids only, so that no module is kept alive
+        # only ids of modules, so that this set keeps no module alive
         beside = {id(module) for mixture in mixtures for module in mixture.modules()}
         places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
         for parent in model.modules():
-            for name, child in parent._modules.items():  # named_children would leave out repeated modules
+            for name, child in parent._modules.items():  # named_children would skip repeated modules
                 if child is not None and (_is_linear(child) or PackedExperts.takes(child) or PackedRouter.takes(child)):
                     places.setdefault(child, []).append((parent, name))
         self.num_layers, self.num_bytes = len(places), 0
@@ -109,7 +112,7 @@ def _is_float32(weight: torch.Tensor) -> bool:
 
 
 def _is_mixed(module: torch.nn.Module) -> bool:
-    """Return whether tokens are routed to parts of ``module``, which are experts on this rank or other ranks."""
+    """Return whether ``module`` has experts to which tokens are routed, on this rank or on other ranks."""
     return PackedExperts.takes(module) or getattr(module, "has_routed_experts", False)
 
 
@@ -122,12 +125,12 @@ def _packed(
         return PackedRouter(library, module)
     experts = PackedExperts(library, module)
     experts.free()
-    give_back_free()  # the C library keeps freed blocks of this size
+    give_back_free()  # without this call, the C library would keep freed blocks of this size
     return experts
 
 
 def _routers(mixture: torch.nn.Module) -> Iterator[Any]:
-    """Yield modules of a ``mixture`` that multiply by their own weight."""
+    """Yield the routers of ``mixture``: modules that multiply inputs by a weight of their own, without a linear layer."""
     for child in mixture.children():
         if _is_mixed(child) or PackedRouter.takes(child):
             continue
@@ -142,28 +145,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NativeBackend:
-    """CPU kernels of one instruction set. ``uses`` are the settings for their use."""
+    """CPU kernels for one instruction set. ``uses`` are the settings that say for which work the kernels are used."""
 
     library: NativeLibrary
     uses: KernelsConfig
 
     def attention(self, fallback: AttentionBackend) -> AttentionBackend:
-        """Return attention by the kernels. ``fallback`` computes the layers that the kernels do not support."""
+        """Return the attention backend that uses the kernels. The backend ``fallback`` computes the layers that the
+        kernels do not support.
+        """
         return NativeAttention(self.library, fallback)
 
     def states(self) -> NativeStateKernels | None:
-        """Return kernels of recurrent layers, or None if they are turned off."""
+        """Return the kernels for recurrent layers, or None if the settings disable these kernels."""
         return NativeStateKernels(self.library) if self.uses.states else None
 
     def sampling(self) -> NativeSampling | None:
-        """Return sampling by the kernels, or None if it is turned off."""
+        """Return the sampling by the kernels, or None if the settings disable this sampling."""
         return NativeSampling(self.library) if self.uses.sampler else None
 
     def describe(self, *parts: object) -> str:
-        """Return a description: instruction set, names of ``parts`` in use, threads, and the format of inputs for
-        bfloat16 weights.
+        """Return a description for the log: the instruction set, the names in ``parts``, the number of threads, and the
+        format of inputs for bfloat16 weights.
 
-        False parts are not in use.
+        Parts that are False are left out.
         """
         used = ", ".join(str(part) for part in parts if part)
         count = self.library.parts
@@ -173,14 +178,14 @@ class NativeBackend:
 
 
 def multiplies_linears(config: KernelsConfig, device: torch.device, *, rounded: bool) -> bool:
-    """Return whether ``config`` selects kernels for linear layers of any model, and whether these kernels are
-    available. See ``open_backend``.
+    """Return whether ``config`` selects the kernels for linear layers, and whether these kernels are available. See
+    ``open_backend``.
     """
     if config.isa == "off" or device.type != "cpu" or not config.linear:
         return False
     try:
         find_library(config.isa, rounded=rounded)
-    except KernelsError:  # reported when they are opened
+    except KernelsError:  # ``open_backend`` reports this error later
         return False
     return True
 
@@ -188,10 +193,11 @@ def multiplies_linears(config: KernelsConfig, device: torch.device, *, rounded: 
 def open_backend(
     config: KernelsConfig, device: torch.device, num_threads: int, *, rounded: bool = False
 ) -> NativeBackend | None:
-    """Return the kernels that ``config`` selects, or None if they are off, not built, or not for this device.
+    """Return the kernels that ``config`` selects, or None if the kernels are disabled, were not built, or do not
+    support this device.
 
-    With ``rounded``, kernels may round inputs of matrix products to bfloat16. Raises KernelsError if a named
-    instruction set is not available.
+    If ``rounded`` is true, kernels may round inputs of matrix products to bfloat16. Raises KernelsError if ``config``
+    names an instruction set that is not available.
     """
     if config.isa == "off" or device.type != "cpu":
         return None

@@ -1,4 +1,4 @@
-"""Mixtures of experts by the CPU kernels: routers, and experts with packed weights."""
+"""Mixtures of experts that the CPU kernels compute: routers, and experts with packed weights."""
 
 import ctypes
 import math
@@ -17,14 +17,14 @@ from penstock_enginecore.native.ffi_structs import Grouped, Linear, Route
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import VECTORS, PackedWeight, fits_bfloat16, interleaved, multiply
 
-# Routers by the kernels. A token's experts and their weights do not depend on other tokens.
+# Routers that the kernels compute. The experts of a token, and the experts' weights, do not depend on other tokens.
 
 MAX_EXPERTS = 1024
-"""``kMaxExperts`` of the kernels."""
+"""Maximum number of experts that the kernels' router supports (``kMaxExperts``)."""
 
 
 class PackedRouter(torch.nn.Module):
-    """Replacement of ``router`` with a packed weight and the same hooks.
+    """Replacement for the module ``router``, with a packed weight and the same hooks.
 
     ``top`` is the number of experts per token. If ``normalize`` is true, the weights of these experts are scaled to sum
     to 1.
@@ -40,7 +40,7 @@ class PackedRouter(torch.nn.Module):
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
-        """Return whether ``module`` is a router of a known class, in float32 on the CPU."""
+        """Return whether ``module`` is a router of a supported class, with float32 weights on the CPU."""
         if type(module).__name__ not in SOFTMAX_ROUTERS:
             return False
         weight: Any = module.weight
@@ -48,12 +48,12 @@ class PackedRouter(torch.nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed weight."""
+        """Size in bytes of the packed weight."""
         return self.packed.num_bytes
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return logits ``[tokens, experts]``, and weights float32 and experts int64 ``[tokens, top]``, for float32
-        ``[..., hidden]``.
+        """Return, for float32 inputs ``[..., hidden]``, the router's logits ``[tokens, experts]``, the experts' weights
+        float32 ``[tokens, top]``, and the experts' indices int64 ``[tokens, top]``.
         """
         logits = multiply(self._library, self.packed, hidden_states.reshape(-1, self.packed.k))
         weights = logits.new_empty(len(logits), self.top)
@@ -71,12 +71,12 @@ class PackedRouter(torch.nn.Module):
         return logits, weights, experts
 
 
-# Weight of a router, multiplied by the kernels. A token's experts do not depend on other tokens.
+# Weight of a router, by which the kernels multiply inputs. The experts of a token do not depend on other tokens.
 
 
 class RouterWeight(torch.nn.Parameter):
-    """Weight ``[experts, hidden]`` of a router that calls ``torch.nn.functional.linear`` itself. All other functions
-    use it as a normal weight.
+    """Weight ``[experts, hidden]`` of a router that calls ``torch.nn.functional.linear`` itself. All other functions of
+    torch treat it as a normal tensor.
     """
 
     packed: PackedWeight
@@ -84,7 +84,7 @@ class RouterWeight(torch.nn.Parameter):
 
     @classmethod
     def of(cls, library: NativeLibrary, weight: torch.Tensor) -> Self:
-        """Return the packed ``weight``, which is float32 on the CPU."""
+        """Return a ``RouterWeight`` for ``weight``, which must be float32 on the CPU."""
         made = cls(widened(weight.detach()), requires_grad=False)
         made.library, made.packed = library, PackedWeight(library, weight)
         return made
@@ -97,7 +97,7 @@ class RouterWeight(torch.nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Compute products by the kernels, and all other functions by torch."""
+        """Compute the products of ``torch.nn.functional.linear`` with the kernels, and all other functions with torch."""
         if func is torch.nn.functional.linear:
             return _linear(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -112,19 +112,19 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 _SAID = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
-"""Attributes that transformers' ``use_experts_implementation`` sets on a class of experts."""
+"""Names of the attributes that transformers' ``use_experts_implementation`` sets on a class of experts."""
 _ONE_THREAD = 32768
-"""Elements. torch splits larger tensors among threads."""
+"""Maximum number of elements of a tensor that torch computes on one thread. torch splits larger tensors among threads."""
 _SILU = (torch.nn.SiLU, type(ACT2FN["silu"]))
 
 
 class PackedExperts(torch.nn.Module):
-    """Replacement of ``experts`` with packed weights and the same hooks, for classes with
+    """Replacement for the module ``experts``, with packed weights and the same hooks, for classes with
     ``use_experts_implementation``.
 
-    The original module is kept for its activation. ``free`` frees the module's weights. The output of a (token, expert)
-    pair depends only on the pair. The output of a token depends only on its pairs, which are summed in the order of its
-    routing.
+    The original module is kept, because its activation function is used. ``free`` frees the original module's weights.
+    The output of an expert for a token depends only on the expert and the token. The output of a token is the sum of
+    the outputs of its experts, in the order that the router returns.
     """
 
     def __init__(self, library: NativeLibrary, experts: Any) -> None:
@@ -133,7 +133,7 @@ class PackedExperts(torch.nn.Module):
         self._library = library
         self._activate = experts._apply_gate if experts.has_gate else experts.act_fn
         self._names = [name for name, _ in experts.named_parameters(recurse=False)]
-        self._unpacked = (experts,)  # a tuple, because its parameters no longer belong to the model
+        self._unpacked = (experts,)  # a tuple, so that PyTorch does not register it
         self._up_name = up = "gate_up_proj" if experts.has_gate else "up_proj"
         self._silu = _is_silu(experts) and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
         self._half = {name: fits_bfloat16(getattr(experts, name)) for name in (up, "down_proj")}
@@ -152,7 +152,7 @@ class PackedExperts(torch.nn.Module):
         """Return the packed ``weights`` as new tensors in the format of ``slot_memory``.
 
         Raises ValueError if a weight has the wrong shape, or if the packed dtype cannot store its elements exactly.
-        Another thread may call this during computation.
+        Another thread may call this method during computation.
         """
         library = self._library.beside
         up = self._up[0].like(library, *self._rows(weights, self._up_name))
@@ -160,7 +160,7 @@ class PackedExperts(torch.nn.Module):
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
-        """Return whether ``module`` is a supported class of experts, in float32 on the CPU."""
+        """Return whether ``module`` has a supported class of experts, with float32 weights on the CPU."""
         experts: Any = module
         if not all(hasattr(module, name) for name in (*_SAID, "down_proj")) or experts.has_post_expert_norm:
             return False
@@ -174,28 +174,30 @@ class PackedExperts(torch.nn.Module):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Size in bytes of the packed weights."""
         return sum(weight.num_bytes for weight in (*self._up, *self._down))
 
     def slot_memory(self, expert: int) -> list[torch.Tensor]:
-        """Return the memory of an expert as writable bytes, uint8. See ``PackedWeight.memory``."""
+        """Return the memory of an expert's packed weights as writable uint8 tensors. See ``PackedWeight.memory``."""
         return self._up[expert].memory + self._down[expert].memory
 
     @property
     def products(self) -> tuple[list[PackedWeight], list[PackedWeight]] | None:
-        """Packed weights by expert: gate and up with interleaved rows, and down. None if the kernels do not compute the
-        activation.
+        """Packed weights of each expert: one weight with the interleaved rows of gate and up, and the weight of down.
+        None if the kernels do not compute the activation of these experts.
         """
         return (self._up, self._down) if self._silu else None
 
     @property
     def layout(self) -> str:
-        """Name of the format. Experts with equal layouts have interchangeable memory."""
+        """Name of the format of the packed weights. If two experts have equal layouts, the memory of one may be copied
+        to the other.
+        """
         weights = f"{self._up[0].layout}, {self._down[0].layout}"
         return f"{weights}, {self._library.lanes} lanes, {'silu' if self._silu else 'plain'}"
 
     def free(self) -> None:
-        """Free the original weights."""
+        """Free the weights of the original module."""
         for name in self._names:
             setattr(self._unpacked[0], name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
 
@@ -204,8 +206,8 @@ class PackedExperts(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the weighted sums of the experts' outputs, ``[tokens, hidden]``.
 
-        ``hidden_states`` is float32 ``[tokens, hidden]``. The experts of each token and their weights are ``[tokens,
-        top]``.
+        ``hidden_states`` is float32 ``[tokens, hidden]``. The experts' indices and weights for each token are
+        ``[tokens, top]``.
         """
         top, width = top_k_index.shape[-1], self._up[0].k
         if hidden_states.dtype != torch.float32 or hidden_states.shape[1:] != (width,):
@@ -227,12 +229,13 @@ class PackedExperts(torch.nn.Module):
         return weighted_sum(outputs, top_k_weights)
 
     def _activated(self, up: torch.Tensor) -> torch.Tensor:
-        """Return the activation, computed in pieces of complete vectors. Each piece runs on one thread.
+        """Return the activation of ``up``, computed in pieces whose size is a multiple of the SIMD vector length. Each
+        piece runs on one thread.
 
-        torch computes the last elements of a tensor, or of a thread's part, differently. With complete vectors, there
-        are no such elements.
+        torch computes elements after the last complete SIMD vector of a tensor, or of a thread's part, differently. The
+        pieces have no such elements.
         """
-        whole = VECTORS // math.gcd(VECTORS, up.shape[1])  # rows
+        whole = VECTORS // math.gcd(VECTORS, up.shape[1])  # smallest number of rows
         padded = torch.nn.functional.pad(up, (0, 0, 0, -len(up) % whole))
         pieces = torch.split(padded, max(_ONE_THREAD // up.shape[1] // whole, 1) * whole)
         return torch.cat([self._activate(piece) for piece in pieces])[: len(up)]
@@ -246,8 +249,8 @@ class PackedExperts(torch.nn.Module):
         *,
         silu: bool = False,
     ) -> torch.Tensor:
-        """Return the rows of ``x``, in the order of ``from_rows``, times the weights of the groups that end at
-        ``ends``.
+        """Return products of groups of rows. The rows of ``x`` are taken in the order ``from_rows``. Group i ends
+        before row ``ends[i]``, and is multiplied by ``weights[i]``.
         """
         x = x.contiguous()
         out = x.new_empty(int(ends[-1]), weights[0].n // (2 if silu else 1))
@@ -270,7 +273,7 @@ class PackedExperts(torch.nn.Module):
         return PackedWeight(self._library, *self._rows(weights, name), half=self._half[name])
 
     def _rows(self, weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return an expert's weight in the layout for the kernels, and its bias."""
+        """Return the weight ``name`` of an expert with its rows in the order that the kernels need, and the bias."""
         weight = weights[name]
         if self._unpacked[0].is_transposed:
             weight = weight.T
@@ -280,9 +283,10 @@ class PackedExperts(torch.nn.Module):
 
 
 def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum ``[tokens, hidden]`` of ``outputs`` ``[tokens, top, hidden]``, which are overwritten.
+    """Return the sum over each token's experts of ``outputs`` ``[tokens, top, hidden]`` times ``weights``: ``[tokens,
+    hidden]``. ``outputs`` is overwritten.
 
-    Outputs are added in the order of the routing, so that the result is bit-identical on every rank.
+    The outputs are added in the order that the router returns, so that the result is bit-identical on every rank.
     """
     outputs.mul_(weights[..., None])
     total = outputs[:, 0].clone()
@@ -292,7 +296,7 @@ def weighted_sum(outputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def _is_silu(experts: Any) -> bool:
-    """Return whether the kernels' epilogue computes what the experts do between their two products."""
+    """Return whether the kernels can compute the experts' activation as part of the first matrix product."""
     return (
         experts.has_gate
         and experts.is_concatenated

@@ -1,4 +1,4 @@
-"""Structs of the kernels' interface, with the same fields in the same order as in ``csrc/model.h``."""
+"""Structs that are passed to the CPU kernels, with the same fields in the same order as in ``csrc/model.h``."""
 
 import ctypes
 from typing import Any
@@ -8,8 +8,8 @@ _Pointer = ctypes.c_void_p
 
 
 class Linear(ctypes.Structure):
-    """Packed weight ``[n, k]``, its integer scales and its bias. ``kind`` is the dtype. ``parts`` is the number of
-    values per input in a matrix unit.
+    """Packed weight ``[n, k]`` of a linear layer, the scales of an integer weight, and the bias. ``kind`` is the number
+    of the dtype. ``parts`` is the number of bfloat16 values into which a matrix unit splits each input.
     """
 
     _fields_ = [
@@ -24,14 +24,16 @@ class Linear(ctypes.Structure):
 
 
 class Piece(ctypes.Structure):
-    """Part of the output features of an update, in vectors. It uses ``rank`` sums of a row, from ``first`` on."""
+    """Part of a LoRA update for ``vectors`` SIMD vectors of output features. It uses ``rank`` elements of the product
+    of a row and A, from element ``first`` on.
+    """
 
     _fields_ = [("b", _Pointer), ("vectors", _Int), ("first", _Int), ("rank", _Int)]
 
 
 class Update(ctypes.Structure):
-    """LoRA update of a product with a weight of ``k`` inputs. A ``rank`` of 0 means no update. Kinds are numbers from
-    ``KINDS``.
+    """LoRA update of the matrix product with a weight of ``k`` inputs. A ``rank`` of 0 means no update. The fields
+    ``a_kind`` and ``b_kind`` are numbers of dtypes from ``KINDS``.
     """
 
     _fields_ = [
@@ -48,13 +50,13 @@ class Update(ctypes.Structure):
 
 
 class Segment(ctypes.Structure):
-    """Rows with an adapter, and the largest rank of the adapter's updates."""
+    """Range of rows that use one LoRA adapter, the adapter's updates, and the largest rank of these updates."""
 
     _fields_ = [("updates", _Pointer), ("first", _Int), ("end", _Int), ("width", _Int)]
 
 
 class Grouped(ctypes.Structure):
-    """Products of groups of rows, each with a separate weight."""
+    """Grouped matrix product: each group of rows is multiplied by a separate weight."""
 
     _fields_ = [
         ("num_groups", _Int),
@@ -70,7 +72,7 @@ class Grouped(ctypes.Structure):
 
 
 class Cache(ctypes.Structure):
-    """Keys and values of a layer. Strides are in elements per slot. ``pairs`` is true if keys and values are bfloat16."""
+    """KV cache of a layer. Strides are in elements per slot. ``pairs`` is true if keys and values are bfloat16."""
 
     _fields_ = [
         ("keys", _Pointer),
@@ -82,7 +84,7 @@ class Cache(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """Attention parameters of a layer, as in ``AttentionParams``. Unused parameters are 0 or null."""
+    """Attention parameters of a layer, as in ``AttentionParams``. Parameters that the layer does not use are 0 or null."""
 
     _fields_ = [
         ("window", _Int),
@@ -94,7 +96,7 @@ class Params(ctypes.Structure):
 
 
 class Mixture(ctypes.Structure):
-    """Experts and their router. All fields are 0 if the layer has no experts."""
+    """Mixture of experts of a layer: the experts and their router. All fields are 0 if the layer has no experts."""
 
     _fields_ = [
         ("num_experts", _Int),
@@ -107,7 +109,9 @@ class Mixture(ctypes.Structure):
 
 
 class StateMemory(ctypes.Structure):
-    """Memory and sizes of a recurrent layer, as in ``states.memory.StateLayer``. Missing tensors are null."""
+    """Memory for the states of a recurrent layer, and the layer's sizes, as in ``states.memory.StateLayer``. Tensors
+    that the layer does not have are null.
+    """
 
     _fields_ = [
         ("tails", _Pointer),
@@ -128,7 +132,7 @@ class StateMemory(ctypes.Structure):
 
 
 class StateSequence(ctypes.Structure):
-    """Tokens of a request in a step, and its states."""
+    """Tokens of one request in a step, and the request's recurrent states."""
 
     _fields_ = [
         ("first", _Int),
@@ -142,19 +146,21 @@ class StateSequence(ctypes.Structure):
 
 
 class StateWrite(ctypes.Structure):
-    """End of a span, and the slot for the state at that end."""
+    """State that a step must write: the position at which the span ends, and the slot for the state at that position."""
 
     _fields_ = [("end", _Int), ("slot", _Int)]
 
 
 class StateStep(ctypes.Structure):
-    """States of a step."""
+    """Recurrent states of all requests of a step."""
 
     _fields_ = [("num_sequences", _Int), ("sequences", _Pointer), ("writes", _Pointer), ("broken", _Pointer)]
 
 
 class Recurrence(ctypes.Structure):
-    """Recurrent layer of a decoder. All fields are 0 if the layer has attention. Missing parameters are null."""
+    """Recurrent part of a decoder layer. All fields are 0 if the layer has attention. Parameters that the model does
+    not have are null.
+    """
 
     _fields_ = [
         ("kind", _Int),
@@ -184,7 +190,9 @@ class Recurrence(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """Decoder layer. Missing norms are null. ``rotary`` is the index of the step's rotary embedding."""
+    """Decoder layer. Norms that the layer does not have are null. ``rotary`` is the index of the layer's rotary
+    embedding among the step's rotary embeddings.
+    """
 
     _fields_ = [
         ("input_norm", _Pointer),
@@ -207,13 +215,15 @@ class Layer(ctypes.Structure):
 
 
 class Exchange(ctypes.Structure):
-    """Memory that ``size`` ranks share, exchanged in pieces of ``piece`` bytes. Null for a single rank."""
+    """Shared memory through which ``size`` ranks exchange data in pieces of ``piece`` bytes. Null for a single rank."""
 
     _fields_ = [("base", _Pointer), ("rank", _Int), ("size", _Int), ("piece", _Int)]
 
 
 class Fusion(ctypes.Structure):
-    """Computation of an EAGLE head's first input from embedded tokens. All fields are 0 for other models."""
+    """Computation of the first layer's input in an EAGLE head, which proposes drafts, from embeddings of tokens and
+    hidden states. All fields are 0 for other models.
+    """
 
     _fields_ = [
         ("fc", Linear),
@@ -224,7 +234,7 @@ class Fusion(ctypes.Structure):
 
 
 class Model(ctypes.Structure):
-    """Decoder model."""
+    """Decoder model: its layers, last norm and head."""
 
     _fields_ = [
         ("num_layers", _Int),
@@ -247,19 +257,19 @@ class Model(ctypes.Structure):
 
 
 class Group(ctypes.Structure):
-    """Positions of a step's requests in one group of the KV cache."""
+    """Block table and slots of a step's requests in one KV cache group."""
 
     _fields_ = [("slots", _Pointer), ("block_table", _Pointer), ("table_stride", _Int), ("block_size", _Int)]
 
 
 class Rotary(ctypes.Structure):
-    """Cosines and sines of positions."""
+    """Cosines and sines of a rotary embedding, by position."""
 
     _fields_ = [("cosines", _Pointer), ("sines", _Pointer)]
 
 
 class Step(ctypes.Structure):
-    """Forward pass, or its part from layer ``first`` to the attention of layer ``last``."""
+    """Forward pass of a step, or the part of the forward pass from layer ``first`` to the attention of layer ``last``."""
 
     _fields_ = [
         ("num_tokens", _Int),
@@ -301,7 +311,7 @@ class Step(ctypes.Structure):
 
 
 class Chain(ctypes.Structure):
-    """Number of further tokens of a step's requests, and their sampling parameters."""
+    """Number of tokens to sample for each request after a step, and the sampling parameters of these tokens."""
 
     _fields_ = [
         ("num_drafts", _Int),
@@ -317,7 +327,7 @@ class Chain(ctypes.Structure):
 
 
 class Route(ctypes.Structure):
-    """Routing of tokens to experts by a router's logits, with weights."""
+    """Choice of the experts of each token from a router's inputs, and the experts' weights."""
 
     _fields_ = [
         ("num_tokens", _Int),
@@ -354,7 +364,7 @@ class Attention(ctypes.Structure):
 
 
 class Write(ctypes.Structure):
-    """Write of new keys and values of a layer."""
+    """New keys and values of a layer that are written into the layer's KV cache."""
 
     _fields_ = [
         ("num_tokens", _Int),
@@ -385,7 +395,7 @@ class Sampling(ctypes.Structure):
 
 
 class Mask(ctypes.Structure):
-    """Rows of logits in which only some tokens are allowed."""
+    """Rows of logits in which a grammar allows only some tokens."""
 
     _fields_ = [
         ("count", _Int),
@@ -398,7 +408,7 @@ class Mask(ctypes.Structure):
 
 
 class Convolution(ctypes.Structure):
-    """Causal convolution of a layer."""
+    """Causal convolution of a recurrent layer."""
 
     _fields_ = [
         ("memory", StateMemory),
@@ -413,7 +423,7 @@ class Convolution(ctypes.Structure):
 
 
 class Scan(ctypes.Structure):
-    """Linear recurrence of a layer."""
+    """Linear recurrence of a recurrent layer."""
 
     _fields_ = [
         ("memory", StateMemory),
@@ -460,4 +470,4 @@ ALL: tuple[type[Any], ...] = (
     Convolution,
     Scan,
 )
-"""Structs in the order in which ``penstock_sizes`` reports their sizes."""
+"""All structs, in the order in which the library's function ``penstock_sizes`` reports their sizes."""

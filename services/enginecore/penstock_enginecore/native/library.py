@@ -1,6 +1,6 @@
-"""Loading and calling of the CPU kernels for this processor.
+"""Loading of the library with the CPU kernels for this processor, and calls of its functions.
 
-A call releases the GIL. Its arguments are plain tensors and arrays, which the caller keeps alive.
+A call releases the GIL. The arguments of a call are plain tensors and arrays, which the caller must keep alive.
 """
 
 import ctypes
@@ -17,18 +17,20 @@ import torch
 from penstock_common.errors import ConfigError
 from penstock_enginecore.native.ffi_structs import ALL
 
-# Permissions of the operating system for some instruction sets of the processor.
+# Permission of the operating system to use some instruction sets of the processor.
 
 _ARCH_PRCTL = 158
 _ARCH_REQ_XCOMP_PERM = 0x1023
 _XFEATURE_XTILEDATA = 18
-"""Linux numbers on x86-64: the system call, the request, and the registers that it is for."""
+"""Numbers of Linux on x86-64 for a system call that requests permission: the system call, the kind of request, and the
+registers for which permission is requested.
+"""
 
 
 def request_tiles() -> None:
     """Request permission to use AMX tiles in all threads of this process.
 
-    Raises OSError if Linux refuses. Without permission, a thread that used tiles would be killed by a signal.
+    Raises OSError if Linux refuses. Without permission, a signal would kill the process when a thread uses tiles.
     """
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
@@ -47,16 +49,18 @@ _CAPABILITIES = {
     "avx2": ("avx2", "fma3"),
     "baseline": (),
 }
-"""Instruction sets, best first, and the processor features that they need, by torch's names."""
+"""Instruction sets, the best first, and the processor features that each instruction set needs, with torch's names."""
 
 _FOR_ROUNDED = {"avx512_bf16"}
-"""Instruction sets that are faster only if inputs may be rounded. If inputs may not be rounded, ``auto`` skips them."""
+"""Instruction sets that are faster only if inputs of matrix products may be rounded to bfloat16. If inputs may not be
+rounded, ``auto`` skips them.
+"""
 
 _PERMISSIONS = {"amx": request_tiles}
-"""Functions that request permission for an instruction set. They raise OSError if the system refuses."""
+"""Functions that request permission to use an instruction set. They raise OSError if the operating system refuses."""
 
 _DIRECTORY = Path(__file__).parent
-"""Folder of the kernels."""
+"""Folder with the libraries of the kernels, one for each instruction set."""
 
 
 class KernelsError(ConfigError):
@@ -64,9 +68,10 @@ class KernelsError(ConfigError):
 
 
 class _Context:
-    """Threads of a library and their memory.
+    """Threads of a library, and the memory of these threads.
 
-    The context references no objects. It is freed when neither the library nor an object of the library references it.
+    This object references no other objects of the library. It is freed when neither the library nor an object of the
+    library references it.
     """
 
     def __init__(self, functions: ctypes.CDLL, num_threads: int) -> None:
@@ -81,15 +86,15 @@ class _Context:
             self._functions.penstock_context_free(self.handle)
 
     def free(self, handle: ctypes.c_void_p, name: str) -> None:
-        """Free an object that was made in this context."""
+        """Free an object of the library that was created with this context."""
         getattr(self._functions, f"penstock_{name}_free")(handle)
 
 
 class NativeLibrary:
-    """Kernels of one instruction set with separate threads. Not thread-safe.
+    """Library with the kernels for one instruction set, and its own threads. Not thread-safe.
 
-    ``parts`` is the number of bfloat16 values into which an input is split for products with bfloat16 weights, or 0 if
-    inputs stay float32.
+    ``parts`` is the number of bfloat16 values into which each input is split for matrix products with bfloat16 weights,
+    or 0 if inputs stay float32.
     """
 
     def __init__(self, path: Path, isa: str, num_threads: int, *, rounded: bool = False) -> None:
@@ -103,27 +108,27 @@ class NativeLibrary:
 
     @property
     def rounds_to(self) -> torch.dtype | None:
-        """The dtype to which inputs of matrix products are rounded, or None if they are not rounded."""
+        """The dtype to which inputs of matrix products are rounded, or None if inputs are not rounded."""
         return torch.bfloat16 if self.parts == 1 else None
 
     @functools.cached_property
     def beside(self) -> "NativeLibrary":
-        """The same kernels for use on another thread. These kernels compute only on that thread."""
+        """Second object for the same library, for calls from another thread. Its kernels use only the calling thread."""
         return self._beside()
 
     def filled_to(self, kind: int) -> int:
-        """Return the multiple to which inputs of panels with elements of ``kind`` are padded."""
+        """Return the number to whose next multiple the inputs of a packed weight with elements of ``kind`` are padded."""
         multiple: int = self._functions.penstock_filled_to(kind)
         return multiple
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call the function ``penstock_<name>`` of this context. Raises MemoryError or OSError if it fails."""
+        """Call the library's function ``penstock_<name>`` with this object's context. Raises MemoryError or OSError if
+        the function fails.
+        """
         self.call_on(self._context.handle, name, *arguments)
 
     def call_on(self, handle: ctypes.c_void_p, name: str, *arguments: Any) -> None:
-        """Call a function of another object of the library, whose ``handle`` is the first argument. Raises like
-        ``call``.
-        """
+        """Call the library's function ``penstock_<name>`` on the object ``handle``. Raises the errors of ``call``."""
         function = getattr(self._functions, f"penstock_{name}")
         if torch.autograd.profiler._is_profiler_enabled:
             with torch.profiler.record_function(f"penstock::{name}"):
@@ -135,32 +140,36 @@ class NativeLibrary:
             raise MemoryError(str(error)) if code == errno.ENOMEM else error
 
     def free_with(self, owner: object, handle: ctypes.c_void_p, name: str) -> None:
-        """Free an object with ``penstock_<name>_free`` when ``owner`` is garbage collected.
+        """Register ``handle``, an object of the library, to be freed with ``penstock_<name>_free`` when ``owner`` is
+        garbage collected.
 
-        The finalizer references the context, so the context outlives the object. Nothing is freed at process exit,
-        because other threads may still compute.
+        The finalizer references the context, so the context outlives the object. The object is not freed at process
+        exit, because other threads may still compute.
         """
         weakref.finalize(owner, self._context.free, handle, name).atexit = False
 
 
 def open_library(isa: str, num_threads: int, *, rounded: bool = False) -> NativeLibrary:
-    """Return the kernels for ``isa``. "auto" selects the best instruction set that the processor has and the system
-    permits.
+    """Return the kernels for ``isa``. "auto" selects the best instruction set that the processor has and that the
+    operating system permits.
 
-    With ``rounded``, kernels may round inputs to bfloat16 if a matrix unit is faster that way. Raises KernelsError.
+    If ``rounded`` is true, kernels may round inputs of matrix products to bfloat16 if this is faster. Raises
+    KernelsError if no kernels are available.
     """
     path, name = find_library(isa, rounded=rounded)
     return NativeLibrary(path, name, num_threads, rounded=rounded)
 
 
 def find_library(isa: str, *, rounded: bool = False) -> tuple[Path, str]:
-    """Return the path and instruction set of the kernels that ``open_library`` would open. Raises KernelsError."""
+    """Return the path and the instruction set of the library that ``open_library`` would open. Raises KernelsError if
+    no kernels are available.
+    """
     capabilities = torch.cpu.get_capabilities()
     runnable = [name for name, needs in _CAPABILITIES.items() if all(capabilities.get(need, False) for need in needs)]
     for name in runnable if isa == "auto" else [isa]:
         if name not in runnable:
             raise KernelsError(
-                f"kernels.isa is {name!r}, which this processor does not support; it supports {runnable}"
+                f"kernels.isa is {name!r}, which this processor does not support; set kernels.isa to one of {runnable}"
             )
         path = _DIRECTORY / f"kernels_{name}.so"
         if not path.is_file() or (isa == "auto" and name in _FOR_ROUNDED and not rounded):

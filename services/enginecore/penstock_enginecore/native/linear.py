@@ -14,23 +14,23 @@ from penstock_enginecore.native.ffi_structs import Piece, Segment, Update
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import KINDS, PackedWeight, fits_bfloat16, multiply
 
-# LoRA matrices in the layouts that the kernels read (``csrc/lora.h``).
+# LoRA matrices A and B in the layouts that the kernels read (``csrc/lora.h``).
 
 _ALIGNED = 64
-"""Alignment in bytes."""
+"""Alignment of each matrix in bytes."""
 _GROUP = 4
-"""Rows of A that are stored together."""
+"""Number of rows of the LoRA matrix A that are stored together."""
 
 
 @dataclass(frozen=True, slots=True)
 class MergedUpdate:
-    """LoRA update of a weight that merges several projections with a shared input.
+    """LoRA update of a merged weight, which has the rows of several projections with the same input.
 
     Attributes:
-        a: float32 ``[rank, k]``.
-        pieces: For each projection, float32 ``[out features, rank]`` and the row of ``a`` for its first column. For a projection
-            without update, its number of output features.
-        interleaved: Whether the output features of the projections alternate in vectors.
+        a: float32 ``[rank, k]``, the concatenated rows of the projections' LoRA matrices A.
+        pieces: For each projection, its LoRA matrix B, float32 ``[out features, rank]``, and the row of ``a`` that
+            belongs to the first column of B. For a projection without an update, its number of output features.
+        interleaved: Whether the output features of the projections alternate, in groups of the SIMD vector length.
     """
 
     a: torch.Tensor
@@ -41,8 +41,8 @@ class MergedUpdate:
     def of(
         cls, updates: Sequence[LowRankUpdate | None], features: Sequence[int], *, interleaved: bool = False
     ) -> "MergedUpdate":
-        """Return the update of layers with ``features`` outputs, whose weights are joined or interleaved. At least one
-        layer has an update.
+        """Return the merged update of layers with ``features`` outputs, whose weights are joined or interleaved. At
+        least one layer must have an update.
         """
         pieces: list[tuple[torch.Tensor, int] | int] = []
         rank = 0
@@ -54,20 +54,24 @@ class MergedUpdate:
 
     @classmethod
     def halves(cls, update: LowRankUpdate) -> "MergedUpdate":
-        """Return the update of one layer whose rows are the rows of a gate, followed by the rows of an up projection."""
+        """Return the update, with interleaved outputs, of one layer whose rows are the rows of a gate, followed by the
+        rows of an up projection.
+        """
         return cls(update.a, [(half, 0) for half in update.b.chunk(2)], interleaved=True)
 
 
 class PackedUpdates:
-    """Packed ``updates``, where None means no update.
+    """LoRA updates of one adapter for all matrix products of a decoder, in the kernels' layout. In ``updates``, None
+    means that a product has no update.
 
-    ``struct`` is an array of structs that point into this object's memory of ``num_bytes``. Elements that bfloat16
-    represents exactly are stored as bfloat16.
+    ``struct`` is an array of structs that point into this object's memory of ``num_bytes`` bytes. Elements that
+    bfloat16 represents exactly are stored as bfloat16.
     """
 
     def __init__(self, library: NativeLibrary, updates: Sequence[MergedUpdate | None]) -> None:
         self._lanes = library.lanes
-        # Reserve float32 memory. If elements are bfloat16, half of the memory's pages are never used.
+        # Reserve enough memory for float32. If the elements are stored as bfloat16, half of the memory's pages are
+        # never used.
         numbers = sum(self._numbers(update) for update in updates if update is not None)
         self._memory = huge_empty(4 * numbers, dtype=torch.uint8)
         self.num_bytes = 0
@@ -75,7 +79,7 @@ class PackedUpdates:
         self.struct = (Update * len(updates))(*(Update() if each is None else self._update(each) for each in updates))
 
     def segment(self, first: int, end: int) -> Segment:
-        """Return a segment struct for rows ``first`` to ``end`` with these updates."""
+        """Return the struct that applies these updates to rows ``first`` to ``end``."""
         return Segment(ctypes.addressof(self.struct), first, end, self.width)
 
     def _update(self, update: MergedUpdate) -> Update:
@@ -112,13 +116,13 @@ class PackedUpdates:
         return Piece(place.data_ptr(), len(by_vector), first, rank)
 
     def _place(self, shape: Sequence[int], kind: torch.dtype) -> torch.Tensor:
-        """Return memory for a tensor."""
+        """Return a tensor of this shape and dtype in the next unused part of this object's memory."""
         start, size = self.num_bytes, math.prod(shape) * kind.itemsize
         self.num_bytes += size + -size % _ALIGNED
         return self._memory[start : start + size].view(kind).view(*shape)
 
     def _numbers(self, update: MergedUpdate) -> int:
-        """Return the number of elements to reserve for an update."""
+        """Return the number of float32 elements to reserve for an update."""
         rank, k = update.a.shape
         of_b = (
             (each[0].shape[0] + self._lanes) * (each[0].shape[1] + 1)
@@ -129,19 +133,21 @@ class PackedUpdates:
 
 
 def _fits_bfloat16(tensor: torch.Tensor) -> bool:
-    """Return whether bfloat16 represents all elements. The first row is checked first, because it decides most cases."""
+    """Return whether bfloat16 represents all elements exactly. The first row is checked first, because usually its
+    elements already show that bfloat16 does not.
+    """
     return fits_bfloat16(tensor[:1]) and fits_bfloat16(tensor)
 
 
 def _filled(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Return the tensor padded with zeros to this size."""
+    """Return the tensor padded with zeros to ``rows`` rows and ``columns`` columns."""
     if tensor.shape == (rows, columns):
         return tensor
     return F.pad(tensor, (0, columns - tensor.shape[1], 0, rows - len(tensor)))
 
 
 class PackedAddition:
-    """``Addition`` of a LoRA update by the kernels. A row's result does not depend on the other rows."""
+    """``Addition`` of a LoRA update by the kernels. The result of a row does not depend on the other rows."""
 
     def __init__(self, library: NativeLibrary, update: LowRankUpdate) -> None:
         self._library = library
@@ -149,7 +155,7 @@ class PackedAddition:
         self._packed = PackedUpdates(library, [MergedUpdate.of([update], [self._n])])
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the update for ``x`` to ``out``. Both are float32 with contiguous rows."""
+        """Add the update's output for the input ``x`` to ``out``. Both tensors are float32 with contiguous rows."""
         segment = self._packed.segment(0, len(x))
         self._library.call(
             "low_rank", ctypes.byref(segment), 1, self._n, x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
@@ -157,7 +163,7 @@ class PackedAddition:
 
 
 class PackedLinear(torch.nn.Linear):
-    """Replacement of ``linear`` with a packed weight and the same hooks.
+    """Replacement for the module ``linear``, with a packed weight and the same hooks.
 
     The module's ``weight`` is empty, so code that reads the weight does not work with this module.
     """
@@ -170,7 +176,9 @@ class PackedLinear(torch.nn.Linear):
         apart: bool = False,
         packed: PackedWeight | None = None,
     ) -> None:
-        """Pack the weight of ``linear``, or use its ``packed`` weight. ``apart``: see ``multiply``."""
+        """Pack the weight of ``linear``, or use ``packed`` if its weight is already packed. For ``apart``, see
+        ``multiply``.
+        """
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
@@ -181,13 +189,13 @@ class PackedLinear(torch.nn.Linear):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed weight."""
+        """Size in bytes of the packed weight."""
         return self.packed.num_bytes
 
     def addition(self, update: LowRankUpdate) -> PackedAddition:
-        """Return a LoRA update of this layer, computed by the kernels."""
+        """Return an object that adds the output of a LoRA update of this layer, computed by the kernels."""
         return PackedAddition(self._library, update)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32 ``[..., out_features]`` for float32 ``[..., in_features]``."""
+        """Return the layer's output, float32 ``[..., out_features]``, for float32 inputs ``[..., in_features]``."""
         return multiply(self._library, self.packed, x, apart=self._apart)

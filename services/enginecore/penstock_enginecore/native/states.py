@@ -1,4 +1,4 @@
-"""Recurrent layers by the CPU kernels (``csrc/states.h``)."""
+"""Computation of recurrent layers with the CPU kernels (``csrc/states.h``)."""
 
 import ctypes
 from collections.abc import Mapping
@@ -13,31 +13,32 @@ from penstock_enginecore.states.memory import StateLayer
 from penstock_enginecore.states.rows import RowStates
 
 _ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
-"""Activations of a convolution that the kernels have, by transformers' names."""
+"""Activation functions after a convolution that the kernels support, by transformers' names."""
 
 
 class NativeStateKernels:
-    """Maker of contexts for steps whose recurrent layers the kernels of ``library`` compute."""
+    """Factory of ``StateContext`` objects for steps whose recurrent layers the kernels of ``library`` compute."""
 
     def __init__(self, library: NativeLibrary) -> None:
         self._library = library
 
     def takes(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether the kernels support states whose convolution inputs have this dtype and place."""
+        """Return whether the kernels support states whose stored inputs of convolutions have this dtype and device."""
         return dtype == torch.float32 and device.type == "cpu"
 
     def context(self, layers: Mapping[torch.nn.Module, StateLayer], step: StateMetadata) -> StateContext:
-        """Return the context of a step."""
+        """Return the context in which the recurrent layers of a step are computed."""
         return NativeStates(self._library, layers, step)
 
 
 class NativeStates:
-    """``StateContext`` of an engine step. The results of a token have the same bits in a prompt and in a decode step.
+    """``StateContext`` of an engine step. The results of a token are bit-identical in a prompt and in a decode step.
 
     Args:
         library: The kernels.
-        layers: Memory of the layers by mixer. Inputs of convolutions are float32.
-        step: States of the requests.
+        layers: Memory for the states of each recurrent layer, by the layer's module. Stored inputs of convolutions are
+            float32.
+        step: Indices of the recurrent states of the step's requests.
     """
 
     def __init__(
@@ -49,7 +50,9 @@ class NativeStates:
         self._arrays = StepArrays(step)
 
     def convolve(self, call: ConvCall) -> torch.Tensor:
-        """Compute the convolution of all requests, and store the new inputs and tails."""
+        """Compute a layer's convolution for all requests. Stores the new inputs, and the tails: the last inputs before
+        the end of a span.
+        """
         layer = self._layers[call.mixer]
         if call.activation not in _ACTIVATIONS:
             return RowStates(self._layers, self.step, call.inputs.device).convolve(call)
@@ -72,7 +75,9 @@ class NativeStates:
         return output.to(call.inputs.dtype)
 
     def scan(self, call: ScanCall) -> torch.Tensor:
-        """Compute the recurrence of all requests, and store the open rows and the written states."""
+        """Compute a layer's recurrence for all requests. Stores the open rows (data of the tokens after the last span)
+        and the states at the ends of spans.
+        """
         query, key, value, decay = (_rows(each) for each in (call.query, call.key, call.value, call.decay))
         beta = None if call.beta is None else _rows(call.beta)
         rates = None if call.rates is None else _rows(call.rates)
@@ -93,7 +98,7 @@ class NativeStates:
 
 
 class StepArrays:
-    """States of a step as the kernels read them. ``struct`` points into this object's arrays."""
+    """Indices of the recurrent states of a step, in arrays that the kernels read. ``struct`` points into these arrays."""
 
     def __init__(self, step: StateMetadata) -> None:
         sequences: list[tuple[int, ...]] = []
@@ -110,13 +115,15 @@ class StepArrays:
         )
 
     def tell_broken(self, step: StateMetadata) -> None:
-        """Add the sequences with broken states to ``step``."""
+        """Add the indices of the requests with a NaN or infinity in their new states to ``step.broken``."""
         if self._broken.any():
             step.broken.update(np.flatnonzero(self._broken).tolist())
 
 
 def memory_struct(layer: StateLayer) -> StateMemory:
-    """Return the kernels' struct for the memory of a layer, which must outlive the struct."""
+    """Return the struct that describes the memory for the states of ``layer`` to the kernels. The memory must outlive
+    the struct.
+    """
     spec = layer.spec
     parts = (layer.tails, layer.inputs, layer.closed, layer.keys, layer.updates, layer.decays)
     return StateMemory(
@@ -133,5 +140,5 @@ def memory_struct(layer: StateLayer) -> StateMemory:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return float32 rows ``[tokens, ...]`` without gaps inside a row."""
+    """Return ``tensor`` ``[tokens, ...]`` as a contiguous float32 tensor."""
     return tensor.float().contiguous()

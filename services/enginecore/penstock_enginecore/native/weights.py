@@ -1,4 +1,4 @@
-"""Weights in the kernels' layout: panels of as many rows as two vectors have lanes (``csrc/gemm.h``)."""
+"""Weights in the kernels' layout: panels with as many rows as two SIMD vectors have elements (``csrc/gemm.h``)."""
 
 import ctypes
 from dataclasses import dataclass
@@ -12,22 +12,24 @@ from penstock_enginecore.models.dtypes import NarrowWeight, widened
 from penstock_enginecore.native.ffi_structs import Linear
 from penstock_enginecore.native.library import NativeLibrary
 
-# Weights rounded to 8-bit integers with a factor per row. A decode step on a CPU takes about as long as reading the
-# weights.
+# Weights rounded to 8-bit integers with a factor per row. On a CPU, most of the time of a decode step is spent on
+# reading the weights, so smaller weights make the step faster.
 #
-# A rounded weight is still a dense weight, so any code, including transformers' modules, computes with the rounded
-# values. The CPU kernels detect that its rows are integers times a factor, and store the integers.
+# A rounded weight is still a float tensor, so any code, including transformers' modules, computes with the rounded
+# values. The CPU kernels detect that the rows of the weight are integers times a factor, and store the integers.
 
 _LARGEST = 127
 _CUT = 0xFF
-"""Bits of a scale that are zero. The remaining 16 significant bits make the product of the scale and an integer exact
-in float32.
+"""Number of low bits of a scale that are set to zero. The scale then has 16 significant bits, so the product of the
+scale and an 8-bit integer is exact in float32.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Weight that equals ``numbers`` int8 ``[n, k]`` times ``scales`` float32 ``[n]`` bit by bit."""
+    """Integers and scales of a rounded weight. The weight is bit-identical to ``numbers`` int8 ``[n, k]`` times
+    ``scales`` float32 ``[n]``.
+    """
 
     numbers: torch.Tensor
     scales: torch.Tensor
@@ -35,21 +37,23 @@ class Int8Weight:
 
 def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
     """Return a float32 weight ``[n, k]`` with each row rounded to multiples of 1/127 of its largest element. The error
-    is at most half a step.
+    of an element is at most half of such a multiple.
     """
     scales = _up((weight.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny))
     return (weight / scales).round() * scales
 
 
 def as_int8(weight: torch.Tensor) -> Int8Weight | None:
-    """Return integers and scales of a float32 weight ``[n, k]`` that was rounded, or None for other weights."""
+    """Return the integers and scales of a float32 weight ``[n, k]`` that ``round_to_int8`` has rounded, or None for
+    other weights.
+    """
     if not weight.numel() or _exactly(weight[:1]) is None:
         return None
     return _exactly(weight)
 
 
 def round_linears(module: torch.nn.Module, *, but: torch.nn.Module | None = None) -> float:
-    """Round the weights of all linear layers except the layer ``but``, to new float32 weights.
+    """Replace the weights of all linear layers, except the layer ``but``, by rounded float32 weights.
 
     Returns the largest error of a layer, relative to the norm of its weight.
     """
@@ -70,7 +74,7 @@ def _up(scales: torch.Tensor) -> torch.Tensor:
 
 def _exactly(weight: torch.Tensor) -> Int8Weight | None:
     scales = weight.abs().amax(1, keepdim=True) / _LARGEST
-    numbers = (weight / scales).nan_to_num(0.0).round()  # a row of zeros has no scale
+    numbers = (weight / scales).nan_to_num(0.0).round()  # a row of zeros needs no scale
     if not torch.equal(numbers * scales, weight):
         return None
     return Int8Weight(numbers.to(torch.int8), scales[:, 0].contiguous())
@@ -79,17 +83,17 @@ def _exactly(weight: torch.Tensor) -> Int8Weight | None:
 _PIECE = 4 * 1024 * 1024
 """Number of elements that are packed at a time."""
 VECTORS = 64
-"""Number of elements: a multiple of the number that torch's vectorized loops process at a time."""
+"""Number of elements that is a multiple of the number of elements that torch's vectorized loops process at a time."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""Numbers of weight dtypes in the kernels' interface."""
+"""Numbers that stand for dtypes of weights in the kernels' interface."""
 
 
 class PackedWeight:
-    """Packed weight ``[n, k]`` and bias ``[n]``. ``struct`` points into their memory.
+    """Weight ``[n, k]`` and bias ``[n]`` in the kernels' layout. ``struct`` points into the memory of both.
 
     A weight whose elements bfloat16 represents exactly is stored as bfloat16. A weight whose rows are 8-bit integers
-    times a factor is stored as integers. This needs half or a quarter of the memory, and of the time to read the
-    memory.
+    times a factor is stored as integers. Compared with float32, this needs half or a quarter of the memory, and of the
+    time to read the weight.
     """
 
     def __init__(
@@ -100,8 +104,8 @@ class PackedWeight:
         *,
         half: bool | None = None,
     ) -> None:
-        """Pack a weight. ``half`` selects bfloat16 or float32 if the caller knows which dtype fits. None detects the
-        dtype.
+        """Pack a weight. ``half`` is true to store the weight as bfloat16, and false to store it as float32. If
+        ``half`` is None, the dtype is detected.
         """
         look = half is None
         self.dtype = torch.bfloat16 if half or (look and fits_bfloat16(weight)) else torch.float32
@@ -122,19 +126,21 @@ class PackedWeight:
         self._pack(library, weight)
 
     def overwrite(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """Replace the weight and bias by values of the same shapes. Raises ValueError if the values need another dtype."""
+        """Replace the weight and bias by a weight and bias of the same shapes. Raises ValueError if the packed dtype
+        cannot store the new values exactly.
+        """
         self._check(weight, bias)
         self._pack(library, weight)
         if self._bias is not None and bias is not None:
             self._bias.copy_(bias)
 
     def like(self, library: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None = None) -> "PackedWeight":
-        """Return another weight, packed in the same format. Raises like ``overwrite``."""
+        """Return ``weight`` and ``bias`` packed in the same format as this object. Raises the errors of ``overwrite``."""
         self._check(weight, bias)
         return PackedWeight(library, weight, bias, half=self.dtype == torch.bfloat16)
 
     def _pack(self, library: NativeLibrary, weight: torch.Tensor) -> None:
-        """Pack a few panels at a time, so that there is never a full copy as floats."""
+        """Pack a few panels at a time, so that memory never contains a full float32 copy of the weight."""
         panel, of = 2 * library.lanes, self.struct
         row_bytes = (self.k + -self.k % self._filled_to) * self.dtype.itemsize
         step = max(_PIECE // (panel * max(self.k, 1)), 1) * panel
@@ -155,16 +161,17 @@ class PackedWeight:
 
     @property
     def layout(self) -> str:
-        """Name of the format. Weights of equal shape and layout have interchangeable memory, between libraries with the
-        same lanes.
+        """Name of the format of the packed weight. If two weights have equal shapes and layouts, the memory of one may
+        be copied to the other. Their libraries must have the same SIMD vector length.
         """
         return f"{self.dtype} by {self._filled_to}"
 
     @property
     def memory(self) -> list[torch.Tensor]:
-        """Packed weight and bias as writable bytes, uint8 ``[n]``.
+        """Packed weight and bias as a writable tensor uint8 ``[n]``.
 
-        Only bytes of a weight of the same shape and dtype, packed for the same instruction set, may be written.
+        Only the memory of a weight of the same shape and dtype, packed for the same instruction set, may be written to
+        it.
         """
         return [part.view(torch.uint8) for part in (self._packed, self._bias) if part is not None]
 
@@ -174,12 +181,12 @@ class PackedWeight:
 
 
 def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor, *, apart: bool = False) -> torch.Tensor:
-    """Return ``x`` float32 ``[..., k]`` times ``weight``, ``[..., n]``. A row's result does not depend on the other
-    rows.
+    """Return the product ``[..., n]`` of ``x``, float32 ``[..., k]``, and ``weight``. The result of a row does not
+    depend on the other rows.
 
-    With ``apart``, results of later elementwise torch operations do not depend on other rows either. torch's vectorized
-    loops compute the last elements of a tensor differently. So rows that do not end at a vector boundary get a gap, and
-    torch processes each row separately.
+    If ``apart`` is true, the results of later elementwise torch operations do not depend on other rows either. torch's
+    vectorized loops compute elements after the last complete SIMD vector of a tensor differently. So if a row is not a
+    multiple of the vector length, a gap follows each row, and torch processes each row separately.
     """
     n, k = weight.n, weight.k
     stride = n + 1 if apart and n % VECTORS else n
@@ -193,8 +200,8 @@ def multiply(library: NativeLibrary, weight: PackedWeight, x: torch.Tensor, *, a
 
 
 def interleaved(library: NativeLibrary, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return the rows of ``gate`` and ``up`` ``[n, k]`` in alternating groups of one vector's lanes, as gated products
-    need them.
+    """Return the rows of ``gate`` and ``up`` ``[n, k]`` in alternating groups of the SIMD vector length, in the order
+    that the kernels' gated products need.
     """
     rows = torch.stack([half.view(-1, library.lanes, half.shape[1]) for half in (gate, up)], dim=1)
     return rows.view(-1, gate.shape[1])
@@ -204,7 +211,7 @@ def fits_bfloat16(weight: torch.Tensor) -> bool:
     """Return whether bfloat16 represents every element exactly."""
     if isinstance(weight, NarrowWeight):
         weight = weight.kept
-    if weight.dtype == torch.float16:  # has three more mantissa bits
+    if weight.dtype == torch.float16:  # float16 has three more mantissa bits than bfloat16
         return not bool((weight.contiguous().view(torch.int16) & 0b111).any())
     if weight.dtype == torch.float32:
         return not bool((weight.detach().contiguous().view(torch.int32) & 0xFFFF).any())

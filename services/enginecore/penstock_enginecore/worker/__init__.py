@@ -1,1 +1,3 @@
-"""Shared basics of workers: messages between processes, failures, the device thread, and late results."""
+"""Code that all kinds of workers use: messages between processes, errors that travel in messages, the device thread,
+and results that arrive later.
+"""

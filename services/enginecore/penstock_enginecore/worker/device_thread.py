@@ -1,4 +1,4 @@
-"""The device thread, which runs all computation, and the thread that waits for device results."""
+"""The device thread, which runs all work on a device, and the thread that waits for results from the device."""
 
 import queue
 import threading
@@ -12,32 +12,36 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy.typing as npt
 import torch
 
-# Another thread waits for results, so that the device thread can continue.
+# Results that are not ready yet. Another thread waits for these results, so that the device thread can continue.
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Late(Generic[T]):
-    """A result that is not ready yet. ``wait`` returns the result once it is ready, or raises the error of the work.
-    Thread-safe.
+    """Result that is not ready yet. ``wait`` waits until the result is ready, and returns the result or raises the
+    error of the work. Thread-safe.
     """
 
     wait: Callable[[], T]
 
 
 class Arrival(Protocol):
-    """A copy of numbers from a device to the host. Thread-safe, and may be queried repeatedly."""
+    """Copy of a tensor from a device to the host, which may still be running. Thread-safe. The methods may be called
+    repeatedly.
+    """
 
     def arrived(self) -> bool:
         """Return whether ``wait`` would return immediately."""
 
     def wait(self) -> npt.NDArray[Any]:
-        """Return the numbers in their original shape. Raises the error of the work that produces them."""
+        """Wait until the copy is complete, and return the numbers in the shape of the tensor. Raises the error of the
+        work that computes the tensor.
+        """
 
 
 BeginCopy = Callable[[torch.Tensor], Arrival]
-"""Function that begins to copy a tensor to the host, after the work that computes the tensor."""
+"""Function that begins to copy a tensor to the host. The copy runs after the work that computes the tensor."""
 
 
 def begin_copy(tensor: torch.Tensor) -> Arrival:
@@ -49,7 +53,9 @@ def begin_copy(tensor: torch.Tensor) -> Arrival:
 
 
 class _PinnedCopy:
-    """A copy to page-locked memory. A CUDA event marks its end, and waiting for the event uses no CPU time."""
+    """``Arrival`` of a copy to page-locked memory. A CUDA event marks the end of the copy, and waiting for the event
+    uses no CPU time.
+    """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -59,17 +65,17 @@ class _PinnedCopy:
         self._event.record(torch.cuda.current_stream(tensor.device))
 
     def arrived(self) -> bool:
-        """Return whether the event has occurred."""
+        """Return whether the copy is complete."""
         return bool(self._event.query())
 
     def wait(self) -> npt.NDArray[Any]:
-        """Return the page-locked memory, once the copy is complete."""
+        """Wait until the copy is complete, and return the page-locked memory."""
         self._event.synchronize()
         return self._host.numpy()
 
 
 class _Copied:
-    """A copy of a CPU tensor, which is complete immediately."""
+    """``Arrival`` of a copy of a CPU tensor, which is complete immediately."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._numbers = tensor.clone().numpy()
@@ -84,7 +90,8 @@ class _Copied:
 
 
 class CompletionThread:
-    """Waits for late results in the order in which they are submitted, and resolves their futures.
+    """Thread that waits for ``Late`` results in the order in which callers submit them, and sets the futures of the
+    results.
 
     The thread is a daemon thread, so a result that never arrives does not keep the process alive.
     """
@@ -95,69 +102,72 @@ class CompletionThread:
         self._thread.start()
 
     def resolve(self, future: "Future[T]", late: Late[T]) -> None:
-        """Resolve ``future`` with the result or the error of ``late``."""
+        """Wait for ``late`` on the thread, and set its result or its error as the result or error of ``future``."""
         self._waiting.put(partial(run_into, future, late.wait))
 
     def stop(self) -> None:
-        """End the thread after the submitted results. No later call is allowed."""
+        """End the thread after all submitted results. Methods must not be called afterwards."""
         self._waiting.put(None)
 
     def _run(self) -> None:
         while (resolve := self._waiting.get()) is not None:
             resolve()
-            del resolve  # Otherwise the last result stays alive while the thread waits.
+            del resolve  # Without this line, the last result would stay in memory while the thread waits.
 
 
 def run_into(future: "Future[T]", call: Callable[[], T]) -> None:
-    """Resolve ``future`` with the result or the error of ``call``."""
+    """Run ``call``, and set its result or its error as the result or error of ``future``."""
     try:
         future.set_result(call())
-    except BaseException as e:  # The future's reader handles the error.
+    except BaseException as e:  # The caller that reads the future handles the error.
         future.set_exception(e)
-        # The error references this frame, and the frame would keep the failed step's objects alive.
+        # The error references this frame, so without this line the frame would keep objects of the failed step in
+        # memory.
         del future, call
 
 
 class DeviceThread:
-    """Runs calls one after the other, on a daemon thread. A call that never returns does not keep the process alive.
+    """Daemon thread that runs calls one after the other. A call that never returns does not keep the process alive.
 
-    A call that only launches work on a device may return a ``Late``. The thread then continues, and another thread
-    waits for the result.
+    A call that only launches work on a device may return a ``Late``. The device thread then runs the next call, and
+    another thread waits for the result.
     """
 
     def __init__(self, name: str = "device") -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._next: deque[Callable[[], None]] = deque()
-        self._completions: CompletionThread | None = None  # Used only by the thread.
+        self._completions: CompletionThread | None = None  # Only the device thread uses this attribute.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, call: Callable[[], "T | Late[T]"]) -> "Future[T]":
-        """Queue a call. The future gets its result or its error, also if the result is a ``Late``."""
+        """Queue a call, and return its future. If the call returns a ``Late``, the future gets the result of the
+        ``Late``.
+        """
         future: Future[T] = Future()
         self._calls.put(partial(self._run_into, future, call))
         return future
 
     def submit_next(self, call: Callable[[], T]) -> "Future[T]":
-        """Queue a call before all queued calls, after the running one."""
+        """Queue a call before all other queued calls, so that it runs directly after the running call."""
         future: Future[T] = Future()
         self._next.append(partial(self._run_into, future, call))
         self._calls.put(self._run_next)
         return future
 
     def call(self, call: Callable[[], T]) -> T:
-        """Queue a call, and wait for its result."""
+        """Queue a call, and wait for its result. Returns the result or raises the error of the call."""
         return self.submit(call).result()
 
     def stop(self) -> None:
-        """End the thread after the queued calls. No later call is allowed."""
+        """End the thread after all queued calls. Methods must not be called afterwards."""
         self._calls.put(None)
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             self._run_next()
             call()
-            del call  # Otherwise the last call's result stays alive while the thread waits.
+            del call  # Without this line, the result of the last call would stay in memory while the thread waits.
         if self._completions is not None:
             self._completions.stop()
 
@@ -174,7 +184,8 @@ class DeviceThread:
             if self._completions is None:
                 self._completions = CompletionThread()
             self._completions.resolve(future, result)
-        except BaseException as e:  # The future's reader handles the error.
+        except BaseException as e:  # The caller that reads the future handles the error.
             future.set_exception(e)
-            # The error references this frame, and the frame would keep the failed step's objects alive.
+            # The error references this frame, so without this line the frame would keep objects of the failed step in
+            # memory.
             del future, call

@@ -1,4 +1,4 @@
-"""Errors that travel from a worker to the engine, which raises them again with their original type."""
+"""Errors that a worker sends to the engine. The engine raises each error again with its original type."""
 
 import traceback
 from typing import Literal
@@ -11,24 +11,24 @@ from penstock_enginecore.models.errors import ModelLoadError
 
 
 class WorkerError(PenstockError):
-    """A worker raised an error that is not one of Penstock's own."""
+    """Error raised in the engine if a worker has raised an error of a class that is not one of Penstock's own."""
 
 
 class WorkersGone(PenstockError):  # noqa: N818 - it says what happened
-    """A worker has exited, hangs, or computed different results than the other workers. The engine's workers no longer
-    compute.
+    """Error raised if a worker has exited, hangs, or has computed other results than the other workers. The workers of
+    the engine then compute no more steps.
     """
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
-    """An error that a worker raised.
+    """Description of an error that a worker has raised.
 
     Attributes:
-        kind: Category of the error's class.
-        name: The class of the error.
+        kind: Kind of error, which determines the class of the error in the engine.
+        name: Name of the error's class in the worker.
         message: The error's message.
-        request: The request error, if the error is a RequestFailed.
-        trace: The traceback.
+        request: Description of the error if it is a RequestFailed, otherwise None.
+        trace: Traceback of the error in the worker.
     """
 
     kind: Literal["config", "load", "request", "other"]
@@ -39,7 +39,7 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
 
     @staticmethod
     def of(error: BaseException) -> "Failure":
-        """Describe an error."""
+        """Return the description of ``error``."""
         name, message, trace = type(error).__name__, str(error), "".join(traceback.format_exception(error))
         if isinstance(error, RequestFailed):
             return Failure("request", name, message, RequestError.from_exception(error), trace)
@@ -51,7 +51,9 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
         return Failure(kind or "other", name, message, trace=trace)
 
     def error(self, worker: str) -> PenstockError:
-        """Return the error to raise in the engine. ``worker`` names the worker, or is empty if there is only one."""
+        """Return the error to raise in the engine. ``worker`` is the worker's name for the message, or empty if there
+        is only one worker.
+        """
         text = f"{worker}: {self.message}" if worker else self.message
         error: PenstockError
         if self.request is not None:

@@ -1,10 +1,10 @@
-"""Messages between the engine and its workers, encoded with msgpack, one per ring entry. No message is pickled.
+"""Messages between the engine and its workers, encoded with msgpack and sent over rings. No message is pickled.
 
-All workers get the same calls in the same order. Workers answer each numbered call, in the order of the calls. A step
-consists of two messages: ``Execute``, which is not answered, and ``Sample``.
+All workers get the same calls in the same order. A worker answers each call that has a number, in the order of the
+calls. The engine sends two messages for a step: ``Execute``, which workers do not answer, and ``Sample``.
 
-Messages contain the structs that the engine and its workers use. A copy of a struct field by field would lose fields
-that are added to the struct later.
+Messages contain the engine's own structs. If structs were copied field by field into messages, fields that are added
+later could be forgotten.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ from penstock_enginecore.core.worker_stats import WorkerStats
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest
 from penstock_enginecore.worker.failures import Failure
 
-# Configuration of a new worker.
+# Configuration of a worker process.
 
 
 class Node(msgspec.Struct, frozen=True):
-    """Host that runs workers of an engine.
+    """One of several hosts that run workers of an engine.
 
     Attributes:
         first_rank: Rank of the host's first worker.
@@ -48,12 +48,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         engine: Settings of the engine, the same for all workers.
-        rank: Number of this worker among ``world_size``. Workers of one pipeline stage have consecutive ranks.
+        rank: Rank of this worker, from 0 to ``world_size - 1``. Workers of one pipeline stage have consecutive ranks.
         world_size: Number of workers of the engine.
         node: The worker's host, or None if the engine has one node.
         store: File descriptor of shared memory in which the node's workers find each other, or None for a single
             worker.
-        exchange: File descriptor of shared memory for the data exchange within a stage, or None with gloo.
+        exchange: File descriptor of the shared memory in which the workers of a pipeline stage exchange results, or
+            None if they use gloo.
     """
 
     engine: EngineCoreConfig
@@ -74,7 +75,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_neighbours(self) -> int:
-        """Number of workers on the node, including this one."""
+        """Number of workers on the node, including this worker."""
         return self.node.num_workers if self.node else self.world_size
 
     @property
@@ -84,17 +85,17 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tensor_rank(self) -> int:
-        """Index of the worker's part of each layer in its stage."""
+        """Tensor-parallel rank of the worker: the index of its part of each layer of its stage."""
         return self.rank % self.engine.executor.tensor_parallel_size
 
     @property
     def samples(self) -> bool:
-        """Whether the worker belongs to the last stage."""
+        """Whether the worker belongs to the last pipeline stage, whose workers sample tokens."""
         return self.stage == self.engine.executor.pipeline_parallel_size - 1
 
     @property
     def tells_tokens(self) -> bool:
-        """Whether this worker sends the tokens to the engine. Only the first worker of the last stage does."""
+        """Whether this worker sends sampled tokens to the engine. Only the first worker of the last stage sends tokens."""
         return self.samples and self.tensor_rank == 0
 
 
@@ -116,14 +117,14 @@ _DIGEST_BYTES = 8
 
 
 class Start(msgspec.Struct, frozen=True):
-    """First message that a worker reads, with the file descriptors that it inherits.
+    """First message that a worker reads, with the numbers of the file descriptors that the worker inherits.
 
     Attributes:
         config: Configuration of the worker.
-        calls: The ring that the worker reads.
-        answers: The ring that the worker writes.
-        engine: A pipe that is closed when the engine process ends.
-        stacks: A pipe for stack traces of the worker's threads.
+        calls: Descriptor of the ring from which the worker reads calls.
+        answers: Descriptor of the ring to which the worker writes answers.
+        engine: Descriptor of a pipe that is closed when the engine process ends.
+        stacks: Descriptor of a pipe to which the worker writes stack traces of its threads.
     """
 
     config: WorkerConfig
@@ -134,8 +135,8 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
-    """Starts the forward pass of a step. ``sent`` is in monotonic seconds, on the clock that processes of one machine
-    share.
+    """Call that starts the forward pass of a step. ``sent`` is the time at which the engine sent the call, on the
+    monotonic clock that all processes of a machine share.
     """
 
     step: SchedulerOutput
@@ -143,14 +144,16 @@ class Execute(msgspec.Struct, frozen=True, tag="execute"):
 
 
 class Sample(msgspec.Struct, frozen=True, tag="sample"):
-    """Samples the tokens of the preceding ``Execute``."""
+    """Call that samples the tokens of the step that the preceding ``Execute`` started."""
 
     number: int
     grammar: GrammarBitmask | None = None
 
 
 class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
-    """Calls a method of the worker by name. ``argument`` is msgpack, or empty if there is none."""
+    """Call of a method of the worker by name. ``argument`` is the argument encoded with msgpack, or empty if the method
+    has no argument.
+    """
 
     number: int
     method: Method
@@ -158,23 +161,27 @@ class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
 
 
 class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
-    """Loads an adapter while steps run. Loads have separate numbers, and are answered when they are complete."""
+    """Call that loads a LoRA adapter while steps run. These calls have their own sequence of numbers, and a worker
+    answers such a call when the load is complete.
+    """
 
     number: int
     lora: LoraRequest
 
 
 class UnloadLora(msgspec.Struct, frozen=True, tag="unload_lora"):
-    """Unloads an adapter. There is no answer."""
+    """Call that unloads a LoRA adapter. Workers do not answer this call."""
 
     digest: bytes
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
-    """Calls a method of ``WorkerCopies`` after the preceding steps. ``read`` runs immediately, while steps run.
+    """Call of a method of ``WorkerCopies``, which runs after the preceding steps. Only the method ``read`` runs
+    immediately, while steps run.
 
-    Copies have separate numbers, and are answered when they are complete. ``arguments`` is a msgpack list. With
-    ``of_states``, states of recurrent layers are copied instead of KV blocks.
+    These calls have their own sequence of numbers, and a worker answers such a call when the copy is complete.
+    ``arguments`` is a list encoded with msgpack. If ``of_states`` is true, states of recurrent layers are copied
+    instead of KV blocks.
     """
 
     number: int
@@ -184,28 +191,28 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """A progress message for the operator during a slow operation."""
+    """Message about the progress of a slow operation, for the engine's log."""
 
     text: str
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned"):
-    """The result of a method, as msgpack."""
+    """Answer to ``Invoke``: the result of the method, encoded with msgpack."""
 
     number: int
     value: bytes
 
 
 class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
-    """The end of a step. One worker of the last stage sends the tokens, and the other workers of that stage send only
-    the digest.
+    """Answer to ``Sample``, after which the step is complete. One worker of the last stage sends the tokens, and the
+    other workers of this stage send only the digest.
 
     Attributes:
-        number: Number of the call.
-        digest: Hash of the step's tokens. Empty from a stage that does not sample.
-        output: Results of the step, or None.
-        num_nans: By request id, numbers of this worker's logits or states that are not finite. A worker knows only the
-            states of its own layers and heads.
+        number: Number of the call that is answered.
+        digest: Hash of the step's tokens, or empty if the worker's stage does not sample.
+        output: Results of the step, or None if another worker sends the results.
+        num_nans: For each request ID, how many NaN or infinite numbers this worker has found in logits or recurrent
+            states. A worker knows only the states of its own layers and heads.
     """
 
     number: int
@@ -215,28 +222,28 @@ class Sampled(msgspec.Struct, frozen=True, tag="sampled"):
 
 
 class Raised(msgspec.Struct, frozen=True, tag="raised"):
-    """A failed call."""
+    """Answer to a call that has failed."""
 
     number: int
     failure: Failure
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """The result of loading an adapter, or its error."""
+    """Answer to ``LoadLora``: the loaded adapter, or the error."""
 
     number: int
     outcome: LoadedLora | Failure
 
 
 class Copied(msgspec.Struct, frozen=True, tag="copied"):
-    """The end of a copy: its result as msgpack, or its error."""
+    """Answer to ``CopyBlocks``: the result encoded with msgpack, or the error."""
 
     number: int
     outcome: bytes | Failure
 
 
 class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """Statistics of the worker, which the worker sends at intervals."""
+    """Statistics of a worker, which the worker sends from time to time without a call."""
 
     stats: WorkerStats
 
@@ -246,14 +253,16 @@ Answer = Progress | Returned | Sampled | Raised | Loaded | Copied | Stats
 
 
 def _to_builtins(value: Any) -> Any:
-    """Encode a numpy array as its dtype, its shape and its bytes. The bytes are written from the array's own memory."""
+    """Encode a numpy array as dtype, shape and bytes. The encoder reads the bytes from the array's own memory, without
+    a copy.
+    """
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     raise TypeError(f"a message between engine and worker cannot contain a {type(value).__name__}")
 
 
 def _from_builtins(kind: Any, value: Any) -> Any:
-    """Decode a numpy array. The result is writable."""
+    """Decode a numpy array. The returned array is writable."""
     if get_origin(kind) is np.ndarray:
         dtype, shape, data = value
         return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
@@ -266,7 +275,7 @@ decode_answer = msgspec.msgpack.Decoder(Answer, dec_hook=_from_builtins).decode
 
 
 def execute(step: SchedulerOutput) -> Execute:
-    """Build the message for a step. Memoized checks of prompt embeddings are left out."""
+    """Return the ``Execute`` message for a step. Cached results of checks of prompt embeddings are left out."""
     if step.new_requests and any(new.prompt_embeds is not None for new in step.new_requests):
         step = msgspec.structs.replace(
             step,
@@ -281,9 +290,9 @@ def execute(step: SchedulerOutput) -> Execute:
 
 
 def digest_of(output: ModelRunnerOutput) -> bytes:
-    """Return a hash of a step's tokens, their request ids, and the ids of media that could not be encoded.
+    """Return a hash of a step's tokens, their request IDs, and the IDs of media that could not be encoded.
 
-    If the ids of media differ between workers, the workers' embeddings differ.
+    If the IDs of media differ between workers, the workers have different media embeddings.
     """
     told = encode((output.request_ids, output.sampled_token_ids, sorted(output.encoder_failures)))
     return hashlib.blake2b(told, digest_size=_DIGEST_BYTES).digest()

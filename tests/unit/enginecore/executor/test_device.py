@@ -68,7 +68,7 @@ def test_a_gpu_that_is_too_old_is_named(
             "13.0",
             None,
             "The NVIDIA driver on your system is too old (found version 11040). Please update it",
-            r"The NVIDIA driver on your system is too old \(found version 11040\); use",
+            r"The NVIDIA driver on your system is too old \(found version 11040\); set",
         ),
     ],
     ids=["no build", "none visible", "none visible by number", "an old driver"],

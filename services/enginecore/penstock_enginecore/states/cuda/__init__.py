@@ -1,1 +1,3 @@
-"""Recurrent states by Triton kernels: index tensors of a step, kernels, and the context that calls them."""
+"""Computation of recurrent layers with Triton kernels: index tensors of a step, the kernels, and the context that calls
+the kernels.
+"""

@@ -1,4 +1,4 @@
-"""Recurrent layers of a step by Triton kernels."""
+"""Context that computes the recurrent layers of a step with Triton kernels."""
 
 import dataclasses
 import functools
@@ -17,16 +17,18 @@ from penstock_enginecore.states.rows import RowStates
 logger = logging.getLogger(__name__)
 
 _SILU = ("silu", "swish")
-"""Names of the activation that the kernels compute."""
+"""Names of SiLU, the activation function that the kernels compute."""
 MAX_KEY_SIZE = 256
-"""Maximum rows of a state. A program keeps all rows of its columns in registers."""
+"""Maximum number of rows of a head's state. A program keeps all rows of its columns in registers."""
 _CONVOLUTION = frozenset(("mixer", "inputs", "weight", "bias", "activation"))
 _SCAN = frozenset(("mixer", "query", "key", "value", "decay", "beta"))
-"""Fields of calls that the kernels know."""
+"""Names of the fields of a ``ScanCall`` that the kernels use."""
 
 
 class StateKernels(Protocol):
-    """Functions that launch the kernels. ``convolution.convolve`` and ``scan.scan`` document the arguments."""
+    """Functions that launch the kernels of recurrent layers. ``convolution.convolve`` and ``scan.scan`` document the
+    arguments.
+    """
 
     def convolve(
         self,
@@ -39,7 +41,7 @@ class StateKernels(Protocol):
         *,
         activated: bool,
     ) -> None:
-        """Compute a convolution into ``out``, and store the new inputs."""
+        """Compute a layer's convolution into ``out``, and store the new inputs, which later steps need."""
 
     def scan(
         self,
@@ -52,20 +54,21 @@ class StateKernels(Protocol):
         layer: StateLayer,
         indices: StateIndices,
     ) -> None:
-        """Compute a recurrence into ``out``, and store the new rows and states."""
+        """Compute a layer's recurrence into ``out``, and store the new open rows and the states at the ends of spans."""
 
 
 class TritonStates:
-    """``StateContext`` of an engine step. The host waits for no result.
+    """``StateContext`` of an engine step, which launches kernels. The host waits for no result.
 
-    ``RowStates`` computes calls that the kernels do not support. Calls of one layer use the same memory in either form.
+    ``RowStates`` computes the calls that the kernels do not support. Both use the same memory for the states of a
+    layer.
 
     Args:
-        kernels: Launches the kernels.
-        layers: Memory of the layers by mixer.
-        indices: Indices of the step.
-        step: States of the requests, or None if only the device knows them.
-        device: Device of the memory.
+        kernels: Functions that launch the kernels.
+        layers: Memory for the states of each recurrent layer, by the layer's module.
+        indices: Indices of the states of the step's requests, on the device.
+        step: Indices of the states of the step's requests, on the host, or None if only the device has the indices.
+        device: Device of the memory for states.
     """
 
     def __init__(
@@ -84,7 +87,7 @@ class TritonStates:
         self._rows: RowStates | None = None
 
     def convolve(self, call: ConvCall) -> torch.Tensor:
-        """Compute the convolution of all requests at once, and store the new inputs."""
+        """Compute a layer's convolution for all requests at once, and store the new inputs, which later steps need."""
         if reason := unknown_convolution(call):
             return self._other(reason).convolve(call)
         out = call.inputs.new_empty(call.inputs.shape)
@@ -97,7 +100,9 @@ class TritonStates:
         return out
 
     def scan(self, call: ScanCall) -> torch.Tensor:
-        """Compute the recurrence of all requests at once, and store the open rows and the written states."""
+        """Compute a layer's recurrence for all requests at once. Stores the open rows (data of the tokens after the
+        last span) and the states at the ends of spans.
+        """
         if reason := unknown_scan(call):
             return self._other(reason).scan(call)
         query, key, value, decay = (each.contiguous() for each in (call.query, call.key, call.value, call.decay))
@@ -107,7 +112,9 @@ class TritonStates:
         return out
 
     def _other(self, reason: str) -> StateContext:
-        """Return the torch form of the step. Raises RuntimeError if the host does not know the step."""
+        """Return the context that computes the step's calls with torch. Raises RuntimeError if only the device has the
+        step's indices.
+        """
         if self._step is None:
             raise RuntimeError(f"{reason}, so the step cannot be captured")
         _log_once(reason)
@@ -122,14 +129,14 @@ def _log_once(reason: str) -> None:
 
 
 def unknown_convolution(call: ConvCall) -> str:
-    """Return why the kernels do not support a convolution, or an empty text."""
+    """Return why the kernels do not support the convolution of ``call``, or an empty text."""
     if call.activation not in (None, *_SILU):
         return f"the state kernels do not compute the activation {call.activation!r}"
     return _unknown_fields(call, _CONVOLUTION)
 
 
 def unknown_scan(call: ScanCall) -> str:
-    """Return why the kernels do not support a scan, or an empty text."""
+    """Return why the kernels do not support the recurrence of ``call``, or an empty text."""
     if call.decay.dim() != 2:
         return f"the state kernels do not compute decays of shape {list(call.decay.shape)}"
     if call.value.dtype != torch.float32:
@@ -138,14 +145,16 @@ def unknown_scan(call: ScanCall) -> str:
 
 
 def _unknown_fields(call: ConvCall | ScanCall, known: frozenset[str]) -> str:
-    """Return why a call has an input that the kernels would ignore, or an empty text."""
+    """Return text that names an input of ``call`` that the kernels would ignore, or an empty text."""
     names = (field.name for field in dataclasses.fields(call))
     unknown = [name for name in names if name not in known and getattr(call, name) is not None]
     return f"the state kernels do not know the input {unknown[0]!r} of recurrent layers" if unknown else ""
 
 
 def why_not(specs: Mapping[str, StateSpec]) -> str:
-    """Return the first layer of ``specs`` that the kernels do not support, with the reason, or an empty text."""
+    """Return text that names the first layer of ``specs`` that the kernels do not support, and the reason, or an empty
+    text.
+    """
     for name, spec in specs.items():
         if spec.key_size > MAX_KEY_SIZE:
             return (

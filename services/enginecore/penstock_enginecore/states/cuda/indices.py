@@ -1,4 +1,4 @@
-"""Index tensors of a step's recurrent states: which token reads and writes which rows and slots."""
+"""Index tensors that tell kernels which memory of recurrent states each request and token of a step reads and writes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,27 +10,34 @@ import torch
 from penstock_enginecore.states.base import StateMetadata
 
 NOBODY = -1
-"""Owner of padding tokens, and the slot after tokens whose state is not written."""
+"""Value in ``StateIndices.owners`` for padding tokens, and in ``StateIndices.writes`` for tokens after which no state
+is written.
+"""
 _ALIGNED = 64
-"""Numbers to which vectors are padded. Triton would compile kernels again for vectors of another alignment."""
+"""Number of elements to whose next multiple vectors are padded. Triton would compile kernels again for vectors with
+another alignment.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class StateIndices:
-    """Index tensors of a step, int32 on the device. Kernels take every index from these tensors.
+    """Index tensors of a step, int32 on the device. The kernels of recurrent layers take every index from these
+    tensors.
 
-    Padding requests have no tokens, and padding tokens have no owner. Kernels neither read nor write states for them.
-    Therefore padding needs no slot and no ring.
+    Padding requests have no tokens, and padding tokens belong to no request. Kernels neither read nor write states for
+    them. Therefore padding needs no memory for states.
 
     Attributes:
-        firsts: First token of each request in the flat batch, ``[requests]``.
-        starts: Position of that token, ``[requests]``.
-        counts: Number of tokens, ``[requests]``.
-        rings: Ring of open rows, ``[requests]``.
-        slots: Slot of the closed state before the first token, ``[requests]``.
-        owners: Request of each token, ``[tokens]``.
-        writes: Slot of the state after each token, or ``NOBODY``, ``[tokens]``.
-        broken: Receives 1 for requests whose written states have a number that is not finite, ``[requests]``.
+        firsts: Index of the first token of each request in the flat batch, ``[requests]``.
+        starts: Position of this first token in the request, ``[requests]``.
+        counts: Number of tokens of each request in the step, ``[requests]``.
+        rings: Index of each request's ring buffer of open rows, ``[requests]``. Open rows are the data of the tokens
+            after the last span.
+        slots: Slot of the last closed state before each request's first token, ``[requests]``. A closed state is the
+            state at the end of a span of 16 tokens.
+        owners: Index of the request of each token, or ``NOBODY``, ``[tokens]``.
+        writes: Slot into which the state after each token is written, or ``NOBODY``, ``[tokens]``.
+        broken: Receives 1 for each request with a NaN or infinity in a state that the step writes, ``[requests]``.
         decodes: Whether every request has at most one token.
         padded: Whether the step may have padding.
     """
@@ -48,7 +55,7 @@ class StateIndices:
 
     @classmethod
     def of(cls, step: StateMetadata, num_tokens: int, device: torch.device) -> "StateIndices":
-        """Return the indices of a step that is not padded. They reach the device in one copy, which starts here."""
+        """Return the indices of a step that is not padded. This call starts one copy of all indices to the device."""
         vectors = index_vectors(step, num_tokens)
         padded = [np.pad(vector, (0, -len(vector) % _ALIGNED)) for vector in vectors]
         host = torch.from_numpy(np.concatenate(padded))
@@ -67,7 +74,9 @@ def is_decode(step: StateMetadata) -> bool:
 
 
 def index_vectors(step: StateMetadata, num_tokens: int) -> list[npt.NDArray[Any]]:
-    """Return the vectors of ``StateIndices`` on the host, int32, in the order of its attributes up to ``writes``."""
+    """Return the vectors for ``StateIndices`` on the host, int32, in the order of the attributes from ``firsts`` to
+    ``writes``.
+    """
     sequences = step.sequences
     requests = np.array(
         [(each.first, each.start, each.count, each.state.rows, each.state.closed) for each in sequences], dtype=np.int32

@@ -1,8 +1,10 @@
-"""Causal convolution over each channel, with the inputs before a step from rings and tails.
+"""Causal convolution over each channel. The inputs of tokens before a step come from rings (inputs after the last span)
+and tails (last inputs before the end of that span).
 
-A program computes a block of channels for a block of tokens, which may belong to different requests. The convolution
-reads rings before ``keep_inputs`` overwrites their rows, because a step of several tokens can overwrite rows that other
-programs still read. A step of one token writes a row that no program reads, so it needs no second kernel.
+A program computes a block of channels for a block of tokens, which may belong to different requests. If a request has
+several tokens in a step, storing its inputs can overwrite rows of the ring that other programs still read. Therefore a
+second kernel, ``keep_inputs``, stores these inputs. A request with one token writes a row that no program reads, so the
+first kernel writes this row.
 """
 
 import torch
@@ -17,7 +19,7 @@ CHANNELS = 64
 WARPS = 4
 SPAN = tl.constexpr(16)
 LARGEST = tl.constexpr(3.4028234663852886e38)
-"""Largest finite float32. Larger magnitudes, and NaN, are not finite."""
+"""Largest finite float32. A number counts as finite if its magnitude is at most this number."""
 
 
 def convolve(
@@ -30,18 +32,18 @@ def convolve(
     *,
     activated: bool,
 ) -> None:
-    """Compute the convolution of all requests, and store the new inputs in rings and tails.
+    """Compute a layer's convolution for all requests, and store the new inputs in rings and tails.
 
-    Sums are float32, rounded to the dtype of ``weight``. Tails of layers without a recurrent state are checked for
-    numbers that are not finite.
+    Sums are float32, rounded to the dtype of ``weight``. In layers that have a convolution but no recurrent state, the
+    tails are checked for NaN and infinity.
 
     Args:
         inputs: ``[tokens, channels]``, with any strides.
         weight: ``[channels, kernel]``, contiguous.
         bias: ``[channels]`` in the dtype of ``weight``, or None.
         out: ``[tokens, channels]``, contiguous.
-        layer: Memory of the layer.
-        indices: Indices of the step.
+        layer: Memory for the states of the layer.
+        indices: Indices of the states of the step's requests.
         activated: Whether to apply SiLU to the sums.
 
     Raises:
@@ -51,7 +53,7 @@ def convolve(
     kernel = weight.shape[1]
     if out.shape != inputs.shape or weight.shape[0] != channels or layer.spec.channels != channels:
         raise ValueError(
-            f"inputs have shape {list(inputs.shape)}, outputs {list(out.shape)} and weights {list(weight.shape)}; the "
+            f"inputs have shape {list(inputs.shape)}, outputs {list(out.shape)} and weights {list(weight.shape)}, but the "
             f"layer has {layer.spec.channels} channels"
         )
     if not (out.is_contiguous() and weight.is_contiguous() and (bias is None or bias.is_contiguous())):
@@ -81,7 +83,9 @@ def convolve_tokens(
     BIASED: tl.constexpr, ACTIVATED: tl.constexpr, CHECKS: tl.constexpr, KERNEL: tl.constexpr,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Convolve a block, write the tails of written states, and the rows of requests with one token."""
+    """Compute the convolution for a block of tokens and channels. Also writes the tails that belong to written states,
+    and the new inputs of requests with one token.
+    """
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = (c < channels)[None, :]
@@ -143,7 +147,7 @@ def keep_inputs(
     inputs, kept, owners, firsts, starts, counts, rings, tokens, channels, length, row_stride, channel_stride,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the last inputs of requests with several tokens in their rings."""
+    """Store the last inputs of each request with several tokens in the request's ring."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     owner = tl.load(owners + t, mask=t < tokens, other=-1)

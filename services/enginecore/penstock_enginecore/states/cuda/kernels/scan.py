@@ -1,15 +1,16 @@
-"""Gated delta rule and state space duality over closed states and open rows.
+"""Recurrences of the gated delta rule and of state space duality (Mamba-2), computed from closed states (states at the
+ends of spans of 16 tokens) and open rows (data of later tokens).
 
-A program computes a block of value columns of one head of one request, span after span. Within a span, the state stays
-as it is. Each token's output and update come from this state and from the earlier rows of the span, which solves the
-triangular system of the delta rule row by row. The state advances once per span. Numbers and products are float32.
+A program computes a block of value columns of one head of one request, span after span. The state changes only once per
+span, at its end. Each token's output and update are computed from the state before the span and the earlier rows of the
+span. This solves the triangular system of the delta rule row by row. All numbers and products are float32.
 
-A token's sums run over the same rows in the same order in any step. Therefore its bits do not depend on how prompts are
-cut, or on other requests.
+The sums for a token add the same rows in the same order in any step. Therefore a token's results are bit-identical for
+any division of a prompt into steps, and for any other requests in the batch.
 
-A request with one token writes its row to the ring directly, because no program reads that row. For requests with more
-tokens, ``keep_rows`` copies the rows to the ring afterwards. Until then, programs of other heads and columns may still
-read the rows that are overwritten.
+For a request with one token, the kernel writes the token's row directly to the ring, because no program reads this row
+of the ring. For a request with more tokens, ``keep_rows`` later copies the rows to the ring, because until then
+programs of other heads and columns may still read the old rows.
 """
 
 import torch
@@ -24,11 +25,11 @@ COLUMNS = 32
 """Maximum number of value columns per program."""
 WARPS = 4
 _SMALLEST = 16
-"""Minimum size of a matrix product's dimensions."""
+"""Minimum size of each dimension of a matrix product."""
 SPAN = tl.constexpr(16)
 NEVER = tl.constexpr(float("-inf"))
 LARGEST = tl.constexpr(3.4028234663852886e38)
-"""Largest finite float32. Larger magnitudes, and NaN, are not finite."""
+"""Largest finite float32. A number counts as finite if its magnitude is at most this number."""
 
 
 def scan(
@@ -41,9 +42,9 @@ def scan(
     layer: StateLayer,
     indices: StateIndices,
 ) -> None:
-    """Compute the recurrence of all requests, and store the open rows and the written states.
+    """Compute a layer's recurrence for all requests, and store the open rows and the states at the ends of spans.
 
-    All tensors are float32 and contiguous. ``out`` is ``[tokens, heads, value size]``. The others are as in
+    All tensors are float32 and contiguous. ``out`` is ``[tokens, heads, value size]``. The other tensors are as in
     ``ScanCall``. Outputs of padding tokens are zero.
 
     Raises:
@@ -77,7 +78,7 @@ def scan(
     tile = {"ROWS": rows_of(key_size), "COLUMNS": columns, "CORRECTS": beta is not None, "num_warps": WARPS}
     beta = decay if beta is None else beta
     memory = layer.closed, layer.keys, layer.updates, layer.decays
-    # Requests with one token write rows to rings.
+    # Programs of requests with one token write rows to rings.
     rows = (out, decay) if indices.decodes else (torch.empty_like(value), torch.empty_like(decay))
     scan_tokens[grid](
         query, key, value, decay, beta, out, *memory, *rows, *of_requests, indices.writes, indices.broken, length,
@@ -92,17 +93,19 @@ def scan(
 
 
 def rows_of(key_size: int) -> int:
-    """Return the padded rows of a state."""
+    """Return the number of rows of a head's state after padding."""
     return max(_SMALLEST, int(triton.next_power_of_2(key_size)))
 
 
 def columns_of(value_size: int) -> int:
-    """Return the value columns that a program computes."""
+    """Return the number of value columns that a program computes."""
     return min(COLUMNS, max(_SMALLEST, int(triton.next_power_of_2(value_size))))
 
 
 def copied_at_once(keys: int, values: int, sums: int) -> dict[str, int]:
-    """Return the padded sizes of a row's key, update and sum, as constants of ``keep_rows``."""
+    """Return the padded numbers of elements of the three parts of a row (keys, updates, sums of decays), as constants
+    of ``keep_rows``.
+    """
     sizes = {"KEYS": keys, "VALUES": values, "SUMS": sums}
     return {name: triton.next_power_of_2(size) for name, size in sizes.items()}
 
@@ -114,7 +117,9 @@ def scan_tokens(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tokens of a request, and write their rows and the listed states."""
+    """Compute the outputs of a request's tokens. Also writes the tokens' rows, and the states at the ends of spans for
+    which ``writes`` has a slot.
+    """
     request, head = tl.program_id(0), tl.program_id(1)
     count = tl.load(counts + request)
     if count > 0:
@@ -135,7 +140,7 @@ def scan_tokens(
             position = span + r
             old = position < start
             new = (position >= start) & (position < end)
-            # Rows of earlier steps are in the ring. They exist only in the first span.
+            # Rows of tokens of earlier steps are in the ring. Only the first span can have such rows.
             row = ring + position % length
             all_keys = tl.load(
                 keys + ((row * KEY_HEADS + key_head) * KEY_SIZE)[:, None] + k[None, :],
@@ -160,7 +165,8 @@ def scan_tokens(
                 update = tl.load(value + value_at, mask=in_value, other=0.0)
                 own_sum += tl.load(decay + token * HEADS + head)
                 sums = tl.where(r == i, own_sum, sums)
-                # Only differences to earlier rows enter, so no exponent is greater than 0.
+                # Each exponent is this token's sum of decays minus the sum of an earlier row. Decays are at most 0, so
+                # no exponent is greater than 0.
                 weights = tl.exp(tl.where(r <= i, own_sum - sums, NEVER))
                 since = tl.exp(own_sum)
                 if CORRECTS:
@@ -198,7 +204,9 @@ def keep_rows(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Store the row of a token in its ring, if later steps may read it. Set the output of a padding token to zero."""
+    """Store the row of a token in the request's ring if later steps may read the row. Set the output of a padding token
+    to zero.
+    """
     token = tl.program_id(0).to(tl.int64)
     request = tl.load(owners + token)
     v = tl.arange(0, VALUES)
