@@ -217,8 +217,8 @@ _CPU_LIMIT = 4 * 2**30
 
 
 def cpu_kv_cache_bytes(others: int = 0) -> int:
-    """Return the default size of the KV cache on a CPU in bytes: a quarter of the host memory minus ``others`` bytes
-    for other uses, at most 4 GiB.
+    """Return the default size in bytes of the KV cache on a CPU. The size is a quarter of the host memory minus
+    ``others`` bytes for other uses, at most 4 GiB.
     """
     return min(max(available_host_memory() - others, 0) // _CPU_FRACTION, _CPU_LIMIT)
 

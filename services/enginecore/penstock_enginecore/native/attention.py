@@ -142,7 +142,7 @@ def key_ends_of(metadata: AttentionMetadata) -> int | None:
         return None
     if not ends.flags.c_contiguous or ends.dtype != np.int64 or len(ends) != len(metadata.slot_mapping):
         raise ValueError(
-            f"key_ends is {ends.dtype} {list(ends.shape)}, but must be contiguous int64 [{len(metadata.slot_mapping)}]"
+            f"key_ends is {ends.dtype} {list(ends.shape)}; it must be contiguous int64 [{len(metadata.slot_mapping)}]"
         )
     return ends.ctypes.data
 

@@ -162,8 +162,8 @@ class Placed(NamedTuple):
     def chunks(self) -> Iterator[tuple[str, int, int, int]]:
         """Iterate over the requests of the step. Yields one tuple for each request.
 
-        A tuple has the request ID, the index of the request's first token in the flat batch, and the first and the end
-        position that the step computes.
+        A tuple has the request ID, and the index of the request's first token in the flat batch. It also has the first
+        and the end position that the step computes.
         """
         starts = self.query_start_loc[:-1]
         firsts = self.positions[starts]

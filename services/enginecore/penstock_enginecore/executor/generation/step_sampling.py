@@ -203,8 +203,8 @@ class StepSampling:
     def _choose_as_alone(
         self, batch: InputBatch, rows: SampledRows, grammar: GrammarBitmask | None, logits: torch.Tensor
     ) -> tuple[list[int], LaunchedTokens | None]:
-        """For a batch-invariant engine, sample the tokens of some rows on the device, and return the indices of the
-        rows and the tokens.
+        """Sample the tokens of some rows on the device if the engine is batch-invariant. Returns the indices of these
+        rows, and the tokens.
 
         These are the rows whose tokens the device also samples when the request is alone in a batch. If a random number
         is near the boundary between two tokens, the device and the sampler on the host may sample different tokens.

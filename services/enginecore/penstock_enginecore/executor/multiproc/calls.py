@@ -211,8 +211,8 @@ class Overdue:
 
     A step must end within ``timeout`` seconds, and a call with a limit within its limit. Other calls, such as loading a
     model, have no timeout. During a call without a timeout, the workers count as hung if a signal has stopped a worker.
-    If the call should compute all the time, the workers also count as hung if no worker computes for a long time,
-    because they then wait for each other.
+    If ``computes`` is true for the call, the workers also count as hung if no worker computes for a long time. The
+    workers then wait for each other.
     """
 
     def __init__(self, timeout: float, oldest: Callable[[], Oldest | None], clock: Clock = time.monotonic) -> None:

@@ -228,7 +228,7 @@ class RingMemory:
             ValueError: A size is invalid.
         """
         if num_slots < 1 or num_slots & (num_slots - 1):
-            raise ValueError(f"num_slots is {num_slots}, but must be a power of two")
+            raise ValueError(f"num_slots is {num_slots}; it must be a power of two")
         if slot_bytes < 1 or not 1 <= num_readers <= MAX_READERS:
             raise ValueError(
                 f"slot_bytes is {slot_bytes} and num_readers is {num_readers}; slot_bytes must be at least 1, and num_readers "

@@ -64,8 +64,8 @@ class WorkerLoop:
         self._loads = LoadsUnderWay()
         self._copies = CopiesUnderWay()
         self._part_starts = {False: 0, True: 0}
-        """Offset in bytes of this worker's part in a KV block (key False) and in a slot of recurrent states (key True):
-        the total size of the parts of lower ranks.
+        """Offset in bytes of this worker's part in a KV block (key False) and in a slot of recurrent states (key True).
+        The offset is the total size of the parts of lower ranks.
         """
         self._calls = calls
         self._answers = answers

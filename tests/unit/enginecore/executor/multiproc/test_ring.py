@@ -236,7 +236,7 @@ def test_what_nobody_wrote_is_found_out(words: Words) -> None:
 @pytest.mark.parametrize(
     ("shape", "words_of_error"),
     [
-        ((3, 8, 1), "num_slots is 3, but must be a power of two"),
+        ((3, 8, 1), "num_slots is 3; it must be a power of two"),
         ((4, 8, 65), "num_readers is 65"),
         ((4, 0, 1), "slot_bytes is 0"),
     ],

@@ -170,8 +170,8 @@ def _constants(tiles: InvariantTiles, x: torch.Tensor, in_features: int) -> dict
 
 @triton.jit
 def places(x, begin, end, nth, out_features, in_features, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the indices of a tile's rows, from ``begin`` on, the indices of its output features, the features to read,
-    and the addresses of the rows of ``x``.
+    """Return the indices of a tile's rows, the indices of its output features, the features to read, and the addresses
+    of the rows of ``x``. The tile's first row is ``begin``.
 
     Indices beyond the last row or feature read the last row or feature instead. Their results are not stored.
     """

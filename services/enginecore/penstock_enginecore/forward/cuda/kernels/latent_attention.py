@@ -44,8 +44,8 @@ def latent_prologue(
     *,
     interleaved: bool,
 ) -> None:
-    """Apply the norm of the low-rank queries and the norm of the latent, rotate the rotary part, and write the latent
-    and the rotary part into the cache.
+    """Apply the norms of the low-rank queries and of the latent, and rotate the rotary part. Then write the latent and
+    the rotary part into the cache.
 
     The computation is float32. Nothing is written for a token whose slot is -1. Blocks of the cache may be strided;
     other tensors are contiguous.

@@ -1,10 +1,10 @@
 """Sampling on the device, with the same results as ``sample.sampler`` on the CPU. A sampled token depends only on its
 row of logits, its sampling parameters, its seed and its index in the output.
 
-Some values are bit-identical to the values on a CPU: the token of a greedy row, the random number, and the distances
-between the peak (the largest logit) and the other logits. A greedy row gets the first token with the largest logit, and
-NaN counts as largest. Distances are rounded to float32 in the same two places. Therefore min_p and top_k keep the same
-tokens as on a CPU, including ties.
+Three values are bit-identical to the values on a CPU: the token of a greedy row, the random number, and the distances
+of logits. A distance is the peak (the largest logit of the row) minus the logit, divided by the temperature. A greedy
+row gets the first token with the largest logit, and NaN counts as largest. Distances are rounded to float32 in the same
+two places. Therefore min_p and top_k keep the same tokens as on a CPU, including ties.
 
 Other values are equal up to rounding. The weight of a token is exp(-distance) in float64, rounded to float32. The
 result of exp on a CPU may differ in the last digit. Sums of weights are float64, but in another order than on a CPU. If

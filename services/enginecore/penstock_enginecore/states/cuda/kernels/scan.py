@@ -1,5 +1,5 @@
-"""Recurrences of the gated delta rule and of state space duality (Mamba-2), computed from closed states (states at the
-ends of spans of 16 tokens) and open rows (data of later tokens).
+"""Recurrences of the gated delta rule and of state space duality (Mamba-2). They start from closed states (states at
+the ends of spans of 16 tokens) and open rows (data of later tokens).
 
 A program computes a block of value columns of one head of one request, span after span. The state changes only once per
 span, at its end. Each token's output and update are computed from the state before the span and the earlier rows of the
@@ -9,8 +9,8 @@ The sums for a token add the same rows in the same order in any step. Therefore 
 any division of a prompt into steps, and for any other requests in the batch.
 
 For a request with one token, the kernel writes the token's row directly to the ring, because no program reads this row
-of the ring. For a request with more tokens, ``keep_rows`` later copies the rows to the ring, because until then
-programs of other heads and columns may still read the old rows.
+of the ring. For a request with more tokens, ``keep_rows`` copies the rows to the ring later. Until then, programs of
+other heads and columns may still read the old rows.
 """
 
 import torch
