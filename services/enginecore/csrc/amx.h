@@ -1,9 +1,11 @@
-// Products on the matrix unit of x86 processors with AMX. The unit has eight tiles of up to 16 rows of 64 bytes.
-// A strip of rows is multiplied by one panel at a time. Each output is computed in a fixed order of additions: over blocks of
-// kBlockInputs inputs in order, in each block over parts from the smallest part, and in each part in the unit's order. The unit's
-// order is the same for all rows of a tile, so a row's result does not depend on other rows.
-// Compilers do not treat tile loads as memory accesses, so they could move a load before a write. This cannot happen here: the data
-// was written before the thread took the task, and the thread's read of the phase counters is between the write and the load.
+// Matrix products on the matrix unit (AMX) of x86 processors. The unit has eight tiles of up to 16 rows of 64 bytes.
+// A strip of input rows is multiplied by one panel of weights at a time. Each output is computed in a fixed order of additions. The
+// order is over blocks of kBlockInputs inputs, in each block over the parts of the inputs (see parts.h) from the smallest part, and
+// in each part in the unit's own order. The unit's own order is the same for all rows of a tile, so the result of a row does not
+// depend on other rows.
+// Compilers do not treat loads of tiles as memory accesses, so they could move the load of a tile before the write of its data.
+// This cannot happen here. The data was written before the thread took the task, and the thread reads the phase counters between
+// this write and the load.
 #pragma once
 
 #include <immintrin.h>
@@ -22,7 +24,7 @@ static_assert(kLanes == 16 && kBlockInputs == 32);
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kStripRows = 2 * kTileRows;
 
-// Configuration of the unit's tiles.
+// Configuration of the matrix unit's tiles, in the format of the processor.
 struct alignas(64) TileShapes {
   uint8_t palette = 1;
   uint8_t reserved[15] = {};
@@ -31,8 +33,9 @@ struct alignas(64) TileShapes {
 };
 static_assert(sizeof(TileShapes) == 64);
 
-// Configurations for strips of 1 to kStripRows rows. Tiles 0 and 1 are the left and right sums of the upper rows, and tiles 2 and 3
-// those of the lower rows. Tiles 4 and 5 are the inputs of the upper and lower rows. Tiles 6 and 7 are the left and right weights.
+// Configurations of the tiles for strips of 1 to kStripRows rows. Tiles 0 and 1 are the left and right sums of the upper rows.
+// Tiles 2 and 3 are the left and right sums of the lower rows. Tiles 4 and 5 are the inputs of the upper and lower rows. Tiles 6
+// and 7 are the left and right weights.
 constexpr std::array<TileShapes, kStripRows> kTileShapes = [] {
   std::array<TileShapes, kStripRows> all{};
   for (int64_t rows = 1; rows <= kStripRows; ++rows) {
@@ -47,8 +50,8 @@ constexpr std::array<TileShapes, kStripRows> kTileShapes = [] {
   return all;
 }();
 
-// Matrix unit of this thread, until the end of a task. While a thread uses tiles, the operating system must save more state of the
-// thread.
+// Use of the matrix unit by this thread, until the end of a task. While a thread uses tiles, the operating system must save more
+// registers of the thread.
 class MatrixUnit {
  public:
   MatrixUnit() = default;
@@ -56,8 +59,8 @@ class MatrixUnit {
   MatrixUnit(const MatrixUnit&) = delete;
   MatrixUnit& operator=(const MatrixUnit&) = delete;
 
-  // Computes `sums` [rows, kPanel]: the product of `rows` rows, split into parts, with a panel of `blocks` blocks. There are at
-  // most kStripRows rows, with a stride of `stride` bytes.
+  // Computes `sums` [rows, kPanel]: the product of `rows` input rows, which are split into parts, and a panel of `blocks` blocks.
+  // There are at most kStripRows rows, with a stride of `stride` bytes.
   void multiply(const float* row, int64_t stride, int64_t rows, int64_t parts, const uint16_t* panel, int64_t blocks, float* sums) {
     if (rows != rows_) _tile_loadconfig(&kTileShapes[rows - 1]);
     rows_ = rows;

@@ -1,4 +1,4 @@
-// C interface of the library. Functions return 0 or an errno value. Handles are not thread-safe.
+// C interface of the library with the kernels. Functions return 0 or an errno value. Only one thread at a time may use a handle.
 
 #include <cerrno>
 #include <cstdint>
@@ -25,7 +25,7 @@ int guarded(const Body& body) {
   } catch (const std::bad_alloc&) {
     return ENOMEM;
   } catch (...) {
-    return EAGAIN;  // a thread could not be started
+    return EAGAIN;  // the operating system could not start a thread
   }
 }
 
@@ -36,17 +36,18 @@ extern "C" {
 
 int penstock_lanes() { return penstock::kLanes; }
 
-// Returns the multiple to which the number of inputs of a panel is padded, for elements of `kind`.
+// Returns the number to whose next multiple the inputs of a panel are padded, for weights of the dtype `kind`.
 int64_t penstock_filled_to(int64_t kind) {
   using namespace penstock;
   return kind == kInt8 ? kFilledTo<int8_t> : kind == kBfloat16 ? kFilledTo<uint16_t> : kFilledTo<float>;
 }
 
-// Returns the number of parts into which an input is split. It depends on whether inputs may be rounded to bfloat16, and is 0
-// without a matrix unit.
+// Returns the number of bfloat16 parts into which each input is split (see parts.h). `rounded` says whether inputs may be rounded
+// to bfloat16. The result is 0 if the processor has no unit for bfloat16.
 int64_t penstock_parts(int64_t rounded) { return rounded ? penstock::kRoundedParts : penstock::kFloatParts; }
 
-// Returns the sizes of the structs that are also defined in Python, to detect a library that was built from other sources.
+// Writes the sizes of the structs that are also defined in Python to `sizes`, so that Python detects a library that was built from
+// other sources.
 void penstock_sizes(int64_t* sizes) {
   using namespace penstock;
   for (size_t size : {sizeof(Linear), sizeof(Cache), sizeof(Params), sizeof(Layer), sizeof(Model), sizeof(Group), sizeof(Step),
@@ -62,7 +63,7 @@ int penstock_context_new(int threads, void** context) {
 
 void penstock_context_free(void* context) { delete static_cast<Context*>(context); }
 
-// Packs the floats `weight` [n, k] into the memory of `to`.
+// Packs the float weight `weight` [n, k] into the memory of `to`.
 int penstock_pack(void* context, const float* weight, const penstock::Linear* to) {
   return guarded([&] { static_cast<Context*>(context)->operators.pack(weight, *to); });
 }
@@ -72,7 +73,8 @@ int penstock_linear(void* context, const penstock::Linear* linear, const float* 
   return guarded([&] { static_cast<Context*>(context)->operators.linear(*linear, x, rows, stride, out, out_stride); });
 }
 
-// Adds the adapters' updates for the rows of `x` to `out` [rows, n]. In each segment, the first update belongs to this product.
+// Adds the LoRA adapters' outputs for the rows of `x` to `out` [rows, n]. In each segment, the first update is the update of this
+// product.
 int penstock_low_rank(void* context, const penstock::Segment* segments, int64_t num_segments, int64_t n, const float* x, int64_t stride,
                       float* out, int64_t out_stride) {
   return guarded([&] { static_cast<Context*>(context)->operators.low_rank(segments, num_segments, n, x, stride, out, out_stride); });
@@ -120,12 +122,13 @@ int penstock_decoder_forward(void* decoder, const penstock::Step* step) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->forward(*step); });
 }
 
-// Computes a chain. `step` is as in `penstock_decoder_forward`. It must compute all layers and keep no states.
+// Computes a chain of steps (see Chain). `step` is as in `penstock_decoder_forward`, but must compute all layers in one call, with
+// `keep_states` 0.
 int penstock_decoder_chain(void* decoder, const penstock::Step* step, const penstock::Chain* chain) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->chain(*step, *chain); });
 }
 
-// Computes the head. `segments` are the segments of the tokens, as in a step.
+// Computes only the last norm and the head. `segments` are the segments of all tokens, as in a step.
 int penstock_decoder_head(void* decoder, const float* x, const int64_t* rows, int64_t num_rows, float* logits, int64_t num_segments,
                           const penstock::Segment* segments) {
   return guarded([&] { static_cast<penstock::ChainingDecoder*>(decoder)->head(x, rows, num_rows, logits, num_segments, segments); });

@@ -1,15 +1,16 @@
 // Attention over the paged KV cache, without copies of the cache and without a mask in memory.
-// The keys and values of kChunk slots are stored together. For each head, keys are [head size][kChunk], so that the scores of
-// sixteen tokens are vectors. Values are [kChunk][value size], in separate memory. A task is one key head and a range of a
-// request's queries. A task has one row for each of these queries and each query head that uses the key head. Keys are processed in
-// tiles of kKeys keys, which start at positions that are multiples of kKeys, with a running maximum (online softmax, Milakov and
-// Gimelshein 2018). A row's result therefore depends neither on other rows nor on the split of its prompt into chunks.
+// The keys and values of kChunk slots, a chunk, are stored together. For each head, the keys of a chunk are [head size][kChunk], so
+// that the scores of sixteen tokens can be computed as vectors. The values of a chunk are [kChunk][value size], in separate memory.
+// A task computes one key head for a range of a request's queries. The task has one row for each of these queries and each query
+// head that uses the key head. Keys are processed in tiles of kKeys keys, which start at positions that are multiples of kKeys,
+// with a running maximum (online softmax, Milakov and Gimelshein 2018). The result of a row therefore depends neither on other rows
+// nor on the division of its prompt into steps.
 // Keys are divided into segments of kSegment keys, at multiples of kSegment. Each segment has separate sums, and the sums of all
-// segments are added in order. If there are fewer than two tasks per thread, each segment becomes a separate task (Flash-Decoding,
-// Dao et al. 2023). The results are the same.
-// Masked keys and values never affect a row, even if they are NaN. A weight of zero would not be enough, because zero times NaN is
-// NaN. Chunks without a visible key are not read, because they may already belong to another request. In all other chunks, the
-// scores of masked keys are replaced, and masked values are left out of the sums.
+// segments are added in order. If there are fewer than two tasks per thread, each segment of a task becomes a separate task
+// (Flash-Decoding, Dao et al. 2023). The results are the same as without this split.
+// Keys and values that are masked for a row never affect this row, even if they are NaN. A weight of zero would not be enough,
+// because zero times NaN is NaN. Chunks without a visible key are not read, because such chunks may already belong to another
+// request. In all other chunks, the scores of masked keys are replaced, and masked values are left out of the sums.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,7 @@
 
 namespace penstock {
 
-constexpr int64_t kSegment = 1024;  // keys, a multiple of kKeys
+constexpr int64_t kSegment = 1024;  // number of keys in a segment, a multiple of kKeys
 constexpr int64_t kAllSegments = -1;
 
 struct AttentionTask {
@@ -39,10 +40,11 @@ struct AttentionTask {
   int64_t head;  // first query head
   int64_t heads;
   int64_t segment = kAllSegments;
-  int64_t part = 0;  // row for the sums; in merges, the row of the first segment, before the rows of the other segments
+  int64_t part = 0;  // index of the first of the task's rows of sums; in `merges`, the rows of all segments follow in order
 };
 
-// Tasks of attention. `merges` are tasks whose segments were made separate tasks. These have `num_parts` rows of sums.
+// Tasks of attention in a layer. `merges` are the original tasks whose segments became separate tasks. The separate tasks have
+// `num_parts` rows of sums together.
 struct AttentionPlan {
   std::vector<AttentionTask> tasks;
   std::vector<AttentionTask> merges;
@@ -61,7 +63,7 @@ inline int64_t lowest(const Params& params, int64_t position) {
   return low;
 }
 
-// Rows of a task, with causal attention.
+// Rows of a task and the keys that are visible to each row, for causal attention.
 struct Rows {
   Rows(const Attention& a, const AttentionTask& task)
       : params(a.params), first_head(task.head), heads(task.heads), count(task.count * task.heads),
@@ -73,12 +75,13 @@ struct Rows {
   int64_t end() const { return position + count / heads; }
   Span segments() const { return {begin() / kSegment, (end() + kSegment - 1) / kSegment}; }
 
-  // Returns the range of a row's visible keys in from..to, relative to `from`. Both bounds never decrease from row to row.
+  // Returns the range of the keys in from..to that are visible to a row, relative to `from`. From one row to the next, both bounds
+  // stay equal or increase.
   Span seen(int64_t row, int64_t from, int64_t to) const {
     const int64_t at = position + row / heads;
     return {std::max<int64_t>(0, lowest(params, at) - from), std::min(to, at + 1) - from};
   }
-  // Returns the first row to which keys at or after a position are visible.
+  // Returns the first row to which a key at position `from` or later is visible.
   int64_t first_seeing(int64_t from) const { return std::max<int64_t>(0, from - position) * heads; }
 
   int64_t head(int64_t row) const { return first_head + row % heads; }
@@ -94,7 +97,8 @@ struct Rows {
   int64_t token, position;  // of the first row
 };
 
-// Rows of a step in which some queries attend to later keys, up to `key_ends`, which never decrease.
+// Rows of a task in a step with `key_ends`, in which some queries attend to later keys. The ends of the keys never decrease from
+// query to query.
 struct SpanRows : Rows {
   SpanRows(const Attention& a, const AttentionTask& task) : Rows(a, task), ends(a.key_ends + token) {}
 
@@ -107,10 +111,11 @@ struct SpanRows : Rows {
     return (std::partition_point(ends, ends + count / heads, [from](int64_t end) { return end <= from; }) - ends) * heads;
   }
 
-  const int64_t* ends;  // of the task's queries
+  const int64_t* ends;  // ends of the keys of the task's queries
 };
 
-// Calls `body` with the rows of a task. The type of the rows determines the mask, so causal attention needs no lookup of key ends.
+// Calls `body` with the rows of a task. The mask depends on the type of the rows, so causal attention needs no lookup of the ends
+// of keys.
 template <class Body>
 auto of_rows(const Attention& a, const AttentionTask& task, const Body& body) {
   return a.key_ends == nullptr ? body(Rows(a, task)) : body(SpanRows(a, task));
@@ -121,8 +126,8 @@ bool sees(const AnyRows& rows, int64_t row, int64_t segment) {
   return !rows.seen(row, segment * kSegment, (segment + 1) * kSegment).empty();
 }
 
-// If there are few tasks, splits tasks with several segments. The split includes segments before the first visible key, because
-// layers have different masks.
+// If there are few tasks, makes each segment of a task a separate task. Segments before the first visible key also become tasks,
+// because the plan serves several layers, whose masks differ.
 inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
   std::vector<AttentionTask> tasks;
   for (AttentionTask& task : plan.tasks) {
@@ -141,7 +146,7 @@ inline void split_over_keys(const Attention& a, AttentionPlan& plan) {
   plan.tasks = std::move(tasks);
 }
 
-// Plans the tasks, longest task first, so that `threads` threads finish at about the same time.
+// Plans the tasks of attention. The longest tasks are first, so that `threads` threads finish at about the same time.
 inline void plan_attention(const Attention& a, int threads, AttentionPlan& plan) {
   std::vector<AttentionTask>& tasks = plan.tasks;
   tasks.clear(), plan.merges.clear(), plan.num_parts = 0;
@@ -164,7 +169,7 @@ inline void plan_attention(const Attention& a, int threads, AttentionPlan& plan)
                    [&cost](const AttentionTask& x, const AttentionTask& y) { return cost(x) > cost(y); });
 }
 
-// Computes the rows' sums over a segment's keys into `s.part`.
+// Computes, for each row, the sums over the keys of a segment, and writes the sums to `s.part`.
 template <class Tiles, class AnyRows>
 void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows& rows, int64_t segment, Scratch& s) {
   using Number = typename Tiles::Number;
@@ -174,7 +179,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
     s.part.total[row] = vf{};
   }
   const int64_t begin = std::max(rows.begin(), segment * kSegment), end = std::min(rows.end(), (segment + 1) * kSegment);
-  // Clamped to begin..end. Keys outside this range are masked, so any chunk may be read for them.
+  // Positions are clamped to begin..end. Keys outside this range are masked, so any chunk may be read for these keys.
   const auto chunk = [&](int64_t key) { return chunk_of(a.group, task.request, std::clamp(key, begin, end - 1)) * kChunk; };
   const auto key_chunk = [&](int64_t key) {
     return static_cast<const Number*>(a.cache.keys) + chunk(key) * a.cache.key_stride + task.kv_head * a.head_size * kChunk;
@@ -208,8 +213,8 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
       const auto add = [&](int64_t i, int64_t some, const Span& span) {
         Tiles::add(s, i, i - row, some, span, values, a.value_size);
       };
-      // The keys that are visible to all rows are processed for all rows together. Each row separately adds its other keys before
-      // and after these keys, in order.
+      // The keys that are visible to all rows are processed for all rows together. Before and after that, each row separately adds
+      // the keys that are not visible to all rows. So the order of keys stays the same.
       const Span all{shared(row + count - 1).from, shared(row).to};
       for (int64_t i = row; i < row + count; ++i) {
         Tiles::add_first(s, i, i - row, seen(i), values, a.value_size);
@@ -224,7 +229,7 @@ void attend_segment(const Attention& a, const AttentionTask& task, const AnyRows
   }
 }
 
-// Initializes the sums with the attention sinks, which belong to no key.
+// Initializes the sums of all rows with the model's attention sinks: weights that belong to no key.
 inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
   if (a.params.sinks == nullptr) return;
   for (int64_t row = 0; row < rows.count; ++row) {
@@ -234,7 +239,7 @@ inline void begin_whole(const Attention& a, const Rows& rows, Sums& whole) {
   }
 }
 
-// Adds the sums of a segment to the sums of a row.
+// Adds the sums over the keys of a segment to the total sums of a row.
 template <class AnyRows>
 void add_segment(const Attention& a, const AnyRows& rows, int64_t segment, int64_t row, Scratch& s) {
   if (!sees(rows, row, segment)) return;
@@ -263,7 +268,7 @@ inline void put_out(const Attention& a, const Rows& rows, const Sums& sums) {
   }
 }
 
-// Number of floats of a row's sums in memory: total, peak and output.
+// Number of floats for the sums of a row in memory: total, peak and output.
 inline int64_t part_width(const Attention& a) { return a.value_size + 2 * kLanes; }
 
 inline void store_part(const Attention& a, const Sums& sums, int64_t row, float* to) {
@@ -306,7 +311,7 @@ void attend_by(const Attention& a, const AttentionTask& task, const AnyRows& row
   put_out(a, rows, alone ? s.part : s.whole);
 }
 
-// Computes a task. `parts` has the plan's `num_parts` rows of `part_width` floats.
+// Computes a task. `parts` has memory for the sums of separate segments: the plan's `num_parts` rows of `part_width` floats.
 inline void attend(const Attention& a, const AttentionTask& task, const Buffer& parts) {
   of_rows(a, task, [&](const auto& rows) {
 #if defined(PENSTOCK_PAIRS)
@@ -316,7 +321,7 @@ inline void attend(const Attention& a, const AttentionTask& task, const Buffer& 
   });
 }
 
-// Adds the sums of a task's segments, which were computed as separate tasks.
+// Adds the sums of the segments of a task, after separate tasks have computed these sums.
 template <class AnyRows>
 void merge_rows(const Attention& a, const AttentionTask& task, const AnyRows& rows, const Buffer& parts) {
   Scratch& s = attention_scratch();
@@ -344,7 +349,7 @@ inline void write_token(const Write& w, int64_t token) {
                 w.values + token * w.value_stride + head * w.value_size, w.value_size * sizeof(float));
 }
 
-// Writes keys and values of the tokens `first` to `end - 1` into the cache.
+// Writes the keys and values of the tokens `first` to `end - 1` into the KV cache.
 inline void write_tokens(const Write& w, int64_t first, int64_t end) {
 #if defined(PENSTOCK_PAIRS)
   if (w.cache.pairs != 0) return write_pairs(w, first, end);

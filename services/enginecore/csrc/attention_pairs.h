@@ -1,8 +1,8 @@
-// Attention with products of bfloat16 pairs. The KV cache is bfloat16, queries and weights are rounded to bfloat16, and sums are
-// floats.
-// In a chunk of the cache, keys are [head size / 2][kChunk][2], so a lane has two elements of one key. Values are [kChunk /
-// 2][value size][2], so a lane has the values of two keys. A row adds pairs of keys in order. If only one key of a pair is visible,
-// the value of the other key is replaced by zero.
+// Attention with instructions that multiply pairs of bfloat16 numbers. The KV cache is bfloat16, queries and weights are rounded to
+// bfloat16, and sums are floats.
+// In a chunk of the cache, keys are [head size / 2][kChunk][2], so a vector lane has two elements of one key. Values are [kChunk /
+// 2][value size][2], so a lane has one element of the values of two keys. Each row adds the values of pairs of keys in order. If
+// only one key of a pair is visible, the value of the other key is replaced by zero.
 #pragma once
 
 #include "pairs.h"
@@ -16,10 +16,10 @@
 
 namespace penstock {
 
-constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // masks of the elements of a pair
+constexpr uint32_t kWhole = ~0u, kFirst = 0xFFFFu, kSecond = 0xFFFF0000u;  // bit masks of a pair's elements
 constexpr int64_t kChunkPairs = kChunk / 2;
 
-// Loads a pair into each lane.
+// Loads one pair of bfloat16 numbers into all lanes.
 inline vu splat_pair(const float* at) {
   uint32_t pair;
   std::memcpy(&pair, at, sizeof pair);
@@ -98,7 +98,8 @@ constexpr auto kPairScoreTiles = pair_score_tiles(std::make_integer_sequence<int
 constexpr auto kPairValueTiles = pair_value_tiles<2>(std::make_integer_sequence<int, kTile>{});
 constexpr auto kNarrowPairValueTiles = pair_value_tiles<1>(std::make_integer_sequence<int, kTile>{});
 
-// Tile operations, with the interface of `FloatTiles`. Keys that are added for several rows together are always complete pairs.
+// Operations on a tile of keys, with the same functions as `FloatTiles`. The keys that are added for several rows together are
+// always complete pairs.
 struct PairTiles {
   using Number = uint16_t;
   static_assert(kLanes == kChunk && kKeys % (2 * kLanes) == 0);
@@ -155,7 +156,7 @@ struct PairTiles {
   }
 };
 
-// Rounds `left` elements, or one vector if there are more, to bfloat16. Fills the remaining elements with zeros.
+// Rounds `left` elements to bfloat16, but at most one vector. Fills the remaining elements of the vector with zeros.
 inline vu rounded_numbers(const float* from, int64_t left) {
   if (left >= 2 * kLanes) return rounded(load(from), load(from + kLanes));
   float numbers[2 * kLanes] = {};
@@ -163,8 +164,8 @@ inline vu rounded_numbers(const float* from, int64_t left) {
   return rounded(load(numbers), load(numbers + kLanes));
 }
 
-// Writes keys and values of kTokens tokens, starting at `token`, into a cache of pairs. The slots of the tokens are consecutive in
-// one chunk. The values of two tokens form pairs.
+// Writes the keys and values of kTokens tokens, starting at `token`, into a bfloat16 KV cache. The slots of the tokens are
+// consecutive in one chunk. The elements of the values of two tokens form pairs.
 template <int kTokens>
 void write_pairs(const Write& w, int64_t token) {
   const int64_t slot = w.slots[token], chunk = slot / kChunk, lane = slot % kChunk;
@@ -195,7 +196,7 @@ void write_pairs(const Write& w, int64_t token) {
   }
 }
 
-// Writes keys and values of the tokens `first` to `end - 1`.
+// Writes the keys and values of the tokens `first` to `end - 1` into a bfloat16 KV cache.
 inline void write_pairs(const Write& w, int64_t first, int64_t end) {
   for (int64_t token = first; token < end;) {
     const bool two = w.slots[token] % 2 == 0 && token + 1 < end && w.slots[token + 1] == w.slots[token] + 1;

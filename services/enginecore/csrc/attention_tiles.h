@@ -1,4 +1,4 @@
-// Working memory of an attention task, and the task's products with floats.
+// Working memory of an attention task, and the task's products of queries with keys and of weights with values, in floats.
 #pragma once
 
 #include <algorithm>
@@ -11,36 +11,36 @@
 namespace penstock {
 
 constexpr int kTileVectors = 8;
-constexpr int64_t kKeys = kTileVectors * kLanes;  // number of keys of a tile
+constexpr int64_t kKeys = kTileVectors * kLanes;  // number of keys in a tile
 constexpr int64_t kTaskRows = 4 * kTile;
 constexpr int64_t kMaxValueSize = 512;
 
-// Sums of a task's rows over a range of keys.
+// Softmax sums of each row of a task over a range of keys.
 struct Sums {
   alignas(64) float output[kTaskRows][kMaxValueSize + 16];
-  float peak[kTaskRows];  // score that has weight 1, in binary logarithm; close to the largest score
-  vf total[kTaskRows];    // by lane, over keys with the same remainder
+  float peak[kTaskRows];  // scaled score that gets weight 1, see attention_weights.h; close to the largest score
+  vf total[kTaskRows];    // sum of weights, in each lane over the keys whose index has the same remainder by the number of lanes
 };
 
-// Working memory. `query` and `weights` are floats, or bfloat16 pairs in the first half of a row.
+// Working memory of a task. A row of `query` or `weights` has floats, or bfloat16 pairs in its first half.
 struct Scratch {
   static constexpr int64_t kQuery = kMaxValueSize + 2 * kLanes;
 
   alignas(64) float query[kTaskRows][kQuery];
-  alignas(64) float weights[kTile][kKeys];  // weights of the rows that are computed together; at first, their scores
-  Sums part;   // over one segment's keys
-  Sums whole;  // over all segments so far
+  alignas(64) float weights[kTile][kKeys];  // scores, later weights, of the rows that are computed together
+  Sums part;   // sums over the keys of one segment
+  Sums whole;  // sums over the keys of all segments so far
 };
 
-// Prefetch of the next chunk. Chunks can be anywhere in memory, so the processor cannot predict their addresses. Without the
-// prefetch, the computation of few rows, as in decoding, would wait for memory.
+// Addresses in the next chunk that are prefetched. Chunks can be anywhere in memory, so the processor cannot predict their
+// addresses. Without the prefetch, tasks with few rows, as in decode steps, would wait for memory.
 template <class Number>
 struct Ahead {
   const Number* left;
   const Number* right;
 };
 
-// Addresses of the keys of a panel, which has two vectors of keys.
+// Addresses of the keys of a panel, which has two SIMD vectors of keys.
 template <class Number>
 struct PanelKeys {
   const Number* left;
@@ -74,14 +74,14 @@ void score_tile(Scratch& s, int64_t row, int64_t key, const PanelKeys<float>& ke
   }
 }
 
-// Range of keys in a tile.
+// Range of the indices of keys in a tile.
 struct Span {
   int64_t from;
   int64_t to;
   bool empty() const { return from >= to; }
 };
 
-// Addresses of the values of a tile's keys, and for each address the next chunk to prefetch.
+// Addresses of the values of a tile's keys, and for each address the address of the next chunk to prefetch.
 template <class Number>
 struct Values {
   const Number* of[kKeys / kChunk];
@@ -133,14 +133,15 @@ constexpr auto kScoreTiles = score_tiles(std::make_integer_sequence<int, kTile>{
 constexpr auto kValueTiles = value_tiles<2>(std::make_integer_sequence<int, kTile>{});
 constexpr auto kNarrowValueTiles = value_tiles<1>(std::make_integer_sequence<int, kTile>{});
 
-// Scores and weighted sums with floats.
+// Operations on a tile of keys in floats: computation of scores and of weighted sums of values.
 struct FloatTiles {
   using Number = float;
 
-  // Prepares the query of `row` with `head_size` elements.
+  // Prepares the query of `row`, which has `head_size` elements. Floats need no preparation.
   static void take_query(Scratch&, int64_t, int64_t) {}
 
-  // Computes the scores of `count` rows, starting at `row`, for the keys of the panel that starts at `key` in the tile.
+  // Computes the scores of `count` rows, starting at `row`, for the keys of one panel. `key` is the index in the tile of the
+  // panel's first key.
   static void score(Scratch& s, int64_t row, int64_t count, int64_t key, const PanelKeys<float>& keys, int64_t head_size) {
     kScoreTiles[count - 1](s, row, key, keys, head_size);
   }
@@ -153,10 +154,11 @@ struct FloatTiles {
     return total;
   }
 
-  // Returns the visible keys that are added for a row together with other rows.
+  // Returns the part of a row's visible keys that may be added for several rows together.
   static Span shared(const Span& seen) { return seen; }
 
-  // Adds the values for `count` rows, starting at `row`, with weights starting at row `weight`.
+  // Adds the weighted values of the keys `span` for `count` rows of the task, starting at `row`. The weights of these rows start at
+  // row `weight` of the scratch memory.
   static void add(Scratch& s, int64_t row, int64_t weight, int64_t count, const Span& span, const Values<float>& values,
                   int64_t value_size) {
     if (span.empty()) return;
@@ -165,7 +167,8 @@ struct FloatTiles {
     for (; column < value_size; column += kLanes) kNarrowValueTiles[count - 1](s, row, weight, span, values, value_size, column);
   }
 
-  // Adds the keys of a single row that are before or after the keys that it adds together with other rows.
+  // Adds the values of the keys that only a single row adds, because these keys are before or after the keys of `shared`. Floats
+  // have no such keys.
   static void add_first(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t) {}
   static void add_last(Scratch&, int64_t, int64_t, const Span&, const Values<float>&, int64_t) {}
 };

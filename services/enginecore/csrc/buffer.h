@@ -1,4 +1,4 @@
-// Memory for rows of numbers, which is reused in every step.
+// Memory for rows of numbers, which all steps reuse.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@
 
 namespace penstock {
 
-inline int64_t padded(int64_t width) { return width + 16; }  // rows at distances of a power of two would use the same cache sets
+inline int64_t padded(int64_t width) { return width + 16; }  // rows at a distance of a power of two would use the same cache sets
 
 class Buffer {
  public:
-  // Allocates memory for at least `rows` rows of `width` numbers, each padded. When the buffer grows, its content is lost.
+  // Allocates memory for at least `rows` rows of `width` numbers. Each row is padded. If the buffer must grow, its content is lost.
   void resize(int64_t rows, int64_t width) {
     stride_ = padded(width);
     const size_t bytes = (static_cast<size_t>(rows * stride_) * sizeof(float) + 63) / 64 * 64;

@@ -1,4 +1,5 @@
-// Decoder that continues from its own tokens: first a given step, then steps with one sampled token per request.
+// Decoder that computes a chain of steps in one call: first a given step, then steps with one token per request, which the previous
+// step has sampled.
 #pragma once
 
 #include <algorithm>
@@ -46,12 +47,12 @@ class ChainingDecoder : public Decoder {
     for (int64_t g = 0; g < chain.num_groups; ++g) groups_[g].slots = slots_.data() + g * rows;
   }
 
-  // Returns the number of requests that need more than `place` tokens. These requests are the first.
+  // Returns the number of requests that want more than `place` tokens. Requests are sorted, so these are the first requests.
   int64_t num_going(const Chain& chain, int64_t place) const {
     return std::partition_point(chain.counts, chain.counts + rows_, [place](int64_t count) { return count > place; }) - chain.counts;
   }
 
-  // Returns the step that computes the tokens at index `place - 1` of the chain, for the first `going` requests.
+  // Returns the step that computes, for the first `going` requests, the sampled tokens at index `place - 1` of the chain.
   Step next(const Step& first, const Chain& chain, int64_t place, int64_t going) {
     for (int64_t request = 0; request < going; ++request) {
       const int64_t position = first.seq_lens[request] + place - 1;
@@ -98,8 +99,8 @@ class ChainingDecoder : public Decoder {
 
   Pool& pool_;
   const Pool::Job choose_job_{[](void* self, Cursor& cursor) { static_cast<ChainingDecoder*>(self)->choose(cursor); }, this};
-  const int64_t stride_;  // logits per row
-  const int64_t fed_;     // number of elements of a token's output that are the other input of the next token
+  const int64_t stride_;  // number of logits per row
+  const int64_t fed_;     // number of elements of a token's output that an EAGLE head uses as the second input for the next token
   Chain chain_{};
   int64_t place_ = 0, rows_ = 0;
   Count num_choosing_;

@@ -1,5 +1,6 @@
-// Forward pass of a decoder as one program of the thread pool. A layer consists of norm, attention with rotary embedding, addition,
-// norm, gated MLP or mixture of experts, and addition. Some models also norm outputs before the additions.
+// Forward pass of a decoder as one program of the thread pool (see pool.h). A layer consists of norm, attention with rotary
+// embedding, residual addition, norm, gated MLP or mixture of experts, and residual addition. Some models also apply norms to the
+// outputs of attention and MLP before the additions.
 #pragma once
 
 #include <algorithm>
@@ -70,11 +71,11 @@ class Decoder {
   }
 
  protected:
-  // Returns the last layer's output for the token of a row of the last step's logits.
+  // Returns the last layer's output for the token to which row `row` of the last step's logits belongs.
   const float* state(int64_t row) const { return states_[kLast] + (gathered_ ? row : step_.rows[row]) * model_.hidden; }
 
  private:
-  // Prepares data that stays the same in all calls of a step.
+  // Prepares data that is the same in all calls of a step.
   void begin(const Step& step) {
     const Model& m = model_;
     const int64_t tokens = step.num_tokens;
@@ -96,7 +97,7 @@ class Decoder {
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
     if (fuses()) both_.resize(tokens, 2 * m.hidden);
     num_fused_ = m.fusion.state_norm != nullptr && step.own_states ? 0 : tokens;
-    plan_attention(attention(attending_), pool_.threads(), plans_[kAll]);  // the same for all layers except the last
+    plan_attention(attention(attending_), pool_.threads(), plans_[kAll]);  // all layers except the last use this plan
     plans_[kLast] = plans_[kAll];
     if (few) leave_out(plans_[kLast]);
     segments_.resize(plans_[kAll].num_parts, part_width(attention(attending_)));
@@ -110,7 +111,7 @@ class Decoder {
     }
   }
 
-  // Plans the adapters for a set of at most `rows` rows.
+  // Plans the computation of LoRA adapters for the set `part` of tokens, which has at most `rows` rows.
   void plan_adapters(int part, int64_t rows) {
     int64_t width = 0;
     for (const Segment& of : adapted_[part]) width = std::max(width, of.width);
@@ -165,7 +166,7 @@ class Decoder {
   bool fuses() const { return model_.fusion.fc.n > 0; }
   bool squares() const { return model_.activation == kSquaredRelu; }
 
-  // Computes the first layer's input in an EAGLE head.
+  // Computes the input of the first layer in an EAGLE head (see `Fusion` in model.h).
   bool fuse(Cursor& cursor) {
     const Linear& fc = model_.fusion.fc;
     if (!each_token(cursor, kAll, [this](int64_t t) { put_both(t); })) return false;
@@ -178,7 +179,8 @@ class Decoder {
     });
   }
 
-  // Writes the first input of a token: its embedding, the embedding and the other input of `fc`, or states that need no `fc`.
+  // Writes the input of `fc` for a token: the token's embedding and hidden states, or only its hidden states. Hidden states that
+  // need no `fc` are copied to `x`.
   void put_both(int64_t token) {
     const Fusion& f = model_.fusion;
     const int64_t n = model_.hidden;
@@ -195,7 +197,7 @@ class Decoder {
     else if (splits(f.fc)) split_row(f.fc, step_.states + token * f.fc.k, parts_.row(token));
   }
 
-  // Writes the normed state after the embedding, for `linear`.
+  // Writes a token's normed hidden state after its normed embedding, as input of `linear`.
   void norm_both(int64_t token, const Linear& linear) {
     const int64_t n = model_.hidden;
     float *to = both_.row(token) + n, *x = step_.x + token * n;
@@ -206,18 +208,18 @@ class Decoder {
 
   int part_of(size_t layer) const { return layer + 1 == layers_.size() ? kLast : kAll; }
 
-  // Writes the input of an MLP that is computed outside the kernels.
+  // Writes the input of a layer's MLP to `mlp_input`, because the MLP is computed outside the kernels.
   void give_mlp(Cursor& cursor, size_t index) {
     const int part = part_of(index);
     each_token(cursor, part, [&](int64_t t) { norm_state(part, t, layers_[index].mlp_norm, step_.mlp_input + t * model_.hidden); });
   }
 
-  // Adds the output of an MLP that was computed outside the kernels.
+  // Adds `mlp_output`, the output of a layer's MLP that was computed outside the kernels, to the hidden states.
   bool take_mlp(Cursor& cursor, size_t index) {
     return add(cursor, part_of(index), layers_[index].mlp_out_norm, [this]() -> const float* { return step_.mlp_output; });
   }
 
-  // Adds the rows of `from` to the hidden states, normed if `norm` is not null.
+  // Adds the rows of `from` to the hidden states. If `norm` is not null, the norm is applied to the rows first.
   template <class From>
   bool add(Cursor& cursor, int part, const float* norm, const From& from) {
     return each_token(cursor, part, [&](int64_t t) { add_row(states_[part] + t * model_.hidden, from() + t * model_.hidden, norm); });
@@ -233,7 +235,7 @@ class Decoder {
     for (int64_t i = 0; i < n; ++i) to[i] += norm[i] * (from[i] * scale);
   }
 
-  // Removes attention tasks whose outputs are not needed.
+  // Removes attention tasks all of whose tokens need no logits, because the last layer does not need their outputs.
   void leave_out(AttentionPlan& plan) {
     wanted_before_.assign(step_.num_tokens + 1, 0);
     for (int64_t i = 0; i < step_.num_rows; ++i) wanted_before_[step_.rows[i] + 1] = 1;
@@ -246,8 +248,8 @@ class Decoder {
     std::erase_if(plan.merges, idle);
   }
 
-  // Selects the tokens whose logits are needed. After its attention, the last layer computes only these tokens, except if all
-  // states are kept.
+  // Copies the data of the tokens whose logits are needed. After its attention, the last layer computes only these tokens, except
+  // if `keep_states` is not 0.
   bool gather(Cursor& cursor) {
     return cursor(num_gathered_, [this](int64_t i) {
       const int64_t token = step_.rows[i];
@@ -256,8 +258,8 @@ class Decoder {
     });
   }
 
-  // Runs `task` for ranges of tokens. With many tokens, keys that are stored together are in one range, so that only one thread
-  // writes their cache lines.
+  // Runs `task` for ranges of tokens. If there are many tokens, tokens whose keys are stored together are in one range, so that
+  // only one thread writes to each cache line.
   template <class Task>
   bool some_tokens(Cursor& cursor, int part, const Task& task) {
     const int64_t tokens = counts_[part], some = tokens >= kManyTokens ? kChunk : kRowTask;
@@ -278,7 +280,7 @@ class Decoder {
     else std::memcpy(out, state, model_.hidden * sizeof(float));
   }
 
-  // Norms the rows that are the input of the next product, with `linear`.
+  // Applies a norm to the hidden states, and writes the result as input rows of the next product, which uses `linear`.
   bool norm(Cursor& cursor, int part, const float* weight, const Linear& linear) {
     return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, weight, linear); });
   }
@@ -288,7 +290,7 @@ class Decoder {
     if (splits(linear)) split_row(linear, normed_.row(token), parts_.row(token));
   }
 
-  // Copies the input of a layer if it was requested.
+  // Copies the input of a layer for a token to `hidden`, if `kept_layers` contains the layer.
   void give_hidden(size_t layer, int64_t token) const {
     const int64_t n = model_.hidden;
     for (int64_t i = 0; i < step_.num_kept; ++i) {
@@ -303,14 +305,14 @@ class Decoder {
     add_row(to, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * model_.hidden, nullptr);
   }
 
-  // Splits rows into parts (see parts.h), if the tasks that wrote the rows did not split them.
+  // Splits the rows of `from` into bfloat16 parts (see parts.h), if the tasks that wrote the rows have not split them.
   template <class From>
   bool split(Cursor& cursor, int part, const From& from, const Linear& linear) {
     return !splits(linear) || each_token(cursor, part, [&](int64_t t) { split_row(linear, from().row(t), parts_.row(t)); });
   }
 
-  // Computes the adapters' small sums (see lora.h) of the rows of the next product, for the update at `place`. `rounded` means that
-  // the rows are bfloat16.
+  // Computes the small sums of LoRA adapters (see lora.h) for the input rows of the next product. `place` is the index of the
+  // adapters' update for this product. If `rounded` is true, the rows are bfloat16.
   template <class From>
   bool shrink(Cursor& cursor, int part, const From& from, int64_t place, bool rounded = false) {
     return cursor(num_shrinkings_[part], [&](int64_t task) {
@@ -325,13 +327,14 @@ class Decoder {
     });
   }
 
-  // Returns the adapters of a product, for use in tasks after `shrink`.
+  // Returns the LoRA adapters of a product, for tasks that run after `shrink`.
   LowRank low_rank(int part, int64_t place) const {
     return {adapted_[part].data(), static_cast<int64_t>(adapted_[part].size()), place, shrunk_.data(), shrunk_.stride()};
   }
 
-  // Computes a product. In a task, `from` returns the address of the rows, and `output` the address of the sums. `split` means that
-  // the rows are already split into parts. `place` is the index of the adapters' update, or kNone.
+  // Computes a matrix product. Inside a task, `from` returns the address of the input rows, and `output` the address of the sums.
+  // If `split` is true, the rows are already split into parts. `place` is the index of the adapters' update for this product, or
+  // kNone.
   template <class From, class Where>
   bool product(Cursor& cursor, int part, const From& from, const Linear& linear, const Where& output, int64_t place, bool split = true) {
     const Blocks blocks(counts_[part], linear.n);
@@ -344,16 +347,17 @@ class Decoder {
     });
   }
 
-  // Returns the destination of the output of attention or MLP. The output is added to the hidden states. With several ranks, one
-  // rank adds its part to its hidden states, and each other rank overwrites its hidden states with its part. The sum over the ranks
-  // is then complete. Outputs that are normed before the addition are written to another buffer.
+  // Returns where the product writes the output of attention or MLP. Usually the output is added to the hidden states. With several
+  // ranks, one rank adds its output to its hidden states, and each other rank overwrites its hidden states with its output. The sum
+  // over the ranks is then the new hidden states. Outputs to which a norm is applied before the addition are written to another
+  // buffer.
   Output residual(int part, const Linear& linear, const float* norm) {
     const Epilogue put = norm == nullptr && model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
     return {residual_rows(part, norm), model_.hidden, linear.bias, model_.hidden, put};
   }
   float* residual_rows(int part, const float* norm) { return norm == nullptr ? states_[part] : added_.data(); }
 
-  // Completes the addition after the product of `residual`.
+  // Completes the residual addition after the product that wrote to `residual`: the sum over ranks, and a norm of the output.
   bool settle(Cursor& cursor, size_t sum, int part, const float* norm) {
     if (!add_up(cursor, sum, part, norm)) return false;
     return norm == nullptr || add(cursor, part, norm, [this]() -> const float* { return added_.data(); });
@@ -386,7 +390,7 @@ class Decoder {
     return settle(cursor, 2 * index, part, l.attention_out_norm);
   }
 
-  // Computes the outputs of the attention heads.
+  // Computes the outputs of a layer's attention heads.
   bool attend_heads(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
     const int part = part_of(index);
@@ -401,7 +405,7 @@ class Decoder {
     });
   }
 
-  // Computes the outputs of a recurrent layer.
+  // Computes the outputs of a recurrent layer, before the layer's product `output`.
   bool recur(Cursor& cursor, size_t index) {
     const Recurrence& r = layers_[index].recurrence;
     if (r.kind == kShortConvolution && !each_token(cursor, kAll, [&](int64_t t) { Recurrent::gate_inputs(r, qkv_.row(t)); }))
@@ -423,7 +427,7 @@ class Decoder {
     const auto gated = [this]() -> const Buffer& { return gated_; };
     const Epilogue gate = squares() ? Epilogue::kStore : model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
     if (!norm(cursor, part, l.mlp_norm, l.gate_up)) return false;
-    const bool rounded = rounds(l.down) && !squares();  // the format of the previous product's output
+    const bool rounded = rounds(l.down) && !squares();  // whether the previous product's output is bfloat16
     if (!shrink(cursor, part, normed, kPlaces * index + kGateUp)) return false;
     if (!product(cursor, part, normed, l.gate_up,
                  [&] { return Output{gated_.data(), gated_.stride(), l.gate_up.bias, l.gate_up.n, gate, nullptr, rounded}; },
@@ -437,7 +441,8 @@ class Decoder {
     return settle(cursor, 2 * index + 1, part, l.mlp_out_norm);
   }
 
-  // Routes tokens to experts, and computes the weighted sum of the experts' outputs in the order of the routing.
+  // Computes a mixture of experts: routes tokens to experts, and computes each token's weighted sum of its experts' outputs, in the
+  // order that the router returns.
   bool mix(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
     const Mixture& mixture = l.mixture;
@@ -457,7 +462,7 @@ class Decoder {
     });
   }
 
-  // Sums the hidden states over all ranks, on one thread.
+  // Sums the hidden states, or the outputs before a norm, over all ranks, on one thread.
   bool add_up(Cursor& cursor, size_t index, int part, const float* norm) {
     if (model_.exchange.base == nullptr) return true;
     return cursor(1, [&](int64_t) {
@@ -468,7 +473,8 @@ class Decoder {
     });
   }
 
-  // Norms and rotates queries and keys of tokens first..end, and writes their keys and values into the cache.
+  // Applies norms and rotary positions to the queries and keys of the tokens first..end, and writes the keys and values of these
+  // tokens into the KV cache.
   void keep(size_t index, int64_t first, int64_t end) {
     const Model& m = model_;
     const Layer& l = layers_[index];
@@ -518,11 +524,11 @@ class Decoder {
     if (model_.logit_softcap != 0.0f) cursor(rows, [&](int64_t row) { cap(step_.logits + row * head.n, head.n, model_.logit_softcap); });
   }
 
-  enum { kAll, kLast, kHead }; // all tokens of a step; tokens of the last layer after its attention; tokens with logits
-  enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // updates of an adapter in a layer
+  enum { kAll, kLast, kHead }; // sets of tokens: all; those that the last layer computes after its attention; those with logits
+  enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // indices of an adapter's updates in a layer
   static constexpr int kHeadPhases = 4;
-  static constexpr int kPhases = 26;      // per layer, including sums over ranks, adapters and splitting of inputs
-  static constexpr int64_t kRowTask = 4;  // tokens of a task that processes tokens one by one
+  static constexpr int kPhases = 26;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
+  static constexpr int64_t kRowTask = 4;  // number of tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
   const Pool::Job forward_job_{[](void* self, Cursor& cursor) { static_cast<Decoder*>(self)->run(cursor); }, this};
@@ -530,31 +536,31 @@ class Decoder {
   Model model_;
   std::vector<Layer> layers_;
   Step step_{};
-  Count first_, last_layer_, num_embedded_, num_fused_;  // numbers of layers and tokens of this call
-  Count num_deep_;                 // tokens to which deepstack embeddings are added after the last layer
+  Count first_, last_layer_, num_embedded_, num_fused_;  // first and last layer of this call, and numbers of tokens
+  Count num_deep_;                 // number of tokens to which deepstack embeddings are added after the last layer
   Count counts_[2], num_attentions_[2], num_merges_[2], num_rows_, num_gathered_, num_shrinkings_[3];
   float* states_[2] = {};          // hidden states
-  const Buffer* heads_[2] = {};    // outputs of the attention heads
-  bool gathered_ = false;          // whether the last layer has fewer tokens
-  int64_t parts_width_ = 0;        // floats of the widest row that is split into parts
-  int64_t gated_width_ = 0;        // the same for rows between the gate and down products
+  const Buffer* heads_[2] = {};    // outputs of the attention heads, for kAll and kLast
+  bool gathered_ = false;          // whether the last layer computes fewer tokens than the other layers
+  int64_t parts_width_ = 0;        // size in floats of the widest row that is split into parts
+  int64_t gated_width_ = 0;        // size in floats of the widest row between the products `gate_up` and `down`
   Buffer qkv_, normed_, attended_, gated_, parts_;
-  bool norms_ = false;             // some layers norm their outputs
-  bool mixes_ = false;             // some layers have experts
+  bool norms_ = false;             // whether some layers apply a norm to outputs before the residual addition
+  bool mixes_ = false;             // whether some layers have experts
   Mixing mixing_;
   Recurrent recurrent_;
-  size_t attending_ = 0;           // the first layer with attention
-  int64_t qkv_width_ = 0, heads_width_ = 0;  // the largest of all layers
-  std::vector<float> added_;       // values that a layer is about to add
-  std::vector<float> last_;        // states and, in `kept_`, heads of tokens that need logits
+  size_t attending_ = 0;           // index of the first layer with attention
+  int64_t qkv_width_ = 0, heads_width_ = 0;  // maximum over all layers
+  std::vector<float> added_;       // outputs before the norm and the residual addition
+  std::vector<float> last_;        // hidden states of the tokens with logits; `kept_` has their heads' outputs
   Buffer kept_;
   AttentionPlan plans_[2];
-  Buffer both_;                    // embedding and state of an EAGLE head's tokens, or both normed
-  Buffer segments_;                // attention sums by segment
+  Buffer both_;                    // embeddings and hidden states of an EAGLE head's tokens, side by side
+  Buffer segments_;                // attention's sums of separate segments
   std::vector<int64_t> wanted_before_;
-  std::vector<Segment> adapted_[3];  // rows with adapters
+  std::vector<Segment> adapted_[3];  // segments of rows with adapters, by set of tokens
   Shrinking shrinkings_[3];
-  Buffer shrunk_;                  // small sums of the rows of one product
+  Buffer shrunk_;                  // small sums (see lora.h) of the rows of one product
   int64_t shrunk_width_ = 0;
 };
 

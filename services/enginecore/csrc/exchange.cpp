@@ -1,8 +1,8 @@
-// Sums and gathers among processes of one host, in shared memory.
+// Collective operations (sum and gather) of processes on one host, in shared memory.
 // Each process has a counter and two slots. A process writes a piece into one of its slots and then advances its counter. Once all
-// counters have reached the piece, each process reads the slots of all processes in the same order, so that all processes get
-// identical bits. A slot is reused for the piece after the next. This is safe, because once a process's counter has reached the
-// next piece, that process has read the previous piece.
+// counters have reached the number of the piece, each process reads the slots of all processes in the same order. So all processes
+// get bit-identical results. A slot is reused for every second piece. This is safe: once the counter of a process has reached the
+// next piece, this process has read the previous piece.
 
 #include "exchange.h"
 
@@ -43,7 +43,7 @@ bool reached(const uint32_t* counter, uint32_t number) {
   return static_cast<int32_t>(__atomic_load_n(counter, __ATOMIC_ACQUIRE) - number) >= 0;
 }
 
-// Waits until the counter of another process has reached piece `number`.
+// Waits until the counter of process `of` has reached piece `number`.
 void wait_for(const Exchange& exchange, int64_t of, uint32_t number) {
   uint32_t* counter = exchange.counter(of);
   for (int64_t until = penstock::nanoseconds() + kSpin; penstock::nanoseconds() < until;) {
@@ -62,7 +62,7 @@ void wait_for(const Exchange& exchange, int64_t of, uint32_t number) {
   __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
 }
 
-// Announces that this process's slot contains piece `number`.
+// Advances the counter of this process, because its slot now contains piece `number`.
 void tell(const Exchange& exchange, uint32_t number) {
   uint32_t* counter = exchange.counter(exchange.rank);
   __atomic_store_n(counter, number, __ATOMIC_SEQ_CST);
@@ -87,7 +87,7 @@ float from_bfloat16(uint16_t bits) {
   return number;
 }
 
-// Rounds to nearest, ties to even. NaN stays NaN.
+// Rounds a float to the nearest bfloat16, ties to even. NaN stays NaN.
 uint16_t to_bfloat16(float number) {
   uint32_t wide;
   std::memcpy(&wide, &number, sizeof wide);

@@ -1,4 +1,4 @@
-// Sums and gathers among processes of one host, in shared memory. Only available on Linux.
+// Collective operations (sum and gather) of processes on one host, in shared memory. Only available on Linux.
 #pragma once
 
 #include <chrono>
@@ -18,12 +18,12 @@ inline int64_t nanoseconds() {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Sums `data` of all processes in place. `base` is the shared memory. It has one cache line for each of `size` processes, and then
-// two slots of `piece` bytes for each process. It must be zero at first. `kind` is 0 for float32 and 1 for bfloat16. All processes
-// must call the functions in the same order.
+// Replaces `data` in each process by the sum of `data` of all processes. `base` is the address of the shared memory. The memory has
+// one cache line for each of `size` processes, and then two slots of `piece` bytes for each process. The memory must initially be
+// zero. `kind` is 0 for float32 and 1 for bfloat16. All processes must call the functions in the same order.
 void penstock_all_reduce(void* base, int64_t rank, int64_t size, int64_t piece, void* data, int64_t count, int64_t kind);
 
-// Gathers `bytes` bytes of each process into `out`, in the order of the processes.
+// Writes `bytes` bytes of each process to `out` in all processes, in rank order.
 void penstock_all_gather(void* base, int64_t rank, int64_t size, int64_t piece, const void* data, void* out, int64_t bytes);
 
 }  // extern "C"

@@ -1,10 +1,11 @@
-// Matrix products with weights that are packed in panels.
-// A panel has the weights of kPanel output features (two vectors) for all inputs, [k][kPanel], so that a product reads them
-// sequentially. For bfloat16, a panel is [k / 2][kPanel][2], and for 8-bit integers [k / 4][kPanel][4], padded with zeros. The
-// elements of an output feature then fill one lane. A register tile multiplies up to kTile rows by a panel. Each output is summed
-// over k in the same order in every tile, so a row's result does not depend on other rows. If bfloat16 represents the weights
-// exactly, they are stored as bfloat16, which halves the memory to read. If the weights are 8-bit integers times a factor per
-// output feature, they are stored as integers, which needs a quarter of the memory. Sums are always floats.
+// Matrix products of input rows with weights that are packed in panels.
+// A panel has the weights of kPanel output features (two SIMD vectors) for all k inputs, [k][kPanel], so that a product reads the
+// panel sequentially. For bfloat16, a panel is [k / 2][kPanel][2], and for 8-bit integers [k / 4][kPanel][4], padded with zeros.
+// The two or four elements of an output feature that are stored together then fill one vector lane. A register tile, whose sums
+// stay in registers, multiplies up to kTile rows by a panel. Each output is summed over k in the same order in every tile, so the
+// result of a row does not depend on other rows. If bfloat16 represents all weights exactly, the weights are stored as bfloat16,
+// which halves the memory to read. If the weights are 8-bit integers times a factor per output feature, the integers are stored,
+// which needs a quarter of the memory. Sums are always floats.
 #pragma once
 
 #include <algorithm>
@@ -28,9 +29,10 @@ namespace penstock {
 
 enum class Epilogue { kStore, kAdd, kSilu, kGelu };
 
-// Destination and use of a product's sums. kStore: out = sum + bias. kAdd: out += sum + bias. kSilu: each panel has a vector of
-// gate features and a vector of up features, and out = silu(gate) * up. kGelu: the same with gelu. `rounded` means that the output
-// is stored in the input format of the next product, as one bfloat16 part. `low_rank` has the adapters, or is null.
+// Where a product writes its sums, and the operation on the sums (epilogue). kStore: out = sum + bias. kAdd: out += sum + bias.
+// kSilu: each panel has a vector of gate features and a vector of up features, and out = silu(gate) * up. kGelu: the same with
+// gelu. If `rounded` is true, the output is stored as bfloat16, in the input format of the next product. `low_rank` has the LoRA
+// adapters of the product, or is null.
 struct Output {
   float* out;
   int64_t stride;
@@ -42,11 +44,11 @@ struct Output {
   const LowRank* low_rank = nullptr;
 };
 
-constexpr int64_t kPrefetch = 4096;  // distance in bytes from the multiplied weights to the prefetched weights
+constexpr int64_t kPrefetch = 4096;  // distance in bytes from the weights that are multiplied to the weights that are prefetched
 
 inline int64_t panels(int64_t n) { return (n + kPanel - 1) / kPanel; }
 
-// Number of consecutive inputs whose weights for one output feature are stored together.
+// Number of consecutive inputs whose weights for one output feature are stored together in a lane.
 template <class Weight>
 constexpr int64_t kTogether = sizeof(float) / sizeof(Weight);
 
@@ -60,7 +62,8 @@ int64_t panel_size(int64_t k) {
   return kPanel * ((k + kFilledTo<Weight> - 1) / kFilledTo<Weight> * kFilledTo<Weight>);
 }
 
-// Weights for inputs that are stored together, as floats: the left and the right vector of each input.
+// Weights of a panel for the inputs that are stored together, as floats: the left and the right vector of weights for each of these
+// inputs.
 template <class Weight>
 struct Weights {
   explicit Weights(const Weight* from) {
@@ -100,7 +103,8 @@ void pack_panel(const float* weight, int64_t n, int64_t k, Weight* packed, int64
   }
 }
 
-// Finishes gated panels. A separate function keeps `finish` small enough to be inlined in each tile.
+// Applies a gated epilogue to the sums of a panel, and writes the output. This is a separate function, so that `finish` is small
+// enough to be inlined in each tile.
 __attribute__((noinline)) inline void finish_gated(const vf (*sums)[2], int rows, const Output& output, int64_t row, int64_t panel) {
   for (int i = 0; i < rows; ++i) {
     const vf y = (output.epilogue == Epilogue::kGelu ? gelu(sums[i][0]) : silu(sums[i][0])) * sums[i][1];
@@ -119,7 +123,7 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
     for (int i = 0; i < kRows; ++i) sums[i][0] *= left, sums[i][1] *= right;
   }
   if (output.epilogue == Epilogue::kSilu || output.epilogue == Epilogue::kGelu) {
-    vf gated[kRows][2];  // a copy, so that the sums of other products can stay in registers
+    vf gated[kRows][2];  // a copy, so that `sums` can stay in registers with other epilogues
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) gated[i][0] = sums[i][0], gated[i][1] = sums[i][1];
     return finish_gated(gated, kRows, output, row, panel);
@@ -151,7 +155,7 @@ __attribute__((always_inline)) inline void finish(vf (&sums)[kRows][2], const Ou
   }
 }
 
-// Finishes rows, some of which may have adapters. The sums of the rows are in memory, not in registers.
+// Applies the epilogue to rows, some of which may have LoRA adapters. The sums of these rows are in memory, not in registers.
 template <int kRows>
 __attribute__((noinline)) void finish_adapted(vf (&sums)[kRows][2], const Output& output, int64_t row, int64_t panel) {
   float* first = reinterpret_cast<float*>(sums);
@@ -179,8 +183,8 @@ __attribute__((always_inline)) inline void finish_tile(vf (&sums)[kRows][2], con
   }
 }
 
-// Multiplies kRows rows of `a`, starting at `row`, by one panel. With `kAdapted`, some rows may have adapters. The adapters' memory
-// is then prefetched.
+// Multiplies kRows rows of `a`, starting at `row`, by one panel. If `kAdapted` is true, some rows may have LoRA adapters, whose
+// memory is prefetched.
 template <class Weight, bool kAdapted, int kRows>
 void tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(Weight), kStep = kTogether<Weight>;
@@ -201,7 +205,7 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
   };
   int64_t j = 0;
   if constexpr (kAdapted) {
-    constexpr int64_t kSome = 16 * kStep;  // inputs per outer iteration; no register is left for a counter of inputs
+    constexpr int64_t kSome = 16 * kStep;  // number of inputs per outer iteration; the inner loop has no register for a counter
     Pieces<kRows> pieces(*output.low_rank, row, panel);
     while (j + kStep <= k) {
       pieces.ask(kSome);
@@ -223,13 +227,13 @@ void tile(const float* a, int64_t stride, const void* packed, int64_t k, const O
 }
 
 #if defined(PENSTOCK_AVX512_BF16)
-// Multiplies rows in the format with one bfloat16 part, like `tile`.
+// Multiplies rows by one panel like `tile`, for rows in the format with one bfloat16 part (see parts.h).
 template <bool kAdapted, int kRows>
 void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, const Output& output, int64_t row, int64_t panel) {
   constexpr int64_t kAhead = kPrefetch / sizeof(uint16_t);
   vf sums[kRows][2];
   clear(sums);
-  const uint32_t* rows[kRows];  // rows of pairs
+  const uint32_t* rows[kRows];  // input rows as pairs of bfloat16 numbers
   for (int i = 0; i < kRows; ++i) rows[i] = reinterpret_cast<const uint32_t*>(a + (row + i) * stride);
   const uint16_t* b = static_cast<const uint16_t*>(packed) + panel * panel_size<uint16_t>(k);
   for (int64_t j = 0; j < whole_blocks(k) / 2; ++j, b += 2 * kPanel) {
@@ -247,8 +251,8 @@ void pair_tile(const float* a, int64_t stride, const void* packed, int64_t k, co
 }
 #endif
 
-// Number of rows of the largest tile, by dtype of the weights. Sixteen registers are too few for the weights of two inputs and the
-// sums of more than four rows.
+// Number of rows of the largest register tile, for weights of the dtype `kind`. Sixteen registers are too few for the bfloat16
+// weights of two inputs and the sums of more than four rows.
 constexpr int64_t most_rows(int64_t kind) { return kind == kBfloat16 && kTile < 8 ? 4 : kTile; }
 
 using Tile = void (*)(const float*, int64_t, const void*, int64_t, const Output&, int64_t, int64_t);
@@ -261,7 +265,7 @@ template <bool kAdapted>
 constexpr auto kTilesOf = std::array{tiles<float, kAdapted>(std::make_integer_sequence<int, kTile>{}),
                                      tiles<uint16_t, kAdapted>(std::make_integer_sequence<int, kTile>{}),
                                      tiles<int8_t, kAdapted>(std::make_integer_sequence<int, kTile>{})};
-// Tile functions by whether rows may have adapters, by dtype of the weights, and by rows.
+// Tile functions. The indices are whether rows may have adapters, the dtype of the weights, and the number of rows minus one.
 constexpr auto kTiles = std::array{kTilesOf<false>, kTilesOf<true>};
 
 #if defined(PENSTOCK_AVX512_BF16)
@@ -273,13 +277,13 @@ constexpr auto kPairTiles = std::array{pair_tiles<false>(std::make_integer_seque
                                        pair_tiles<true>(std::make_integer_sequence<int, kTile>{})};
 #endif
 
-// Divides a product of `rows` rows and `n` output features into tasks of at most kBlockRows rows and `group` panels.
+// Division of a product with `rows` rows and `n` output features into tasks of at most kBlockRows rows and `group` panels.
 struct Blocks {
   Blocks(int64_t rows, int64_t n)
       : rows(rows), group(rows > kTile ? 2 : 1), groups((panels(n) + group - 1) / group), blocks((rows + kBlockRows - 1) / kBlockRows) {}
   int64_t tasks() const { return groups * blocks; }
 
-  // A task: panels `first_panel` to `last_panel - 1`, and rows `start` to `end - 1`.
+  // Part of a product that one task computes: panels `first_panel` to `last_panel - 1`, and rows `start` to `end - 1`.
   struct Task {
     int64_t first_panel, last_panel, start, end;
   };
@@ -292,7 +296,8 @@ struct Blocks {
   int64_t rows, group, groups, blocks;
 };
 
-// Runs the tasks of a product. `a` has rows in the format of `put_row`, with a stride of `stride` floats.
+// Runs the tasks of a matrix product. `a` has input rows in the format of `put_row` (see parts.h), with a stride of `stride`
+// floats.
 class Product {
  public:
   Product(const float* a, int64_t stride, const Linear& linear, const Output& output, const Blocks& cut)
@@ -305,10 +310,10 @@ class Product {
 #if defined(PENSTOCK_AMX) || defined(PENSTOCK_AVX512_BF16)
     if (splits(linear_)) return multiply_parts(first_panel, last_panel, start, end);
 #endif
-    const int64_t most = most_rows(linear_.kind), count = (end - start + most - 1) / most;  // tiles of equal sizes
+    const int64_t most = most_rows(linear_.kind), count = (end - start + most - 1) / most;  // number of tiles
     const bool widen = linear_.kind == kInt8 && count > 1;
     if (widen) widen_integers(first_panel, last_panel);
-    const int64_t offset = first_panel * kPanel * linear_.k;  // offset in the panels that were converted to floats
+    const int64_t offset = first_panel * kPanel * linear_.k;  // offset in the memory of panels that are converted to floats
     const void* packed = widen ? wide_panels().data() - offset : linear_.packed;
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
@@ -324,7 +329,7 @@ class Product {
     alignas(64) float sums[kStripRows * kPanel];
     MatrixUnit unit;
     const int64_t blocks = whole_blocks(linear_.k) / kBlockInputs;
-    const int64_t count = (end - start + kStripRows - 1) / kStripRows;  // strips of equal sizes
+    const int64_t count = (end - start + kStripRows - 1) / kStripRows;  // number of strips, which have similar sizes
     for (int64_t t = 0; t < count; ++t) {
       const int64_t from = start + (end - start) * t / count, to = start + (end - start) * (t + 1) / count;
       for (int64_t panel = first_panel; panel < last_panel; ++panel) {
@@ -353,7 +358,7 @@ class Product {
 
   bool has_adapters(int64_t from, int64_t to) const { return output_.low_rank != nullptr && output_.low_rank->has(from, to); }
 
-  // Returns memory for panels that are converted to floats, once for all tiles of a task.
+  // Returns memory for panels that are converted to floats. A task converts each panel once for all its tiles.
   static std::vector<float>& wide_panels() {
     static thread_local std::vector<float> panels;
     return panels;

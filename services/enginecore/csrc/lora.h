@@ -1,11 +1,11 @@
-// LoRA adapters (Hu et al., 2021). The output of a row in a segment is x W^T + x A^T B^T, with A [rank, k] and B [n, rank] of the
-// segment's adapter.
-// A phase before the product computes the small sums h = x A^T. A is stored in groups of kGroupRanks rows with interleaved inputs,
-// so that the cost is proportional to the rank. The product then multiplies its tiles by W. Meanwhile, it prefetches B, which is
-// stored in the order of W's panels. At the end, before bias and epilogue, each tile adds h B^T to its sums. The same code does
-// this for all kinds of weights and units. If the weights of several projections are merged into one product, A has the rows of all
-// projections, and a vector of output features uses only the small sums of its own projection. Each output is computed in a fixed
-// order of additions, and rows without an adapter are unchanged.
+// LoRA adapters (Hu et al., 2021). A segment is a range of rows that use the same adapter. The output for an input row x in a
+// segment is x W^T + x A^T B^T, with the matrices A [rank, k] and B [n, rank] of the segment's adapter.
+// A phase before the product computes h = x A^T, called the small sums. A is stored in groups of kGroupRanks rows with interleaved
+// inputs, so that the cost is proportional to the rank. The product then multiplies its tiles by W. Meanwhile, it prefetches B,
+// which is stored in the order of W's panels. At the end, before bias and epilogue, each tile adds h B^T to its sums. The same code
+// is used for all dtypes of W, and also with a matrix unit. If the weights of several projections are merged into one product, A
+// has the rows of all projections' matrices A. A vector of output features uses only the small sums of its own projection. Each
+// output is computed in a fixed order of additions, and rows without an adapter are unchanged.
 #pragma once
 
 #include <algorithm>
@@ -22,9 +22,9 @@ namespace penstock {
 
 constexpr int64_t kGroupRanks = 4;
 constexpr int64_t kLineBytes = 64;
-constexpr int64_t kAheadBytes = 4096;  // bytes of A to prefetch
+constexpr int64_t kAheadBytes = 4096;  // distance in bytes of the prefetch of A
 
-// Returns the sum of the lanes, by repeatedly adding the two halves of the vector.
+// Returns the sum of a vector's lanes, by repeatedly adding the two halves of the vector.
 template <int kAway = kLanes / 2>
 inline float halved_sum(vf v) {
   v += exchanged<kAway>(v, std::make_integer_sequence<int, kLanes>{});
@@ -32,7 +32,8 @@ inline float halved_sum(vf v) {
   else return v[0];
 }
 
-// Loads two vectors. For bfloat16, they are the first and second elements of the pairs in the lanes.
+// Loads two vectors of numbers. For bfloat16, one vector has the first elements of the pairs in the lanes, and the other vector the
+// second elements.
 inline void load_two(const float* from, vf& first, vf& second) { first = load(from), second = load(from + kLanes); }
 inline void load_two(const uint16_t* from, vf& first, vf& second) {
   const vu pairs = load_pairs(from);
@@ -44,7 +45,7 @@ inline vf load_input(const uint16_t* x) {
   return reinterpret_cast<vf>(__builtin_convertvector(*reinterpret_cast<const vh_unaligned*>(x), vu) << 16);
 }
 
-// Loads `count` inputs into a vector and fills the other lanes with zeros.
+// Loads `count` inputs into a vector, and fills the remaining lanes with zeros.
 template <class Input>
 inline vf load_some(const Input* x, int64_t count) {
   if (count >= kLanes) return load_input(x);
@@ -53,10 +54,10 @@ inline vf load_some(const Input* x, int64_t count) {
   return load_input(some);
 }
 
-// Multiplies rows of inputs by a group of A's rows.
+// Multiplies kRows rows of inputs by a group of kRanks rows of A.
 template <class Weight, class Input, int kRows, int kRanks>
 void multiply_group(const Input* x, int64_t stride, const Weight* group, int64_t k, float* out, int64_t out_stride) {
-  constexpr int64_t kBlock = kRanks * 2 * kLanes;  // elements of the group that are stored together
+  constexpr int64_t kBlock = kRanks * 2 * kLanes;  // number of elements of the group that are stored together
   vf sums[kRows][kRanks] = {};
   const auto add = [&](const vf (&inputs)[kRows][2]) {
 #pragma GCC unroll 4
@@ -95,7 +96,7 @@ void multiply_group(const Input* x, int64_t stride, const Weight* group, int64_t
   }
 }
 
-// Computes small sums of some rows, for the groups `first` to `end - 1` of A.
+// Computes the small sums of kRows rows of inputs, for the groups `first` to `end - 1` of A.
 template <class Weight, class Input, int kRows>
 void shrink_rows(const Input* x, int64_t stride, const Update& update, int64_t first, int64_t end, float* out, int64_t out_stride) {
   static_assert(kGroupRanks == 4);
@@ -111,7 +112,7 @@ void shrink_rows(const Input* x, int64_t stride, const Update& update, int64_t f
   }
 }
 
-constexpr int kShrinkRows = kTile < 8 ? 2 : 4;  // sixteen registers hold the sums of two rows
+constexpr int kShrinkRows = kTile < 8 ? 2 : 4;  // with sixteen registers, only the sums of two rows fit
 
 template <class Weight, class Input>
 void shrink_by(const Input* x, int64_t stride, int64_t rows, const Update& update, int64_t first, int64_t end, float* out,
@@ -122,7 +123,8 @@ void shrink_by(const Input* x, int64_t stride, int64_t rows, const Update& updat
   for (; row < rows; ++row) shrink_rows<Weight, Input, 1>(x + row * stride, stride, update, first, end, out + row * out_stride, out_stride);
 }
 
-// Computes small sums `out` [rows, rank] of rows of inputs, which are floats or bfloat16, for the groups `first` to `end - 1` of A.
+// Computes the small sums `out` [rows, rank] of rows of inputs, for the groups `first` to `end - 1` of A. The inputs are floats or
+// bfloat16.
 template <class Input>
 void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, int64_t first, int64_t end, float* out,
             int64_t out_stride) {
@@ -130,8 +132,8 @@ void shrink(const Input* x, int64_t stride, int64_t rows, const Update& update, 
   else shrink_by<float>(x, stride, rows, update, first, end, out, out_stride);
 }
 
-// Adds the update to a vector of output features of some rows, from `rank` small sums of each row. Products of small sums with an
-// even index are added to the output directly. Products of small sums with an odd index are summed separately first.
+// Adds an update to one vector of output features of kRows rows, from `rank` small sums of each row. The products of B with small
+// sums of even index are added to the output directly. The products with small sums of odd index are first summed separately.
 template <class Weight, int kRows>
 void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t rank, float* out) {
   vf both[kRows][2];
@@ -160,7 +162,7 @@ void expand_rows(const float* sums, int64_t stride, const Weight* b, int64_t ran
 
 template <class Weight>
 void expand(const float* sums, int64_t stride, int64_t rows, const Weight* b, int64_t rank, float* out) {
-  constexpr int kMost = kTile < 8 ? 6 : 8;  // rows whose sums fit in registers
+  constexpr int kMost = kTile < 8 ? 6 : 8;  // number of rows whose sums fit in registers
   if (rows > kMost) {  // divide the rows evenly
     const int64_t half = (rows + 1) / 2;
     expand(sums, stride, half, b, rank, out);
@@ -178,8 +180,8 @@ void expand(const float* sums, int64_t stride, int64_t rows, const Weight* b, in
   }
 }
 
-// B for a vector of output features. B is multiplied by `rank` small sums of a row, starting at index `first`. `rank` is 0 if the
-// update does not change these features.
+// Part of B for one vector of output features. This part is multiplied by `rank` small sums of a row, starting at index `first`.
+// `rank` is 0 if the update does not change these features.
 struct Column {
   const char* b;
   int64_t first;
@@ -198,7 +200,8 @@ inline Column column_of(const Update& update, int64_t vector) {
   return {static_cast<const char*>(piece.b) + place * bytes, piece.first, piece.rank, bytes};
 }
 
-// Adapters of the product at `place`, with small sums `sums` [rows, ranks]. Segments are in order of their rows.
+// LoRA adapters of the product whose updates have the index `place`, with the small sums `sums` [rows, ranks]. Segments are in
+// order of their rows.
 struct LowRank {
   const Segment* segments;
   int64_t count;
@@ -206,7 +209,7 @@ struct LowRank {
   const float* sums;
   int64_t stride;
 
-  // Calls `task` with each segment that has rows from `row` to `end - 1`, and with the segment's update.
+  // Calls `task` with each segment that has some of the rows `row` to `end - 1`, and with the segment's update of this product.
   template <class Task>
   void each(int64_t row, int64_t end, const Task& task) const {
     const Segment* segment = std::partition_point(segments, segments + count, [row](const Segment& of) { return of.end <= row; });
@@ -215,14 +218,14 @@ struct LowRank {
         task(update, std::max(row, segment->first), std::min(end, segment->end));
   }
 
-  // Returns whether one of the rows has an update of this product.
+  // Returns whether one of the rows `row` to `end - 1` has an update of this product.
   bool has(int64_t row, int64_t end) const {
     bool found = false;
     each(row, end, [&](const Update&, int64_t, int64_t) { found = true; });
     return found;
   }
 
-  // Adds the updates of `panel` for the rows `row` to `end - 1` to `to` [rows, kPanel].
+  // Adds the updates of the output features in `panel`, for the rows `row` to `end - 1`, to `to` [rows, kPanel].
   __attribute__((noinline)) void add(float* to, int64_t row, int64_t end, int64_t panel) const {
     each(row, end, [&](const Update& update, int64_t from, int64_t until) {
       for (int64_t half = 0; half < 2; ++half) {
@@ -237,7 +240,7 @@ struct LowRank {
   }
 };
 
-// The memory of B that `kRows` rows need for a panel, for prefetching.
+// Memory of the matrices B that `kRows` rows need for a panel, and its prefetch.
 template <int kRows>
 class Pieces {
  public:
@@ -248,7 +251,7 @@ class Pieces {
     });
   }
 
-  // Prefetches the next `lines` cache lines of that memory.
+  // Prefetches the next `lines` cache lines of this memory.
   void ask(int64_t lines) {
     while (lines > 0 && next_ < count_) {
       auto& [from, end] = pieces_[next_];
@@ -262,18 +265,18 @@ class Pieces {
     const char* from;
     const char* end;
   };
-  Piece pieces_[2 * kRows];  // a segment has at least one row
+  Piece pieces_[2 * kRows];  // at most one segment per row, each with two vectors
   int64_t count_ = 0, next_ = 0;
 };
 
-// Divides the computation of small sums into tasks.
+// Division of the computation of small sums into tasks.
 class Shrinking {
  public:
   struct Task {
     int64_t segment, first, end, share, shares;
   };
 
-  // Divides the work for `threads` threads.
+  // Divides the computation for `segments` into tasks for `threads` threads.
   void cut(const std::vector<Segment>& segments, int threads) {
     tasks_.clear();
     int64_t blocks = 0;
@@ -287,7 +290,7 @@ class Shrinking {
 
   int64_t size() const { return static_cast<int64_t>(tasks_.size()); }
 
-  // Runs a task. `from` points to rows of inputs with a stride of `stride`, and `out` to rows of small sums.
+  // Runs the task with index `task`. `from` points to rows of inputs with a stride of `stride`, and `out` to rows of small sums.
   template <class Input>
   void operator()(int64_t index, const std::vector<Segment>& segments, int64_t place, const Input* from, int64_t stride, float* out,
                   int64_t out_stride) const {
@@ -300,11 +303,12 @@ class Shrinking {
   }
 
  private:
-  static constexpr int64_t kRows = 16;  // rows of a task
+  static constexpr int64_t kRows = 16;  // maximum number of rows of a task
   std::vector<Task> tasks_;
 };
 
-// Returns the segments of selected rows. `rows` [count] are the selected tokens, and `segments` has `total` segments of all tokens.
+// Writes the segments of selected tokens. `rows` [count] are the indices of the selected tokens, and `segments` has the `total`
+// segments of all tokens.
 inline void take_segments(const Segment* segments, int64_t total, const int64_t* rows, int64_t count, std::vector<Segment>& taken) {
   taken.clear();
   if (total == 0) return;

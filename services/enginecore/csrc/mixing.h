@@ -1,4 +1,5 @@
-// Mixtures of experts in a decoder's layers: routing of tokens, products of experts, and weighted sums.
+// Mixtures of experts in the layers of a decoder: routing of tokens to experts, matrix products of the experts, and weighted sums
+// of their outputs.
 #pragma once
 
 #include <algorithm>
@@ -13,13 +14,13 @@
 
 namespace penstock {
 
-// Mixture of experts. The layers of a model use the same object one after another.
-// Each pair (token, expert) is a row. The rows of an expert are contiguous, in the order of the tokens. The number of a layer's
-// tasks is known once the layer's tokens are routed. The number is stored per layer, because a late thread may read it when other
-// threads already compute a later layer.
+// Computation of a layer's mixture of experts. The layers of a model use the same object one after another.
+// Each pair (token, expert) is a row of the experts' products. The rows of an expert are contiguous, in the order of the tokens.
+// The number of tasks of a layer is known only after its tokens are routed. The number is stored separately for each layer, because
+// a late thread (see pool.h) may read it while other threads already compute a later layer.
 class Mixing {
  public:
-  // Determines the largest sizes over all layers.
+  // Determines, for each size, the maximum over all layers.
   void measure(const std::vector<Layer>& layers) {
     counts_.reset(new LayerCounts[layers.size()]);
     for (const Layer& layer : layers) {
@@ -53,7 +54,7 @@ class Mixing {
     route_row(logits_.row(token), mixture.num_experts, mixture.top, mixture.normalize != 0, &experts_[at], &weights_[at]);
   }
 
-  // Assigns a row to each pair, and divides the experts' products into tasks.
+  // Assigns a row to each pair (token, expert), and divides the experts' products into tasks.
   void plan(const Mixture& mixture, size_t layer, int64_t tokens) {
     const int64_t count = tokens * mixture.top;
     std::fill(ends_.begin(), ends_.end(), 0);
@@ -90,7 +91,7 @@ class Mixing {
   int64_t num_splits(size_t layer) const { return counts_[layer].splits; }
   int64_t num_products(size_t layer, int which) const { return counts_[layer].products[which]; }
 
-  // Copies the tokens' inputs to the rows.
+  // Copies the input of each token to the token's rows.
   void copy(const Mixture& mixture, int64_t task, const Buffer& from) {
     each_row(task, [&](int64_t row) { put_row(mixture.gate_up[row_experts_[row]], from.row(pairs_[row] / mixture.top), inputs_.row(row)); });
   }
@@ -115,8 +116,8 @@ class Mixing {
              {outputs_.row(task.first), outputs_.stride(), linear.bias, linear.n, Epilogue::kStore});
   }
 
-  // Returns the weighted sum of the outputs of a token's experts, each with `n` elements. The sum is written to the memory of the
-  // first expert's output. Products are rounded before the addition.
+  // Returns the weighted sum of the outputs of a token's experts. The outputs and the sum have `n` elements. The sum is written to
+  // the memory of the first expert's output. Each product of a weight and an output is rounded before the addition.
   const float* weighted_sum(const Mixture& mixture, int64_t token, int64_t n) {
     const int64_t first = token * mixture.top;
     float* sum = outputs_.row(places_[first]);
@@ -130,7 +131,8 @@ class Mixing {
   }
 
  private:
-  // Task of an expert's product. The expert's rows begin at `first`.
+  // Task of an expert's matrix product. `first` is the expert's first row, and `part` the index of the task among the product's
+  // tasks.
   struct Task {
     int64_t expert, first, rows, part;
   };
@@ -138,7 +140,8 @@ class Mixing {
     Count copies, splits, products[2];
   };
 
-  // A separate function, so that compilers do not fuse multiplication and addition into one operation with a single rounding.
+  // This is a separate function, so that compilers do not fuse the multiplication and a later addition into one operation with a
+  // single rounding.
   __attribute__((noinline)) static void scale_row(float* x, float weight, int64_t n) {
     for (int64_t i = 0; i < n; ++i) x[i] *= weight;
   }
@@ -161,8 +164,8 @@ class Mixing {
   std::vector<int64_t> places_;       // row of each pair
   std::vector<int64_t> pairs_;        // pair of each row
   std::vector<int64_t> row_experts_;  // expert of each row
-  std::vector<int64_t> ends_;         // by expert
-  std::vector<Task> tasks_[2];        // tasks of gate_up and of down
+  std::vector<int64_t> ends_;         // end of each expert's rows
+  std::vector<Task> tasks_[2];        // tasks of the products gate_up and down
   int64_t num_rows_ = 0;
   std::unique_ptr<LayerCounts[]> counts_;
 };

@@ -1,4 +1,4 @@
-// Structs that Python passes to the kernels. penstock_enginecore/native/ffi_structs.py has the same structs.
+// Structs that Python code passes to the kernels. penstock_enginecore/native/ffi_structs.py defines the same structs.
 #pragma once
 
 #include <cstdint>
@@ -7,12 +7,12 @@ namespace penstock {
 
 constexpr int kChunk = 16;  // number of tokens of the KV cache that are stored together, see attention.h
 
-// Dtypes of packed weights.
+// Dtypes of the elements of packed weights.
 enum Kind : int64_t { kFloat32, kBfloat16, kInt8 };
 
 // Linear layer y = x W^T + bias with `n` output features and `k` inputs. `packed` is W in panels (see gemm.h), with elements of
 // `kind`. `scales` [n, padded to panels] has the factor of the integers of each output feature, or is null for floats. `parts` is
-// the number of bfloat16 values into which an input is split for a matrix unit (see parts.h), or 0 if inputs are not split.
+// the number of bfloat16 values into which each input is split for a matrix unit (see parts.h), or 0 if inputs are not split.
 struct Linear {
   const void* packed;
   const float* scales;
@@ -23,9 +23,9 @@ struct Linear {
   int64_t parts;
 };
 
-// The output features of a weight that belong to one projection: `vectors` vectors of kLanes features. The last vector may be
+// Part of a LoRA update for the output features of one projection: `vectors` vectors of kLanes features. The last vector may be
 // partial. `b` is [vectors][rank][kLanes], or for bfloat16 [vectors][rank / 2, rounded up][kLanes][2]. It is multiplied by `rank`
-// small sums of a row, starting at index `first`.
+// small sums of a row (see lora.h), starting at index `first`.
 struct Piece {
   const void* b;
   int64_t vectors;
@@ -33,11 +33,12 @@ struct Piece {
   int64_t rank;
 };
 
-// LoRA update of a product with a weight of `k` inputs. A `rank` of 0 means no update.
-// `a` has the rows of all projections. Each row has `a_stride` elements, padded with zeros to a multiple of two vectors. Rows are
-// stored in groups of four, and the last group may have fewer rows: [rank / 4][a_stride / 2 kLanes][4][2 kLanes]. For bfloat16, it
-// is [..][4][kLanes][2], where the second elements are the inputs one vector later. If `interleaved` is not 0, the two pieces have
-// equal sizes, and their vectors alternate. Otherwise the pieces are stored one after the other.
+// LoRA update of the matrix product with a weight of `k` inputs. A `rank` of 0 means no update.
+// `a` has the rows of the matrices A of all projections. Each row has `a_stride` elements, padded with zeros to a multiple of two
+// vectors. Rows are stored in groups of four, and the last group may have fewer rows. The layout is [rank / 4][a_stride / 2
+// kLanes][4][2 kLanes]. For bfloat16, the layout is [..][4][kLanes][2], where the second element of each pair belongs to the input
+// kLanes later. If `interleaved` is not 0, the two pieces have equal sizes, and their vectors alternate. Otherwise the output
+// features of the pieces follow each other.
 struct Update {
   const void* a;
   int64_t a_stride;
@@ -50,8 +51,8 @@ struct Update {
   Piece pieces[4];
 };
 
-// Rows `first` to `end - 1`, which use the same adapter. `updates` has the updates of qkv, output, gate_up and down of each layer,
-// and then the update of the head. `width` is the largest rank of these updates.
+// Range of rows, `first` to `end - 1`, which use the same LoRA adapter. `updates` has the adapter's updates of the products qkv,
+// output, gate_up and down of each layer, and then the update of the head. `width` is the largest rank of these updates.
 struct Segment {
   const Update* updates;
   int64_t first;
@@ -59,10 +60,10 @@ struct Segment {
   int64_t width;
 };
 
-// Products of groups of rows, where each group has a different weight. The rows from `ends[g - 1]` to `ends[g] - 1` are multiplied
-// by `linears[g]`. All weights have the same `n`, `k`, `kind` and `parts`. `from` [rows] has, for each row, the index of the row of
-// `x` with its inputs. It is null if the rows are in order. If `silu` is not 0, rows of gate and up alternate in the weights in
-// groups of one vector's lanes, there are no biases, and `out` is silu(gate) * up.
+// Grouped matrix product: each group of rows is multiplied by a different weight. The rows from `ends[g - 1]` to `ends[g] - 1` are
+// multiplied by `linears[g]`. All weights have the same `n`, `k`, `kind` and `parts`. `from` [rows] has, for each row, the index of
+// the row of `x` that contains its inputs. `from` is null if the rows of `x` are in the order of the groups. If `silu` is not 0,
+// groups of kLanes rows of gate and of up alternate in the weights, there are no biases, and `out` is silu(gate) * up.
 struct Grouped {
   int64_t num_groups;
   const Linear* linears;
@@ -75,8 +76,8 @@ struct Grouped {
   int64_t silu;
 };
 
-// Keys and values of a layer: `num_slots` rows with strides of `key_stride` and `value_stride` elements. The elements are floats,
-// or bfloat16 if `pairs` is not 0.
+// KV cache of a layer: keys and values of `num_slots` slots, with strides of `key_stride` and `value_stride` elements. The elements
+// are floats, or bfloat16 if `pairs` is not 0.
 struct Cache {
   void* keys;
   void* values;
@@ -85,7 +86,8 @@ struct Cache {
   int64_t pairs;
 };
 
-// Attention parameters. If `window`, `chunk` or `softcap` is 0, that feature is not used. `sinks` is [heads] or null.
+// Attention parameters of a layer. If `window`, `chunk` or `softcap` is 0, the layer has no sliding window, no attention chunks or
+// no soft cap. `sinks` is [heads], or null without attention sinks.
 struct Params {
   int64_t window;
   int64_t chunk;
@@ -94,11 +96,11 @@ struct Params {
   const float* sinks;
 };
 
-// Memory of a recurrent layer: closed states in slots, and open rows in a ring of `length` positions for each request. Layouts:
-// `tails` [slots, kernel - 1, channels], `inputs` [rings, length, channels], `closed` [slots, heads, key size, value size], `keys`
-// [rings, length, key heads, key size], `updates` [rings, length, heads, value size], `decays` [rings, length, heads, decay size],
-// where the decay size is 1, or the key size if each row of a state has a decay. A short convolution has no heads, and only tails and
-// inputs.
+// Memory of a recurrent layer (see states.h): closed states in slots, and open rows in a ring buffer of `length` positions for each
+// request. The layouts are `tails` [slots, kernel - 1, channels], `inputs` [rings, length, channels], `closed` [slots, heads, key
+// size, value size], `keys` [rings, length, key heads, key size], `updates` [rings, length, heads, value size], `decays` [rings,
+// length, heads, decay size], where the decay size is 1, or the key size if each row of a state has a decay. A short convolution
+// has no heads. Only its `tails` and `inputs` are not null.
 struct StateMemory {
   float* tails;
   float* inputs;
@@ -116,8 +118,9 @@ struct StateMemory {
   int64_t decay_size;
 };
 
-// Tokens of a request in a step: `count` rows of the flat batch from `first` on, at positions from `start` on. `closed` is the slot
-// of the state that they start from. The states of the writes from `first_write` to `end_write - 1` are stored.
+// Tokens of a request in a step: `count` rows of the flat batch from row `first` on, at positions from `start` on. `closed` is the
+// slot of the last closed state before `start`. The step stores the states that the writes `first_write` to `end_write - 1`
+// describe.
 struct StateSequence {
   int64_t first;
   int64_t start;
@@ -128,13 +131,14 @@ struct StateSequence {
   int64_t end_write;
 };
 
-// The state before position `end`, which is the end of a span, is stored in `slot`.
+// State that a step must store in `slot`: the state after all tokens before position `end`, which is the end of a span.
 struct StateWrite {
   int64_t end;
   int64_t slot;
 };
 
-// States of a step. `broken` [sequences] becomes 1 for sequences whose stored states have a number that is not finite.
+// Recurrent states of all sequences of a step. `broken` [sequences] becomes 1 for sequences with a NaN or infinity in a state that
+// the step stores.
 struct StateStep {
   int64_t num_sequences;
   const StateSequence* sequences;
@@ -142,8 +146,8 @@ struct StateStep {
   int64_t* broken;
 };
 
-// Causal convolution of each channel. `weight` is [kernel, channels], and its last row belongs to the newest input. `bias` is null
-// if there is none. If `silu` is not 0, the activation is applied.
+// Causal convolution of a recurrent layer, separately for each channel. `weight` is [kernel, channels], and its last row belongs to
+// the newest input. `bias` is null if the layer has no bias. If `silu` is not 0, SiLU is applied to the outputs.
 struct Convolution {
   StateMemory memory;
   const float* weight;
@@ -155,9 +159,9 @@ struct Convolution {
   int64_t out_stride;
 };
 
-// Linear recurrence of a layer (see states.h). Rows of `query` and `key` are [key heads, key size], rows of `value` and `out` are
-// [heads, value size], rows of `decay` are [heads, decay size], and rows of `beta` are [heads]. `beta` is null for a recurrence
-// without correction. `rates` [heads, key size] is null except for selective scans (see selective.h).
+// Linear recurrence of a recurrent layer (see states.h). Rows of `query` and `key` are [key heads, key size], rows of `value` and
+// `out` are [heads, value size], rows of `decay` are [heads, decay size], and rows of `beta` are [heads]. `beta` is null for a
+// recurrence without correction. `rates` [heads, key size] is null except for selective scans (see selective.h).
 struct Scan {
   StateMemory memory;
   const float* query;
@@ -175,13 +179,13 @@ struct Scan {
   int64_t out_stride;
 };
 
-// Activations. The first two are applied to the gate before the multiplication by up; kGeluGate is the tanh approximation.
-// kSquaredRelu is applied to the outputs of `gate_up`, which then has no gate.
+// Activations of an MLP. kSiluGate and kGeluGate are applied to the gate before the multiplication by up. kGeluGate is the tanh
+// approximation of gelu. kSquaredRelu is applied to the outputs of `gate_up`, which then has no gate.
 enum Activation : int64_t { kSiluGate, kGeluGate, kSquaredRelu };
 
-// Mixture of experts. In the experts' `gate_up`, gate and up rows alternate. A token uses the `top` experts with the largest logits
-// of `router`. The weights of these experts are the softmax over all experts, divided by the sum of the weights if `normalize` is
-// not 0. If `num_experts` is 0, the layer has no mixture.
+// Mixture of experts of a layer. In `gate_up` of the experts, groups of kLanes rows of gate and of up alternate. A token uses the
+// `top` experts with the largest logits of `router`. The weights of these experts are the softmax over all experts, divided by the
+// sum of the weights if `normalize` is not 0. If `num_experts` is 0, the layer has no mixture.
 struct Mixture {
   int64_t num_experts;
   int64_t top;
@@ -194,12 +198,13 @@ struct Mixture {
 // Kinds of recurrent layers: the gated delta rule, Mamba-2's state space duality, and a short convolution between two gates.
 enum RecurrenceKind : int64_t { kNoRecurrence, kDeltaRule, kDuality, kShortConvolution };
 
-// Recurrent layer between the products `qkv` and `output` of a decoder layer. Rows of `qkv` have the `channels` inputs of the
-// convolution at index `channels_at`, and at other indices the gate, the steps and beta, of which the delta rule and the duality use
-// some. A short convolution multiplies its inputs by the `channels` values at `step_at` and its outputs by the gate. `weight` is
-// [kernel, channels]. `decay` [heads] is the negative factor of the steps' logarithm, `step_bias` [heads] is added to steps, and
-// `skip` [heads] multiplies values that are added to the outputs. `norm` [heads, value size] is the weight of a norm over
-// `norm_size` elements each, before the gate or, if `gates_first` is not 0, after it. Missing parameters are null.
+// Recurrent part of a decoder layer, between the layer's products `qkv` and `output`. Output rows of `qkv` have the `channels`
+// inputs of the convolution at index `channels_at`. At other indices they have the gate, the steps and beta. The delta rule and the
+// duality each use some of these values. A short convolution multiplies its inputs by the `channels` values at `step_at` and its
+// outputs by the gate. `weight` is [kernel, channels]. `decay` [heads] is a negative factor: a token's decay is this factor times
+// its step. `step_bias` [heads] is added to the steps. `skip` [heads] is the factor with which the values are added to the outputs.
+// `norm` [heads, value size] is the weight of a norm over groups of `norm_size` elements. The norm is applied before the gate, or
+// after the gate if `gates_first` is not 0. Parameters that the model does not have are null.
 struct Recurrence {
   int64_t kind;
   const float* weight;
@@ -226,11 +231,12 @@ struct Recurrence {
   float max_step;
 };
 
-// Decoder layer. In `gate_up`, rows of gate and up alternate in groups of one vector's lanes. The out norms are applied before
-// attention's and the MLP's outputs are added to the hidden states. Missing norms are null. `rotary` is the index of the layer's
-// rotary embedding in the step. If a layer has neither `gate_up` nor experts, its MLP is computed outside the kernels. If `gated` is not 0,
-// rows of `qkv` end with a gate for the heads' outputs, of which the logistic function is used. If the layer is recurrent, it has no
-// attention. If `alone` is not 0, it has no MLP.
+// Decoder layer. In `gate_up`, groups of kLanes rows of gate and of up alternate. `attention_out_norm` and `mlp_out_norm` are
+// applied to the outputs of attention and MLP before these outputs are added to the hidden states. Norms that the model does not
+// have are null. `rotary` is the index of the layer's rotary embedding among the `rotaries` of the step. If a layer has neither
+// `gate_up` nor experts, its MLP is computed outside the kernels. If `gated` is not 0, output rows of `qkv` end with a gate, and
+// the heads' outputs are multiplied by the logistic function of this gate. A recurrent layer has no attention. If `alone` is not 0,
+// the layer has no MLP.
 struct Layer {
   const float* input_norm;
   const float* attention_out_norm;
@@ -250,7 +256,8 @@ struct Layer {
   Recurrence recurrence;
 };
 
-// Memory through which `size` ranks exchange data (see exchange.h), in pieces of `piece` bytes. `base` is null for a single rank.
+// Shared memory through which `size` ranks exchange data in pieces of `piece` bytes (see exchange.h). `base` is null for a single
+// rank.
 struct Exchange {
   void* base;
   int64_t rank;
@@ -258,10 +265,11 @@ struct Exchange {
   int64_t piece;
 };
 
-// First computation of an EAGLE head. `fc.n` is 0 for other models. `fc` computes the first layer's input from the concatenated
-// embedding and states of each token. With norms (EAGLE-3), the input of `fc` is only the states, and `fc` is not used for states
-// that the head computed itself. The first layer's qkv then reads the concatenation of the normed embedding and the normed states.
-// The residual around this layer's attention is the states, normed if `normed_residual` is not 0.
+// First computation of an EAGLE head, a small model that proposes drafts from the hidden states of the main model. `fc.n` is 0 for
+// other models. `fc` computes the first layer's input from the concatenation of each token's embedding and hidden states. In a head
+// with norms (EAGLE-3), the input of `fc` is only the hidden states, and `fc` is not applied to hidden states that the head itself
+// has computed. The first layer's qkv then reads the concatenation of the normed embedding and the normed hidden states. The output
+// of this layer's attention is added to the hidden states, or to the normed hidden states if `normed_residual` is not 0.
 struct Fusion {
   Linear fc;
   const float* embedding_norm;
@@ -269,10 +277,11 @@ struct Fusion {
   int64_t normed_residual;
 };
 
-// Decoder model. With several ranks, each rank has a part of the heads, intermediate features and vocabulary. A pipeline stage has
-// some of the layers, and only the last stage has a head. The first `rotary_size` elements of an attention head are rotated.
-// Queries and keys are normed per head, or over all heads together if `norms_all_heads` is not 0. If `logit_softcap` is 0, logits
-// are not capped. `final_norm` is null if the model has no final norm.
+// Decoder model, or the part of it that one process computes. With several tensor-parallel ranks, each rank has a part of the
+// heads, intermediate features and vocabulary. A pipeline stage has some of the layers, and only the last stage has a head. The
+// first `rotary_size` elements of an attention head are rotated. The norms of queries and keys are applied to each head, or to all
+// heads together if `norms_all_heads` is not 0. If `logit_softcap` is 0, logits are not capped. `final_norm` is null if the model
+// has no final norm.
 struct Model {
   int64_t num_layers;
   int64_t hidden;
@@ -292,7 +301,7 @@ struct Model {
   Fusion fusion;
 };
 
-// Slots and block tables of a step's requests in one KV cache group.
+// Slots of a step's tokens, and block tables of its requests, in one KV cache group.
 struct Group {
   const int64_t* slots;        // [tokens]
   const int32_t* block_table;  // [requests, table_stride]
@@ -307,23 +316,24 @@ struct Rotary {
 };
 
 // Forward pass of a step, in one or more calls.
-// `x` [tokens, hidden] has the embedded tokens at the beginning, and the last layer's output before the final norm at the end. If
-// `embedding` [vocab, hidden] is not null, the kernels look up `token_ids` [tokens] in it. Its elements have the dtype
-// `embedding_kind` and are multiplied by `embedding_scale`. `positions` [tokens] are rows of the rotary embeddings. `rows`
-// [num_rows] are the tokens whose logits [num_rows, vocab] are needed. If `keep_states` is 0, the last layer computes only these
-// rows of `x`.
-// If MLPs are computed outside the kernels, a step needs several calls. A call computes the layers `first` to `last - 1`, and the
-// attention of layer `last`. It writes the input of the MLP of layer `last` to `mlp_input` [rows, hidden]. The next call starts
+// Before the first call, `x` [tokens, hidden] contains the embedded tokens. After the last call, `x` contains the last layer's
+// output before the final norm. If `embedding` [vocab, hidden] is not null, the kernels look up `token_ids` [tokens] in this table.
+// The table's elements have the dtype `embedding_kind` and are multiplied by `embedding_scale`. `positions` [tokens] are indices of
+// rows of the rotary embeddings. `rows` [num_rows] are the indices of the tokens whose logits [num_rows, vocab] are needed. If
+// `keep_states` is 0, the last layer computes only these rows of `x`.
+// If MLPs are computed outside the kernels, a step needs several calls. A call computes the layers `first` to `last - 1` and the
+// attention of layer `last`, and writes the input of the MLP of layer `last` to `mlp_input` [rows, hidden]. The next call starts
 // with the layer after `last` and reads the MLP's output from `mlp_output`. The rows are all tokens, or in the last layer the
 // tokens whose logits are needed. `first` is 0 in the first call, and `last` is the number of layers in the final call. All other
 // fields are the same in all calls.
-// `sum_nanoseconds` [2 * layers] receives the times of the sums over ranks, for each layer's attention and MLP. `hidden` [tokens,
-// kept, hidden] receives the inputs of `kept_layers`. `states` [tokens, width] are the other input of a fusion, in models with a
-// fusion. If `own_states` is not 0, the head computed the states itself, and they are [tokens, hidden]. `segments` are the tokens
-// with adapters, in order. `key_ends` [tokens] has the end of each query's keys, as a position in its request. An end is after the
-// query's own position, and ends never decrease. Null means causal attention. `deepstack` [num_deepstack, tokens, hidden] is added
-// to the outputs of the first layers. `recurrent` and `memories` [layers] are the states of recurrent layers, or null. Only the
-// pointers of a memory and its `length` are used here.
+// `sum_nanoseconds` [2 * layers] receives the duration of the sums over ranks after each layer's attention and after its MLP.
+// `hidden` [tokens, kept, hidden] receives the inputs of `kept_layers`. `states` [tokens, width] are the hidden states that an
+// EAGLE head (see Fusion) gets as second input. If `own_states` is not 0, the head itself has computed these hidden states, and
+// they are [tokens, hidden]. `segments` are the ranges of tokens with LoRA adapters, in order. `key_ends` [tokens] has, for each
+// token, the end of the positions to which its query attends. An end is after the token's own position, and within a request ends
+// never decrease. If `key_ends` is null, attention is causal. `deepstack` [num_deepstack, tokens, hidden] is added to the outputs
+// of the first layers. `recurrent` and `memories` [layers] describe the states of recurrent layers and their memory, or are null.
+// Only the pointers and `length` of a memory are used.
 struct Step {
   int64_t num_tokens;
   int64_t num_requests;
@@ -362,13 +372,14 @@ struct Step {
   const StateMemory* memories;
 };
 
-// Chain of more steps after a step. The `rows` of the first step are the last tokens of its first requests.
-// Request i gets `counts[i]` tokens, at most `num_drafts`. Requests are sorted by this number, largest first. Tokens are sampled
-// from the first `width` logits as in Sampling. The tokens at index p of the chain use `uniforms[p]`. If more tokens are needed
-// after a sampled token, the token is computed with the rows `positions[p]` of the step's rotary embeddings. The step must look up
-// its tokens in an embedding, and its block tables must have blocks for the new tokens. `vocabulary` [width] has the token of each
-// logit, or is null if tokens are in order. In a model with a fusion, the other input for a sampled token is the model's output for
-// the token before it.
+// Sampling of several tokens after a step, in a chain of further steps. The `rows` of the first step are the last tokens of the
+// step's first requests.
+// Request i gets `counts[i]` tokens, at most `num_drafts`. Requests are sorted by `counts`, largest first. Tokens are sampled from
+// the first `width` logits as in Sampling. The tokens at index p of the chain use `uniforms[p]`. If a request needs more tokens
+// after the token at index p, a further step computes this token with the rows `positions[p]` of the step's rotary embeddings. The
+// step must look up its tokens in an embedding, and its block tables must have blocks for the new tokens. `vocabulary` [width] has
+// the token ID of each column of the logits, or is null if the index of each column is its token ID. In an EAGLE head (see Fusion),
+// the hidden states for a sampled token are the head's output for the token before it.
 struct Chain {
   int64_t num_drafts;
   int64_t num_groups;
@@ -381,7 +392,7 @@ struct Chain {
   const int64_t* vocabulary;
 };
 
-// Routing: computes the experts of each token [tokens, top], and the weights of these experts, from the router's `logits` [tokens,
+// Choice of the experts of each token [tokens, top], and of the weights of these experts, from the router's `logits` [tokens,
 // stride], as in Mixture.
 struct Route {
   int64_t num_tokens;
@@ -394,8 +405,8 @@ struct Route {
   float* weights;
 };
 
-// Attention only. `query` is [tokens, heads, head size] and `output` [tokens, heads, value size]; strides are distances between
-// tokens. `key_ends` is as in Step.
+// Attention of a step without the rest of a layer. `query` is [tokens, heads, head size] and `output` is [tokens, heads, value
+// size]. Strides are distances between tokens. `key_ends` is as in Step.
 struct Attention {
   int64_t num_requests;
   const int64_t* query_start;
@@ -414,7 +425,7 @@ struct Attention {
   const int64_t* key_ends;
 };
 
-// Write of new keys [tokens, kv heads, head size] and values into the cache.
+// New keys [tokens, kv heads, head size] and values that are written into a layer's KV cache.
 struct Write {
   int64_t num_tokens;
   const int64_t* slots;
@@ -428,8 +439,8 @@ struct Write {
   int64_t value_stride;
 };
 
-// Sampling from `logits` [rows, width]. `columns` receives the most likely token of each row. If the row's temperature is not 0 and
-// its largest logit is finite, the token is sampled instead, with the row's random number in [0, 1).
+// Sampling from `logits` [rows, width]. `columns` receives the first column with the largest logit of each row. If a row's
+// temperature is not 0 and its largest logit is finite, the column is instead sampled with the row's random number in [0, 1).
 struct Sampling {
   int64_t rows;
   int64_t width;
@@ -440,8 +451,8 @@ struct Sampling {
   int64_t* columns;
 };
 
-// Masks rows of `logits` [.., width], so that only tokens with a set bit are kept. Bit t % 32 of word t / 32 is the bit of token t.
-// `bits` is [count, words], contiguous.
+// Rows of `logits` [.., width] in which only tokens with a set bit in `bits` are allowed. The logits of other tokens become
+// -infinity. Bit t % 32 of word t / 32 belongs to token t. `bits` is [count, words], contiguous.
 struct Mask {
   int64_t count;
   int64_t width;

@@ -1,4 +1,4 @@
-// Single operators. Each operator is a program with one phase (see pool.h).
+// Operators that Python code calls one at a time, outside of a decoder. Each operator is a program of the thread pool (see pool.h).
 #pragma once
 
 #include <algorithm>
@@ -70,7 +70,7 @@ class Operators {
     pool_.run(grouped_job_);
   }
 
-  // Runs on the calling thread, because starting other threads would cost more than the work.
+  // Routes tokens on the calling thread, because to start other threads would take longer than the work.
   void route(const Route& route) {
     for (int64_t t = 0; t < route.num_tokens; ++t)
       route_row(route.logits + t * route.stride, route.num_experts, route.top, route.normalize != 0, route.experts + t * route.top,
@@ -142,8 +142,8 @@ class Operators {
     });
   }
 
-  // Returns whether the distance between rows is a multiple of a page. All such rows map to a few cache sets, which have fewer ways
-  // than there are rows.
+  // Returns whether the distance between input rows is a multiple of a page. All such rows map to the same few sets of the CPU
+  // cache, which do not have room for all rows.
   bool conflicts() const { return rows_ > 4 && stride_ * sizeof(float) % 4096 == 0; }
 
   bool copies() const { return splits(linear_) || conflicts(); }
@@ -168,7 +168,7 @@ class Operators {
         for (int64_t row = start; row < end; row += kTile) {
           const int64_t rows = std::min<int64_t>(kTile, end - row);
           float added[kTile * kPanel];
-          std::fill_n(added, rows * kPanel, -0.0f);  // adding -0.0 changes no number
+          std::fill_n(added, rows * kPanel, -0.0f);  // the addition of -0.0 does not change any number
           adapters.add(added, row, row + rows, panel);
           for (int64_t i = 0; i < rows; ++i)
             for (int64_t j = 0; j < count; ++j) output_.out[(row + i) * output_.stride + first + j] += added[i * kPanel + j];
@@ -231,13 +231,14 @@ class Operators {
     });
   }
 
-  // Task of a group's product. The group's rows begin at `first`.
+  // Task of the matrix product of one group. `first` is the group's first row, and `part` the index of the task among the product's
+  // tasks.
   struct GroupTask {
     int64_t group, first, part;
   };
 
   static constexpr int64_t kTokens = 8;
-  static constexpr int64_t kAlone = 65536;  // number of logits up to which one thread masks faster than other threads start
+  static constexpr int64_t kAlone = 65536;  // up to this number of logits, one thread masks rows faster than all threads
   Pool& pool_;
   const Pool::Job pack_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this};
   const Pool::Job linear_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this};

@@ -1,7 +1,8 @@
-// Inputs split into bfloat16 parts, for units that multiply only bfloat16.
-// Three parts represent a float exactly: the upper bits, the upper bits of the remainder, and the remaining bits. The products of
-// all parts with a bfloat16 weight therefore add up to the product of the float with the weight. Numbers below 2^-103 lose
-// precision, because units treat denormal parts as zero. A single part is the float rounded to the nearest bfloat16.
+// Inputs of matrix products split into bfloat16 parts, for matrix units and instructions that multiply only bfloat16.
+// Three parts together represent a float exactly: the upper bits of the float, the upper bits of the remainder, and the remaining
+// bits. The products of all parts with a bfloat16 weight therefore add up to the product of the float with the weight. Numbers
+// below 2^-103 lose precision, because the units treat denormal parts as zero. A single part is the float rounded to the nearest
+// bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -17,30 +18,31 @@ constexpr int64_t kBlockInputs = 32;  // inputs that the unit processes together
 constexpr int64_t kFloatParts = 3;    // number of parts of an input, if results must equal float products
 constexpr int64_t kRoundedParts = 1;  // number of parts of an input, if inputs may be rounded
 #elif defined(PENSTOCK_AVX512_BF16)
-constexpr int64_t kBlockInputs = 2;   // number of inputs of a lane
+constexpr int64_t kBlockInputs = 2;   // number of inputs in a lane
 constexpr int64_t kFloatParts = 0;    // not used, because three parts would need more instructions than float products
 constexpr int64_t kRoundedParts = 1;
 #else
-constexpr int64_t kBlockInputs = 1;  // no such unit
+constexpr int64_t kBlockInputs = 1;  // the processor has no such unit
 constexpr int64_t kFloatParts = 0;
 constexpr int64_t kRoundedParts = 0;
 #endif
 
-// Returns whether the input rows of a product are split into parts.
+// Returns whether the input rows of the matrix product with `linear` are split into parts.
 inline bool splits(const Linear& linear) { return kBlockInputs > 1 && linear.kind == kBfloat16 && linear.parts > 0; }
 
 inline int64_t whole_blocks(int64_t k) { return (k + kBlockInputs - 1) / kBlockInputs * kBlockInputs; }
 
-// Returns whether the row format of a product is only the rounded inputs, in order.
+// Returns whether an input row of the matrix product with `linear` consists only of the inputs rounded to bfloat16, in order.
 inline bool rounds(const Linear& linear) { return splits(linear) && linear.parts == 1 && whole_blocks(linear.k) == linear.k; }
 
-// Returns the size of a row in the format of a product, in floats. Rows are written in full vectors.
+// Returns the size, in floats, of an input row in the format that the matrix product with `linear` needs. The size is rounded up,
+// because rows are written in complete vectors.
 inline int64_t row_width(const Linear& linear) {
   constexpr int64_t kWhole = kBlockInputs > kLanes ? kBlockInputs : kLanes;
   return splits(linear) ? (linear.k + kWhole - 1) / kWhole * kWhole * linear.parts / 2 : linear.k;
 }
 
-// Returns the upper halves of floats.
+// Returns the upper 16 bits of each float.
 inline vh halves(vf x) { return __builtin_convertvector(reinterpret_cast<vu>(x) >> 16, vh); }
 inline vf cut(vf x) { return reinterpret_cast<vf>(reinterpret_cast<vu>(x) & 0xFFFF0000u); }
 
@@ -57,8 +59,8 @@ inline void split(vf x, vh& low, vh& middle, vh& high) {
   low = halves(left - second), middle = halves(second), high = halves(first);
 }
 
-// Splits a row of inputs into memory with `row_width` floats. The memory has block after block, and in each block the parts,
-// smallest first.
+// Splits a row of inputs into parts, and writes them to `row`, which has `row_width` floats. The blocks of inputs follow each
+// other. Each block has its parts, the smallest first.
 inline void split_row(const Linear& linear, const float* x, float* row) {
   uint16_t* to = reinterpret_cast<uint16_t*>(row);
   for (int64_t j = 0; j < whole_blocks(linear.k); j += kLanes) {
@@ -78,7 +80,7 @@ inline void split_row(const Linear& linear, const float* x, float* row) {
   }
 }
 
-// Writes a row of inputs in the format of a product with `linear`.
+// Writes a row of inputs in the format that the matrix product with `linear` needs.
 inline void put_row(const Linear& linear, const float* x, float* to) {
   if (splits(linear)) split_row(linear, x, to);
   else std::memcpy(to, x, linear.k * sizeof(float));

@@ -9,7 +9,7 @@
 namespace penstock {
 
 namespace {
-constexpr int kIdleSpins = 500;  // microseconds: longer than the time between steps
+constexpr int kIdleSpins = 500;  // about the number of microseconds that a thread spins: longer than the usual time between steps
 }
 
 void relax() {
@@ -43,7 +43,7 @@ void Pool::prepare(int num_phases) {
 void Pool::run(const Job& job) {
   job_.store(&job);
   if (!workers_.empty()) {
-    started_.store(number_);  // sequentially consistent: the store comes before `notify_all` looks for waiting threads
+    started_.store(number_);  // sequentially consistent, so that this store comes before `notify_all` looks for waiting threads
     started_.notify_all();
   }
   Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), number_);
@@ -62,11 +62,12 @@ void Pool::work() {
   for (;;) {
     for (int spins = 0; spins < kIdleSpins && started_.load(std::memory_order_acquire) == seen; ++spins) relax();
     started_.wait(seen, std::memory_order_acquire);
-    // The order matters. A thread that woke for the last program and is suspended here may load the number that the destructor
-    // stored. If the thread had checked for the end before this load, it would treat the number as already seen and sleep forever.
+    // The order of this load and the check of `stop_` matters. A thread that woke for the last program and is suspended here may
+    // load the number that the destructor has stored. If the thread checked `stop_` before this load, it would treat the
+    // destructor's number as already seen, and sleep forever.
     seen = started_.load(std::memory_order_acquire);
     if (stop_.load(std::memory_order_acquire)) return;
-    inside_.fetch_add(1);  // before the job is read, because `quiet` replaces the job and then reads this counter
+    inside_.fetch_add(1);  // this must be before the job is read, because `quiet` replaces the job and then reads this counter
     Cursor cursor(phases_.get(), num_phases_.load(std::memory_order_relaxed), seen);
     const Job* job = job_.load();
     job->program(job->argument, cursor);

@@ -1,8 +1,8 @@
-// Threads that execute programs together.
+// Thread pool whose threads execute programs together.
 // A program is a sequence of phases, and a phase is a number of independent tasks. Threads take tasks one by one. A phase ends when
-// all its tasks are done, by whichever threads. If the system suspends a thread because other processes use its core, the other
-// threads wait for it only if it is in the middle of a task. It is therefore reasonable to compute on all cores of a machine that
-// also serves requests.
+// all its tasks are done, no matter which threads have done them. If the operating system suspends a thread because another process
+// uses its core, the other threads wait for this thread only if it is in the middle of a task. Therefore the pool may use all cores
+// of a machine that also runs other processes.
 #pragma once
 
 #include <atomic>
@@ -15,20 +15,21 @@ namespace penstock {
 
 void relax();
 
-// Counters of a phase. The upper half is the number of the program, so that a late thread detects that the program has ended.
+// Counters of a phase. The upper half of a counter is the number of the program, so that a late thread, which still works on an
+// earlier program, detects that this program has ended.
 struct alignas(64) Phase {
   std::atomic<uint64_t> next{0};
   alignas(64) std::atomic<uint64_t> done{0};
 };
 
-// Position of a thread in the phases of one program.
+// Position of a thread in the sequence of phases of one program.
 class Cursor {
  public:
   Cursor(Phase* phases, int num_phases, uint64_t program)
       : phase_(phases), end_(phases + num_phases), program_(program << 32) {}
 
-  // Runs tasks of the next phase until no task is left, then waits for the tasks of other threads. Returns false if the program has
-  // ended.
+  // Runs tasks of the next phase until no task is left, then waits until other threads have done their tasks. Returns false if the
+  // program has ended.
   template <class Task>
   bool operator()(int64_t tasks, const Task& task) {
     if (phase_ == end_) return false;
@@ -59,7 +60,7 @@ class Cursor {
   uint64_t program_;
 };
 
-// Number of tasks of a phase. It is the only data of a program that a thread may read after the program has ended.
+// Number of tasks of a phase. This number is the only data of a program that a thread may read after the program has ended.
 // A late thread of program P reads the count and then `next` of the phase, while the caller prepares program P + 1. The caller
 // first stores the new program number into `next`, and then stores a new count. The count is stored with release and loaded with
 // acquire. If a thread loads a count of P + 1, it synchronizes with that store. The caller's store into `next` then happens before
@@ -79,27 +80,28 @@ class Count {
 
 class Pool {
  public:
-  static constexpr int kMaxPhases = 21504;  // maximum of a program; a decoder layer has at most 26
-  // Program and its data as one object, so that a late thread never mixes two programs.
+  static constexpr int kMaxPhases = 21504;  // maximum number of phases of a program; a decoder layer has at most 26 phases
+  // Program and its argument as one object, so that a late thread never combines the program of one job with the argument of
+  // another job.
   struct Job {
     void (*program)(void* argument, Cursor& cursor);
     void* argument;
   };
 
-  // Starts `threads` threads, including the calling thread.
+  // Creates a pool of `threads` threads, including the calling thread, and starts the others.
   explicit Pool(int threads);
   ~Pool();
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Ends the previous program for late threads. Call this before changing data that a program reads. A late thread may still read
-  // the number of tasks of a phase, but it finds no task. That number must therefore be a Count, or must never change. The next
-  // program has at most `num_phases` phases.
+  // Ends the previous program for late threads. Call this function before data that a program reads is changed. Afterwards a late
+  // thread may still read the number of tasks of a phase, but finds no task. The number of tasks must therefore be a Count, or must
+  // never change. The next program may have at most `num_phases` phases.
   void prepare(int num_phases);
   // Runs a job's program. The job and its argument must stay at the same address until `quiet` returns.
   void run(const Job& job);
-  // Waits until no thread, including late threads, is in a program. After that, the data that programs read may be freed.
+  // Waits until no thread, not even a late thread, is in a program. After this call, the data that programs read may be freed.
   void quiet();
 
  private:

@@ -1,4 +1,4 @@
-// Recurrent layers of a decoder: everything between the first product of a layer and its last product.
+// Recurrent layers of a decoder: the computation between the layer's products `qkv` and `output`.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 
 namespace penstock {
 
-// Numbers that the recurrent layers of a step compute from the rows of their first product. Layers run one after the other and use
-// the same memory.
+// Computation of a step's recurrent layers, and the memory for intermediate results. Layers run one after the other and use the
+// same memory.
 class Recurrent {
  public:
   explicit Recurrent(const std::vector<Layer>& layers) {
@@ -28,7 +28,7 @@ class Recurrent {
     }
   }
 
-  // Prepares a step. The scans of all layers have the same heads, so one plan serves all.
+  // Prepares a step. The scans of all layers have heads of the same sizes, so all layers use one plan.
   void begin(const Step& step, const std::vector<Layer>& layers, int threads) {
     if (channels_ == 0) return;
     memories_ = step.memories;
@@ -47,10 +47,10 @@ class Recurrent {
   int64_t num_convolutions(const Recurrence& r) const { return num_sequences_ * channel_blocks(r.channels); }
   int64_t num_scans() const { return num_scans_; }
   int64_t num_sequences() const { return num_sequences_; }
-  // Returns the number of elements of a token's output.
+  // Returns the number of elements of the layer's output for a token.
   static int64_t width(const Recurrence& r) { return r.kind == kShortConvolution ? r.channels : r.num_heads * r.value_size; }
 
-  // Multiplies the inputs of a short convolution by their gate. `row` is a token's row of the first product.
+  // Multiplies the inputs of a short convolution by their gate. `row` is a token's output row of `qkv`.
   static void gate_inputs(const Recurrence& r, float* row) {
     float* inputs = row + r.channels_at;
     for (int64_t i = 0; i < r.channels; ++i) inputs[i] *= row[r.step_at + i];
@@ -62,7 +62,7 @@ class Recurrent {
     ConvolutionTask(states_, convolution, task)();
   }
 
-  // Computes the inputs of the scan of one token, after the convolution.
+  // Computes the inputs of the scan (the linear recurrence) for one token, after the convolution.
   void prepare(const Recurrence& r, const Buffer& rows, int64_t token) {
     const float* row = rows.row(token);
     float *decays = numbers_.row(token), *mixed = mixed_.row(token);
@@ -76,7 +76,7 @@ class Recurrent {
     const float query_scale = 1.0f / std::sqrt(static_cast<float>(r.key_size));
     for (int64_t head = 0; head < 2 * r.num_key_heads; ++head) {
       float* part = mixed + head * r.key_size;
-      // The sum of squares is the mean times the size, so this is a norm to unit length.
+      // The sum of squares is the mean of squares times the size, so this factor scales the vector to length 1.
       const float unit = rms_scale(part, r.key_size, kUnitEps / static_cast<float>(r.key_size)) / std::sqrt(static_cast<float>(r.key_size));
       scale(part, head < r.num_key_heads ? unit * query_scale : unit, part, r.key_size);
     }
@@ -90,7 +90,7 @@ class Recurrent {
     penstock::store_keys(states_, scan_of(layer, r, mixed_), sequence);
   }
 
-  // Completes the output of one token. `row` is its row of the first product.
+  // Completes the layer's output for one token: skip connection, norm and gate. `row` is the token's output row of `qkv`.
   void finish(const Recurrence& r, const float* row, int64_t token, float* out) const {
     const float *gate = row + r.gate_at, *mixed = mixed_.row(token);
     if (r.kind == kShortConvolution) {
@@ -107,7 +107,7 @@ class Recurrent {
   }
 
  private:
-  static constexpr float kUnitEps = 1e-6f;  // of transformers' norm to unit length
+  static constexpr float kUnitEps = 1e-6f;  // epsilon of transformers' function for vectors of length 1
 
   static float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
@@ -127,7 +127,8 @@ class Recurrent {
   }
   StateMemory memory(size_t layer, const Recurrence& r) const { return memory_of(r, memories_[layer]); }
 
-  // In a row of the convolution's outputs, the delta rule has queries, keys and values, and the duality has values, keys and queries.
+  // Returns the scan of a layer. A row of the convolution's outputs has queries, keys and values in this order for the delta rule,
+  // and values, keys and queries for the duality.
   Scan scan_of(size_t layer, const Recurrence& r, const Buffer& out) const {
     const int64_t keys = r.num_key_heads * r.key_size, values = r.num_heads * r.value_size;
     const float* mixed = mixed_.data();
@@ -142,14 +143,14 @@ class Recurrent {
             out.data(), out.stride()};
   }
 
-  int64_t channels_ = 0, heads_ = 0, values_width_ = 0;  // the largest of all layers
+  int64_t channels_ = 0, heads_ = 0, values_width_ = 0;  // maxima over all layers
   StateStep states_{};
   const StateMemory* memories_ = nullptr;
   std::vector<ScanTask> tasks_;
   Count num_sequences_, num_scans_;
   Buffer mixed_;    // outputs of the convolution
   Buffer values_;   // values of the duality, multiplied by their steps
-  Buffer numbers_;  // decays and, in the second half, betas
+  Buffer numbers_;  // decays in the first half, and betas in the second half
 };
 
 }  // namespace penstock

@@ -1,8 +1,8 @@
-// Fast path of a ring (ring_memory.py) for messages that fit into one slot, which are nearly all messages. Each message needs one
-// call. If messages are rare, Python's code for the ring is not in the CPU caches, and would take most of the time of a message.
-// Python handles all other cases.
-// If a reader waits for messages that arrive at regular intervals, it can wake up shortly before the next message, because waking a
-// thread takes longer than all other work on a message.
+// Fast path of a ring (executor/multiproc/ring.py) for messages that fit into one slot, which are nearly all messages. One call
+// writes, and one call reads, a message. If messages are rare, Python's code for the ring is not in the CPU caches, and would take
+// most of the time of a message. Python code handles all other cases.
+// If messages arrive at regular intervals, a waiting reader can wake up shortly before the next message, because to wake a thread
+// takes longer than all other work on a message.
 
 #include "words.h"
 
@@ -34,10 +34,11 @@ struct Label {
 
 extern "C" {
 
-// Addresses in the ring's memory. The word after a counter says whether the counter's owner sleeps.
+// Addresses of the parts of a ring in its memory. The word after a counter says whether the process that advances this counter
+// sleeps.
 struct Ring {
   Word* head;
-  std::atomic<int64_t>* written_at;  // time of the last message of one slot, monotonic ns
+  std::atomic<int64_t>* written_at;  // time of the last message that used one slot, in ns of the monotonic clock
   char* tails;
   int64_t stride, num_readers;
   Label* labels;
@@ -45,7 +46,7 @@ struct Ring {
   int64_t num_slots, slot_bytes;
 };
 
-// Arrival times of messages for which a reader slept. `sleeps` says whether the reader sleeps until the next message.
+// Times between messages for which a reader has waited. `sleeps` says whether the reader sleeps until the next message.
 struct Rhythm {
   int64_t sleeps, last, count, intervals[kIntervals];
 };
@@ -62,7 +63,7 @@ struct Window {
   int64_t from, until;  // 0: unknown
 };
 
-// Returns the time at which the next message is due, if most of the last intervals are similar.
+// Returns the times between which the next message is expected, if most of the last intervals between messages are similar.
 Window due(const Rhythm& rhythm) {
   if (rhythm.count < kIntervals) return {0, 0};
   int64_t sorted[kIntervals];
@@ -80,7 +81,7 @@ Window due(const Rhythm& rhythm) {
 }
 
 void note(Rhythm& rhythm, int64_t at) {
-  if (at <= rhythm.last) return;  // the message had several slots
+  if (at <= rhythm.last) return;  // the message used several slots, so its time is unknown
   if (rhythm.last) rhythm.intervals[rhythm.count++ % kIntervals] = at - rhythm.last;
   rhythm.last = at;
 }
@@ -91,7 +92,7 @@ void keep_time() {
   kept = true;
 }
 
-// Waits like `penstock::spin_until`, but yields the core to other threads, because one of them may be the writer.
+// Waits like `penstock::spin_until`, but yields the core to other threads, because one of these threads may be the writer.
 bool attend(const Word* word, uint32_t seen, int64_t until) {
   constexpr int64_t kTurn = 10'000;
   for (int64_t at = penstock::now(); at < until; at = penstock::now()) {
@@ -106,7 +107,8 @@ bool attend(const Word* word, uint32_t seen, int64_t until) {
 #pragma GCC visibility push(default)
 extern "C" {
 
-// Writes message `number` into one slot. Returns 0 if this is not possible without waiting.
+// Writes message `number` into one slot, and returns 1. Returns 0 if this is not possible without waiting, or if the message needs
+// several slots.
 int penstock_ring_put(const Ring* ring, uint64_t number, const void* message, int64_t length) {
   const uint32_t head = ring->head->load(std::memory_order_relaxed);
   if (length > ring->slot_bytes || head & kClosed) return 0;
@@ -123,8 +125,8 @@ int penstock_ring_put(const Ring* ring, uint64_t number, const void* message, in
   return 1;
 }
 
-// Reads message `number` from one slot into `to`. Returns the length of the message, or -1 if it has not arrived or has several
-// slots.
+// Reads message `number` from one slot into `to`. Returns the length of the message, or -1 if the message has not arrived or uses
+// several slots.
 int64_t penstock_ring_take(const Ring* ring, int64_t reader, uint64_t number, Rhythm* rhythm, void* to) {
   Word* tail = tail_of(*ring, reader);
   const uint32_t read = tail->load(std::memory_order_relaxed), head = ring->head->load(std::memory_order_acquire);
@@ -142,9 +144,9 @@ int64_t penstock_ring_take(const Ring* ring, int64_t reader, uint64_t number, Rh
   return label.left;
 }
 
-// Waits until the head is not `seen`, like `penstock_word_wait`. If the due time of the next message is known, the function returns
-// -1 once, shortly before that time. With `is_soon`, it instead watches the head without sleeping until the message is overdue.
-// `rhythm` is null for readers that do not wake early.
+// Waits until the writer's counter (head) differs from `seen`, like `penstock_word_wait`. If the expected time of the next message
+// is known, the function returns -1 once, shortly before this time. If `is_soon` is not 0, the function instead watches the head
+// without sleeping, until the message is overdue. `rhythm` is null for readers that do not wake early.
 int penstock_ring_wait(const Ring* ring, int64_t reader, uint32_t seen, Rhythm* rhythm, int is_soon, int64_t spin_ns, int64_t deadline) {
   Word* sleeping = tail_of(*ring, reader) + 1;
   const Window window = rhythm ? due(*rhythm) : Window{0, 0};

@@ -1,4 +1,4 @@
-// Routing of a token to experts.
+// Choice of a token's experts by the logits of a router.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@ namespace penstock {
 
 constexpr int64_t kMaxExperts = 1024;
 
-// Selects the `top` largest of `n` logits. Among equal logits, the first is selected. The weights are the softmax over all logits.
-// If `normalize`, the weights are divided by their sum. If a logit is NaN, all weights are NaN.
+// Selects the `top` largest of `n` logits. If logits are equal, the first is selected. The weights of the selected experts are the
+// softmax over all logits. If `normalize` is true, these weights are divided by their sum. If a logit is NaN, all weights are NaN.
 inline void route_row(const float* logits, int64_t n, int64_t top, bool normalize, int64_t* experts, float* weights) {
   float exponentials[kMaxExperts + kLanes];
   float peak = -INFINITY;

@@ -1,4 +1,4 @@
-// Functions on rows of floats: norms, rotary embedding and caps.
+// Functions on rows of floats: norms, rotary embedding, soft cap and gates.
 #pragma once
 
 #include <cmath>
@@ -25,7 +25,8 @@ inline void rms_norm(const float* x, const float* weight, float* out, int64_t n,
   for (; i < n; ++i) out[i] = weight[i] * (x[i] * scale);
 }
 
-// Rotates halves: (x, y) -> (x cos - y sin, y cos + x sin).
+// Applies a rotary embedding in place. Each element x of the first half is rotated with the element y of the second half: (x, y) ->
+// (x cos - y sin, y cos + x sin).
 inline void rotate(float* x, const float* cosines, const float* sines, int64_t size) {
   const int64_t half = size / 2;
   int64_t i = 0;
@@ -41,7 +42,7 @@ inline void rotate(float* x, const float* cosines, const float* sines, int64_t s
   }
 }
 
-// Applies the soft cap in place.
+// Replaces each element x by cap tanh(x / cap), in place.
 inline void cap(float* x, int64_t n, float cap) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(x + i, capped(load(x + i), cap));
@@ -52,12 +53,12 @@ inline void cap(float* x, int64_t n, float cap) {
   std::memcpy(x + i, last, (n - i) * sizeof(float));
 }
 
-// Replaces negative numbers by 0 and squares the others.
+// Replaces negative numbers by 0 and other numbers by their squares, in place.
 inline void square_positive(float* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] = x[i] > 0.0f ? x[i] * x[i] : 0.0f * x[i];  // NaN stays NaN
 }
 
-// Multiplies by the logistic function of a gate.
+// Multiplies each element of `x` by the logistic function of the same element of `gate`.
 inline void multiply_logistic(float* x, const float* gate, int64_t n) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(x + i, load(x + i) / (splat(1.0f) + exponential(-load(gate + i))));

@@ -1,4 +1,4 @@
-// Most likely token of each row of logits, and sampling from the complete distribution.
+// Choice of the most likely token of each row of logits, random sampling without filters, and grammar masks.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 
 namespace penstock {
 
-constexpr int64_t kBlock = 256;  // number of columns in a block; blocks are searched by their sums of weights before single columns
+constexpr int64_t kBlock = 256;  // number of columns in a block; sampling finds the block first, then the column in the block
 
 typedef double vd __attribute__((vector_size(PENSTOCK_LANES * 8)));
 
-// Finds the largest element of a row and the first column that has it. NaN counts as largest.
+// Finds the largest element of a row and the first column with this element. NaN counts as largest.
 inline void find_peak(const float* row, int64_t width, float* peak, int64_t* column) {
   vf best[4];
   for (vf& b : best) b = splat(-INFINITY);
@@ -42,7 +42,8 @@ inline void find_peak(const float* row, int64_t width, float* peak, int64_t* col
   *column = at;
 }
 
-// Computes weights. Tokens with logits of -infinity must get exactly zero.
+// Computes the weights of logits, relative to the weight of the largest logit. Tokens with logits of -infinity must get a weight of
+// exactly zero.
 inline vf weights(vf x, float peak, float temperature) {
   const vf distance = (x - splat(peak)) / splat(temperature);
   return distance < splat(-87.0f) ? splat(0.0f) : exponential(distance);
@@ -60,7 +61,7 @@ inline double block_weight(const float* row, int64_t from, int64_t to, float pea
   return sum;
 }
 
-// Returns the column at which the cumulative distribution reaches `uniform`, like `draw` in sample/filters.py.
+// Returns the column at which the cumulative distribution of a row reaches `uniform`, like `draw` in sample/filters.py.
 inline int64_t draw(const float* row, int64_t width, float peak, float temperature, double uniform, double* sums) {
   const int64_t blocks = (width + kBlock - 1) / kBlock;
   double all = 0;
@@ -81,7 +82,7 @@ inline int64_t draw(const float* row, int64_t width, float peak, float temperatu
   return last;
 }
 
-// Masks tokens whose bits are not set, in place. NaN is not masked, so that it is detected.
+// Replaces the logits of tokens whose bits are not set by -infinity, in place. NaN is not replaced, so that later checks detect it.
 inline void mask_row(const Mask& m, int64_t i) {
   constexpr int64_t kBits = 32;
   static_assert(kBits % kLanes == 0);

@@ -1,6 +1,7 @@
-// Selective scan of Mamba-1 (arXiv:2312.00752): a recurrence whose decays differ for each number of the state, so that rows do not sum
-// up. Each channel is a head with a state of one column. Open rows have the tokens' own decays. A step replays the rows from the closed
-// state on, so that each state is the result of the same operations, wherever the step begins.
+// Selective scan of Mamba-1 (arXiv:2312.00752): a recurrence with a separate decay for each number of the state. Therefore the
+// effect of several tokens cannot be computed from sums of decays as in states.h. Each channel is a head with a state of one
+// column. Open rows store each token's own decay, not a sum of decays. A step repeats the computation of the open rows from the
+// closed state on. So each state is the result of the same operations, wherever the step begins.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +14,11 @@
 
 namespace penstock {
 
-constexpr int64_t kSelectiveHeads = 64;  // channels of a task
+constexpr int64_t kSelectiveHeads = 64;  // number of channels that a task computes
 
 inline int64_t selective_blocks(int64_t heads) { return (heads + kSelectiveHeads - 1) / kSelectiveHeads; }
 
-// Computes and stores one block of the channels of one sequence.
+// Computes one block of the channels of one sequence, and stores its states and open rows.
 inline void scan_selectively(const StateStep& step, const Scan& c, int64_t task) {
   const StateMemory& m = c.memory;
   const int64_t blocks = selective_blocks(m.num_heads), index = task / blocks, n = m.key_size;
@@ -28,7 +29,7 @@ inline void scan_selectively(const StateStep& step, const Scan& c, int64_t task)
   const auto token_of = [&](int64_t position) { return s.first + position - s.start; };
   vf zeros{};
   for (int64_t head = from; head < to; ++head) {
-    // With at most kSpan numbers, a state is one vector of the widest instruction set.
+    // The state of a head has at most kSpan numbers, which are one vector of the widest instruction set.
     for (int64_t i = 0; i < n; i += kLanes) {
       const int64_t left = n - i;
       const vf rates = load_some(c.rates + head * n + i, left);

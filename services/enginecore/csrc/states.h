@@ -1,14 +1,15 @@
-// Recurrent layers: causal convolutions, and linear recurrences with closed states and open rows.
+// Operations of recurrent layers: causal convolutions, and linear recurrences that keep closed states and open rows.
 //
-// Time is divided into spans of kSpan tokens at absolute positions. A layer keeps the closed state S of the last whole span, and
-// for each later token j its key k, its update u and the sum G of decays since the span began. The output for a token t with query q
-// is e^G_t q S + sum over j of e^(G_t - G_j) (q k_j) u_j. With beta, the update is beta (v - e^G_t k S - sum over earlier j of
-// e^(G_t - G_j) (k_t k_j) u_j), which is the gated delta rule (arXiv:2412.06464). Without beta, the update is v, which is Mamba-2's
-// recurrence (arXiv:2405.21060). If each row of S has a decay, G is a vector and multiplies each element of q k_j, which is Kimi delta
-// attention (arXiv:2510.26692). No exponent is greater than 0.
+// Time is divided into spans of kSpan tokens at absolute positions. A layer keeps the closed state S, which is the state at the end
+// of the last complete span. For each later token j, it keeps an open row: the token's key k_j, its update u_j, and the sum G_j of
+// the decays since the span began. The output for a token t with query q is e^G_t q S + sum over j of e^(G_t - G_j) (q k_j) u_j.
+// With beta, the update is beta (v - e^G_t k S - sum over earlier j of e^(G_t - G_j) (k_t k_j) u_j), which is the gated delta rule
+// (arXiv:2412.06464). Without beta, the update is v, which is Mamba-2's recurrence (arXiv:2405.21060). If each row of S has a
+// decay, G is a vector and multiplies each element of q k_j, which is Kimi delta attention (arXiv:2510.26692). Decays are at most
+// 0, so no exponent is greater than 0.
 //
-// All sums have the same order for any division of a sequence into steps, so that a token's results have the same bits in a prompt
-// as in a decode step.
+// All sums have the same order for any division of a sequence into steps, so that a token's results are bit-identical in a prompt
+// and in a decode step.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +24,8 @@ namespace penstock {
 
 constexpr int64_t kSpan = 16;
 constexpr int64_t kMaxTaps = 8;
-constexpr int64_t kChannels = 512;  // channels of a task of a convolution
-constexpr int kWide = kLanes == 16 ? 8 : 4;  // vectors of a panel for one or two rows, which read long runs of a state
+constexpr int64_t kChannels = 512;  // number of channels that a task of a convolution computes
+constexpr int kWide = kLanes == 16 ? 8 : 4;  // number of vectors that one or two rows multiply at a time
 
 inline int64_t span_start(int64_t position) { return position / kSpan * kSpan; }
 inline int64_t whole_vectors(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
@@ -42,7 +43,7 @@ inline void store_some(float* p, vf v, int64_t n) {
   std::memcpy(p, last, n * sizeof(float));
 }
 
-// Returns the sum of the lanes, as a tree.
+// Returns the sum of a vector's lanes, by repeatedly adding the two halves of the vector.
 template <int kAway = kLanes / 2>
 inline float tree_sum(vf v) {
   v = v + exchanged<kAway>(v, std::make_integer_sequence<int, kLanes>{});
@@ -50,7 +51,8 @@ inline float tree_sum(vf v) {
   else return v[0];
 }
 
-// Returns whether all numbers are finite whose differences to themselves were added up in `zeros`.
+// Returns whether a set of numbers is finite. `zeros` is the sum of x - x over all these numbers, which is NaN if an x is not
+// finite.
 inline bool finite(vf zeros) { return !any_greater(zeros != zeros ? splat(1.0f) : vf{}, vf{}); }
 
 inline void mark_broken(const StateStep& step, int64_t sequence) {
@@ -61,7 +63,7 @@ inline void mark_broken(const StateStep& step, int64_t sequence) {
 
 inline int64_t channel_blocks(int64_t channels) { return (channels + kChannels - 1) / kChannels; }
 
-// Computes and stores one block of the channels of one sequence.
+// Task that computes one block of the channels of one sequence, and stores its inputs and tails.
 class ConvolutionTask {
  public:
   ConvolutionTask(const StateStep& step, const Convolution& convolution, int64_t task)
@@ -132,7 +134,7 @@ class ConvolutionTask {
 
 // Recurrences.
 
-// Heads `head` to `end - 1` of a sequence, which share a key head.
+// Part of a scan that one task computes: the heads `head` to `end - 1` of a sequence, which use the same key head.
 struct ScanTask {
   int64_t sequence;
   int64_t key_head;
@@ -152,7 +154,7 @@ inline void plan_scan(const StateStep& step, const StateMemory& memory, int64_t 
         tasks.push_back({sequence, key_head, first, std::min(first + heads, end)});
 }
 
-// Multiplies rows [keys] by a state [keys, columns of kVectors vectors].
+// Multiplies kRows rows of `keys` elements by a state [keys, columns], for as many columns as kVectors vectors have.
 template <int kRows, int kVectors>
 inline void multiply_state(const float* const* rows, const float* state, int64_t stride, int64_t keys, float* out, int64_t out_stride) {
   vf sums[kRows][kVectors] = {};
@@ -180,8 +182,8 @@ inline void multiply_rows(const float* const* rows, int64_t count, const float* 
   }
 }
 
-// Computes S = decays S + sum over rows j of factors[j] updates[j] for a tile of keys and the columns from `column`. `from` and `to`
-// may be the same.
+// Computes the state at the end of a span, S = decays S + sum over rows j of factors[j] updates[j], for kRows keys and the columns
+// from `column` on. `from` and `to` may be the same memory.
 template <int kRows, int kVectors>
 inline vf close_tile(const float* decays, const float* from, int64_t from_stride, const float* factors, int64_t factor_stride,
                      const float* const* updates, int64_t column, float* to, int64_t to_stride) {
@@ -201,7 +203,7 @@ inline vf close_tile(const float* decays, const float* from, int64_t from_stride
   return zeros;
 }
 
-// Memory of a thread for one task.
+// Memory of a thread for the intermediate results of one task.
 struct ScanMemory {
   std::vector<float> updates, products, factors, states, sums, decayed, decays;
 };
@@ -247,13 +249,14 @@ class ScanRunner {
   float* own_state(int64_t head) const { return own_.states.data() + (head - task_.head) * m_.key_size * width_; }
   int64_t row_of(int64_t position) const { return s_.ring * m_.length + position % m_.length; }
   int64_t token_of(int64_t position) const { return s_.first + position - s_.start; }
-  // Later steps read at most the rows of the last kSpan tokens.
+  // Returns whether the row of a position must be stored. Later steps read at most the rows of the last kSpan tokens.
   bool is_kept(int64_t position) const { return position >= s_.start + s_.count - kSpan; }
   float* update_row(int64_t position, int64_t head) const {
     return m_.updates + (row_of(position) * m_.num_heads + head) * m_.value_size;
   }
 
-  // Returns a state [key size, width] that the sequence starts from. Rows are padded to whole vectors.
+  // Returns the closed state [key size, width] of a head from which the sequence starts. Its rows are padded to a multiple of the
+  // vector length.
   const float* first_state(int64_t head) const {
     const float* state = memory_of(s_.closed, head);
     if (direct_) return state;
@@ -283,7 +286,7 @@ class ScanRunner {
     return tree_sum(sum);
   }
 
-  // Computes the products of the tokens' queries and keys with the keys of all rows up to their own.
+  // Computes, for each token of the span, the products of its query and its key with the keys of all rows up to its own row.
   void multiply_keys() {
     for (int64_t t = first_ - base_; t < last_ - base_; ++t)
       for (int64_t j = 0; j <= t; ++j) {
@@ -308,7 +311,7 @@ class ScanRunner {
       const int64_t token = token_of(base_ + t);
       float weights[kSpan], since = 1.0f;
       if (by_row_) {
-        std::fill_n(weights, kSpan, 1.0f);  // the products contain the decays
+        std::fill_n(weights, kSpan, 1.0f);  // by_query_ and by_key_ already contain the decays
       } else {
         sums_[t] = (t == 0 ? 0.0f : sums_[t - 1]) + c_.decay[token * c_.decay_stride + head];
         for (int64_t j = 0; j < kSpan; j += kLanes) store(weights + j, exponential(splat(sums_[t]) - load(sums_ + j)));
@@ -332,8 +335,9 @@ class ScanRunner {
     return m_.decays + (row_of(position) * m_.num_heads + head) * m_.decay_size;
   }
 
-  // Computes the sums of decays for each row of a state, the decayed keys and queries of the new tokens, and their decayed products
-  // with the keys of all rows up to their own.
+  // Does the work of multiply_keys for layers in which each row of a state has a decay. Computes the sums of decays for each row of
+  // a state, and the keys and queries of the new tokens times their decays. Also computes the decayed products with the keys of all
+  // rows up to a token's own row.
   void decay_rows(int64_t head, int64_t old, int64_t count) {
     const int64_t n = m_.key_size;
     float* sums = own_.sums.data();
@@ -362,7 +366,8 @@ class ScanRunner {
     }
   }
 
-  // Multiplies the keys of the new tokens, if there is a correction, and then their queries by the state.
+  // Multiplies the queries of the new tokens by the state, and before that also the keys, if the recurrence has a correction
+  // (beta).
   void multiply_by(const float* state, int64_t old, int64_t count) {
     const float* rows[2 * kSpan];
     int64_t num_rows = 0;
@@ -397,7 +402,7 @@ class ScanRunner {
     }
   }
 
-  // Closes the span and returns the state after it. The state is stored at `to`, or in the task's memory for null.
+  // Computes and returns the state at the end of the span. If `stored` is true, the state is written to `to`.
   const float* close(int64_t head, const float* state, float* to, bool stored) {
     float* at = stored && direct_ ? to : own_state(head);
     if (by_row_) decay_rows_to_end();
@@ -413,7 +418,7 @@ class ScanRunner {
     return at;
   }
 
-  // Computes the decays of the state and of the span's keys until its end.
+  // Computes the decay of the state over the whole span, and the keys of the span times their decays until the end of the span.
   void decay_to_end() {
     float weights[kSpan];
     for (int64_t j = 0; j < kSpan; j += kLanes) store(weights + j, exponential(splat(sums_[kSpan - 1]) - load(sums_ + j)));
@@ -457,8 +462,8 @@ class ScanRunner {
   ScanMemory& own_;
   int64_t width_, key_width_;
   bool by_row_;  // each row of a state has a decay
-  bool direct_;  // states need no padding, so they are used where they are stored
-  int64_t base_ = 0, first_ = 0, last_ = 0;  // the span, and its tokens in the step
+  bool direct_;  // whether states need no padding, so that they are used in the memory where they are stored
+  int64_t base_ = 0, first_ = 0, last_ = 0;  // positions: start of the span, its first token in the step, end of its tokens
   const float *keys_[kSpan] = {}, *queries_[kSpan] = {}, *updates_[kSpan] = {};
   float by_query_[kSpan][kSpan] = {}, by_key_[kSpan][kSpan] = {};
   float sums_[kSpan] = {};
@@ -469,7 +474,8 @@ inline void run_scan(const StateStep& step, const Scan& scan, const ScanTask& ta
   ScanRunner(step, scan, task, memory)();
 }
 
-// Stores the keys of a sequence's last tokens. Call it after all tasks of the scan, because they read keys that it overwrites.
+// Stores the keys of the last tokens of a sequence in the ring. Call this function after all tasks of the scan, because the tasks
+// read old keys that this function overwrites.
 inline void store_keys(const StateStep& step, const Scan& scan, int64_t sequence) {
   const StateSequence& s = step.sequences[sequence];
   const StateMemory& m = scan.memory;

@@ -1,5 +1,6 @@
-// Vectors of PENSTOCK_LANES floats, with compiler extensions. The same source is compiled for every instruction set. PENSTOCK_TILE
-// is the number of rows of a register tile. A register tile has two vectors of sums per row.
+// SIMD vectors of PENSTOCK_LANES floats, with compiler extensions. The same source is compiled for every instruction set.
+// PENSTOCK_TILE is the number of rows of a register tile, the sums that stay in registers. A register tile has two vectors of sums
+// per row.
 #pragma once
 
 #include <cstddef>
@@ -26,30 +27,30 @@ constexpr int kPanel = 2 * kLanes;  // number of output features that are comput
 constexpr int kTile = PENSTOCK_TILE;
 
 inline vf load(const float* p) { return *reinterpret_cast<const vf_unaligned*>(p); }
-// Two bfloat16 values in a lane. Each is the upper half of a float.
+// Loads two bfloat16 values into each lane.
 inline vu load_pairs(const uint16_t* p) { return reinterpret_cast<vu>(*reinterpret_cast<const vi_unaligned*>(p)); }
 inline vi load_bytes(const int8_t* p) { return *reinterpret_cast<const vi_unaligned*>(p); }
-// Returns byte `i` of each lane as a signed number.
+// Returns byte `i` of each lane, as a signed number converted to float.
 inline vf byte(vi v, int i) { return __builtin_convertvector((v << (24 - 8 * i)) >> 24, vf); }
 inline void store(float* p, vf v) { *reinterpret_cast<vf_unaligned*>(p) = v; }
 inline void store(uint16_t* p, vh v) { *reinterpret_cast<vh_unaligned*>(p) = v; }
 inline vf splat(float x) { return x - vf{}; }
 #if defined(__AVX512F__)
-// Written with a builtin, because compilers would emit a comparison and a selection instead of this single instruction.
+// This function uses an intrinsic, because compilers would emit a comparison and a selection instead of this single instruction.
 inline vf max(vf a, vf b) { return _mm512_max_ps(a, b); }
 #else
 inline vf max(vf a, vf b) { return a > b ? a : b; }
 #endif
 inline vf min(vf a, vf b) { return a < b ? a : b; }
 
-// Returns the lane numbers.
+// Returns a vector with the index of each lane.
 inline vi lanes() {
   vi numbers;
   for (int i = 0; i < kLanes; ++i) numbers[i] = i;
   return numbers;
 }
 
-// Clears the sums of a register tile. The code has no loop, because compilers would replace a loop by a call that clears memory.
+// Sets the sums of a register tile to 0. The code has no loop, because compilers would replace a loop by a call of memset.
 template <int... kRow>
 inline void clear(vf (&sums)[sizeof...(kRow)][2], std::integer_sequence<int, kRow...>) {
   ((sums[kRow][0] = sums[kRow][1] = vf{}), ...);
@@ -92,7 +93,7 @@ inline bool any_greater(vf a, vf b) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// Polynomials with the smallest relative error for 2^x, x in -1/2..1/2, and e^x, x in -ln 2 / 2..ln 2 / 2.
+// Polynomials with the smallest relative error for 2^x with x in -1/2..1/2, and for e^x with x in -ln 2 / 2..ln 2 / 2.
 constexpr float kPowers3[] = {0.9999280735f, 0.6932609855f, 0.2426111222f, 0.05517166906f};  // 2^-13.7
 constexpr float kPowers5[] = {1.0f, 0.6931469776f, 0.2402224211f, 0.05550733776f, 0.009671510875f, 0.001326470645f};  // 2^-23.3
 constexpr float kExponential5[] = {1.0f, 0.9999997072f, 0.4999914959f, 0.1666763629f, 0.04189792165f, 0.008290301751f};  // 2^-23.3
@@ -104,12 +105,12 @@ inline vf polynomial(const float (&factors)[kTerms], vf x) {
   return sum;
 }
 
-// After adding this number, the low bits contain the nearest integer, in the form of the exponent of a float.
+// Number that is added to x. The low bits of the sum are then the integer nearest to x plus 127, which is the exponent of a float.
 constexpr float kToExponent = 12582912.0f + 127.0f;
 inline vf power_of_integer(vf shifted) { return reinterpret_cast<vf>(reinterpret_cast<vi>(shifted) << 23); }
 
-// Returns 2^x for x below 127, with the given polynomial. For x below -126, the result is 2^-126, which is too small to change a
-// sum of weights. The result for NaN is NaN.
+// Returns 2^x for x below 127, with the polynomial `factors`. For x below -126, the result is 2^-126, which is too small to change
+// a sum of weights. The result for NaN is NaN.
 template <size_t kTerms>
 inline vf power_of_two(const float (&factors)[kTerms], vf x) {
   x = max(splat(-126.0f), x);

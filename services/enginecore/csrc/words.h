@@ -1,6 +1,6 @@
-// Counters in shared memory, which words.cpp and ring.cpp use. A counter is a 32-bit word. If its lowest bit is set, the counter
-// will never be advanced again. Before a waiter sleeps, it sets a separate word, so that advancing a counter without sleepers needs
-// no system call.
+// Counters in shared memory, which words.cpp and ring.cpp use. A counter is a 32-bit word. If the lowest bit of the word is set,
+// the counter is closed and will never be advanced again. Before a waiter sleeps, it sets a separate word. So if no waiter sleeps,
+// advancing a counter needs no system call.
 
 #pragma once
 
@@ -37,7 +37,7 @@ inline void relax() {
 #endif
 }
 
-// Returns whether `word` differed from `seen` before `until` on the monotonic clock.
+// Spins until `word` differs from `seen`, and returns true. Returns false at the time `until` of the monotonic clock.
 inline bool spin_until(const Word* word, uint32_t seen, int64_t until) {
   while (now() < until)
     for (int look = 0; look < kLooks; ++look) {
@@ -48,8 +48,8 @@ inline bool spin_until(const Word* word, uint32_t seen, int64_t until) {
 }
 
 inline void wake(Word* word, const Word* sleeping, int64_t count, int64_t stride) {
-  // The sleeper sets its word before it reads the counter for the last time. Therefore either the sleeper sees the writer's new
-  // counter, or the writer sees the sleeper's word.
+  // The sleeper sets its word before it reads the counter for the last time. Therefore either the sleeper sees the new value of the
+  // counter, or the writer sees that the sleeper's word is set.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int64_t i = 0; i < count; ++i)
     if (reinterpret_cast<const Word*>(reinterpret_cast<const char*>(sleeping) + i * stride)->load(std::memory_order_relaxed)) {
@@ -58,8 +58,8 @@ inline void wake(Word* word, const Word* sleeping, int64_t count, int64_t stride
     }
 }
 
-// Sleeps until `word` is not `seen`, or until `deadline` if it is not negative. Only the caller may use the word `sleeping`.
-// Returns 0, ETIMEDOUT, or EINTR after a signal.
+// Sleeps until `word` differs from `seen`, or until `deadline` if `deadline` is not negative. Only the caller may use the word
+// `sleeping`. Returns 0, ETIMEDOUT, or EINTR after a signal.
 inline int sleep_until(Word* word, uint32_t seen, Word* sleeping, int64_t deadline) {
   const timespec until{static_cast<time_t>(deadline / 1'000'000'000), static_cast<long>(deadline % 1'000'000'000)};
   sleeping->store(1, std::memory_order_relaxed);
