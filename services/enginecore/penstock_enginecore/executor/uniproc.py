@@ -174,8 +174,8 @@ class UniprocExecutor:
         self._thread.submit_next(partial(loras.add, ready)).add_done_callback(partial(_pass_on, loaded))
 
     def block_copier(self) -> BlockCopier:
-        """Return an object that copies KV blocks between the device and the host. All its methods except ``read`` wait
-        for the steps that were queued earlier.
+        """Return an object that copies KV blocks between the device and the host. All methods of this object except
+        ``read`` wait for the steps that were queued earlier.
         """
         return Copier(partial(self._copy, self._worker.copies), self._thread.call(self._worker.block_facts))
 

@@ -253,7 +253,7 @@ class Worker:
 
     @utility
     def stop_profile(self) -> str:
-        """Stop the profiler. Returns the path of its trace, for chrome://tracing or Perfetto."""
+        """Stop the profiler. Returns the path of the profiler's trace, for chrome://tracing or Perfetto."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             raise InvalidArgument("no profile is running; call start_profile first", reason="NOT_PROFILING")

@@ -83,7 +83,7 @@ class BackboneSpecs:
 
 
 class Backbone:
-    """Embedding and layers of a model on its device. The modules of transformers compute them.
+    """Embedding and layers of a model on its device, computed by the modules of transformers.
 
     Steps run one at a time, with gradients off. Decoder models need ``bind`` before the first step.
 

@@ -66,7 +66,7 @@ NO_DEMANDS = MediaDemands()
 
 def demands_of(model: LoadedModel) -> MediaDemands:
     """Return the additional inputs that the model's media encoders need. Raises ModelLoadError if the model's modules
-    would ignore them.
+    would ignore these inputs.
     """
     encoder = model.encoder
     if encoder is None:
@@ -111,7 +111,7 @@ class Choice:
 
     Attributes:
         draws: Sampling parameters of the rows of logits.
-        newest: int32 tensor that receives the sampled tokens. Its last entry belongs to no request.
+        newest: int32 tensor that receives the sampled tokens. The last entry of ``newest`` belongs to no request.
         kept_rows: int64 ``[rows]``, for each row of logits the index in ``newest`` to write.
     """
 
@@ -248,9 +248,9 @@ class KeptWeights(Protocol):
 class ForwardPass(Protocol):
     """Embedding, layers and head of a model on its device. Steps run one at a time, with gradients off.
 
-    Call ``bind`` before the first step. ``build_forward`` creates an implementation from the loaded checkpoint. It
-    compares the implementation's results with the results of the model's own modules before the implementation serves
-    requests.
+    Call ``bind`` before the first step. ``build_forward`` creates an implementation from the loaded checkpoint. Before
+    an implementation serves requests, ``build_forward`` compares its results with the results of the model's own
+    modules.
     """
 
     device: torch.device

@@ -26,8 +26,8 @@ from penstock_enginecore.states.base import StateMetadata
 from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StatePoolConfig
 
 Stateful = Any
-"""A forward pass of a generative model, or the layers of a pooling model. Both have a KV cache and may have recurrent
-states.
+"""A forward pass of a generative model, or the layers of a pooling model. Both kinds of objects have a KV cache and may
+have recurrent states.
 """
 NUM_TOKENS = 24
 CUTS = (13, 14, 22, 23)
@@ -204,9 +204,9 @@ def blank_decodes(
     """Return a decode step with one token for each of ``size`` dummy requests, and the indices of the rows that get
     logits.
 
-    The requests attend to the null block, write no keys and values, and have no recurrent states. Their next tokens are
-    stored in the last entry of ``newest``. If ``adapted`` is true, the step launches the kernels for LoRA adapters,
-    although no request uses an adapter.
+    The requests attend to the null block, write no keys and values, and have no recurrent states. The tokens that the
+    step samples are stored in the last entry of ``newest``. If ``adapted`` is true, the step launches the kernels for
+    LoRA adapters, although no request uses an adapter.
     """
     none: IntArray = np.zeros(size, dtype=np.int64)
     draws = PlainDraws.of(DrawSettings.off(size), none.astype(np.uint64), none)

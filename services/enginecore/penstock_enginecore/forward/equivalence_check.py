@@ -50,8 +50,8 @@ class Replacement(Protocol[T_co]):
         """Free the weights of the replaced modules and return the implementation that serves requests from now on.
 
         The replaced linear layers stay in the model for adapters, under their names, with ``in_features`` and
-        ``out_features``. Their weights are empty, so an adapter can add to a layer's output but cannot change its
-        weight.
+        ``out_features``. The weights of these layers are empty, so an adapter can add to a layer's output, but cannot
+        change the layer's weight.
         """
 
     def undo(self) -> None:
@@ -85,8 +85,8 @@ class Candidate(Generic[T_co]):
 
 @dataclass(frozen=True, slots=True)
 class Proven(Generic[T_co]):
-    """Result of trying all candidates. ``name`` and ``serves`` belong to the accepted candidate. Both are None if no
-    candidate was accepted.
+    """Result of trying all candidates. ``name`` and ``serves`` belong to the accepted candidate. ``name`` and
+    ``serves`` are None if no candidate was accepted.
     """
 
     name: str | None
@@ -103,7 +103,7 @@ class Proven(Generic[T_co]):
 
 
 def alone(ok: bool) -> bool:
-    """Return ``ok``. This is the function ``agree`` of a rank that has the whole model, so no other rank needs to
+    """Return ``ok``. A rank that has the whole model uses this function as ``agree``, because no other rank needs to
     agree.
     """
     return ok

@@ -40,8 +40,8 @@ from penstock_enginecore.states.memory import StateLayers, StateMemory
 
 
 class _Replay(torch.nn.Module):
-    """Module that stands in for the base model and returns a given output. Its other attributes are the attributes of
-    the base model.
+    """Module that stands in for the base model and returns a given output. The other attributes of this module are the
+    attributes of the base model.
     """
 
     def __init__(self, output: Any, base: Any) -> None:
@@ -77,7 +77,9 @@ class Head:
 
     @contextmanager
     def capture(self) -> Iterator[HiddenStates]:
-        """Return a context that stores the hidden states of the forward pass in it. They are the input for ``logits``."""
+        """Return a context that stores the hidden states of the forward pass in it. These hidden states are the input
+        for ``logits``.
+        """
         states = HiddenStates()
 
         def keep(module: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
@@ -266,13 +268,15 @@ class ModulesForward:
         return module_bytes(self._module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        """Use the KV caches ``caches`` from now on. Their keys are the names of the attention modules."""
+        """Use the KV caches ``caches`` from now on. The keys of ``caches`` are the names of the attention modules."""
         if caches and isinstance(self._adapted, SlotModules):
             self._adapted.allocate()
         self._caches = caches_by_module(self._module, caches)
 
     def bind_states(self, layers: StateLayers) -> None:
-        """Keep recurrent states in the memory ``layers`` from now on. Its keys are the names of the recurrent layers."""
+        """Keep recurrent states in the memory ``layers`` from now on. The keys of ``layers`` are the names of the
+        recurrent layers.
+        """
         self.bound_states.bind(layers)
 
     def embed(self, token_ids: IntArray) -> torch.Tensor:

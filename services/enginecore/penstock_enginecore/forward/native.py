@@ -210,8 +210,8 @@ def linear_candidate(
         library: The CPU kernels.
         module: The model.
         run: Function that returns the model's result for a probe.
-        serve: Function that creates the implementation that serves requests. Its argument is the size of the packed
-            weights in bytes.
+        serve: Function that creates the implementation that serves requests. The argument of this function is the size
+            of the packed weights in bytes.
     """
 
     def build() -> _PackedModules[T]:
@@ -334,7 +334,7 @@ class NativeForward(KernelDecoder):
 
         Raises:
             IndexError: The kernels would read beyond the end of a block table, an embedding table or a row of logits.
-            ValueError: The batch has LoRA adapters or media. Later steps of a chain support neither of them.
+            ValueError: The batch has LoRA adapters or media. Later steps of a chain support neither adapters nor media.
         """
         if batch.segments:
             raise ValueError("chained steps do not support adapters")

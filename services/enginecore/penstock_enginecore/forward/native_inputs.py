@@ -95,7 +95,7 @@ class Rotaries:
     """Rotary embeddings of a model.
 
     Args:
-        makers: Functions that return cosines and sines. Their arguments are int64 positions and a tensor with the dtype
+        makers: Functions that return cosines and sines. The functions get int64 positions, and a tensor with the dtype
             and device of the hidden states.
         size: Number of rotated elements of each head.
         max_len: Number of positions that the model allows.

@@ -175,8 +175,8 @@ class WholeAttention:
         self._memory = torch.empty(0)
 
     def takes(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether the kernels support these tensors ``[sequences, heads, tokens, head size]``. They must be
-        float32 with the same number of tokens.
+        """Return whether the kernels support these tensors ``[sequences, heads, tokens, head size]``. The tensors must
+        be float32 with the same number of tokens.
         """
         head_size, value_size = key.shape[3], value.shape[3]
         return (

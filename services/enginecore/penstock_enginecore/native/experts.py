@@ -76,7 +76,7 @@ class PackedRouter(torch.nn.Module):
 
 class RouterWeight(torch.nn.Parameter):
     """Weight ``[experts, hidden]`` of a router that calls ``torch.nn.functional.linear`` itself. All other functions of
-    torch treat it as a normal tensor.
+    torch treat this weight as a normal tensor.
     """
 
     packed: PackedWeight
@@ -133,7 +133,7 @@ class PackedExperts(torch.nn.Module):
         self._library = library
         self._activate = experts._apply_gate if experts.has_gate else experts.act_fn
         self._names = [name for name, _ in experts.named_parameters(recurse=False)]
-        self._unpacked = (experts,)  # a tuple, so that PyTorch does not register it
+        self._unpacked = (experts,)  # a tuple, so that the module is not registered
         self._up_name = up = "gate_up_proj" if experts.has_gate else "up_proj"
         self._silu = _is_silu(experts) and experts.gate_up_proj.shape[1] % (2 * library.lanes) == 0
         self._half = {name: fits_bfloat16(getattr(experts, name)) for name in (up, "down_proj")}

@@ -24,8 +24,8 @@ class Linear(ctypes.Structure):
 
 
 class Piece(ctypes.Structure):
-    """Part of a LoRA update for ``vectors`` SIMD vectors of output features. It uses ``rank`` elements of the product
-    of a row and A, from element ``first`` on.
+    """Part of a LoRA update for ``vectors`` SIMD vectors of output features. The part uses ``rank`` elements of the
+    product of a row and A, from element ``first`` on.
     """
 
     _fields_ = [("b", _Pointer), ("vectors", _Int), ("first", _Int), ("rank", _Int)]

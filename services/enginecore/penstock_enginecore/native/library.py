@@ -57,7 +57,9 @@ rounded, ``auto`` skips them.
 """
 
 _PERMISSIONS = {"amx": request_tiles}
-"""Functions that request permission to use an instruction set. They raise OSError if the operating system refuses."""
+"""Functions that request permission to use an instruction set. These functions raise OSError if the operating system
+refuses.
+"""
 
 _DIRECTORY = Path(__file__).parent
 """Folder with the libraries of the kernels, one for each instruction set."""
@@ -70,8 +72,8 @@ class KernelsError(ConfigError):
 class _Context:
     """Threads of a library, and the memory of these threads.
 
-    This object references no other objects of the library. It is freed when neither the library nor an object of the
-    library references it.
+    This object references no other objects of the library. The context is freed when neither the library nor an object
+    of the library references it.
     """
 
     def __init__(self, functions: ctypes.CDLL, num_threads: int) -> None:
@@ -113,7 +115,9 @@ class NativeLibrary:
 
     @functools.cached_property
     def beside(self) -> "NativeLibrary":
-        """Second object for the same library, for calls from another thread. Its kernels use only the calling thread."""
+        """Second object for the same library, for calls from another thread. The kernels of this second object use only
+        the calling thread.
+        """
         return self._beside()
 
     def filled_to(self, kind: int) -> int:

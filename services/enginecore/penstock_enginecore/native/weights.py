@@ -162,7 +162,7 @@ class PackedWeight:
     @property
     def layout(self) -> str:
         """Name of the format of the packed weight. If two weights have equal shapes and layouts, the memory of one may
-        be copied to the other. Their libraries must have the same SIMD vector length.
+        be copied to the other. The libraries of the two weights must have the same SIMD vector length.
         """
         return f"{self.dtype} by {self._filled_to}"
 

@@ -96,7 +96,7 @@ class Admission:
 
     def wait_at_most(self, seconds: float | None = None) -> float | None:
         """Return the number of seconds until ``tick`` must be called, but at most ``seconds``. The result is None if
-        there is no limit.
+        the caller may wait without a limit.
         """
         oldest = next(iter(self._unproven.values()), None)
         times = [each for each in (self._paused_until, oldest.until if oldest else None) if each is not None]
@@ -210,7 +210,7 @@ class Admission:
 # Handshake on the side of the client.
 
 WaitReadable = Callable[[socket.socket], None]
-"""Function that waits until a connection can be read. It raises an error to end the wait."""
+"""Function that waits until a connection can be read. The function raises an error to end the wait."""
 
 
 def introduce(connection: socket.socket, key: bytes, claim: bytes, wait: WaitReadable) -> None:
@@ -268,9 +268,9 @@ interval between probes is an integer number of seconds, so detection may be up 
 def give_up_after(connection: socket.socket, seconds: float) -> None:
     """Make a connection fail if the other host has not answered for ``seconds`` seconds.
 
-    This applies while data is in transit, while the connection is idle, and after the connection was closed with unsent
-    data. A host with a stopped or busy process still answers, because the operating system answers while the process's
-    receive buffer has space.
+    The timeout applies while data is in transit, while the connection is idle, and after the connection was closed with
+    unsent data. A host with a stopped or busy process still answers, because the operating system answers while the
+    process's receive buffer has space.
     """
     probe = max(round(seconds / _TRIES), 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -82,4 +82,4 @@ HYBRID_PLANS: Mapping[str, Mapping[str, str]] = {
         "model.layers.*.shared_transformer.feed_forward.down_proj": "rowwise",
     },
 }
-"""Plans by the class name of the causal language model. These plans replace the plans of transformers."""
+"""Plans by the class name of the causal language model. The plans of transformers for these classes are not used."""

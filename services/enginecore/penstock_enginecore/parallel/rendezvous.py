@@ -121,7 +121,7 @@ class Rendezvous:
         wake: int,
         timeout_s: float,
     ) -> None:
-        """Prepare the attempt. ``meet`` runs it.
+        """Prepare the attempt. ``meet`` runs the attempt.
 
         Args:
             name: Unique name of the group.
@@ -297,8 +297,8 @@ class Rendezvous:
             self._take_turn(left)
 
     def _take_turn(self, at_most: float = math.inf) -> bool:
-        """Wait up to ``at_most`` seconds for events, and handle them. Returns whether the connection that the caller
-        waits for is ready.
+        """Wait up to ``at_most`` seconds for events, and handle these events. Returns whether the connection that the
+        caller waits for is ready.
         """
         awaited = False
         for key, _ in self._selector.select(self._admission.wait_at_most(min(self._left(), at_most))):

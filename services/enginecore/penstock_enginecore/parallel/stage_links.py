@@ -38,8 +38,8 @@ class Pending(Protocol):
 class StageTransport(Protocol):
     """Transfers messages between any two stages. Messages of the same ``channel`` arrive in order.
 
-    A message may be shorter than the buffer into which it is received. If a stage sends messages of several channels to
-    another stage, the other stage must call ``receive`` in the order in which the messages are sent.
+    A received message may be shorter than its buffer. If a stage sends messages of several channels to another stage,
+    the other stage must call ``receive`` in the order in which the messages are sent.
     """
 
     stage: int
@@ -181,8 +181,8 @@ class StageLinks:
         self._owed = _Owed.NOTHING
 
     def receive(self, num_tokens: int) -> torch.Tensor:
-        """Return the hidden states ``[num_tokens, width]`` that the previous stage has sent. They are valid until
-        ``release``. Raises StageFailedError if the step has failed in an earlier stage.
+        """Return the hidden states ``[num_tokens, width]`` that the previous stage has sent. The hidden states are
+        valid until ``release`` is called. Raises StageFailedError if the step has failed in an earlier stage.
         """
         self._owed &= ~_Owed.RECEIVE
         buffer, count = self._receive_message()
@@ -291,7 +291,7 @@ class StageTokens:
         return self._pending is None or self._links.num_asked - self._number >= _MOST_AHEAD
 
     def wait(self) -> npt.NDArray[np.int32]:
-        """Wait until the tokens have arrived, and return them: int32 ``[1, tokens]``."""
+        """Wait until the tokens have arrived, and return the tokens, int32 ``[1, tokens]``."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._links.wait(pending)

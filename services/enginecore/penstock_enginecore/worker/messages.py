@@ -161,8 +161,8 @@ class Invoke(msgspec.Struct, frozen=True, tag="invoke"):
 
 
 class LoadLora(msgspec.Struct, frozen=True, tag="load_lora"):
-    """Call that loads a LoRA adapter while steps run. These calls have their own sequence of numbers, and a worker
-    answers such a call when the load is complete.
+    """Call that loads a LoRA adapter while steps run. ``LoadLora`` calls have their own sequence of numbers, and a
+    worker answers such a call when the load is complete.
     """
 
     number: int
@@ -179,7 +179,7 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag="copy_blocks"):
     """Call of a method of ``WorkerCopies``, which runs after the preceding steps. Only the method ``read`` runs
     immediately, while steps run.
 
-    These calls have their own sequence of numbers, and a worker answers such a call when the copy is complete.
+    ``CopyBlocks`` calls have their own sequence of numbers, and a worker answers such a call when the copy is complete.
     ``arguments`` is a list encoded with msgpack. If ``of_states`` is true, states of recurrent layers are copied
     instead of KV blocks.
     """

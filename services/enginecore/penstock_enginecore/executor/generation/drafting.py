@@ -52,8 +52,8 @@ class BatchDraftStep:
         return ForwardBatch(token_ids, laid_out.positions, laid_out.attention)
 
     def sampling(self, requests: Sequence[int], place: int | IntArray) -> SamplingInputs:
-        """Return the sampling inputs of the requests with the indices ``requests``. They are for the token that follows
-        ``place`` more tokens.
+        """Return the sampling inputs of the requests with the indices ``requests``. The inputs are for the token that
+        follows ``place`` more tokens of each request.
         """
         return self._batch.draws_of([self._ids[i] for i in requests], place)
 
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class Drafting:
-    """Runs a drafter, and switches the drafter off if it fails.
+    """Runs a drafter, and switches off a drafter that fails.
 
     After a failure, every ``DraftTokenIds`` contains the reason of the failure, and requests continue without drafts.
     """

@@ -40,7 +40,7 @@ class NewestTokens:
         """Return the int32 tensor of newest tokens, which is large enough for the rows with the indices ``rows`` and
         one more element.
 
-        The tensor is reallocated only if it is too small.
+        A tensor that is too small is reallocated.
         """
         most = int(rows.max(initial=0))
         if most >= len(self._ids) - 1:

@@ -134,8 +134,8 @@ def rows_before(ends: IntArray, drafts: Sequence[Sequence[int]]) -> IntArray:
     """Return the indices of the tokens of the flat batch whose logits are needed to verify drafts: int64 ``[number of
     drafts + number of requests]``.
 
-    For each request, these are the token before its drafts, and each draft. ``ends`` has the end of each request's
-    tokens in the flat batch.
+    For each request, the result has the token before the request's drafts, and each draft. ``ends`` has the end of each
+    request's tokens in the flat batch.
     """
     counts = np.fromiter(map(len, drafts), dtype=np.int64, count=len(drafts)) + 1
     first = np.repeat(ends - counts, counts)

@@ -104,8 +104,8 @@ class EncoderRows:
             self._encoder.start(item)
 
     def _taken(self, tensor: TensorData, num_embeds: int) -> torch.Tensor:
-        """Return the embeddings of a media item whose embeddings the request contains. Raises ValueError if their dtype
-        or shape is wrong.
+        """Return the embeddings of a media item whose embeddings the request contains. Raises ValueError if the dtype
+        or shape of the embeddings is wrong.
         """
         expected = (num_embeds, self._encoder.width)
         shape = tensor.shape[1:] if tensor.shape[:1] == (1,) and len(tensor.shape) == 3 else tensor.shape
@@ -162,8 +162,8 @@ class Placed(NamedTuple):
     def chunks(self) -> Iterator[tuple[str, int, int, int]]:
         """Iterate over the requests of the step. Yields one tuple for each request.
 
-        A tuple has the request ID, and the index of the request's first token in the flat batch. It also has the first
-        and the end position that the step computes.
+        A tuple has the request ID, and the index of the request's first token in the flat batch. The tuple also has the
+        first and the end position that the step computes.
         """
         starts = self.query_start_loc[:-1]
         firsts = self.positions[starts]

@@ -206,8 +206,9 @@ class StepSampling:
         """Sample the tokens of some rows on the device if the engine is batch-invariant. Returns the indices of these
         rows, and the tokens.
 
-        These are the rows whose tokens the device also samples when the request is alone in a batch. If a random number
-        is near the boundary between two tokens, the device and the sampler on the host may sample different tokens.
+        The selected rows are the rows whose tokens the device also samples when the request is alone in a batch. If a
+        random number is near the boundary between two tokens, the device and the sampler on the host may sample
+        different tokens.
         """
         if not self._batch_invariant or self._launcher is None:
             return [], None

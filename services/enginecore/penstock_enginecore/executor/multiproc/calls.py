@@ -152,8 +152,8 @@ class Calls:
 
     @property
     def parted(self) -> bool:
-        """Whether a worker has not answered a call that failed on another worker. This worker may be waiting for other
-        workers.
+        """Whether a worker has not answered a call that failed on another worker. The worker that has not answered may
+        be waiting for other workers.
         """
         with self._lock:
             return bool(self._left_alone)
@@ -306,7 +306,7 @@ DUMP_STACKS = signal.SIGUSR1
 _PATIENT, _QUIET = 1.0, 0.25
 """Seconds without new output from workers after which ``read_stacks`` stops reading.
 
-The first value applies until every running worker has written something. The second value applies after that.
+``_PATIENT`` applies until every running worker has written something, and ``_QUIET`` applies afterwards.
 """
 _MOST = 64 * 1024
 

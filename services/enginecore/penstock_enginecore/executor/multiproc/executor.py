@@ -53,7 +53,9 @@ _WAITING: tuple[Method, ...] = ("collective_rpc", "shutdown")
 that the workers hang.
 """
 _CONSEQUENCE = 0.1
-"""Seconds to wait, after an error of a worker, for the exit of another worker. That exit may have caused the error."""
+"""Seconds to wait, after an error of a worker, for the exit of another worker. The exit of the other worker may have
+caused the error.
+"""
 
 
 class MultiprocExecutor:

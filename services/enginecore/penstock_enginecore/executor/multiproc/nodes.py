@@ -310,7 +310,7 @@ class SpreadWorkers:
             if thread is not threading.current_thread():
                 thread.join()
 
-    # Handlers of messages from other nodes. They run on the listener's thread.
+    # Handlers of messages from other nodes. These handlers run on the listener's thread.
 
     def attached(self, index: int) -> None:
         with self._changed:

@@ -410,8 +410,8 @@ class RingReader:
     def __init__(self, memory: RingMemory, index: int = 0, rehearse: Rehearse | None = None) -> None:
         """Create the reader with index ``index``. Raises ValueError if the ring has no reader with this index.
 
-        Shortly before the next message is due, the reader calls ``rehearse`` with the last message for which it had to
-        wait. This call loads the code that handles such a message into the processor's caches.
+        Shortly before the next message is due, the reader calls ``rehearse`` with the last message for which the reader
+        had to wait. The call of ``rehearse`` loads the code that handles such a message into the processor's caches.
         """
         if not 0 <= index < memory.num_readers:
             raise ValueError(f"reader index {index} is invalid: the ring has {memory.num_readers} readers")
@@ -456,7 +456,7 @@ class RingReader:
         self._memory.close_reader(self._index)
 
     def _available(self) -> int:
-        """Return the number of slots that can be read now. Raises RingClosed if there are none and the writer has
+        """Return the number of slots that can be read now. Raises RingClosed if no slot can be read and the writer has
         ended.
         """
         memory = self._memory
@@ -489,7 +489,9 @@ class RingReader:
             raise RingTimeout("nothing was written to the ring")
 
     def _take(self, available: int) -> bytes | bytearray | None:
-        """Read the available slots of one message. Returns the message, or None if more of its slots must be read."""
+        """Read the available slots of one message. Returns the message, or None if more slots of the message must be
+        read.
+        """
         memory, size = self._memory, self._memory.slot_bytes
         read, _ = memory.read(self._index)
         first = read % memory.num_slots

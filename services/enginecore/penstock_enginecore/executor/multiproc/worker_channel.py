@@ -44,7 +44,8 @@ def _end_with(engine: int) -> None:
     os._exit(1)
 
 
-# Reports of a worker. They contain the time from when the engine sends a step until the worker receives it.
+# Reports of a worker. The reports contain the time from when the engine sends a step until the worker receives the
+# step.
 
 _INTERVAL = 1.0
 """Minimum number of seconds between two reports of a worker."""

@@ -202,7 +202,8 @@ class WorkerLoop:
         """Return the size and layout of this worker's part of a KV block, or of a slot of recurrent states if
         ``of_states`` is true.
 
-        ``argument`` is empty in the first call. In the second call it contains the sizes of all workers' parts.
+        ``argument`` is empty in the first call. In the second call, ``argument`` contains the sizes of all workers'
+        parts.
         """
         if argument:
             sizes = msgspec.msgpack.decode(argument, type=list[int])

@@ -161,7 +161,7 @@ class Workers:
 
     def end(self, *, told: bool) -> None:
         """End the workers. If ``told`` is true, the workers have received a shutdown call, and get ``LAST_MOMENT``
-        seconds to exit. Otherwise they are killed. Idempotent.
+        seconds to exit. If ``told`` is false, the workers are killed immediately. Idempotent.
         """
         self._told = told
         self._ending.set()

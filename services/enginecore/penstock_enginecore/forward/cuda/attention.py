@@ -150,7 +150,8 @@ Replay = Callable[[TritonAttention, StepGraphs, StateKernels | None], tuple[T, C
 """Function that creates a forward pass that replays steps. For a model with recurrent layers, the last argument is the
 kernels of these layers.
 
-Its second result is a function that returns why the forward pass does not replay steps, or an empty text.
+The second result of a ``Replay`` is a function that returns why the forward pass does not replay steps, or an empty
+text.
 """
 
 
@@ -212,7 +213,7 @@ class Attending(Generic[T]):
         serve: Function that creates a forward pass with an attention backend.
         run: Function that returns the result of a forward pass for the probe, a short test prompt.
         replay: Function that creates a forward pass that replays whole steps, or None if steps cannot be replayed.
-        recurrent: The model's recurrent layers, or None if it has none.
+        recurrent: The model's recurrent layers, or None for a model without recurrent layers.
     """
 
     device: torch.device

@@ -62,9 +62,9 @@ def padded_shape(tokens: int, requests: int) -> StepShape:
     """Return the padded shape of a step with ``tokens`` tokens and ``requests`` requests.
 
     Tokens are padded to a power of two up to 16, then to a multiple of 16, and above 256 to a multiple of 32. If each
-    request has one token, the number of requests is padded in the same way. Otherwise it is padded to a number of
-    ``_MIXED_REQUESTS``, so that steps with prompts also have few shapes. Steps with more than ``MAX_CAPTURED_TOKENS``
-    tokens are not padded.
+    request has one token, the number of requests is padded in the same way. Otherwise the number of requests is padded
+    to a number of ``_MIXED_REQUESTS``, so that steps with prompts also have few shapes. Steps with more than
+    ``MAX_CAPTURED_TOKENS`` tokens are not padded.
     """
     if (exact := StepShape(tokens, requests)).is_large:
         return exact
@@ -322,11 +322,11 @@ class Widths:
     """Number of elements per token of each kind of activation.
 
     Attributes:
-        hidden: Hidden states.
-        qkv: Queries, keys and values of all heads.
-        attended: Attention output of all query heads.
-        intermediate: The MLP's activations.
-        vocab: Logits.
+        hidden: Number of elements of a hidden state.
+        qkv: Number of elements of the queries, keys and values of all heads.
+        attended: Number of elements of the attention output of all query heads.
+        intermediate: Number of activations inside the MLP.
+        vocab: Number of logits.
     """
 
     hidden: int

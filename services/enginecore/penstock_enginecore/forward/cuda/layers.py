@@ -306,8 +306,8 @@ def _by_head(plan: LatentPlan, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 AfterLayer = Callable[[int, torch.Tensor], None]
-"""Function that is called with the index and the output ``[tokens, hidden size]`` of each layer. It is also called with
-index -1 and the input of the first layer.
+"""Function that is called with the index and the output ``[tokens, hidden size]`` of each layer. The function is also
+called with index -1 and the input of the first layer.
 """
 
 
@@ -399,8 +399,8 @@ class Layers:
         caches: Sequence[LayerCache],
         after_layer: AfterLayer | None = None,
     ) -> torch.Tensor:
-        """Compute all layers. Their input is in ``activations.residual``. Returns the output of the last norm,
-        ``[tokens, hidden size]``.
+        """Compute all layers. The input of the first layer is in ``activations.residual``. Returns the output of the
+        last norm, ``[tokens, hidden size]``.
         """
         kernels, residual = self._kernels, activations.residual
         self.scale_input(residual)

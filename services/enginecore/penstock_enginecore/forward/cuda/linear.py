@@ -34,7 +34,7 @@ class Held(Protocol):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def to(self, device: torch.device) -> None:
-        """Move the tensors."""
+        """Move all tensors to ``device``."""
 
 
 class Product(Held, Protocol):

@@ -36,7 +36,7 @@ def grouped_route(
     x: torch.Tensor, plan: ExpertsPlan, how: GroupedRouting, scale: float, kernels: "TritonKernels"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts' weights, float32 and multiplied by ``scale``, and the experts' indices, for each token of
-    ``x``. Both are ``[tokens, top_k]``.
+    ``x``. Both tensors are ``[tokens, top_k]``.
 
     For batch-invariant kernels, a later kernel scales and normalizes the weights. If scores are equal, the expert with
     the lower index wins, for any number of tokens.

@@ -95,7 +95,7 @@ class ReplayedModules:
 
     @property
     def failure(self) -> str:
-        """Reason why steps are not replayed, or empty if they are replayed."""
+        """Reason why steps are not replayed, or empty if steps are replayed."""
         return self._graphs.failure
 
     @property

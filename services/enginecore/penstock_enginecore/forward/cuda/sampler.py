@@ -24,16 +24,16 @@ if TYPE_CHECKING:  # Triton is imported only if there is a device for its kernel
     from penstock_enginecore.forward.cuda.kernels.sample import TokenSampler
 
 MakeSampling = Callable[[int, int, torch.device], "TokenSampler"]
-"""Function that creates sampling kernels. Its arguments are the maximum number of rows, the vocabulary size and the
-device.
+"""Function that creates sampling kernels. The arguments of the function are the maximum number of rows, the vocabulary
+size and the device.
 """
 
 
 class DeviceLauncher:
     """``TokenLauncher`` for a device.
 
-    ``launch`` returns new tensors. The memory of its kernels grows with the number of rows. ``for_steps`` has the
-    kernels for captured steps, whose memory never moves.
+    ``launch`` returns new tensors. The memory of the kernels that ``launch`` uses grows with the number of rows.
+    ``for_steps`` has the kernels for captured steps, whose memory never moves.
     """
 
     def __init__(self, vocab: int, device: torch.device, make: MakeSampling) -> None:
@@ -74,7 +74,7 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
     """Return text about the number of tokens that ``launcher`` and ``sampler`` sample differently, or an empty text if
     all tokens are equal.
 
-    Both sample from ``logits`` ``[rows, vocab]`` with all kinds of sampling parameters.
+    ``launcher`` and ``sampler`` sample from ``logits`` ``[rows, vocab]`` with all kinds of sampling parameters.
     """
     rows = len(logits)
     number = np.arange(rows)
@@ -96,8 +96,8 @@ def difference(launcher: DeviceLauncher, sampler: Sampler, logits: torch.Tensor)
 
 
 class TokenFeedback:
-    """Reads and writes sampled tokens that stay on the device, in every step of a padded shape. This work is captured
-    with the step.
+    """Reads and writes sampled tokens that stay on the device, in every step of a padded shape. The reads and writes
+    are captured as a part of the step.
 
     The host reads nothing. All rows are sampled, including padding rows, and unused tokens are ignored. ``kernels``
     sample the tokens. The argument is None if the caller samples.

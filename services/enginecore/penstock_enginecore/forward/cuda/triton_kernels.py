@@ -1,7 +1,7 @@
 """Triton kernels for the fused decoder, paged attention and LoRA adapters.
 
-``TritonKernels`` exposes the functions that launch kernels under the names that callers use. The modules of these
-functions document them.
+``TritonKernels`` exposes the functions that launch kernels under the names that callers use. These functions are
+documented in their modules.
 """
 
 from functools import partial

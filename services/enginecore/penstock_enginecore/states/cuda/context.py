@@ -60,8 +60,8 @@ class StateKernels(Protocol):
 class TritonStates:
     """``StateContext`` of an engine step, which launches kernels. The host waits for no result.
 
-    ``RowStates`` computes the calls that the kernels do not support. Both use the same memory for the states of a
-    layer.
+    ``RowStates`` computes the calls that the kernels do not support. The kernels and ``RowStates`` use the same memory
+    for the states of a layer.
 
     Args:
         kernels: Functions that launch the kernels.

@@ -25,7 +25,7 @@ class StateIndices:
     tensors.
 
     Padding requests have no tokens, and padding tokens belong to no request. Kernels neither read nor write states for
-    them. Therefore padding needs no memory for states.
+    padding. Therefore padding needs no memory for states.
 
     Attributes:
         firsts: Index of the first token of each request in the flat batch, ``[requests]``.

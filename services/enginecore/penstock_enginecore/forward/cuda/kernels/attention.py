@@ -4,10 +4,10 @@ Requests with one new token and requests with several new tokens use different k
 other. The launch grids depend only on padded sizes, and each program finds its work in tensors on the device. Therefore
 CUDA graphs can capture the kernels.
 
-A request with one new token is a decode. Its keys are split into pieces at positions that depend only on the request's
-length, as in FlashDecoding (Dao et al., 2023). The results of the pieces are merged in order. Therefore the result of a
-decode is bit-identical alone and in a batch. Elements of an fp8 cache are converted to the queries' dtype without loss
-before they are multiplied. Therefore all sums are float32, as without fp8.
+A request with one new token is a decode. The keys of a decode are split into pieces at positions that depend only on
+the request's length, as in FlashDecoding (Dao et al., 2023). The results of the pieces are merged in order. Therefore
+the result of a decode is bit-identical alone and in a batch. Elements of an fp8 cache are converted to the queries'
+dtype without loss before they are multiplied. Therefore all sums are float32, as without fp8.
 """
 
 from dataclasses import dataclass

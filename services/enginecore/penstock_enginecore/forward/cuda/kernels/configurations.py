@@ -82,9 +82,9 @@ class Latent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Configuration of a matrix product of up to ``rows`` rows with weights of ``bits`` bits per element.
 
-    A program with ``warps`` warps computes ``block_m`` rows of ``block_n`` output features. It multiplies ``block_k``
-    columns at a time, and loads ``stages`` tiles ahead. For 4-bit weights the layout of the weight determines the
-    number of columns.
+    A program with ``warps`` warps computes ``block_m`` rows of ``block_n`` output features. The program multiplies
+    ``block_k`` columns at a time, and loads ``stages`` tiles ahead. For 4-bit weights the layout of the weight
+    determines the number of columns.
     """
 
     rows: int

@@ -1,9 +1,9 @@
 """Batch-invariant matrix products: sums have a fixed order, so the result of a row is bit-identical alone and in a
 batch.
 
-A program computes a tile of outputs. It multiplies ``BLOCK_K`` input columns at a time, in order, and adds the products
-to one sum per output. No output is split among programs. ``BLOCK_N`` and ``BLOCK_K`` depend only on the shape of the
-weight. A program has 64 rows per four warps. For 16-bit elements these warps always use the instruction
+A program computes a tile of outputs. The program multiplies ``BLOCK_K`` input columns at a time, in order, and adds the
+products to one sum per output. No output is split among programs. ``BLOCK_N`` and ``BLOCK_K`` depend only on the shape
+of the weight. A program has 64 rows per four warps. For 16-bit elements these warps always use the instruction
 ``wgmma.m64n{BLOCK_N}k16``, for any number of warps. Libraries such as cuBLAS choose tiles by the batch size, so their
 sums have different orders. Source of the idea: Thinking Machines, "Defeating Nondeterminism in LLM Inference" (2025).
 """
@@ -173,7 +173,8 @@ def places(x, begin, end, nth, out_features, in_features, BLOCK_M: tl.constexpr,
     """Return the indices of a tile's rows, the indices of its output features, the features to read, and the addresses
     of the rows of ``x``. The tile's first row is ``begin``.
 
-    Indices beyond the last row or feature read the last row or feature instead. Their results are not stored.
+    Indices beyond the last row or feature read the last row or feature instead. The results for such indices are not
+    stored.
     """
     m = begin + tl.arange(0, BLOCK_M)
     n = nth * BLOCK_N + tl.arange(0, BLOCK_N)

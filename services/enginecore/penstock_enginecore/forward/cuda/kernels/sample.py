@@ -157,7 +157,7 @@ def _is_drawn(peak, temperature):
 @triton.jit
 def _distances(logits, columns, inside, peak, temperature):
     """Return the distances between the peak and the logits, divided by the temperature, and infinity for columns
-    outside of the row. Both operations round as IEEE 754 requires, as on a CPU.
+    outside of the row. The subtraction and the division round as IEEE 754 requires, as on a CPU.
     """
     value = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
     return tl.div_rn(peak - value, tl.zeros_like(value) + temperature)

@@ -1,9 +1,9 @@
-"""Recurrences of the gated delta rule and of state space duality (Mamba-2). They start from closed states (states at
-the ends of spans of 16 tokens) and open rows (data of later tokens).
+"""Recurrences of the gated delta rule and of state space duality (Mamba-2). The recurrences start from closed states
+(states at the ends of spans of 16 tokens) and open rows (data of later tokens).
 
 A program computes a block of value columns of one head of one request, span after span. The state changes only once per
 span, at its end. Each token's output and update are computed from the state before the span and the earlier rows of the
-span. This solves the triangular system of the delta rule row by row. All numbers and products are float32.
+span. The computation solves the triangular system of the delta rule row by row. All numbers and products are float32.
 
 The sums for a token add the same rows in the same order in any step. Therefore a token's results are bit-identical for
 any division of a prompt into steps, and for any other requests in the batch.
