@@ -13,7 +13,7 @@ class BrokenStates:
 
     Attributes:
         request_ids: IDs of all requests of the step.
-        known: Indices of such requests that the host has found.
+        known: Indices of these requests, as far as the host itself has found them.
         coming: Copies, not yet complete, of device tensors with a flag for each request of the step.
     """
 
@@ -29,7 +29,9 @@ class BrokenStates:
         return cls(request_ids, states.broken, [begin_copy(flags) for flags in states.flags])
 
     def wait(self) -> list[str]:
-        """Wait until the step's work is complete, and return the IDs of the requests with such states."""
+        """Wait until the step's work is complete, and return the IDs of the requests with a NaN or infinity in their
+        states.
+        """
         broken = set(self.known)
         for flags in self.coming:
             broken.update(flags.wait().nonzero()[0].tolist())

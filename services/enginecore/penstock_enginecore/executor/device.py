@@ -41,9 +41,9 @@ def resolve_device(name: str, worker: int, devices: Sequence[int] = (), dev: Pat
     """Return the torch device for ``model.device``. ``auto`` selects a GPU that the kernels support, or the CPU if
     there is no such GPU.
 
-    With several GPUs, each worker uses a separate GPU. By default, that is the GPU whose index is the worker's number.
-    ``devices`` can assign other GPUs. ``dev`` is the directory of the driver's device files. Raises ConfigError if the
-    device cannot be used.
+    With several GPUs, each worker uses a separate GPU. By default, a worker uses the GPU whose index is the worker's
+    number. ``devices`` can assign other GPUs. ``dev`` is the directory of the driver's device files. Raises ConfigError
+    if the device cannot be used.
     """
     if name == "cpu":
         return torch.device("cpu")

@@ -129,7 +129,7 @@ class ForwardBatch:
         positions: int64 ``[tokens]``.
         attention: Attention metadata of each KV cache group.
         embedded: ``[tokens, hidden size]``, replaces the token ids if some inputs are embeddings. The caller creates
-            this tensor with ``ForwardPass.embed`` and then changes rows. The pass may overwrite the tensor.
+            this tensor with ``ForwardPass.embed`` and then changes rows. The forward pass may overwrite the tensor.
         fed: Tokens whose ids are only on the device, so ``token_ids`` does not contain these ids. Never set together
             with ``embedded``.
         choice: Sampling arguments for a forward pass that can sample. Other forward passes ignore ``choice``, and the
@@ -163,7 +163,7 @@ class ForwardOutput:
         states: Argument for ``ForwardPass.head``, or None if ``keep_states`` was false.
         launched: The sampled tokens, or None if the forward pass did not sample.
         hidden: ``[tokens, layers * hidden size]``, the hidden states that ``ForwardPass.keep_hidden`` selected,
-            concatenated. Each pass returns a new tensor.
+            concatenated. Each forward pass returns a new tensor.
     """
 
     logits: torch.Tensor

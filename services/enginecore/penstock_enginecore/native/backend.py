@@ -37,7 +37,7 @@ class NativeSampling:
         return logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
 
     def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
-        """Set the logits of tokens whose bits in the grammar's mask are not set to -infinity, in place, like
+        """Replace the logits of tokens whose bits are not set in the grammar's mask by -infinity, in place, like
         ``sample.rules.mask_grammar``.
         """
         bitmask = np.ascontiguousarray(grammar.bitmask)

@@ -206,8 +206,8 @@ class SocketTransport:
         return self._begun(*self._streams[stage].receive(buffer.numpy().data, channel))
 
     def close(self) -> None:
-        """Close the connections, see ``StageTransport``. Other stages detect this immediately, and pending messages
-        fail.
+        """Close the connections, see ``StageTransport``. Other stages detect the close immediately, and pending
+        messages fail.
         """
         if not self._closed:
             self._closed = True

@@ -418,7 +418,8 @@ class GenerationRunner:
     def _prepare(self, batch: InputBatch, step: SchedulerOutput) -> StepInputs:
         """Return the inputs of a step. Waits for tokens of previous steps that the host needs for these inputs.
 
-        The host needs them if another worker samples them, or if the step has prompt embeddings or media embeddings.
+        The host needs these tokens if another worker samples them, or if the step has prompt embeddings or media
+        embeddings.
         """
         self._take_tokens(batch, wait=False)
         drafts = step.scheduled_spec_decode_tokens

@@ -2,8 +2,8 @@
 message, in order.
 
 The design follows vLLM's message queue in shared memory and LMAX's Disruptor: one writer, and counters instead of
-locks. In contrast to these designs, a waiting process of this ring sleeps after a short spin. A message may use any
-number of slots, even more slots than the ring has.
+locks. A waiting process sleeps after a short spin. A message may use any number of slots, even more slots than the ring
+has.
 """
 
 import ctypes

@@ -1,9 +1,9 @@
 """LoRA adapters of a model on a GPU. Host memory holds all adapters. Slots of device memory also hold the adapters of
 current steps.
 
-A step's rows with adapters are arranged in tiles. Each tile has rows of one adapter. The tile tensors never move for
-steps of padded shapes. An adapter without a slot is copied on a separate stream. A step with this adapter waits for the
-copy on the device, and other steps do not wait.
+A step's rows with adapters are arranged in tiles. Each tile has rows of one adapter. For steps of padded shapes, the
+tensors with tiles never move. An adapter without a slot is copied on a separate stream. A step with this adapter waits
+for the copy on the device, and other steps do not wait.
 """
 
 import logging
@@ -164,7 +164,7 @@ class DeviceAdapters:
             self._begin_copy(digest, slot)
 
     def remove(self, digest: bytes) -> None:
-        """Remove an adapter. Raises KeyError if it is not loaded."""
+        """Remove an adapter. Raises KeyError if the adapter is not loaded."""
         del self._images[digest]
         self._slots.remove(digest)
         self._coming.pop(digest, None)

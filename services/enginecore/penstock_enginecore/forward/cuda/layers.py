@@ -181,11 +181,11 @@ class HeadWeights(Held):
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The matrices."""
+        """Matrices of all heads."""
         return [self._weight]
 
     def to(self, device: torch.device) -> None:
-        """Move the matrices."""
+        """Move the matrices to ``device``."""
         self._weight = self._weight.to(device)
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -148,7 +148,7 @@ class QuantizedGroups(Held):
         return list(self._weight.tensors)
 
     def to(self, device: torch.device) -> None:
-        """Move the weight."""
+        """Move the weight to ``device``."""
         self._weight = self._weight.to(device)
 
     def run(self, rows: torch.Tensor, ends: torch.Tensor, owners: torch.Tensor) -> torch.Tensor:  # noqa: ARG002

@@ -7,7 +7,7 @@ CUDA graphs can capture the kernels.
 A request with one new token is a decode. The keys of a decode are split into pieces at positions that depend only on
 the request's length, as in FlashDecoding (Dao et al., 2023). The results of the pieces are merged in order. Therefore
 the result of a decode is bit-identical alone and in a batch. Elements of an fp8 cache are converted to the queries'
-dtype without loss before they are multiplied. Therefore all sums are float32, as without fp8.
+dtype without loss before they are multiplied. Therefore all sums are float32, and no second level of sums is needed.
 """
 
 from dataclasses import dataclass

@@ -46,7 +46,8 @@ def quantized_product(
         invariant: Whether sums must have the same order for any number of rows.
 
     Raises:
-        ValueError: Shapes or strides are not supported, or tiles of columns do not divide the blocks.
+        ValueError: Shapes or strides are not supported, or the number of columns of a tile does not divide the number
+            of columns of a block.
     """
     (rows, in_features), out_features = x.shape, weight.numbers.shape[0]
     blocks = triton.cdiv(in_features, weight.width)
@@ -89,7 +90,8 @@ def quantized_grouped_product(
         invariant: Whether sums must have the same order for any number of rows.
 
     Raises:
-        ValueError: Shapes or strides are not supported, or tiles of columns do not divide the blocks.
+        ValueError: Shapes or strides are not supported, or the number of columns of a tile does not divide the number
+            of columns of a block.
     """
     (rows, in_features), (experts, out_features) = x.shape, weight.numbers.shape[:2]
     if weight.in_features != in_features or out.shape != (rows, out_features):
