@@ -302,16 +302,16 @@ def test_a_generating_engine_refuses_to_embed(tmp_path: Path) -> None:
 
     save_tiny_model("llama", tmp_path)
     request = EngineCoreRequest(request_id="r", prompt_token_ids=[1], pooling_params=EMBED)
-    with pytest.raises(InvalidArgument, match="task is embed; this engine serves generate"):
+    with pytest.raises(InvalidArgument, match="task is embed; this engine supports generate"):
         build_engine(tmp_path).preprocess("c", request)
 
 
 def test_an_embedding_engine_refuses_what_it_does_not_serve(tmp_path: Path) -> None:
     save_pooling_model("bert", tmp_path)
     engine = build_engine(tmp_path)
-    with pytest.raises(InvalidArgument, match="does not generate; it serves embed, token_embed"):
+    with pytest.raises(InvalidArgument, match="does not generate; its pooling tasks are embed, token_embed"):
         engine.preprocess("c", EngineCoreRequest(request_id="r", prompt_token_ids=[1]))
-    with pytest.raises(InvalidArgument, match="task is classify; this engine serves embed, token_embed"):
+    with pytest.raises(InvalidArgument, match="task is classify; this engine supports embed, token_embed"):
         engine.preprocess("c", EngineCoreRequest(request_id="r", prompt_token_ids=[1], pooling_params=CLASSIFY))
     long = EngineCoreRequest(request_id="r", prompt_token_ids=[1] * (MAX_POSITIONS + 1), pooling_params=EMBED)
     with pytest.raises(InvalidArgument, match=f"has {MAX_POSITIONS + 1} tokens; max_model_len is {MAX_POSITIONS}"):

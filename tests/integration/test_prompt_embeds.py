@@ -130,7 +130,7 @@ async def test_half_precision_is_taken(client: SessionClient, saved: tuple[Path,
 async def test_what_does_not_fit_is_named(client: SessionClient) -> None:
     rows = torch.zeros(3, HIDDEN)
     wide = await failure(client, "wide", prompt_embeds=tensor(torch.zeros(3, HIDDEN + 1)))
-    assert wide == ("prompt_embeds", "prompt_embeds has vectors of 49 numbers; the model's have 48")
+    assert wide == ("prompt_embeds", "prompt_embeds has embeddings of length 49; the model's embeddings have length 48")
     assert (await failure(client, "flat", prompt_embeds=tensor(torch.zeros(3))))[0] == "prompt_embeds.shape"
     cut = tensor(rows)
     cut.inline = cut.inline[:-1]

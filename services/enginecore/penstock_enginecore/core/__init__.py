@@ -1,1 +1,1 @@
-"""The engine's logic, free of torch, grpc and generated stubs (a test enforces it)."""
+"""The engine's logic. A test enforces that this package imports no torch, no grpc and no generated stubs."""

@@ -1,8 +1,8 @@
 """The main loop of an engine process.
 
-One thread runs ``BusyLoop.run``. Each iteration handles the input queue, advances the shutdown, and runs a step. The
-loop blocks while there is nothing to do. Other threads use the methods under "From any thread". The loop sends results
-through an ``OutputSink``.
+One thread runs ``BusyLoop.run``. Each iteration handles the messages in the input queue, checks the progress of a
+requested shutdown, and runs a step. The loop blocks while there is nothing to do. Other threads use only the methods
+under the comment "From any thread". The loop sends results through an ``OutputSink``.
 """
 
 import gc
@@ -56,7 +56,9 @@ logger = logging.getLogger(__name__)
 
 
 class UtilityAnswers:
-    """Calls utility methods on the busy loop's thread. ``send`` sends the answer to a client."""
+    """Calls the methods that clients can call by name, on the busy loop's thread. ``send`` sends the answer to a
+    client.
+    """
 
     def __init__(
         self, utilities: UtilityRegistry, queues: InputQueues, send: Callable[[str, UtilityOutput], None]
@@ -71,7 +73,7 @@ class UtilityAnswers:
         """
         try:
             result = self._utilities.call(call.method, call.arguments)
-        except EngineDeadError:  # The method processed the results of a failed step.
+        except EngineDeadError:  # The utility method processed step results and found that the engine is dead.
             raise
         except Exception as e:
             self._send_failure(call, e)
@@ -107,12 +109,13 @@ class UtilityAnswers:
 class BusyLoop:
     """Runs the steps of an ``EngineCore``. Calls its ``control`` between steps.
 
-    Health is measured by progress. While ``has_work`` is true, steps must keep advancing ``last_step_time``. If it does
-    not advance for ``wedged_after`` seconds, the engine is wedged. ``last_step_time`` is in monotonic seconds. The loop
-    also sets it when work arrives at an idle engine.
+    The health of the engine is judged by its progress. While ``has_work`` is true, each step must advance
+    ``last_step_time``. If ``last_step_time`` does not advance for ``wedged_after`` seconds, the engine is wedged.
+    ``last_step_time`` is in monotonic seconds. The loop also sets ``last_step_time`` when work arrives at an idle
+    engine.
 
-    ``group`` is set for an engine in a data-parallel group. All ranks agree on each step. A rank that waits for other
-    ranks counts as idle.
+    ``group`` is set for an engine in a data-parallel group. All ranks of the group run the same steps together. A rank
+    that waits for other ranks counts as idle.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class BusyLoop:
         self._idle = True
         self._cache_followers: frozenset[str] = frozenset()
         self._leases_ended = False
-        """Whether leases have ended since the loop last sent the engine's load to frontends."""
+        """Whether leases on KV blocks have ended since the loop last sent the engine's load to frontends."""
         self._lora_changes = 0
         """Number of changes of adapters when the loop last became idle."""
         self.last_step_time = clock()
@@ -164,16 +167,20 @@ class BusyLoop:
         self._queues.put_abort(AbortRequests(client_id, list(request_ids), reason))
 
     def hand_over(self, client_id: str, request_ids: list[str]) -> None:
-        """End requests of a client with HANDOFF, so that they resume on another engine. Unknown ids are ignored."""
+        """End requests of a client with finish reason HANDOFF, so that the frontend resumes the requests on another
+        engine. Unknown ids are ignored.
+        """
         self._queues.put(HandOver(client_id, request_ids))
 
     def call_utility(self, client_id: str, call_id: int, method: str, arguments: bytes) -> None:
-        """Call a registered method between steps. The answer is sent to the client as ``utility_output``."""
+        """Queue a call of a registered utility method. The loop calls the method between steps and sends the answer to
+        the client as ``utility_output``.
+        """
         self._queues.put(UtilityCall(client_id, call_id, method, arguments))
 
     def follow_cache(self, client_id: str) -> None:
-        """Send every later change of the prefix cache to a client. ``cached_blocks`` returns the blocks that are cached
-        now.
+        """Send every later change of the prefix cache to a client. The utility method ``cached_blocks`` returns the
+        blocks that are cached now.
         """
         self._queues.put(FollowCache(client_id))
 
@@ -182,7 +189,9 @@ class BusyLoop:
         self._queues.put(ClientGone(client_id))
 
     def request_shutdown(self, timeout: float | None = None) -> None:
-        """Ask the loop to drain and return, within ``timeout`` seconds if given. Signal handlers may call this."""
+        """Ask the loop to finish the running requests and return, within ``timeout`` seconds if given. Signal handlers
+        may call this.
+        """
         self._shutdown.request(timeout)
         self._queues.wake()
 
@@ -191,7 +200,9 @@ class BusyLoop:
         return self._engine.has_work
 
     def seconds_since_last_step(self) -> float:
-        """Return the seconds since the last step, or 0 when idle. The result keeps growing while the engine is wedged."""
+        """Return the seconds since the last step, or 0 while the engine is idle. The result keeps growing while the
+        engine is wedged.
+        """
         return 0.0 if self._idle else self._clock() - self.last_step_time
 
     @property
@@ -233,7 +244,7 @@ class BusyLoop:
             raise
 
     def _receive(self) -> None:
-        """Handle all messages in the input queue. Wait for one if there is nothing to do."""
+        """Handle all messages in the input queue. If the engine has nothing to do, wait for a message."""
         idle = not self._may_step
         block = idle and (self._engine.has_requests or bool(self._engine.leases) or not self._shutdown.leaves)
         self._idle = block
@@ -257,14 +268,14 @@ class BusyLoop:
 
     @property
     def _may_step(self) -> bool:
-        """Whether a step now would do anything."""
+        """Whether the loop should start a step now."""
         if self._group is not None:
             return self._group.wants_step
         return self._engine.has_work and not self._engine.stalled
 
     def _time_to_next_event(self) -> float | None:
-        """Return the seconds until the next deadline of a request, a log line or the shutdown. None if nothing has a
-        deadline.
+        """Return the seconds until a request or the shutdown reaches its deadline, or a log line is due. None if
+        nothing is due.
         """
         times = [self._engine.time_to_next_deadline(), self._engine.seconds_to_log_line]
         if self._group is not None:
@@ -309,7 +320,8 @@ class BusyLoop:
             match effect:
                 case ShutdownEffect.ANNOUNCE_DRAINING:
                     self._sink.draining(self._shutdown.timeout)
-                    if self._engine.paused:  # Frozen requests would only wait for the deadline.
+                    # Frozen requests make no progress, so they would only delay the shutdown until its deadline.
+                    if self._engine.paused:
                         self._abort_all()
                 case ShutdownEffect.ABORT_REQUESTS:
                     logger.info("shutdown: %s", effect.value)
@@ -385,13 +397,13 @@ class BusyLoop:
         self._sink.emit(client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
 
     def _refuse_the_rest(self) -> None:
-        """Handle the messages that arrived after the last request had ended. Refuse their requests."""
+        """Handle the messages that arrived after the last request had ended. Requests in these messages are refused."""
         while (message := self._queues.get(block=False, timeout=None)) is not None:
             self._handle(message)
 
 
 def _attempt(act: Callable[[], object], *, doing: str, requests: Sequence[str] = ()) -> None:
-    """Call ``act``. An exception is logged as an incident."""
+    """Call ``act``. If ``act`` raises an exception, log the exception as an incident."""
     try:
         act()
     except Exception as e:

@@ -25,14 +25,14 @@ Tag = Literal["weights", "kv_cache"]
 MAX_DRAIN_TIMEOUT = 86_400.0
 _TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
 _TIMES = ("step_broadcast", "collectives", "waited_for_stages", "stage_idle")
-"""Timing fields of worker statistics that appear only in the metrics, not in ``engine_info``."""
+"""Names of the timing fields in worker statistics. These fields appear only in the metrics, not in ``engine_info``."""
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """Engine state for the metrics.
 
     Attributes:
-        sleep_level: 0 if the engine is awake.
+        sleep_level: Level with which ``sleep`` was called, or 0 if the engine is awake.
         num_nan_logits: Number of NaN logits since the engine started.
         drafter_failure: The reason why the drafter was switched off. Empty while the drafter works, None without
             speculative decoding.
@@ -48,8 +48,8 @@ class EngineControl:
     """The engine's utility methods. The busy loop's thread calls them between steps, and calls ``after_step`` after
     each step.
 
-    A sleeping engine is also paused. Scheduling resumes once the weights and the KV cache are awake. If an operator
-    also paused the engine, scheduling additionally waits for ``resume``.
+    A sleeping engine is also paused. Scheduling resumes once the weights and the KV cache are on the device again. If
+    an operator also paused the engine, scheduling additionally waits for ``resume``.
     """
 
     def __init__(self, engine: EngineCore, group: GroupDriver | None = None) -> None:
@@ -71,11 +71,11 @@ class EngineControl:
 
     @utility
     def drain(self, timeout: float) -> int:
-        """Refuse new requests. After ``timeout`` seconds, end the remaining requests, so that frontends retry them on
-        other engines. Return the number of remaining requests.
+        """Refuse new requests. After ``timeout`` seconds, end the remaining requests, so that frontends retry these
+        requests on other engines. Return the number of remaining requests.
 
         The process keeps running until it receives a shutdown request. A second call changes nothing and only returns
-        the number.
+        the number of remaining requests.
         """
         if not 0 <= timeout <= MAX_DRAIN_TIMEOUT:
             raise InvalidArgument(f"timeout is {timeout}; it must be from 0 to {MAX_DRAIN_TIMEOUT}", field="timeout")
@@ -90,8 +90,9 @@ class EngineControl:
         """Stop scheduling. ``mode`` decides whether queued and running requests are aborted (abort), finished first
         (wait), or frozen (keep).
 
-        The Future is done once no request runs; for a sleeping engine, it is done immediately. New requests wait for
-        ``resume``. ``clear_cache`` clears the prefix cache. Frozen requests then lose their blocks and are recomputed.
+        The returned Future is done once no request runs. If the engine is asleep, the Future is done immediately. New
+        requests wait for ``resume``. ``clear_cache`` clears the prefix cache. Frozen requests then lose their blocks
+        and are recomputed.
         """
         self._pause_asked_for = True
         return (
@@ -173,7 +174,7 @@ class EngineControl:
     def sleep(self, level: Literal[0, 1, 2] = 1, mode: Mode = "abort") -> Future[None]:
         """Pause with the given ``mode``, then free device memory.
 
-        Level 0 frees nothing. Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops the
+        Level 0 frees no memory. Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops the
         weights and the KV cache, and ``wake_up`` reads the weights from the checkpoint again.
         """
         if self._group is not None:
@@ -187,7 +188,7 @@ class EngineControl:
                 return
             try:
                 self._fall_asleep(level)
-            except Exception as e:  # The caller of the utility method gets the error.
+            except Exception as e:  # The caller of the utility method gets the error through the Future.
                 asleep.set_exception(e)
                 return
             asleep.set_result(None)
@@ -208,10 +209,11 @@ class EngineControl:
 
     @utility
     def wake_up(self, tags: list[Tag] | None = None) -> None:
-        """Restore device memory. ``tags`` selects weights or kv_cache; without tags, both are restored.
+        """Restore the contents of device memory after ``sleep``. ``tags`` lists the parts to restore: weights, kv_cache
+        or both. Without tags, both are restored.
 
-        Once both are restored, scheduling resumes. If ``pause`` was called before or during the sleep, scheduling waits
-        for ``resume``.
+        Once the weights and the KV cache are restored, scheduling resumes. If ``pause`` was called before or during the
+        sleep, scheduling waits for ``resume``.
         """
         slept = bool(self._asleep)
         wanted = set(tags or _TAGS) & self._asleep
@@ -245,10 +247,11 @@ class EngineControl:
 
     @utility
     def cached_blocks(self, part: int = 0, num_parts: int = 1, medium: KvMedium = KvMedium.DEVICE) -> bytes:
-        """Return the concatenated digests of the blocks that prompts can reuse from a medium.
+        """Return the concatenated digests of the blocks that prompts can reuse from a medium, such as the device or
+        host memory.
 
-        The digests are split into ``num_parts`` parts, numbered from 0, because each result must fit into a message.
-        Raises InvalidArgument for an invalid part.
+        One call returns only part number ``part`` of ``num_parts`` parts, counted from 0, because each result must fit
+        into a message. Raises InvalidArgument for an invalid part.
         """
         if not 1 <= num_parts <= MAX_PARTS:
             raise InvalidArgument(f"num_parts is {num_parts}; it must be from 1 to {MAX_PARTS}", field="num_parts")
@@ -258,7 +261,7 @@ class EngineControl:
 
     @utility
     def num_cached_blocks(self, medium: KvMedium) -> int:
-        """Return the number of blocks that prompts can reuse from a medium."""
+        """Return the number of blocks that prompts can reuse from a medium, such as the device or host memory."""
         return self._engine.scheduler.kv_cache.num_cached_blocks(medium)
 
     # Inspection.
@@ -285,8 +288,8 @@ class EngineControl:
     def engine_info(self) -> dict[str, Any]:
         """Return the engine's limits and state, and its workers' latest device statistics.
 
-        Lengths are in tokens, and device memory is in bytes. The size of the block pool is in blocks, including the
-        null block.
+        Lengths are in tokens, and device memory is in bytes. ``num_kv_blocks``, the size of the block pool, is a number
+        of blocks and includes the null block.
         """
         engine, config = self._engine, self._engine.config
         stats, state = engine.scheduler.stats(), self.state()
@@ -311,7 +314,7 @@ class EngineControl:
         }
 
     def state(self) -> EngineState:
-        """Return the state for the metrics. Thread-safe."""
+        """Return the engine state that the metrics show. Thread-safe."""
         return EngineState(
             paused=self._engine.paused,
             sleep_level=self._sleep_level,
@@ -321,6 +324,6 @@ class EngineControl:
 
 
 def _facts(worker: WorkerStats) -> dict[str, Any]:
-    """Return the statistics of a worker for operators."""
+    """Return the statistics of a worker that ``engine_info`` shows to operators."""
     facts: dict[str, Any] = msgspec.to_builtins(worker)
     return {key: value for key, value in facts.items() if key not in _TIMES}

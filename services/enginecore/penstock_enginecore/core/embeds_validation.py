@@ -12,7 +12,8 @@ from penstock_common.types.request import EngineCoreRequest
 _TOO_LARGE = {"float16": 65520.0, "bfloat16": float(np.uint32(0x7F7F8000).view(np.float32)), "float32": math.inf}
 """Smallest float32 number that becomes infinite when rounded to the model's dtype, by dtype."""
 _TOO_LARGE_BFLOAT16 = {"float16": 0x4780, "bfloat16": 0x7F80, "float32": 0x7F80}
-"""Smallest bfloat16 number that becomes infinite in the model's dtype, as bits without the sign. NaN has larger bits.
+"""Smallest bfloat16 number that becomes infinite in the model's dtype, by dtype, as a bit pattern without the sign bit.
+The bit pattern of NaN, read as an integer, is larger.
 """
 
 _FINITE = "finite"
@@ -24,9 +25,9 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
 
     Args:
         request: The request.
-        embeds: Its prompt embeddings.
-        hidden_size: Length of the model's embeddings. 0 if the engine accepts no prompt embeddings.
-        dtype: The model's dtype. The embeddings are converted to it.
+        embeds: The request's prompt embeddings.
+        hidden_size: Length of one embedding of the model. 0 if the engine accepts no prompt embeddings.
+        dtype: The model's dtype. The engine converts the embeddings to this dtype.
 
     Raises:
         InvalidArgument: The embeddings are invalid. The error names the field.
@@ -37,12 +38,13 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
     length = len(request.prompt_token_ids)
     if embeds.num_tokens != length:
         raise InvalidArgument(
-            f"prompt_embeds has {embeds.num_tokens} positions, but prompt_token_ids has {length}; the lengths must be equal",
+            f"prompt_embeds has {embeds.num_tokens} embeddings, but prompt_token_ids has {length} tokens; the numbers must "
+            "be equal",
             field="prompt_embeds",
         )
     if embeds.hidden_size != hidden_size:
         raise InvalidArgument(
-            f"prompt_embeds has vectors of {embeds.hidden_size} numbers; the model's have {hidden_size}",
+            f"prompt_embeds has embeddings of length {embeds.hidden_size}; the model's embeddings have length {hidden_size}",
             field="prompt_embeds",
         )
     if request.sampling_params.prompt_logprobs is not None:
@@ -67,4 +69,5 @@ def are_finite(data: Octets, stored: EmbedsDtype, dtype: str) -> bool:
         return bool((bits & 0x7FFF).max() < _TOO_LARGE_BFLOAT16[dtype])
     numbers = np.frombuffer(data, dtype="<f4" if stored == "float32" else "<f2")
     too_large = _TOO_LARGE[dtype]
-    return -too_large < float(numbers.min()) and float(numbers.max()) < too_large  # NaN fails both comparisons.
+    # Comparisons with NaN are false, so NaN counts as not finite.
+    return -too_large < float(numbers.min()) and float(numbers.max()) < too_large

@@ -41,7 +41,7 @@ from penstock_enginecore.states.core.spec import StatePoolConfig
 from penstock_enginecore.structured_output.core.base import GrammarBackend, GrammarBackendFactory
 from penstock_enginecore.structured_output.core.grammar_requests import GrammarIntake
 
-# Settings that the engine derives from the model.
+# Settings whose values the engine derives from the model.
 
 
 def settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
@@ -63,7 +63,7 @@ def settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
 
 def max_steps_of(config: EngineCoreConfig) -> int:
     """Return the maximum number of steps in flight: one step per pipeline stage. With asynchronous scheduling, one more
-    step is allowed, so that the first stage need not wait for the last.
+    step is allowed, so that the first pipeline stage need not wait for the last stage.
     """
     steps = config.executor.pipeline_parallel_size + bool(config.scheduler.async_scheduling)
     return max(config.executor.max_concurrent_batches, steps)
@@ -107,8 +107,8 @@ def size_engine(
 ) -> KVCacheConfig:
     """Return the KV cache configuration for a loaded model, with up to ``max_steps`` steps in flight.
 
-    Prepares the kernels and runs the model once. Raises ConfigError if the settings need more memory than is available.
-    The message gives both sizes.
+    Also prepares the kernels and runs one forward pass. Raises ConfigError if the settings need more memory than is
+    available. The message gives the needed and the available size.
     """
     progress("preparing kernels and running a forward pass of one token")
     specs = executor.kv_cache_specs()
@@ -150,7 +150,9 @@ def _state_demand(config: EngineCoreConfig, model: ModelInfo) -> StateDemand | N
 
 
 def _within_states(config: EngineCoreConfig, sized: KVCacheConfig) -> EngineCoreConfig:
-    """Return the settings with ``max_num_seqs`` lowered to the requests that the state pool allows."""
+    """Return the settings with ``max_num_seqs`` lowered to the number of requests for which the state pool has
+    space.
+    """
     if sized.states is None or sized.states.num_requests >= config.scheduler.max_num_seqs:
         return config
     scheduling = msgspec.structs.replace(config.scheduler, max_num_seqs=sized.states.num_requests)
@@ -158,7 +160,9 @@ def _within_states(config: EngineCoreConfig, sized: KVCacheConfig) -> EngineCore
 
 
 def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, progress: Progress) -> None:
-    """Report the size of the state pool, and warn if it limits the number of running requests."""
+    """Report the size of the pool of recurrent states, and log a warning if this size limits the number of running
+    requests.
+    """
     needs = model.states
     if needs is None:
         return
@@ -179,11 +183,12 @@ def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, p
 logger = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Step sizes in tokens. If speculative decoding is enabled, the engine times them at start-up."""
+"""Numbers of tokens. If speculative decoding is enabled, the engine measures at start-up how long a step with each
+number of tokens takes."""
 
 
 def _keep_nothing(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats) -> None:
-    """Do nothing. A failed step is only logged."""
+    """Do nothing. Used if failed steps are only logged and not saved."""
 
 
 class EngineCore:
@@ -192,8 +197,8 @@ class EngineCore:
     Creating an instance loads the model, which may take minutes. Raises ModelLoadError or ConfigError if the engine
     cannot start. Only the busy loop's thread may call the methods, except for ``preprocess``.
 
-    When a waiting request can continue, some thread puts a Wakeup into ``queues``. The busy loop must then call
-    ``step``.
+    When the cause for which a request waits has ended, a thread puts a Wakeup into ``queues``. The busy loop must then
+    call ``step``.
 
     Args:
         config: The engine's settings.
@@ -305,8 +310,8 @@ class EngineCore:
         return self.kv_cache_config.max_model_len
 
     def warm_up(self) -> None:
-        """Prepare everything that would make the first request of a kind slower than later requests. Wait until it is
-        done.
+        """Prepare everything that would make the first request of a kind slower than later requests. Wait until the
+        preparation is done.
         """
         self._grammars.warm_up(needed=self.model.pooling is None)
 
@@ -346,24 +351,24 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request has not ended."""
+        """Whether the engine has a request that has not ended."""
         return self.scheduler.has_requests
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` would do anything."""
+        """Whether ``step`` has anything to do."""
         return bool(self._steps) or self.scheduler.has_work or self.loras.has_news
 
     def time_to_next_deadline(self) -> float | None:
-        """Return the seconds until the next request or lease expires. The result is negative if the deadline has
-        passed, and None if nothing has a deadline.
+        """Return the seconds until the next deadline of a request or of a lease on KV blocks. The result is negative if
+        this deadline has passed, and None if no request and no lease has a deadline.
         """
         deadline = self.scheduler.next_deadline()
         left = self.leases.seconds_to_expiry()
         left = left if deadline is None else min(left, deadline - self._wall_clock())
         return left if left < math.inf else None
 
-    # A step.
+    # Running steps.
 
     def step(self, drain_aborts: DrainAborts) -> dict[str, EngineCoreOutputs]:
         """Start steps until the maximum number is in flight, then process the results of the oldest step. Return the
@@ -371,8 +376,8 @@ class EngineCore:
 
         If another step may be in flight and there is work, the engine starts a step before it waits for results. The
         engine calls ``drain_aborts`` between sampling and update, to end requests that were cancelled meanwhile. After
-        the call, ``stalled`` is true if there was nothing to do. Another step is then useless until a message or an
-        event changes the state.
+        the call, ``stalled`` is true if there was nothing to do. Calling ``step`` again is then useless until a message
+        or an event changes the engine's state.
 
         Raises EngineDeadError.
         """
@@ -394,7 +399,7 @@ class EngineCore:
         """Run one forward pass together with all ranks of the group, even if there is nothing to compute.
 
         ``begin`` says whether waiting requests may start in this pass. Raises EngineDeadError. Raises CollectiveBroken
-        if other ranks are lost or the step failed on this rank.
+        if the connection to other ranks is lost or the step failed on this rank.
         """
         self._log.begin()
         self._steps.take_drafts(wait=True)
@@ -410,7 +415,7 @@ class EngineCore:
         self._log.tick(self.scheduler.stats)
         if (experts := self.executor.experts) is not None:
             if not passed:
-                raise CollectiveBroken("a step failed on this rank, and the other ranks need its experts")
+                raise CollectiveBroken("a step failed on this rank, and the other ranks need the experts of this rank")
             experts.after_step()
 
     def _start_step(self, drain_aborts: DrainAborts) -> bool:
@@ -436,20 +441,20 @@ class EngineCore:
 
     @property
     def seconds_to_log_line(self) -> float | None:
-        """Seconds until the next log line about steps is due, or None if no step is left to log."""
+        """Seconds until the next log line about steps is due, or None if all steps have been logged."""
         return self._log.seconds_to_line
 
     def log_steps(self) -> None:
-        """Write the log line about steps if it is due."""
+        """Write the periodic log line about steps if the line is due."""
         self._log.tick_idle(self.scheduler.stats)
 
     @property
     def paused(self) -> bool:
-        """Whether nothing is scheduled until ``resume``."""
+        """Whether the engine is paused: no request is scheduled until ``resume``."""
         return self.scheduler.pause_state is PauseState.PAUSED
 
     def shutdown(self) -> None:
-        """Release the device."""
+        """Shut down the executor, which releases the device."""
         self._grammars.shutdown()
         if self.connector is not None:
             self.connector.shutdown()

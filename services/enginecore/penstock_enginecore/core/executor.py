@@ -13,7 +13,7 @@ from penstock_enginecore.kv_transfer.core.base import BlockCopier
 from penstock_enginecore.lora.core.request import LoadedLora, LoraRequest, MakeRoom
 
 Progress = Callable[[str], None]
-"""Callback that gets progress messages for the operator during slow operations."""
+"""Callback to which slow operations, such as loading weights, pass progress messages for the operator."""
 
 
 class Executor(Protocol):
@@ -21,31 +21,34 @@ class Executor(Protocol):
 
     Call order: ``load_model``, ``kv_cache_specs``, ``available_kv_cache_memory``, ``initialize_kv_cache``, then steps.
     A step has two calls. ``execute_model`` starts the forward pass and may return before the pass is done.
-    ``sample_tokens`` returns a future with the step's tokens. Between the two calls, the caller may do host work, such
-    as grammar bitmasks. The caller may start the next step before the future is done, because steps run in order.
+    ``sample_tokens`` returns a future with the step's tokens. Between the two calls, the caller may do work on the CPU,
+    such as computing grammar bitmasks. The caller may start the next step before this future is done, because the
+    executor runs steps in order.
     """
 
     @property
     def experts(self) -> SharedExperts | None:
-        """Experts that are distributed over the ranks of a data-parallel group, or None if each rank has the complete
-        model.
+        """Mixture-of-experts weights that are distributed over the ranks of a data-parallel group, or None if each rank
+        has the complete model.
         """
 
     def watch(self, failed: Callable[[Exception], None]) -> None:
         """Register a callback for a fatal failure of the executor. The failure may happen while no step runs. The
-        executor calls ``failed`` on any thread. Pending calls raise the same error.
+        executor may call ``failed`` on any thread. Pending calls of the executor's methods raise the same error.
         """
 
     def load_model(self, progress: Progress) -> ModelInfo:
         """Load the weights. Raises ``ModelLoadError`` with a message for the operator."""
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """Return the KV cache needs of every attention layer, by layer name, in execution order. Empty for encoders,
-        because encoders have no KV cache.
+        """Return the KV cache needs of every attention layer, by layer name, in execution order. The result is empty
+        for encoder models, because they have no KV cache.
         """
 
     def available_kv_cache_memory(self) -> int:
-        """Run a profiling step with the largest shapes. Return the number of bytes that are left for the KV cache."""
+        """Run a profiling step with the largest input shapes. Return the number of bytes of device memory that are left
+        for the KV cache.
+        """
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the KV cache."""
@@ -54,16 +57,16 @@ class Executor(Protocol):
         """Start the forward pass of a step."""
 
     def sample_tokens(self, grammar: GrammarBitmask | None = None) -> "Future[ModelRunnerOutput]":
-        """Sample tokens for the step that ``execute_model`` started. ``grammar`` has the allowed tokens of constrained
-        requests.
+        """Sample tokens for the step that ``execute_model`` started. ``grammar`` has the masks of allowed tokens of
+        constrained requests.
 
-        The future raises errors of the forward pass and of sampling. After an error, no step runs until ``recover`` is
-        called. Later steps that were already started raise an error as well.
+        The returned future raises errors of the forward pass and of sampling. After an error, no step runs until
+        ``recover`` is called. Later steps that were already started raise an error as well.
         """
 
     def take_draft_token_ids(self) -> "Future[DraftTokenIds]":
-        """Return the draft tokens that the last sampled step requested. If drafting fails, the drafter is switched off,
-        but no step fails.
+        """Return the draft tokens that the last sampled step requested from the drafter. If drafting fails, the
+        executor switches the drafter off, but no step fails.
         """
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
@@ -84,34 +87,37 @@ class Executor(Protocol):
         """
 
     def state_copier(self) -> BlockCopier:
-        """Return a copier for states of recurrent layers, whose blocks are slots of states. Otherwise as
-        ``block_copier``.
+        """Return a copier for states of recurrent layers. The copier's block ids are slot numbers of the state pool.
+        Apart from that, the copier works as the copier of ``block_copier``.
         """
 
     def load_lora(self, lora: LoraRequest, make_room: MakeRoom) -> "Future[LoadedLora]":
         """Load an adapter in every worker while steps run, and activate the adapter between two steps. If the adapter
-        is already loaded, it stays loaded, and the workers read its files again.
+        is already loaded, the adapter stays loaded, and the workers read the adapter's files again.
 
-        The executor calls ``make_room`` first, because workers need the memory of evicted adapters.
+        The executor calls ``make_room`` first, because loading needs the memory of evicted adapters.
 
         The future raises:
             Unavailable: The adapter cannot be read.
             FailedPrecondition: The adapter's files do not match ``lora``, or the adapter is not supported.
-            PartlyLoadedError: Some workers have loaded the adapter, and other workers failed with one of these errors.
+            PartlyLoadedError: Some workers have loaded the adapter, and other workers failed with one of the two errors
+                above.
         """
 
     def unload_lora(self, digest: bytes) -> None:
         """Unload an adapter from the workers, after the steps in flight. An adapter that is not loaded is ignored."""
 
     def roll_back(self) -> None:
-        """Undo a step during which the other ranks were lost. The step's changes to requests and blocks stay, but its
-        results are dropped.
+        """Undo a step during which the connection to the other ranks was lost. The step's changes to requests and
+        blocks stay, but the step's results are dropped.
         """
 
     def recover(self) -> None:
-        """Drop the failed step, the steps in flight and all requests. Then compute one token as a check.
+        """Drop the failed step, the steps in flight and all requests. Then compute one token to check that the workers
+        still compute.
 
-        All requests in the next step must be new. If this method raises an error, the executor no longer works.
+        All requests in the next step must be new to the workers. If this method raises an error, the executor no longer
+        works.
         """
 
     def collective_rpc(self, method: str, arguments: Sequence[Any] = ()) -> list[Any]:
@@ -124,7 +130,7 @@ class Executor(Protocol):
         """
 
     def worker_stats(self) -> list[WorkerStats]:
-        """Return the workers' latest statistics, by rank. Thread-safe, and never waits."""
+        """Return the workers' latest statistics, in rank order. Thread-safe. The call never waits for a worker."""
 
     def shutdown(self) -> None:
         """Release the device. Idempotent."""

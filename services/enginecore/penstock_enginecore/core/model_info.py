@@ -13,45 +13,55 @@ class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     modality: Modality
     num_blocks: int
-    """Number of layers of the encoder. The cost of encoding an item is its number of embeddings times this number."""
+    """Number of layers of the encoder. The cost of encoding an item is the item's number of embeddings times this
+    number.
+    """
     max_embeds: int
-    """Number of embeddings of the largest item."""
+    """Number of embeddings of the largest media item."""
     max_tokens: int
-    """Number of prompt positions of the largest item, including tokens between its embeddings."""
+    """Number of prompt positions of the largest media item, including tokens between its embeddings."""
     attends_both_ways: bool = False
-    """Whether all embeddings of an item attend to each other. If true, one step must compute all of them."""
+    """Whether all embeddings of a media item attend to each other in the language model. If true, one step must compute
+    all embeddings of an item.
+    """
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of the model that never change, not even if its weights change. ``Executor.load_model`` returns this
-    object.
+    """Properties of the model that never change, not even if the weights are replaced. ``Executor.load_model`` returns
+    this object.
     """
 
     max_len: int
     """Longest sequence that the model supports, in tokens. Device memory may limit sequences further."""
     vocab_size: int
-    """Number of rows of the model's output. Token ids are less than this."""
+    """Number of logits that the model computes per position. Token ids are less than this number."""
     eos_token_ids: frozenset[int] = frozenset()
     """Token ids that end a sequence if ``ignore_eos`` is false."""
     hidden_size: int = 0
-    """Length of prompt embeddings, or 0 if the model accepts no prompt embeddings."""
+    """Length of one prompt embedding, or 0 if the model accepts no prompt embeddings."""
     dtype: str = "float32"
     """Data type of the model's numbers: float32, bfloat16 or float16."""
     pooling: PoolingLimits | None = None
-    """Pooling limits, or None if the model generates."""
+    """Pooling tasks and limits, or None if the model generates tokens."""
     runs_ahead: bool = False
-    """Default of ``scheduler.async_scheduling``: whether the engine prepares a step while earlier steps run."""
+    """Default of the setting ``scheduler.async_scheduling``: whether the engine prepares a step while earlier steps
+    run.
+    """
     step_tokens: int = STEP_TOKENS
-    """Default of ``scheduler.max_num_batched_tokens``, the tokens of a step, if prompts may be split."""
+    """Default of the setting ``scheduler.max_num_batched_tokens``, the maximum number of tokens in a step, if prompts
+    may be split.
+    """
     prompt_batch_tokens: int = 0
-    """Default of ``scheduler.max_prompt_batch_tokens``: total tokens of prompts that start in the same step. 0 is
-    unlimited.
+    """Default of the setting ``scheduler.max_prompt_batch_tokens``: the maximum total number of tokens of prompts that
+    start in the same step. 0 means no limit.
     """
     supports_chunked_prefill: bool = True
-    """Whether a prompt may be computed in several steps. False for encoders, whose tokens attend to later ones."""
+    """Whether a prompt may be computed in several steps. False for encoders, because their tokens attend to later
+    tokens.
+    """
     media: tuple[MediaInfo, ...] = ()
     """Media modalities that the model accepts. Empty for text-only models."""
     embed_bytes: int = 0
-    """Bytes of one row of the encoder cache, which may be wider than the model."""
+    """Size in bytes of one row of the encoder cache. A row may have more elements than the model's hidden states."""
     states: StateNeeds | None = None
     """Memory needs of recurrent layers, or None for a model without them."""

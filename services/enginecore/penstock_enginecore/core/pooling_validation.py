@@ -21,14 +21,15 @@ class PoolingLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Names of the tasks, as engines report them to frontends."""
+        """Names of the supported tasks, as engines report the names to frontends."""
         return tuple(task.name.lower() for task in sorted(self.tasks))
 
 
 def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, max_model_len: int) -> None:
     """Raise InvalidArgument, with the name of the field, if the engine cannot serve this pooling request.
 
-    ``served`` is None for an engine that generates. The request has ``pooling_params``.
+    ``served`` has the engine's pooling tasks and limits, or is None if the engine generates tokens. The caller must
+    have checked that the request has ``pooling_params``.
     """
     params = request.pooling_params
     if params is None:
@@ -54,9 +55,9 @@ def validate_pooling(request: EngineCoreRequest, served: PoolingLimits | None, m
 
 
 def refuse_generation(served: PoolingLimits) -> None:
-    """Raise InvalidArgument, because pooling engines sample no tokens."""
+    """Raise InvalidArgument for a generation request, because pooling engines generate no tokens."""
     raise InvalidArgument(
-        f"sampling_params is set, but this engine does not generate; it serves {', '.join(served.words)}",
+        f"sampling_params is set, but this engine does not generate; its pooling tasks are {', '.join(served.words)}",
         field="sampling_params",
         reason=WRONG_MODEL_KIND,
     )
@@ -66,7 +67,7 @@ def _check_task(task: PoolingTask, served: PoolingLimits | None) -> None:
     words = served.words if served else ("generate",)
     if served is None or task not in served.tasks:
         raise InvalidArgument(
-            f"pooling_params.task is {task.name.lower()}; this engine serves {', '.join(words)}",
+            f"pooling_params.task is {task.name.lower()}; this engine supports {', '.join(words)}",
             field="pooling_params.task",
             reason=WRONG_MODEL_KIND,
         )
@@ -76,7 +77,7 @@ def _check_params(params: PoolingParams, embedding_size: int) -> None:
     if params.task in _EMBEDS:
         if not params.use_activation:
             raise InvalidArgument(
-                f"pooling_params.use_activation is false; it does not apply to {params.task.name.lower()}",
+                f"pooling_params.use_activation is false, but the task {params.task.name.lower()} does not use this field",
                 field="pooling_params.use_activation",
             )
         if params.dimensions is not None and not 1 <= params.dimensions <= embedding_size:
@@ -88,6 +89,6 @@ def _check_params(params: PoolingParams, embedding_size: int) -> None:
     for name in ("dimensions", "normalize"):
         if (value := getattr(params, name)) is not None:
             raise InvalidArgument(
-                f"pooling_params.{name} is {value}; it does not apply to {params.task.name.lower()}",
+                f"pooling_params.{name} is {value}, but the task {params.task.name.lower()} does not use this field",
                 field=f"pooling_params.{name}",
             )

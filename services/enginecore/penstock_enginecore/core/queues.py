@@ -26,9 +26,10 @@ class AddRequest(msgspec.Struct, frozen=True):
 class AbortRequests(msgspec.Struct):
     """Ends requests of a client.
 
-    The message is put into both queues. The aborts queue ends running requests early. The ordered queue also ends
-    requests that were queued just before. The handler of the ordered queue then empties ``request_ids``, so that a
-    later read from the aborts queue cannot end a newer request with the same id. The log shows ``reason``.
+    The message is put into both queues. Through the aborts queue, the abort reaches running requests early. Through the
+    ordered queue, the abort also reaches requests that were queued just before the abort. When the busy loop handles
+    the message from the ordered queue, it empties ``request_ids``. A later read from the aborts queue therefore cannot
+    end a newer request with the same id. The log shows ``reason``.
     """
 
     client_id: str
@@ -37,14 +38,18 @@ class AbortRequests(msgspec.Struct):
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """Ends requests of a client with HANDOFF, so that they resume on another engine."""
+    """Ends requests of a client with finish reason HANDOFF, so that the frontend resumes the requests on another
+    engine.
+    """
 
     client_id: str
     request_ids: list[str]
 
 
 class UtilityCall(msgspec.Struct, frozen=True):
-    """Calls a registered method. The client gets the result with ``call_id``. ``arguments`` is a msgpack array."""
+    """Calls a registered utility method. The client gets the result together with ``call_id``. ``arguments`` is a
+    msgpack array.
+    """
 
     client_id: str
     call_id: int
@@ -53,7 +58,7 @@ class UtilityCall(msgspec.Struct, frozen=True):
 
 
 class UtilityDone(msgspec.Struct, frozen=True):
-    """Reports that the Future of a utility call is done."""
+    """Reports that the Future that a utility method returned is done."""
 
     call: UtilityCall
     outcome: Future[Any]
@@ -84,7 +89,7 @@ class GroupChanged(msgspec.Struct, frozen=True):
 
 
 class Wakeup(msgspec.Struct, frozen=True):
-    """Wakes the loop, which then checks the shutdown state and the compiled constraints."""
+    """Wakes the busy loop, which then checks the shutdown state and the compiled constraints."""
 
 
 InputMessage = (
@@ -110,7 +115,9 @@ class OutputSink(Protocol):
         """Send outputs to one frontend. If the frontend is disconnected, the outputs are dropped."""
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Send outputs to every connected frontend, or only to the frontends with the ids in ``to``."""
+        """Send outputs to every connected frontend. If ``to`` is given, send outputs only to the frontends whose ids
+        are in ``to``.
+        """
 
     def draining(self, timeout: float) -> None:
         """Tell every frontend that new requests are refused, and that running requests end after ``timeout`` seconds."""
@@ -140,13 +147,13 @@ class InputQueues:
         self._input.put(GroupChanged(event))
 
     def put_abort(self, abort: AbortRequests) -> None:
-        """Append an abort to both queues."""
+        """Append an abort to the ordered queue and to the aborts queue."""
         self._aborts.put(abort)
         self._input.put(abort)
 
     def get(self, *, block: bool, timeout: float | None) -> InputMessage | None:
-        """Return the next message, or None. If ``block``, wait up to ``timeout`` seconds, or forever if ``timeout`` is
-        None.
+        """Return the next message of the ordered queue, or None. If ``block`` is true, wait up to ``timeout`` seconds
+        for a message, or forever if ``timeout`` is None.
         """
         try:
             return self._input.get(block, timeout)
@@ -154,7 +161,7 @@ class InputQueues:
             return None
 
     def get_abort(self) -> AbortRequests | None:
-        """Return the next abort from the aborts queue, or None."""
+        """Return the next abort from the aborts queue, or None if the queue is empty."""
         try:
             return self._aborts.get_nowait()
         except queue.Empty:

@@ -22,13 +22,15 @@ from penstock_enginecore.structured_output.core.reasoning import ReasoningBudget
 # Positions of media embeddings in a prompt.
 
 Span = tuple[int, int]
-"""First position of a span, and the position after its last position."""
+"""Range of prompt positions: the first position, and the position after the last one."""
 
 _END = attrgetter("end")
 
 
 def first_embed(feature: MultiModalFeature, start: int) -> int | None:
-    """Return the first position at or after ``start`` that has an embedding of the feature, or None."""
+    """Return the first prompt position at or after ``start`` that has an embedding of the media item ``feature``, or
+    None.
+    """
     for run in feature.embed_runs:
         if feature.offset + run.start + run.count > start:
             return max(feature.offset + run.start, start)
@@ -36,7 +38,9 @@ def first_embed(feature: MultiModalFeature, start: int) -> int | None:
 
 
 def embeds_span(feature: MultiModalFeature) -> Span:
-    """Return the span from the feature's first to its last embedding, including tokens in between."""
+    """Return the range of positions from the first to the last embedding of the media item, including tokens in
+    between.
+    """
     runs = feature.embed_runs
     if not runs:
         return feature.offset, feature.end
@@ -44,8 +48,8 @@ def embeds_span(feature: MultiModalFeature) -> Span:
 
 
 def embeds_from(features: Sequence[MultiModalFeature], start: int) -> Iterator[tuple[int, int]]:
-    """Yield the index of each feature that has embeddings at or after position ``start``, and the first such position.
-    Features are in prompt order.
+    """Yield the index of each media item that has embeddings at or after position ``start``, and the first such
+    position. The items in ``features`` are in prompt order.
     """
     for index in range(bisect_right(features, start, key=_END), len(features)):
         if (position := first_embed(features[index], start)) is not None:
@@ -53,7 +57,9 @@ def embeds_from(features: Sequence[MultiModalFeature], start: int) -> Iterator[t
 
 
 def span_around(spans: Sequence[Span], position: int) -> Span | None:
-    """Return the span that would be split if a step ended before ``position``, or None. The spans must be in order."""
+    """Return the span that would be split if a step ended just before ``position``, or None. ``spans`` must be in order
+    of position.
+    """
     index = bisect_right(spans, position, key=lambda span: span[1])
     if index < len(spans) and spans[index][0] < position:
         return spans[index]
@@ -63,18 +69,20 @@ def span_around(spans: Sequence[Span], position: int) -> Span | None:
 class Hold(enum.Flag):
     """Reasons why a waiting request cannot start. A held request does not block the requests after it.
 
-    To add a reason, add a member to this enumeration. Set the hold with ``Scheduler.add_request`` or ``hold_back``, and
-    call ``release`` when the wait is over. The scheduler itself sets and clears only ``PAUSE``, ``TRIAL``, ``MEDIA``
-    and ``KV_TRANSFER``.
+    To add a reason, add a member to this enumeration. The component that needs the hold sets it with
+    ``Scheduler.add_request`` or ``hold_back``, and calls ``release`` when the wait is over. The scheduler itself sets
+    and clears ``PAUSE``, ``TRIAL``, ``MEDIA`` and ``KV_TRANSFER``.
     """
 
     NONE = 0
     GRAMMAR = enum.auto()
-    """The request's constraint is being compiled, or its next mask is being computed."""
+    """The request's output constraint is being compiled, or the mask of its next allowed tokens is being computed."""
     PAUSE = enum.auto()
     """The request arrived while the engine was pausing."""
     TRIAL = enum.auto()
-    """A step with the request failed. ``StepTrial`` retries the step's requests in smaller subsets."""
+    """A step with the request failed. ``StepTrial`` retries the step's requests in smaller subsets to find the
+    cause.
+    """
     LORA = enum.auto()
     """The request's adapter is being loaded, or all adapter slots are in use."""
     MEDIA = enum.auto()
@@ -84,7 +92,7 @@ class Hold(enum.Flag):
 
 
 class RequestStatus(enum.IntEnum):
-    """Status of a request. Every value above PREEMPTED means that the request has ended."""
+    """Status of a request. Every value greater than PREEMPTED means that the request has ended."""
 
     WAITING = 1
     RUNNING = 2
@@ -129,35 +137,37 @@ class Request:
     Attributes:
         key: Name of the request that is unique in this process. Workers know a request only by its key, because
             different clients can use the same request id, and a client can reuse an id.
-        client_id: The session that sent the request and gets its outputs.
-        number: The request's number in token columns, or 0 if the client does not number its requests.
-        arrival: Number of the request in the order in which the scheduler got requests.
+        client_id: Id of the session that sent the request and gets the outputs.
+        number: Number that identifies the request in arrays of new tokens (columns), or 0 if the client does not number
+            its requests.
+        arrival: Number of the request in the order in which requests reached the scheduler.
         outlives: Whether another engine admitted the request before.
-        all_token_ids: Prompt and output tokens. Tokens of earlier attempts count as output, so limits, stops and seeds
-            count from the true beginning of the output.
+        all_token_ids: Prompt and output tokens. Output tokens from other engines (earlier attempts) count as output.
+            Length limits, stop conditions and seeds therefore count from the true beginning of the output.
         num_computed_tokens: Number of tokens in the KV cache, including tokens of steps that are scheduled but not
             finished.
-        num_processed_tokens: Number of tokens whose step's results are processed.
+        num_processed_tokens: Number of computed tokens for whose steps the results have been processed.
         num_placeholders: Number of output tokens that the steps in flight will sample.
         valid_from_step: First step whose results count. The request was preempted after earlier steps, so their results
             are ignored.
-        sampled_step: The last step that samples an output token for the request.
-        num_charged_tokens: Number of tokens already charged to the tenant.
-        num_uncharged_embeds: Number of computed embeddings not yet charged to the tenant.
-        max_drafts: Maximum number of tokens to draft.
+        sampled_step: Number of the last step that samples an output token for the request.
+        num_charged_tokens: Number of tokens already charged to the tenant's share of the engine.
+        num_uncharged_embeds: Number of computed media embeddings not yet charged to the tenant's share.
+        max_drafts: Maximum number of tokens to draft for one step.
         spec_token_ids: Drafts that follow the known tokens.
-        unsettled: Whether a step in flight verifies drafts, or the drafter is still running after a step. While this is
-            true, the number of tokens for the next step is unknown.
-        draft_history: Acceptance of drafts, excluding tokens that a grammar forces.
-        forced_history: Acceptance of drafts that a grammar forces.
-        drafts_forced: Whether the drafts being verified are forced ones.
+        unsettled: Whether a step in flight verifies drafts of the request, or the drafter is still running after a
+            step. While ``unsettled`` is true, the number of tokens for the next step is unknown.
+        draft_history: Record of accepted and rejected drafts, without tokens that a grammar forces.
+        forced_history: Record of accepted and rejected drafts that a grammar forces.
+        drafts_forced: Whether the drafts that are being verified are tokens that a grammar forces.
         spec_stats: Draft statistics, or None if the request has had no drafts.
-        media_end: Position after the last media item, or 0 without media.
-        whole_spans: Known spans of positions that must be computed in one step.
-        num_asked_media: Number of media items that were requested from the encoder cache or need no request.
-        lora: The adapter. The digest is set once it is known.
+        media_end: Prompt position after the last media item, or 0 without media.
+        whole_spans: Known ranges of positions. The positions of one range must be computed in one step.
+        num_asked_media: Number of media items, in prompt order, that were requested from the encoder cache or need no
+            encoding.
+        lora: The LoRA adapter, or None. The adapter's digest is set once it is known.
         hands_over: Whether the request resumes on another engine when it reaches ``max_tokens``.
-        kv_source: The engine that has KV blocks of the request, according to the client.
+        kv_source: Another engine that has KV blocks of the request, according to the client.
         kv_transfer_params: Parameters for a plugin's connector.
         grammar: The compiled constraint, or None.
     """
@@ -293,7 +303,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of prompt and output tokens known so far."""
+        """Number of prompt tokens and of output tokens that are known so far."""
         return len(self.all_token_ids)
 
     @property
@@ -303,12 +313,12 @@ class Request:
 
     @property
     def num_loaded_tokens(self) -> int:
-        """Number of cached tokens that were loaded from outside the KV cache."""
+        """Number of cached tokens whose KV blocks were loaded from another engine or a tier."""
         return sum(self.loaded_tokens)
 
     @property
     def lora_digest(self) -> bytes:
-        """Digest of the adapter, or empty without an adapter."""
+        """Digest of the LoRA adapter, or empty without an adapter."""
         return b"" if self.lora is None else self.lora.digest
 
     @property
@@ -318,7 +328,7 @@ class Request:
 
     @property
     def resumes(self) -> bool:
-        """Whether the request had already begun: it was preempted, or was admitted by another engine."""
+        """Whether the request had already begun, because it was preempted or another engine had admitted it."""
         return self.status is RequestStatus.PREEMPTED or self.outlives
 
     @property
@@ -327,7 +337,7 @@ class Request:
         return self.sampling_params.structured_output is not None
 
     def take_uncharged_tokens(self) -> int:
-        """Return the number of new tokens and computed embeddings since the last call."""
+        """Return the number of new tokens plus computed media embeddings since the last call."""
         count = len(self.all_token_ids) - self.num_charged_tokens + self.num_uncharged_embeds
         self.num_charged_tokens, self.num_uncharged_embeds = len(self.all_token_ids), 0
         return count
@@ -337,7 +347,7 @@ class Request:
         self.events.append(EngineCoreEvent(kind, timestamp))
 
     def take_events(self) -> list[EngineCoreEvent]:
-        """Return the events since the last call."""
+        """Return the request's events since the last call."""
         events, self.events = self.events, []
         return events
 
@@ -359,7 +369,7 @@ def log_failed(request_id: str, external_id: str, error: RequestFailed | Request
 
 
 def log_aborted(request_ids: Sequence[str], reason: str) -> None:
-    """Log that requests ended because their frontend aborted them. The frontend sent the ids and the reason."""
+    """Log that requests ended because their frontend aborted them. The frontend gave ``reason``."""
     for request_id in request_ids:
         logger.info("request aborted", extra={"engine_request": request_id, "reason": reason})
 
@@ -373,8 +383,8 @@ def refusal(request_id: str, external_id: str, error: Exception, *, doing: str) 
 
 
 def log_incident(request: Request, error: Exception, *, doing: str, reason: str = REASON) -> RequestError:
-    """Log an unexpected error as an incident, and return the error that ends the request. The client gets the
-    incident's number.
+    """Log an unexpected error as an incident, and return the error that ends the request. The client's error contains
+    the incident's number.
     """
     name = request.context.external_request_id or request.request_id
     return RequestError.from_exception(incident(error, request=name, doing=doing, reason=reason))

@@ -3,14 +3,16 @@
     RUNNING ──request() or drain()──> REQUESTED ──advance()──> DRAINING ──no requests left, after request()──> EXIT
 
 ``request`` only sets flags, so signal handlers may call it. The busy loop calls ``advance`` and carries out the
-effects.
+returned effects.
 """
 
 import enum
 
 
 class ShutdownPhase(enum.IntEnum):
-    """Phase of the shutdown. RUNNING accepts requests; later phases refuse new ones."""
+    """Phase of the shutdown. In the phase RUNNING, the engine accepts requests. In later phases, the engine refuses new
+    requests.
+    """
 
     RUNNING = 1
     REQUESTED = 2
@@ -26,7 +28,7 @@ class ShutdownEffect(enum.Enum):
 
 
 class ShutdownState:
-    """The state machine. Times are monotonic seconds.
+    """State machine of draining and shutdown. Points in time are in monotonic seconds.
 
     ``drain_timeout`` is the time in seconds after which running requests are ended. After ``drain``, the process
     refuses new requests but keeps running. After ``request``, the process exits once no request is left.
@@ -35,7 +37,7 @@ class ShutdownState:
     def __init__(self, drain_timeout: float) -> None:
         self.phase = ShutdownPhase.RUNNING
         self.deadline: float | None = None
-        """Time at which the remaining requests end, or None if there is nothing to wait for."""
+        """Time at which the engine ends the remaining requests, or None if the engine is not waiting for a deadline."""
         self.timeout = drain_timeout
         self._leave_timeout: float | None = None
         self._drain_timeout = drain_timeout
@@ -51,15 +53,17 @@ class ShutdownState:
         return self._leave_timeout is not None
 
     def request(self, timeout: float | None = None) -> None:
-        """Request the shutdown. Only the first call counts. The call can shorten, but not extend, the deadline of an
-        earlier ``drain``.
+        """Request the shutdown. Only the first call has an effect. The call can shorten, but not extend, the deadline
+        of an earlier ``drain``.
         """
         if self._leave_timeout is None:
             self._leave_timeout = self._drain_timeout if timeout is None else timeout
             self.drain(self._leave_timeout)
 
     def drain(self, timeout: float) -> None:
-        """Refuse new requests, and end the remaining requests after ``timeout`` seconds. Only the first call counts."""
+        """Refuse new requests, and end the remaining requests after ``timeout`` seconds. Only the first call has an
+        effect.
+        """
         if self.phase is ShutdownPhase.RUNNING:
             self.timeout = timeout
             self.phase = ShutdownPhase.REQUESTED
@@ -67,7 +71,7 @@ class ShutdownState:
     def advance(self, now: float, *, has_requests: bool, has_leases: bool = False) -> list[ShutdownEffect]:
         """Advance the phase and return the actions to carry out, in order.
 
-        Before the deadline, leases delay the exit as requests do.
+        Until the deadline, leases on KV blocks delay the exit of the process as unfinished requests do.
         """
         effects = []
         if self.phase is ShutdownPhase.REQUESTED:

@@ -20,7 +20,9 @@ from penstock_enginecore.structured_output.core.grammar_requests import GrammarI
 
 
 def summarize(scheduled: SchedulerOutput, *, include_tokens: bool = False) -> dict[str, Any]:
-    """Return ids, counts and blocks of a scheduler output. Users' tokens are left out unless ``include_tokens``."""
+    """Return request ids, token counts and block ids of a scheduler output. Token ids of requests are left out unless
+    ``include_tokens`` is true.
+    """
     new = [
         {
             "id": request.request_id,
@@ -56,15 +58,18 @@ def summarize(scheduled: SchedulerOutput, *, include_tokens: bool = False) -> di
 logger = logging.getLogger(__name__)
 
 MAX_UNEXPLAINED_FAILURES = 3
-"""Maximum number of consecutive failed steps, when each request succeeds alone, before the engine shuts down."""
+"""Number of consecutive unexplained failures at which the engine shuts down. A failure is unexplained if each request
+of the failed step succeeds alone.
+"""
 
 KeepFailedStep = Callable[[SchedulerOutput, Exception, SchedulerStats], None]
-"""Function that saves a failed step for debugging: its scheduler output, the error, and the engine's load at that time.
+"""Function that saves a failed step for debugging. The arguments are the scheduler output, the error, and the
+scheduler's statistics at that time.
 """
 
 
 class EngineDeadError(PenstockError):
-    """A step failed and the engine cannot recover. The message is for operators and frontends."""
+    """Raised if a step failed and the engine cannot recover. The message is for operators and frontends."""
 
 
 class StepRecovery:
@@ -83,7 +88,7 @@ class StepRecovery:
         """Recover from a failed step, which must be the oldest step in flight. No later step may be running.
 
         Every request is recomputed. The scheduler retries the requests of the failed step in ever smaller groups until
-        a request fails alone. That request ends.
+        a request fails alone. That request ends with an error.
 
         Raises:
             EngineDeadError: The step computed nothing, the executor no longer works, or steps fail repeatedly although
@@ -123,16 +128,19 @@ class StepRecovery:
 
 
 DrainAborts = Callable[[], None]
-"""Callback between a step's sampling and its update, which ends requests that were cancelled meanwhile."""
+"""Callback that ends requests that were cancelled while a step ran. It is called after the step has sampled and before
+its results are processed.
+"""
 StepDone = Callable[[SchedulerOutput, ModelRunnerOutput], None]
 """Callback that gets each successful step once its results are processed."""
 
 
 class StepsInFlight:
-    """The steps in flight, oldest first. At most ``max_steps`` steps are in flight. Results are processed in step
-    order.
+    """The steps that the executor has started and whose results have not been processed, oldest first. At most
+    ``max_steps`` steps are in flight. Results are processed in step order.
 
-    A step may have no requests. The workers still get such a step in its turn, and its results are empty.
+    A step may have no requests. The workers still get a step without requests in its turn, and the step's results are
+    empty.
     """
 
     def __init__(
@@ -153,7 +161,9 @@ class StepsInFlight:
         self._on_done = on_done
         self._steps: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
         self._drafting: deque[tuple[SchedulerOutput, Future[DraftTokenIds]]] = deque()
-        """Drafts of steps in flight, and drafts of finished steps that have not been processed."""
+        """Futures of the draft tokens of steps in flight, and of finished steps whose draft tokens have not been
+        processed.
+        """
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -171,8 +181,8 @@ class StepsInFlight:
     def start(self, scheduled: SchedulerOutput, drain_aborts: DrainAborts) -> bool:
         """Hand a step to the executor. Return False if this step or an earlier step has failed.
 
-        If the executor cannot start the step, the engine recovers. If other ranks are lost during the step, the step is
-        rolled back. Raises EngineDeadError and CollectiveBroken.
+        If the executor cannot start the step, the engine recovers. If the connection to other ranks is lost during the
+        step, the step is rolled back. Raises EngineDeadError and CollectiveBroken.
         """
         try:
             self._grammars.begin_drafts(scheduled)
@@ -189,18 +199,18 @@ class StepsInFlight:
             self._roll_back(scheduled)
             raise
         except Exception as e:
-            if self.finish_all(drain_aborts):  # Earlier steps are not affected.
+            if self.finish_all(drain_aborts):  # Finish the earlier steps, because the failure does not affect them.
                 self._recovery.recover(scheduled, e)
             return False
         self._steps.append((scheduled, future))
         return True
 
     def finish_oldest(self, drain_aborts: DrainAborts) -> bool:
-        """Wait for the oldest step and process its results. Return False if the step failed. No step is in flight in
-        that case.
+        """Wait for the oldest step and process its results. If the step failed, recover from the failure and return
+        False. In that case, no step is in flight any more.
 
-        Raises EngineDeadError. Raises CollectiveBroken if other ranks were lost during the step. The step is rolled
-        back in that case.
+        Raises EngineDeadError. Raises CollectiveBroken if the connection to other ranks was lost during the step. In
+        that case, the step is rolled back.
         """
         scheduled, future = self._steps.popleft()
         try:
@@ -209,7 +219,9 @@ class StepsInFlight:
             self._roll_back(scheduled)
             raise
         except Exception as e:
-            del future  # Break a reference cycle: the future holds the error, and the error holds this frame.
+            # Break a reference cycle: the future refers to the error, and the error's traceback refers to this stack
+            # frame.
+            del future
             behind = [later for _, later in self._steps]
             self._steps.clear()
             wait(behind)
@@ -222,8 +234,8 @@ class StepsInFlight:
         return True
 
     def take_drafts(self, *, wait: bool) -> None:
-        """Process the drafts of finished steps. With ``wait``, wait for all drafts; otherwise process only drafts that
-        are ready.
+        """Process the draft tokens of finished steps. If ``wait`` is true, wait until the drafter is done. Otherwise
+        process only draft tokens that are ready.
         """
         while self._drafting:
             scheduled, future = self._drafting[0]
@@ -233,16 +245,16 @@ class StepsInFlight:
             self._scheduler.update_draft_token_ids(scheduled, future.result())
 
     def _roll_back(self, scheduled: SchedulerOutput) -> None:
-        """Undo a step completely. Requests keep the tokens of earlier steps. The engine must have no other step in
-        flight.
+        """Undo a step in the executor and in the scheduler. Requests keep the tokens of earlier steps. The engine must
+        have no other step in flight.
         """
         self._executor.roll_back()
         self._scheduler.roll_back(scheduled)
         self._drafting.clear()
 
     def finish_all(self, drain_aborts: DrainAborts) -> bool:
-        """Process the results of all steps. If a step failed, drop the results of later steps and return False. Raises
-        EngineDeadError.
+        """Process the results of all steps in flight. If a step failed, drop the results of later steps and return
+        False. Raises EngineDeadError.
         """
         while self._steps:
             if not self.finish_oldest(drain_aborts):
@@ -251,20 +263,22 @@ class StepsInFlight:
         return True
 
 
-# Statistics of recent steps: counts since the start, and log lines.
+# Statistics of steps: counts since the engine's start, and periodic log lines.
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds of the buckets of tokens per step, the same as vLLM's."""
+"""Upper bounds of the buckets in the histogram of tokens per step. The bounds are the same as in vLLM."""
 
 
 class StepCounts:
-    """Counts of steps since the start. The busy loop's thread counts; any thread may read."""
+    """Counts of steps and of NaN logits since the engine's start. The busy loop's thread updates the counts, and any
+    thread may read them.
+    """
 
     def __init__(self) -> None:
         self.tokens = Buckets(STEP_TOKENS)
-        """Histogram of steps by number of computed tokens."""
+        """Histogram of the number of tokens that a step computes."""
         self.num_nan_logits = 0
-        """Number of NaN or infinite logits in sampled rows."""
+        """Number of NaN or infinite logits at positions where tokens were sampled."""
 
     def count(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
         """Count a finished step."""
@@ -275,11 +289,13 @@ class StepCounts:
 
 
 class IterationLog:
-    """Logs statistics of steps, one line per interval that had steps. ``interval`` is in seconds; 0 disables the log.
+    """Logs statistics of steps, one line per interval in which steps ran. ``interval`` is in seconds. An interval of 0
+    disables the log.
 
-    The averages in a line cover the time from the first step after the previous line to the last step. Preemptions are
-    counted since the previous line. After the last step before an idle period, the caller waits ``seconds_to_line`` and
-    then calls ``tick_idle``. The line therefore appears soon after that step, and not when the next request arrives.
+    The averages in a line cover the time from the first step after the previous line to the last step before this line.
+    Preemptions are counted since the previous line. After the last step before an idle period, the caller waits
+    ``seconds_to_line`` and then calls ``tick_idle``. The line therefore appears soon after that step, and not when the
+    next request arrives.
     """
 
     def __init__(self, interval: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -294,24 +310,26 @@ class IterationLog:
             self._since = self._clock()
 
     def count(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
-        """Count a step."""
+        """Count a step and its tokens for the next log line."""
         self._steps += 1
         self._computed += scheduled.total_num_scheduled_tokens
         self._sampled += sum(map(len, results.sampled_token_ids))
 
     def tick(self, stats: Callable[[], SchedulerStats]) -> None:
-        """Record the end of a step, and log if a line is due. ``stats`` returns the scheduler's state."""
+        """Record the end of a step, and write the log line if it is due. ``stats`` returns the scheduler's
+        statistics.
+        """
         self._until = self._clock()
         self.tick_idle(stats)
 
     def tick_idle(self, stats: Callable[[], SchedulerStats]) -> None:
-        """Log if a line is due. ``stats`` returns the scheduler's state."""
+        """Write the log line if it is due, without a step. ``stats`` returns the scheduler's statistics."""
         if (left := self.seconds_to_line) is not None and left <= 0:
             self._log(stats())
 
     @property
     def seconds_to_line(self) -> float | None:
-        """Seconds until the next line is due, or None if every step is already in a line."""
+        """Seconds until the next log line is due, or None if all steps have been logged."""
         return self._since + self._interval - self._clock() if self._interval and self._steps else None
 
     def _log(self, now_there: SchedulerStats) -> None:

@@ -1,4 +1,4 @@
-"""Methods that frontends can call by name.
+"""Utility methods: methods that frontends can call by name.
 
 Only methods marked with ``@utility``, and functions that a plugin registers, can be called. Arguments are a msgpack
 array of positional values. The values are converted to the types in the method's signature. If a value has a wrong
@@ -21,15 +21,15 @@ _MARK = "__penstock_utility__"
 
 
 def utility(method: F) -> F:
-    """Let frontends call this method by its name. If the method returns a Future, the result is sent once the Future is
-    done.
+    """Mark a method so that frontends can call it by name. If the method returns a Future, the result is sent once the
+    Future is done.
     """
     setattr(method, _MARK, True)
     return method
 
 
 class UtilityRegistry:
-    """The ``@utility`` methods of an object, and registered functions whose first argument is the object."""
+    """The ``@utility`` methods of an object, and registered functions that take the object as their first argument."""
 
     def __init__(self, owner: object) -> None:
         self._owner = owner
@@ -43,9 +43,10 @@ class UtilityRegistry:
                 self.register(name, function, owner)
 
     def register(self, name: str, function: Callable[..., Any], owner: object = None) -> None:
-        """Make ``function(owner, ...)`` callable as ``name``. If ``owner`` is None, the registry's own object is used.
+        """Make ``function`` callable as ``name``. Calls pass ``owner`` as the first argument. If ``owner`` is None,
+        calls pass the registry's own object.
 
-        Raises ValueError for a name in use or a parameter without a type.
+        Raises ValueError if the name is in use or a parameter has no type annotation.
         """
         if name in self._methods:
             raise ValueError(f"utility {name!r} is already registered")
@@ -78,7 +79,7 @@ class UtilityRegistry:
         return self.invoke(name, values)
 
     def invoke(self, name: str, values: Sequence[Any]) -> Any:
-        """Call a method with Python values. Raises the same errors as ``call``."""
+        """Call a method with a list of Python values as arguments. Raises the same errors as ``call``."""
         self._check(name)
         if nests_deeper(list(values), MAX_ARGUMENT_DEPTH):
             raise _too_deep(name)
@@ -122,11 +123,11 @@ _ADDED: dict[Where, dict[str, Callable[..., Any]]] = {"engine": {}, "worker": {}
 
 
 def register_utility(name: str, function: Callable[..., Any], *, where: Where = "engine") -> None:
-    """Make ``function(owner, ...)`` callable as ``name`` in engines that are created after this call.
+    """Make ``function`` callable as ``name`` in engines that are created after this call.
 
-    ``owner`` is the EngineControl or the Worker. Every parameter except the first must have a type annotation, and
-    arguments are converted to these types. The result must be encodable as msgpack. Raises ValueError if a plugin has
-    already registered the name.
+    The first argument of each call is the EngineControl or the Worker. Every other parameter must have a type
+    annotation, and arguments are converted to these types. The result must be encodable as msgpack. Raises ValueError
+    if a plugin has already registered the name.
     """
     if name in _ADDED[where]:
         raise ValueError(f"{where} utility {name!r} is already registered")
@@ -134,7 +135,9 @@ def register_utility(name: str, function: Callable[..., Any], *, where: Where = 
 
 
 def extend(registry: UtilityRegistry, where: Where) -> UtilityRegistry:
-    """Add the methods that plugins registered. Raises ValueError if a name is in use or a parameter has no type."""
+    """Add the utility methods that plugins registered. Raises ValueError if a name is in use or a parameter has no type
+    annotation.
+    """
     for name, function in _ADDED[where].items():
         registry.register(name, function)
     return registry

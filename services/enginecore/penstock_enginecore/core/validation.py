@@ -16,7 +16,7 @@ from penstock_enginecore.media.core.validation import check_media
 
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _MAX_LISTED = 1024
-"""Maximum number of entries in logit_bias, and of sequences in bad_word_token_ids."""
+"""Maximum number of entries in logit_bias, and maximum number of token sequences in bad_word_token_ids."""
 _MAX_BAD_WORD_TOKENS = 1024
 
 
@@ -25,9 +25,11 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     model: ModelInfo
     max_model_len: int
-    """Longest sequence the engine serves, in tokens."""
+    """Maximum length of a sequence that the engine serves, in tokens."""
     max_logprobs: int = 20
-    """Maximum number of top log-probabilities to report. -1 means no limit."""
+    """Maximum number of most likely tokens per position whose log-probabilities a request may ask for. -1 means no
+    limit.
+    """
     max_media: Mapping[str, int] = {}
     """Maximum number of media items per prompt, by modality. Modalities without an entry are not limited."""
 
@@ -76,7 +78,7 @@ def _check_context(context: RequestContext) -> None:
         )
     if context.data_parallel_rank not in (None, 0):
         raise InvalidArgument(
-            f"data_parallel_rank is {context.data_parallel_rank}; this engine is rank 0 of 1",
+            f"data_parallel_rank is {context.data_parallel_rank}; this engine has only rank 0",
             field="data_parallel_rank",
         )
 
@@ -144,7 +146,8 @@ def check_sampling(params: SamplingParams, limits: RequestLimits) -> None:
     """Raise InvalidArgument if an engine with these limits does not support ``params``."""
     if params.n != 1:
         raise InvalidArgument(
-            f"sampling_params.n is {params.n}; engines take one sequence per request", field=_path("n")
+            f"sampling_params.n is {params.n}; it must be 1, because an engine generates one sequence per request",
+            field=_path("n"),
         )
     check_values(params)
     if params.seed is None and not params.greedy:

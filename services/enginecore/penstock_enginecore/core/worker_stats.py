@@ -6,15 +6,15 @@ from penstock_common.observability.metrics import BucketCounts
 
 
 class GraphStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of captured graphs, which a device replays. Counts are since the worker started.
+    """Statistics of captured graphs (such as CUDA graphs), which a device replays. Counts are since the worker started.
 
     Attributes:
         captured: Number of captured graphs.
         replays: Number of steps that ran as replays of a graph.
-        launched: Number of steps that could have been replays but were launched kernel by kernel.
+        launched: Number of steps that could have been replays of a graph but were launched kernel by kernel.
         tokens: Number of tokens that replays computed, including padding.
-        padding_tokens: Number of tokens that were added as padding.
-        padding_rows: Number of rows of logits that were added as padding.
+        padding_tokens: Number of tokens that were added to fill up the shapes of captured graphs.
+        padding_rows: Number of rows of logits that were added to fill up the shapes of captured graphs.
     """
 
     captured: int = 0
@@ -29,17 +29,19 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Statistics of one worker.
 
     Attributes:
-        device: The torch name of the device, or empty before the model is loaded.
+        device: The name of the device in torch, such as "cuda:0", or empty before the model is loaded.
         total_memory: Bytes of device memory, or 0 on a CPU.
         used_memory: Bytes of device memory that all processes use, or 0 on a CPU.
         weight_bytes: Bytes used by this worker's weights.
         kv_cache_bytes: Bytes used by this worker's KV cache.
-        step_broadcast: Seconds that it took to send steps from the engine to the worker. None if the worker runs in the
-            engine's process.
-        collectives: Seconds spent in each collective operation, by operation, if there are several workers.
-        waited_for_stages: Seconds that the worker waited for other pipeline stages since it started, or None with one
-            stage.
-        stage_idle: Fraction of the time with steps in which the stage computed nothing, or None with one stage.
+        step_broadcast: Histogram of the seconds that it took to send steps from the engine to the worker. None if the
+            worker runs in the engine's process.
+        collectives: Histogram of the seconds spent in each collective operation, by operation, if there are several
+            workers.
+        waited_for_stages: Seconds that the worker has waited for other pipeline stages since the worker started, or
+            None with one stage.
+        stage_idle: Fraction of the time with steps in flight in which the worker's pipeline stage computed nothing, or
+            None with one stage.
     """
 
     rank: int = 0

@@ -73,16 +73,18 @@ def test_a_parameter_without_a_meaning_is_refused(
 
 
 def test_a_task_is_refused_by_engines_that_do_not_serve_it() -> None:
-    assert refusal(None, PoolingTask.EMBED).message == "pooling_params.task is embed; this engine serves generate"
+    assert refusal(None, PoolingTask.EMBED).message == "pooling_params.task is embed; this engine supports generate"
     assert (
         refusal(CLASSIFIES, PoolingTask.EMBED).message
-        == "pooling_params.task is embed; this engine serves classify, score"
+        == "pooling_params.task is embed; this engine supports classify, score"
     )
 
 
 def test_generation_is_refused_by_an_engine_that_pools() -> None:
     request = EngineCoreRequest(request_id="r", prompt_token_ids=[1])
-    with pytest.raises(InvalidArgument, match="this engine does not generate; it serves embed, token_embed"):
+    with pytest.raises(
+        InvalidArgument, match="this engine does not generate; its pooling tasks are embed, token_embed"
+    ):
         validate_request(request, limits(EMBEDS))
 
 
@@ -106,7 +108,7 @@ def test_without_a_kv_cache_a_prompt_is_as_long_as_a_step() -> None:
     assert short.max_model_len == 30
 
 
-@pytest.mark.parametrize(("requested", "message"), [(600, "the model itself allows 512"), (101, "in one step")])
+@pytest.mark.parametrize(("requested", "message"), [(600, "the model supports at most 512"), (101, "in one step")])
 def test_a_length_that_no_step_holds_is_refused(requested: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         size_without_kv_cache(

@@ -14,7 +14,7 @@ layer's attention window.
 
 
 class KVCacheBlock:
-    """One block of the pool. A free block that still has a hash can be found and shared by a new request.
+    """One block of the pool. A new request can find and share a free block that still has a hash.
 
     Attributes:
         group: The KV cache group that the block's content belongs to, if it has a hash.
@@ -37,7 +37,7 @@ class KVCacheBlock:
 
 
 class FreeBlockQueue:
-    """A doubly linked list of free blocks. The head is reused first. Any block can be removed in O(1)."""
+    """A doubly linked list of free blocks. The head is reused first. Removing any block of the list takes O(1) time."""
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
         # Sentinels at both ends of the list. The block after _head is reused first.
@@ -60,7 +60,7 @@ class FreeBlockQueue:
         self._link(self._head, block, self._head.next)
 
     def remove(self, block: KVCacheBlock) -> None:
-        """Remove a block. It must be in the list."""
+        """Remove a block from the list. The block must be in the list."""
         before, after = block.prev, block.next
         if before is None or after is None:
             raise RuntimeError(f"{block!r} is not in the free list")
@@ -69,7 +69,7 @@ class FreeBlockQueue:
         self._size -= 1
 
     def popleft(self) -> KVCacheBlock:
-        """Remove and return the head."""
+        """Remove and return the block at the head of the list."""
         block = self._head.next
         if block is None or block is self._tail:
             raise RuntimeError("the free list is empty")
@@ -90,7 +90,7 @@ class BlockLog:
 
     Attributes:
         cached: Blocks that became findable.
-        freed: Findable blocks that lost their last reference.
+        freed: Findable blocks that lost their last reference. They stay findable until they are reused.
         evicted: Group, hash and id of blocks that were reused for other content.
     """
 
@@ -116,7 +116,7 @@ class PoolEvents(Protocol):
     """Receiver of changes of a pool's findable blocks."""
 
     def removed(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
-        """Record that blocks were evicted. Each is given as group, hash and id."""
+        """Record that blocks were evicted. Each block is given as its group, hash and id."""
 
     def cleared(self) -> None:
         """Record that no block is findable any more."""
@@ -125,12 +125,12 @@ class PoolEvents(Protocol):
 class BlockPool:
     """Allocates blocks, and finds cached blocks by hash and group.
 
-    All KV cache groups use the blocks of this pool, but a block's content belongs to one group. Equal prefixes have
-    equal hashes in each group. If several blocks have the same content, only the first one is findable.
+    All KV cache groups use the blocks of this pool, but the content of one block belongs to one group. The same prefix
+    of tokens has the same hash in each group. If several blocks have the same content, only the first one is findable.
 
     Attributes:
-        null_block: Fills entries of block tables that need no block.
-        log: Records changes of findable blocks, or None if they are not needed.
+        null_block: Block that fills the entries of block tables that need no block.
+        log: Records changes to the set of findable blocks, or None if no component needs the changes.
     """
 
     def __init__(self, num_blocks: int, num_groups: int = 1, events: PoolEvents | None = None) -> None:
@@ -155,15 +155,15 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Fraction of the blocks in use, in [0, 1]."""
+        """Fraction of the pool's blocks that are in use, in [0, 1]."""
         return 1.0 - len(self._free) / self.num_usable_blocks
 
     def get(self, block_hash: bytes, group: int = 0) -> KVCacheBlock | None:
-        """Return the block with this content, or None."""
+        """Return the block whose content has this hash in this group, or None."""
         return self._by_hash[group].get(block_hash)
 
     def get_run(self, block_hashes: Iterable[bytes], group: int = 0) -> list[KVCacheBlock]:
-        """Return the blocks with these hashes, up to the first hash without a block."""
+        """Return the blocks with these hashes in order, up to the first hash for which the pool has no block."""
         by_hash = self._by_hash[group]
         blocks = []
         for block_hash in block_hashes:
@@ -197,7 +197,9 @@ class BlockPool:
         return taken
 
     def num_free_among(self, tables: Iterable[Iterable[KVCacheBlock]]) -> int:
-        """Return the number of blocks that ``touch`` would remove from the free list. The null block does not count."""
+        """Return how many of these blocks are in the free list, from which ``touch`` would remove them. The null block
+        does not count.
+        """
         null = self.null_block
         return sum(block.ref_count == 0 and block is not null for blocks in tables for block in blocks)
 
@@ -212,7 +214,8 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Drop one reference to each block of a sequence, given in sequence order. Null blocks are skipped.
+        """Drop one reference to each block of a sequence. The blocks are given in the order of the sequence. Null
+        blocks are skipped.
 
         The last blocks of a sequence are reused before its first blocks, because more prompts share the first blocks.
         Blocks without a hash are reused before all other blocks.
@@ -243,7 +246,7 @@ class BlockPool:
         return True
 
     def release(self, block_id: int) -> None:
-        """Drop the reference of ``hold``, without an entry in the log."""
+        """Drop the reference that ``hold`` added to a block. The change log gets no entry."""
         log, self.log = self.log, None
         self.free((self.blocks[block_id],))
         self.log = log
@@ -265,7 +268,7 @@ class BlockPool:
         return True
 
     def forget(self) -> bool:
-        """Remove the hashes of all blocks, so that no block is findable. While a block is in use, change nothing and
+        """Remove the hashes of all blocks, so that no block is findable. If any block is in use, change nothing and
         return False.
         """
         if len(self._free) != self.num_usable_blocks:
@@ -285,11 +288,12 @@ class BlockPool:
 class ComputedBlocks(msgspec.Struct, frozen=True):
     """Cached blocks of a request's prefix, and the number of tokens that the request need not compute.
 
-    There is one list per group, and all lists have the same length. A place that later queries of a group do not see
-    holds the null block.
+    There is one list of blocks per group, and all lists have the same length. If later queries of a group do not attend
+    to a block, the null block is in its place.
 
     Attributes:
-        branch: Number of tokens whose blocks are cached, if no state is kept at their end. 0 otherwise.
+        branch: Number of tokens whose blocks are cached, if the model has recurrent states and no state is kept at the
+            end of these tokens. 0 otherwise.
     """
 
     blocks: tuple[list[KVCacheBlock], ...]
@@ -305,12 +309,12 @@ class ComputedBlocks(msgspec.Struct, frozen=True):
 def find_computed_blocks(
     pool: BlockPool, groups: Sequence[KVCacheGroup], hashes: Sequence[bytes], block_size: int, num_tokens: int
 ) -> ComputedBlocks:
-    """Find the longest prefix, in whole blocks, that is cached in every group. The last of ``num_tokens`` tokens is
-    always left to compute.
+    """Find the longest prefix, in whole blocks, that is cached in every group. The prefix never includes the last of
+    ``num_tokens`` tokens, which must be computed.
 
-    A group without a window needs every block of the prefix. A group with a window needs the blocks to which the first
-    query after the prefix attends. A missing block in one group shortens the prefix of all groups. A shorter prefix
-    needs other blocks in groups with a window, so the search repeats until the length no longer changes.
+    A group without an attention window needs every block of the prefix. A group with a window needs the blocks to which
+    the first query after the prefix attends. A missing block in one group shortens the prefix of all groups. For a
+    shorter prefix, groups with a window need other blocks, so the search repeats until the length no longer changes.
     """
     from_start: dict[int, list[KVCacheBlock]] = {}
     for number, group in enumerate(groups):
@@ -351,8 +355,8 @@ def _cached_at_end(
     block_size: int,
     num_tokens: int,
 ) -> int:
-    """Return the longest prefix, in blocks and at most ``length``, whose last blocks are cached. The group's window
-    decides how many of the last blocks must be cached.
+    """Return the longest prefix, in blocks and at most ``length``, whose last blocks are cached. The attention window
+    of the group decides how many of the last blocks must be cached.
     """
     index = length - 1
     while index >= first_block(group, length, block_size, num_tokens):

@@ -1,4 +1,4 @@
-"""Events of the prefix cache for routers: blocks that became findable or were lost, in order."""
+"""Events of the prefix cache for routers: which blocks became findable and which were evicted, in order."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -18,16 +18,16 @@ _NOTHING: _Open = (None, KvMedium.DEVICE, [])
 
 
 class KvEventLog:
-    """Events since the last ``take``. A reader that applies all events in order knows the findable blocks of one group
-    in each medium.
+    """Events since the last ``take``. A reader that applies all events in order knows the findable blocks of one KV
+    cache group in each medium, such as the device or host memory.
 
     One group represents all groups. The hashes of that group's blocks are plain prefix hashes, so a router can look up
     prompts without information about groups. While ``recording`` is false, no events are recorded.
     """
 
     def __init__(self, block_size: int, group: int, *, in_full: bool) -> None:
-        """Create an empty log. With ``in_full``, events also have tokens, adapters and media, and the log always
-        records.
+        """Create an empty log. If ``in_full`` is true, events also contain tokens, adapters and media, and the log
+        always records.
         """
         self.group = group
         self.recording = in_full
@@ -35,12 +35,12 @@ class KvEventLog:
         self._block_size = block_size
         self._events: list[KvCacheEvent] = []
         self._open: _Open = _NOTHING
-        """The kind, medium and hashes of the last event, if more blocks may be added to it."""
+        """The kind, medium and hashes of the last event, if more blocks may be added to that event."""
         self._kept: dict[KvMedium, dict[bytes, None]] = {}
 
     def stored(self, request: Request, indices: Sequence[int]) -> None:
-        """Record that blocks of a request became findable. ``indices`` are ascending. If the log is ``in_full``, each
-        run of adjacent blocks is one event.
+        """Record that blocks of a request became findable. ``indices`` are the blocks' positions in the request, in
+        ascending order. If the log is ``in_full``, each run of adjacent blocks is one event.
         """
         if not self.recording:
             return
@@ -85,7 +85,9 @@ class KvEventLog:
             self._add(BlockRemoved, KvMedium.DEVICE, hashes)
 
     def kept(self, medium: KvMedium, block_hash: bytes) -> None:
-        """Record that a block is findable outside the pool. The event has no tokens."""
+        """Record that a block is findable in a medium outside the pool, such as host memory. The event has no
+        tokens.
+        """
         of_medium = self._kept.setdefault(medium, {})
         if block_hash in of_medium:
             return
@@ -94,7 +96,9 @@ class KvEventLog:
             self._add(BlockStored, medium, (block_hash,))
 
     def lost(self, medium: KvMedium, block_hash: bytes) -> None:
-        """Record that a block is no longer findable in a medium. A block that was not findable there is ignored."""
+        """Record that a block is no longer findable in a medium. The call is ignored if the block was not findable in
+        that medium.
+        """
         of_medium = self._kept.get(medium, {})
         if block_hash in of_medium:
             del of_medium[block_hash]
@@ -102,12 +106,12 @@ class KvEventLog:
                 self._add(BlockRemoved, medium, (block_hash,))
 
     def kept_in(self, medium: KvMedium) -> Collection[bytes]:
-        """Return the blocks that are findable in a medium outside the pool."""
+        """Return the hashes of the blocks that are findable in a medium outside the pool."""
         return self._kept.get(medium, {}).keys()
 
     def cleared(self) -> None:
-        """Record that no block in the pool is findable, and drop pending events. The event clears all media, so the log
-        records the blocks in other media again.
+        """Record that no block in the pool is findable, and drop pending events. The recorded event clears all media,
+        so the log then records the blocks in the other media again.
         """
         if not self.recording:
             return
@@ -129,7 +133,7 @@ class KvEventLog:
         return events
 
     def _add(self, kind: type[BlockStored] | type[BlockRemoved], medium: KvMedium, hashes: Iterable[bytes]) -> None:
-        """Record blocks by their hashes only. Consecutive changes of the same kind become one event."""
+        """Record a change of blocks, by their hashes only. Consecutive changes of the same kind become one event."""
         last_kind, last_medium, block_hashes = self._open
         if kind is not last_kind or medium is not last_medium:
             block_hashes = []

@@ -20,7 +20,9 @@ from penstock_enginecore.states.core.slots import StateSlots
 
 
 class PrefixCacheStats(msgspec.Struct):
-    """Number of tokens that were looked up, and number of tokens that were found, since the engine started."""
+    """Number of tokens that were looked up in the prefix cache, and number of these tokens that were found, since the
+    engine started.
+    """
 
     queries: int = 0
     hits: int = 0
@@ -30,12 +32,12 @@ class KVCacheManager:
     """Allocates blocks to requests.
 
     A request has one block table per KV cache group. All tables of a request have the same length: block i of each
-    table is for the same tokens. In groups with a window, no later query attends to the first blocks.
-    ``free_out_of_window`` frees these blocks and replaces them with the null block. ``has_windows`` says whether there
-    are such groups.
+    table is for the same tokens. In groups with an attention window, later queries no longer attend to the first blocks
+    of a sequence. ``free_out_of_window`` frees these blocks and replaces them with the null block. ``has_windows`` says
+    whether the model has such groups.
 
-    Only full blocks with final, computed tokens become findable. Therefore call ``cache_blocks`` after a step, and
-    ``free_out_of_window`` after that.
+    Only full blocks with final, computed tokens become findable by hash. Therefore the caller must call
+    ``cache_blocks`` after a step, and then ``free_out_of_window``.
 
     If every token of a request is cached, the last token is recomputed, because its logits are needed. The step writes
     the token's keys and values to the last block, which other requests may share. All requests that share the block
@@ -53,8 +55,8 @@ class KVCacheManager:
         self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
         self.external_stats = PrefixCacheStats()
-        """Statistics of tokens that were not in the pool and were looked up with the KV connector, if one is
-        configured.
+        """Statistics of lookups with the KV connector, if one is configured. Only tokens that were not in the block
+        pool are looked up there.
         """
         self.reuses = enable_prefix_caching
         """Whether prefix caching is enabled."""
@@ -63,13 +65,15 @@ class KVCacheManager:
             if config.states is None
             else StateSlots(config.states, keeps=enable_prefix_caching, events=self._events)
         )
-        """Slots of recurrent states, or None for a model without recurrent layers."""
+        """Device memory slots for states of recurrent layers, or None for a model without recurrent layers."""
         self._hasher = BlockHasher(config.block_size)
         self._nothing_computed = ComputedBlocks(tuple([] for _ in groups))
         self._blocks: dict[str, tuple[list[KVCacheBlock], ...]] = {}
         self._num_cached: dict[str, int] = {}
         self._num_left: dict[str, list[int]] = {}
-        """Number of blocks outside the window, for each group with a window, by request."""
+        """Number of the request's blocks that are outside the attention window, for each group with a window, by
+        request key.
+        """
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the maximum number of blocks, over all groups, that a request of ``num_tokens`` tokens uses at the
@@ -78,19 +82,23 @@ class KVCacheManager:
         return num_blocks_for(self.groups, -(-num_tokens // self.block_size))
 
     def hash_prompt(self, request: Request) -> None:
-        """Hash the request's full blocks before scheduling. Thread-safe: only the request is changed."""
+        """Compute the hashes of the request's full blocks before scheduling. Thread-safe, because only the request is
+        changed.
+        """
         if self.reuses:
             self._hasher.extend(request, request.num_tokens)
 
     def get_computed_blocks(self, request: Request) -> ComputedBlocks:
-        """Return the longest prefix that is cached in every group, and whose state is kept if the model has states. At
-        least the last token is left to compute.
+        """Return the longest prefix of the request that is cached in every group. If the model has recurrent states,
+        the state at the end of the prefix must also be kept. The prefix never includes the last token, because the last
+        token must be computed.
         """
         if not self.reuses or request.skip_reading_prefix_cache:
             return self._nothing_computed
         self._hasher.extend(request, request.num_tokens)
         hashes = request.block_hashes
-        if self.states is not None:  # A state must not include the last token, which is computed in any case.
+        # The last token is always computed, so the state to start from must not include the last token.
+        if self.states is not None:
             hashes = hashes[: (request.num_tokens - 1) // self.block_size]
         computed = self._find(request, hashes)
         if self.states is None:
@@ -117,7 +125,8 @@ class KVCacheManager:
 
         Returns:
             The ids of the new blocks, one list per group. An empty tuple if no new block was needed, as in most steps.
-            None if there are too few free blocks, or if fewer than ``reserve`` blocks per group would stay free.
+            None if there are too few free blocks, or if fewer than ``reserve`` blocks for each group would stay free
+            afterwards.
         """
         tables = self._blocks[request.key]
         missing = -(-(request.num_computed_tokens + num_new_tokens) // self.block_size) - len(tables[0])
@@ -137,10 +146,11 @@ class KVCacheManager:
         return [block.block_id for block in new]
 
     def admit(self, request: Request, computed: ComputedBlocks, num_new_tokens: int, *, reserve: int) -> bool:
-        """Give a waiting request its cached blocks, and blocks for ``num_new_tokens`` more tokens. Blocks that
-        the request held before are freed.
+        """Give a waiting request the cached blocks of its prefix, and blocks for ``num_new_tokens`` more tokens. Blocks
+        that the request had before are freed.
 
-        Return False, and do nothing, unless ``reserve`` blocks stay free and the request gets its slots for states.
+        If fewer than ``reserve`` blocks would stay free, or if the request cannot get slots for recurrent states, do
+        nothing and return False.
         """
         pool = self.pool
         missing = -(-(computed.num_tokens + num_new_tokens) // self.block_size) - computed.num_blocks
@@ -160,8 +170,9 @@ class KVCacheManager:
         return True
 
     def hold(self, request: Request, tables: tuple[list[KVCacheBlock], ...], num_blocks: int) -> None:
-        """Reserve cached blocks for a request that has not started, and the kept state after ``num_blocks`` blocks, if
-        there is one. Blocks and the state that the request had before are freed.
+        """Reserve cached blocks for a request that has not started. If a recurrent state is kept at the end of the
+        first ``num_blocks`` blocks, also reserve that state. Blocks and the state that the request had before are
+        freed.
         """
         self._hold_blocks(request, tables)
         if self.states is not None:
@@ -175,9 +186,9 @@ class KVCacheManager:
         self._blocks[request.key] = tables
 
     def plan_load(self, request: Request, lookup: Lookup) -> LoadPlan:
-        """Return the blocks of the request's prefix to load, as ``kv_transfer.core.plan.plan_load`` chooses them. If the
-        model has states, the prefix ends at a state that is kept or can be loaded. The plan never ends inside a span of
-        tokens that must be computed together.
+        """Return the blocks of the request's prefix that should be loaded, as ``kv_transfer.core.plan.plan_load``
+        chooses them. If the model has recurrent states, the prefix ends at a state that is kept or can be loaded. The
+        prefix never ends inside a span of tokens that must be computed together.
         """
         states, hashes = self.states, request.block_hashes
         if states is None:
@@ -197,7 +208,7 @@ class KVCacheManager:
         return plan
 
     def arrived(self, request: Request, places: Iterable[Place]) -> None:
-        """Make the blocks and the state that were loaded for the request findable."""
+        """Make the blocks and the recurrent state that were loaded for the request findable by later requests."""
         index = {block_hash: i for i, block_hash in enumerate(request.block_hashes)}
         stored = []
         for name, block_id in places:
@@ -215,7 +226,7 @@ class KVCacheManager:
         return self.states
 
     def free_loaded(self, places: Iterable[Place]) -> None:
-        """Drop the references that a load had to the places that it wrote."""
+        """Drop the references that a load had to the blocks and state slots to which the load wrote."""
         blocks = []
         for name, block_id in places:
             if name.group == STATE_GROUP:
@@ -229,8 +240,8 @@ class KVCacheManager:
         return tuple([[block.block_id for block in table] for table in self._blocks[request.key]])
 
     def cache_blocks(self, request: Request) -> None:
-        """Make the full blocks and the written states of processed tokens findable. Release states that the request no
-        longer reads.
+        """Make the full blocks and the written recurrent states of processed tokens findable. Release states that the
+        request no longer reads.
         """
         if not self.reuses:
             if self.states is not None:
@@ -257,10 +268,11 @@ class KVCacheManager:
     def free_out_of_window(self, request: Request, num_processed_tokens: int) -> None:
         """Free the blocks to which no query at position ``num_processed_tokens`` or later attends.
 
-        This is safe once every step that computes an earlier position has been launched. A device runs its steps in
-        order, so those steps read the blocks before a later step overwrites them. The caller passes the number of
-        tokens in processed steps, not in launched steps. Computed blocks are then already findable, and rejected drafts
-        do not count. Workers keep the old block ids in their tables, but attention never reads outside a window.
+        Freeing these blocks is safe once every step that computes an earlier position has been launched. A device runs
+        its steps in order, so the launched steps read the blocks before a later step overwrites them. The caller passes
+        the number of tokens in processed steps, not in launched steps. Computed blocks are then already findable, and
+        rejected drafts do not count. Workers keep the ids of freed blocks in their block tables, but attention never
+        reads outside a window.
         """
         left = self._num_left[request.key]
         tables = self._blocks[request.key]
@@ -274,8 +286,9 @@ class KVCacheManager:
                 self.pool.free(blocks)
 
     def free(self, request: Request) -> None:
-        """Free all blocks of a request, and its states. Their content stays findable until they are reused. The last
-        state of a request that failed is forgotten, because its numbers may be wrong.
+        """Free all blocks and recurrent states of a request. The content of full blocks and kept states stays findable
+        until their memory is reused. The last state of a request that failed is forgotten, because its numbers may be
+        wrong.
         """
         if self.states is not None:
             self.states.free(request, keep=self.reuses and request.status is not RequestStatus.FINISHED_ERROR)
@@ -285,13 +298,17 @@ class KVCacheManager:
             self.pool.free(table)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes and kept states. Return False, and do nothing, while a request holds blocks."""
+        """Forget all cached prefixes and kept recurrent states. If any block or state is in use, do nothing and return
+        False.
+        """
         if self.states is None:
             return self.pool.forget()
         return not self.states.in_use and self.pool.forget() and self.states.forget()
 
     def record_events(self, on: bool) -> None:
-        """Start or stop recording changes of the prefix cache. If events are enabled, changes are always recorded."""
+        """Start or stop recording changes of the prefix cache. If ``enable_kv_events`` is true, changes are always
+        recorded.
+        """
         self._events.record(on)
 
     def take_events(self) -> list[KvCacheEvent]:
@@ -304,10 +321,11 @@ class KVCacheManager:
             (self._events.kept if is_there else self._events.lost)(medium, name.hash)
 
     def cached_blocks(self, part: int, num_parts: int, medium: KvMedium = KvMedium.DEVICE) -> list[bytes]:
-        """Return the hashes of the findable blocks of a medium, as in the events.
+        """Return the hashes of the findable blocks of a medium, such as the device or host memory. The hashes are the
+        same as in the events.
 
-        The hashes are split into ``num_parts`` parts of similar size, numbered from 0. A block is always in the same
-        part.
+        One call returns only part number ``part`` of ``num_parts`` parts of similar size, counted from 0. A block is
+        always in the same part.
         """
         hashes = self._findable_in(medium)
         if num_parts == 1:
@@ -315,7 +333,7 @@ class KVCacheManager:
         return [block_hash for block_hash in hashes if int.from_bytes(block_hash[:4], "big") % num_parts == part]
 
     def num_cached_blocks(self, medium: KvMedium) -> int:
-        """Return the number of findable blocks of a medium."""
+        """Return the number of findable blocks of a medium, such as the device or host memory."""
         return len(self._findable_in(medium))
 
     def _findable_in(self, medium: KvMedium) -> Collection[bytes]:

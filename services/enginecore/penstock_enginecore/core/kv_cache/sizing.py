@@ -15,17 +15,19 @@ from penstock_enginecore.states.core.spec import StateNeeds, StatePoolConfig, ro
 logger = logging.getLogger(__name__)
 
 _MAX_BARE_BLOCKS = 2**17
-"""Maximum number of blocks without memory, unless one sequence needs more."""
+"""Maximum number of blocks of a model without attention, whose blocks have no memory. The number is higher if one
+sequence needs more blocks.
+"""
 
 MIN_MODEL_LEN = 2
 """Minimum sequence length: one prompt token and one output token."""
 
 
 class StateDemand(msgspec.Struct, frozen=True, kw_only=True):
-    """Recurrent layers of a model, and the requests that run at once.
+    """Recurrent layers of a model, and the number of requests that use their memory at the same time.
 
     Attributes:
-        needs: Memory needs of the layers.
+        needs: Memory needs of the recurrent layers.
         max_num_seqs: Maximum number of running requests.
         num_drafts: Maximum number of drafted tokens of a request in a step.
     """
@@ -35,7 +37,7 @@ class StateDemand(msgspec.Struct, frozen=True, kw_only=True):
     num_drafts: int
 
     def sized(self, available_bytes: int, cache: CacheConfig, token_bytes: int) -> tuple[StatePoolConfig, int]:
-        """Call ``size_states`` for these layers and requests."""
+        """Call ``size_states`` with these memory needs and numbers of requests and drafts."""
         rows = rows_per_request(self.num_drafts)
         return size_states(
             self.needs,
@@ -59,23 +61,23 @@ def size_kv_cache(
 ) -> KVCacheConfig:
     """Compute the pool sizes that fit into memory, and the longest sequence.
 
-    If no length is requested, ``max_model_len`` is the model's own length, lowered to the capacity of the pool for a
-    single sequence. Recurrent states take their part of the memory before KV blocks. A model without attention gets
-    blocks without memory, which only carry the hashes of prefixes.
+    If no length is requested, ``max_model_len`` is the model's own maximum length, lowered to the number of tokens that
+    the pool can store for a single sequence. Recurrent states get their part of the memory first, and KV blocks get the
+    rest. A model without attention gets blocks without memory, which only carry the hashes of prefixes.
 
     Args:
         specs: KV cache needs of each attention layer, by name.
         available_bytes: Device memory that is available for the KV cache.
         cache: Settings of the KV cache.
-        requested_max_model_len: Configured sequence length in tokens, or None.
-        model_max_len: The model's own sequence length in tokens.
-        max_tokens_in_flight: Tokens that can be scheduled but not processed: the step's budget times the steps in
-            flight. A request keeps the blocks of their windows.
+        requested_max_model_len: Configured maximum sequence length in tokens, or None.
+        model_max_len: The model's own maximum sequence length in tokens.
+        max_tokens_in_flight: Maximum number of tokens that are scheduled but not yet processed: the token budget of a
+            step times the number of steps in flight. A request keeps the blocks to which these tokens attend.
         states: Memory needs of recurrent layers, or None for a model without them.
 
     Raises:
-        ConfigError: A sequence of the requested length, or of the minimum length, does not fit. The message gives the
-            sizes.
+        ConfigError: A sequence of the requested length, or of the minimum length, does not fit into memory. The message
+            gives the sizes.
     """
     pool = _Pool(specs, requested_max_model_len or model_max_len, max_tokens_in_flight, cache.block_size)
     available_bytes = cache.kv_cache_memory or available_bytes
@@ -113,8 +115,9 @@ class _Pool:
     """Sizes of a block pool before its number of blocks is known.
 
     Attributes:
-        least_bytes: Bytes of cache memory that are too few or just enough.
-        left_by_states: Returns the bytes that recurrent states leave to KV blocks, of a size of at least ``least_bytes``.
+        least_bytes: Size in bytes at which ``size_for`` begins its search for a sufficient size of cache memory.
+        left_by_states: Returns how many bytes recurrent states leave to KV blocks if the cache memory has the given
+            size, which is at least ``least_bytes``.
     """
 
     def __init__(
@@ -132,12 +135,12 @@ class _Pool:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of the keys and values of one token, or 0 for a model without attention."""
+        """Size in bytes of the keys and values of one token in all layers, or 0 for a model without attention."""
         return self.block_bytes * len(self.groups) // self.block_size
 
     def num_blocks_in(self, num_bytes: int, states: StateDemand | None) -> int:
-        """Return the number of blocks for ``num_bytes`` of memory. Blocks without memory are enough for every running
-        request, up to ``_MAX_BARE_BLOCKS``.
+        """Return the number of blocks that fit into ``num_bytes`` of memory. If blocks need no memory, return the
+        number that all running requests need, at most ``_MAX_BARE_BLOCKS`` or the number that one sequence needs.
         """
         if self.block_bytes:
             return num_bytes // self.block_bytes
@@ -145,15 +148,17 @@ class _Pool:
         return 1 + max(min(num_requests * self._most, _MAX_BARE_BLOCKS), self._most)
 
     def longest(self, num_blocks: int) -> int:
-        """Return the length in tokens of the longest sequence that fits into ``num_blocks`` blocks, up to the requested
-        length. One of the blocks is the null block.
+        """Return the length in tokens of the longest sequence that fits into a pool of ``num_blocks`` blocks, up to the
+        requested length. One of the blocks is the null block.
         """
         lengths = range(self._most + 1)
         count = bisect.bisect_right(lengths, num_blocks - 1, key=lambda n: num_blocks_for(self.groups, n))
         return max(count - 1, 0) * self.block_size
 
     def size_for(self, num_tokens: int) -> str:
-        """Return the memory for a sequence of ``num_tokens`` tokens, and for recurrent states, as text."""
+        """Return, as text, the memory size that a sequence of ``num_tokens`` tokens and the recurrent states need
+        together.
+        """
         num_blocks = num_blocks_for(self.groups, -(-num_tokens // self.block_size)) + 1
         needed = num_blocks * self.block_bytes
         size = _rounded(max(needed, self.least_bytes))
@@ -183,7 +188,7 @@ def _max_model_len(requested: int | None, model_max_len: int, fits: int, pool: _
             )
         return min(model_max_len, fits)
     if requested > model_max_len:
-        raise ConfigError(f"model.max_model_len is {requested}; the model itself allows {model_max_len} tokens")
+        raise ConfigError(f"model.max_model_len is {requested}; the model supports at most {model_max_len} tokens")
     if requested < MIN_MODEL_LEN:
         raise ConfigError(f"model.max_model_len is {requested}; it must be at least {MIN_MODEL_LEN}")
     if requested > fits:
@@ -210,28 +215,29 @@ def _unit(num_bytes: int) -> tuple[int, str]:
     return (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
 
 
-# Models without a KV cache: encoders, which compute a complete prompt in one step.
+# Models without a KV cache are encoders. Encoders compute a complete prompt in one step.
 
 
 def size_without_kv_cache(
     scheduler: SchedulerConfig, *, requested_max_model_len: int | None, model_max_len: int
 ) -> KVCacheConfig:
-    """Return a pool that never limits requests: any request fits into one block, and there are more blocks than running
-    requests.
+    """Return the configuration of a pool that never limits requests: any request fits into one block, and the pool has
+    more blocks than the maximum number of running requests.
 
     The blocks are only ids and use no memory. A prompt must fit into a step, so ``max_model_len`` is at most
-    ``scheduler.max_num_batched_tokens``. Raises ConfigError if the requested length is longer.
+    ``scheduler.max_num_batched_tokens``. Raises ConfigError if ``requested_max_model_len`` is longer than this limit or
+    than the model's own limit.
     """
     budget = scheduler.step_tokens
     length = min(model_max_len, budget) if requested_max_model_len is None else requested_max_model_len
     if length > model_max_len:
-        raise ConfigError(f"model.max_model_len is {length}; the model itself allows {model_max_len} tokens")
+        raise ConfigError(f"model.max_model_len is {length}; the model supports at most {model_max_len} tokens")
     if length > budget:
         raise ConfigError(
             f"model.max_model_len is {length}; an encoder computes a prompt in one step, so it must be at most "
             f"scheduler.max_num_batched_tokens, {budget}"
         )
-    # The watermark keeps up to half of the blocks free, and block 0 is the null block.
+    # The scheduler's watermark keeps up to half of the blocks free, and block 0 is the null block.
     num_blocks = 2 * scheduler.max_num_seqs + 3
     return KVCacheConfig(
         num_blocks=num_blocks, block_size=length, groups=(KVCacheGroup(layer_names=()),), max_model_len=length

@@ -1,8 +1,9 @@
 """KV cache layout: the needs of each attention layer, and the layers that share a block table and memory.
 
-Layers share tensors: KV tensor i stores layer i of every group. A block id belongs to one group at a time, and the
-layers of other groups do not use that block of the tensor. The number of tensors is therefore the number of layers in
-the largest group, and groups of equal size waste no memory. The idea is vLLM's hybrid KV cache manager.
+Layers share tensors: KV tensor i stores the keys and values of layer i of every group. A block id belongs to one group
+at a time, and the layers of other groups do not use the block with this id. The number of tensors is therefore the
+number of layers in the largest group, and groups of equal size waste no memory. The idea is vLLM's hybrid KV cache
+manager.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ DRAFT_PREFIX = "draft."
 
 
 def first_key(position: int, sliding_window: int | None, attention_chunk: int | None) -> int:
-    """Return the first position to which a query at ``position`` attends. The result never decreases as ``position``
+    """Return the first position to which a query at ``position`` attends. The result never decreases when ``position``
     increases.
     """
     first = 0
@@ -32,7 +33,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """KV cache needs of one attention layer.
 
     Attributes:
-        dtype_size: Bytes per number.
+        dtype_size: Size in bytes of one element of the keys and values.
         sliding_window: Number of keys to which a query attends, including its own key. None for full attention.
         attention_chunk: Size of an attention chunk in tokens. A query at position p attends to keys from position ``p
             // attention_chunk * attention_chunk``. None for full attention.
@@ -48,7 +49,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of this layer, including keys and values."""
+        """Size in bytes of one block of this layer, with its keys and values."""
         return self.block_size * (self.key_width + self.value_width) * self.dtype_size
 
     @property
@@ -63,7 +64,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that share one block table: a block id means the same tokens in each layer.
+    """Layers that share one block table: in each of these layers, a block stores the same tokens.
 
     Attributes:
         max_blocks: Maximum number of blocks that one request uses in this group at the same time. None if only the
@@ -77,7 +78,9 @@ class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_memory(self) -> bool:
-        """Whether blocks have memory. The blocks of a model without attention only carry the hashes of prefixes."""
+        """Whether the group's blocks have memory. The blocks of a model without attention have no memory and only carry
+        the hashes of prefixes.
+        """
         return bool(self.layer_names)
 
     @property
@@ -138,12 +141,14 @@ def kv_tensor_widths(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheG
 
 
 def block_bytes(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup]) -> int:
-    """Return the bytes of one block in all KV tensors. The model and the drafter have separate tensors."""
+    """Return the size in bytes of one block in all KV tensors together. The model and the drafter have separate
+    tensors.
+    """
     return sum(_bytes_of(specs, groups, drafts=drafts) for drafts in (False, True))
 
 
 def _bytes_of(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], *, drafts: bool) -> int:
-    """Return the bytes of one block in the tensors of the drafter, or of the model."""
+    """Return the size in bytes of one block in all KV tensors of the drafter if ``drafts`` is true, or of the model."""
     own = [
         msgspec.structs.replace(
             group, layer_names=tuple(name for name in group.layer_names if name.startswith(DRAFT_PREFIX) is drafts)
@@ -160,13 +165,14 @@ def _bytes_of(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], 
 def group_layers(
     specs: Mapping[str, KVCacheSpec], *, max_len: int, max_tokens_in_flight: int
 ) -> tuple[KVCacheGroup, ...]:
-    """Choose the groups that need the least memory for a decoding sequence of ``max_len`` tokens. Among equal choices,
-    choose the fewest groups.
+    """Divide the layers into the groups that need the least memory for a decoding sequence of ``max_len`` tokens. Among
+    choices that need equal memory, choose the one with the fewest groups.
 
-    Layers with the same window are grouped together. If one window has many more layers than another, its layers are
-    split into groups of similar size. For example, four layers with full attention become one group, and twenty
-    windowed layers become five groups. The fallback is a single group without a window. It is chosen if windows save no
-    memory, or if layer sizes differ so much that sharing tensors costs more than windows save.
+    Layers in a group have the same attention window. If many more layers have one window than another, the layers with
+    the more frequent window are split into groups of similar size. For example, four layers with full attention become
+    one group, and twenty windowed layers become five groups. The fallback is a single group without a window. The
+    fallback is chosen if freeing blocks outside windows saves no memory. It is also chosen if layer sizes differ so
+    much that sharing tensors costs more memory than windows save.
     """
     block_size = max(spec.block_size for spec in specs.values())
     kinds: dict[tuple[int | None, int | None], list[str]] = {}
@@ -192,12 +198,14 @@ def group_layers(
 
 
 def _below(span: int | None, max_len: int) -> int | None:
-    """Return the window, or None if no sequence is longer than the window."""
+    """Return the attention window ``span``, or None if no sequence of ``max_len`` tokens is longer than the window."""
     return None if span is None or span >= max_len else span
 
 
 def _cost(specs: Mapping[str, KVCacheSpec], groups: Sequence[KVCacheGroup], max_len: int, block_size: int) -> int:
-    """Return the bytes of KV cache that a sequence of ``max_len`` tokens uses while it decodes one token per step."""
+    """Return the size in bytes of the KV cache blocks that a sequence of ``max_len`` tokens uses while it decodes one
+    token per step.
+    """
     full = -(-max_len // block_size)
     blocks = 0
     for group in groups:

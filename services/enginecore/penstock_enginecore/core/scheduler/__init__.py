@@ -1,1 +1,3 @@
-"""Chooses the requests and tokens of each step, and turns results into outputs. Start with ``scheduler.py``."""
+"""Scheduler: chooses the requests and tokens of each step, and turns step results into outputs. To understand the
+package, read ``scheduler.py`` first.
+"""

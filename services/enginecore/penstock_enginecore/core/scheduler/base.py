@@ -1,4 +1,4 @@
-"""The scheduler interface, and the registry that finds a scheduler by name."""
+"""The interface of schedulers, and the registry that finds a scheduler class by name."""
 
 import enum
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ from penstock_enginecore.kv_transfer.core.leases import LeasedBlocks
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
 Clock = Callable[[], float]
-"""A clock that returns seconds since an arbitrary origin."""
+"""Clock that returns the time in seconds since an arbitrary origin."""
 
 
 class PauseState(enum.Enum):
@@ -41,7 +41,7 @@ class Admission(enum.Enum):
     """Result of an attempt to start a waiting request.
 
     Attributes:
-        STARTED: The request runs in this step.
+        STARTED: The request has started and is part of this step.
         BLOCKED: The request is held until a resource that it needs is ready. Requests after it may start.
         NO_ROOM: The request stays at the head of the queue. No request after it starts in this step.
         ENDED: The request failed and has ended.
@@ -54,10 +54,11 @@ class Admission(enum.Enum):
 
 
 class StepResource:
-    """A limited resource that only some requests need, such as adapter slots. The scheduler calls the hooks.
+    """A limited resource that only some requests need, such as adapter slots. The scheduler calls the methods of this
+    class.
 
-    The hooks are listed in the order in which the scheduler calls them. The base class sets no limits. ``request`` has
-    not ended, except in ``ended``.
+    The methods are listed in the order in which the scheduler calls them. The methods of the base class set no limits. The
+    argument ``request`` has not ended, except in ``ended``.
 
     Attributes:
         stats_name: The field of SchedulerStats that ``stats`` fills in. Empty if the resource has no statistics.
@@ -78,8 +79,8 @@ class StepResource:
         """Begin the loop over waiting requests. The running requests of the step are already chosen."""
 
     def may_start(self, request: Request) -> Hold:
-        """Return the hold that a waiting request gets now. NONE means that the request may start, as far as this
-        resource is concerned.
+        """Return the hold that a waiting request must get now. NONE means that this resource does not keep the request
+        from starting.
         """
         return Hold.NONE
 
@@ -92,18 +93,18 @@ class StepResource:
             reserve: Returns the number of blocks to keep free if the request gets blocks for a given number of tokens.
 
         Returns:
-            BLOCKED if a load has begun. NO_ROOM if the load needs blocks that are in use. None if the request should
+            BLOCKED if a load has begun. NO_ROOM if the load needs more blocks than are free. None if the request should
             compute its tokens.
         """
         return None
 
     def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
-        """Return how many of ``count`` tokens from position ``start`` fit into the step, or 0."""
+        """Return how many of the ``count`` tokens from position ``start`` can be computed in the step, or 0."""
         return count
 
     def claim(self, request: Request, start: int, count: int) -> int:
-        """Return how many of ``count`` tokens a waiting request may compute if it starts. 0 means that the request is
-        now held.
+        """Return how many of ``count`` tokens a waiting request may compute if it starts. If the result is 0, the
+        request has been given a hold.
         """
         return count
 
@@ -117,7 +118,7 @@ class StepResource:
 
     @property
     def returns_blocks(self) -> bool:
-        """Whether KV blocks that belong to no request will be free soon."""
+        """Whether KV blocks that belong to no request, such as blocks that are being copied, will be free soon."""
         return False
 
     def started(self, request: Request, num_computed: int, count: int) -> None:
@@ -140,26 +141,27 @@ class StepResource:
         """Handle the end of a request. The request may have been waiting, held or running."""
 
     def end_step(self, output: SchedulerOutput) -> None:
-        """Finish scheduling a step: add the data that the workers need."""
+        """Finish scheduling a step: add the data that workers need for this resource."""
 
     def stats(self) -> Any:
-        """Return current counts and load. Thread-safe."""
+        """Return the current statistics of the resource. Thread-safe."""
 
 
 class SchedulerContext(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings and collaborators of a scheduler.
+    """Settings of a scheduler, and objects that the scheduler uses.
 
     Attributes:
         num_stages: Number of pipeline stages. A step passes through the stages one after the other, and each stage can
             compute a different step.
-        step_seconds: Measured step duration in seconds, by number of tokens.
+        step_seconds: Measured duration of a step in seconds, by the number of tokens in the step.
         resources: Resources that only some requests need.
-        media: Modalities that the model accepts.
-        encoder_cache_size: Maximum number of media embeddings to keep.
+        media: Limits of each media modality that the model accepts.
+        encoder_cache_size: Maximum number of media embeddings to keep on the device.
         media_inputs: Cache of media inputs.
-        leases: Lease manager for KV blocks that another engine still reads.
+        leases: Lease manager for KV blocks that another engine may still read.
         kv_connector: Loads KV blocks from other engines or tiers, or None if no connector is configured.
-        min_load_tokens: Minimum number of consecutive tokens to load. Shorter runs of tokens are computed instead.
+        min_load_tokens: Minimum number of consecutive tokens to load. Shorter runs of tokens are computed instead of
+            loaded.
         monotonic_clock: Clock for event timestamps.
         wall_clock: Clock for deadlines, in seconds since the epoch.
     """
@@ -190,7 +192,7 @@ class Scheduler(Protocol):
     The engine calls ``schedule``, lets the executor run the step, and then calls ``update_from_output`` and
     ``take_outputs``. The next step may be scheduled before the results of the current step arrive. Results arrive in
     step order. Requests may be added and aborted between any two calls. Every request ends exactly once, with one
-    output that has a finish reason. The exception is a disconnected client, whose requests end without outputs.
+    output that has a finish reason. Only the requests of a disconnected client end without outputs.
 
     Attributes:
         kv_cache: Maps requests to KV blocks, and finds cached blocks. The caller must hash a prompt with ``kv_cache``
@@ -210,7 +212,7 @@ class Scheduler(Protocol):
         """
 
     def release(self, request: Request, hold: Hold) -> None:
-        """Remove a hold from a request. The request may have ended in the meantime."""
+        """Remove a hold from a request. If the request has ended in the meantime, nothing changes."""
 
     def hold_back(self, request: Request, hold: Hold) -> None:
         """Preempt a running request and hold it until ``release``. Steps run without the request, and the results of
@@ -221,8 +223,9 @@ class Scheduler(Protocol):
         """End a request with an ERROR output. If the request has already ended, change nothing and return False."""
 
     def abort_requests(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
-        """End the given requests that have not ended yet, and return their ids. The finish reason in their outputs is
-        ABORT. With ``hand_over``, the finish reason is HANDOFF, and the requests resume on another engine.
+        """End those of the given requests that have not ended yet, and return the ids of the requests that this call
+        ended. The finish reason in their outputs is ABORT. If ``hand_over`` is true, the finish reason is HANDOFF, and
+        the frontend resumes the requests on another engine.
         """
 
     def abort_client(self, client_id: str) -> None:
@@ -232,16 +235,18 @@ class Scheduler(Protocol):
         """End every request with an ABORT output that carries ``error``.
 
         Args:
-            error: The error that clients get as the reason.
-            held: Also end requests that wait for the end of a pause.
-            keep_blocks: Lease the KV blocks to the engines that resume the requests. This engine must stay alive.
+            error: The error that clients get as the reason for the ABORT.
+            held: Whether to end also the requests that wait for the end of a pause.
+            keep_blocks: Whether to lease the KV blocks to the engines that resume the requests. This engine must stay
+                alive to serve the blocks.
         """
 
     def end_expired(self) -> None:
         """End requests whose deadline has passed. ``schedule`` also ends such requests."""
 
     def schedule(self, *, begin: bool = True) -> SchedulerOutput:
-        """Choose the work of the next step, which may be empty. Also end requests whose deadline has passed.
+        """Choose the tokens and media that the next step computes. The step may be empty. Also end requests whose
+        deadline has passed.
 
         ``begin`` says whether waiting requests may start in the step.
         """
@@ -255,7 +260,7 @@ class Scheduler(Protocol):
         """Process the results of a step, in step order. Requests that ended while the step ran are skipped."""
 
     def update_draft_token_ids(self, scheduler_output: SchedulerOutput, drafts: DraftTokenIds) -> None:
-        """Store the drafts that were made after a step. The step's results must have been processed."""
+        """Store the tokens that were drafted after a step. The step's results must have been processed."""
 
     @property
     def drafter_failure(self) -> str:
@@ -263,10 +268,10 @@ class Scheduler(Protocol):
         return ""
 
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
-        """Undo a step that was not computed. The step must be the only one in flight.
+        """Undo a step that was not computed. No other step may be in flight.
 
-        Its tokens are scheduled again. If the model has recurrent states, the step's requests are preempted. The workers
-        have already applied the step's changes to requests and blocks.
+        Later steps schedule the tokens of the undone step again. If the model has recurrent states, the step's requests
+        are preempted. The workers have already applied the step's changes to requests and blocks.
         """
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
@@ -293,11 +298,13 @@ class Scheduler(Protocol):
 
     @property
     def num_held_by_pause(self) -> int:
-        """Number of requests that arrived after a pause was requested."""
+        """Number of requests that arrived after a pause was requested, and wait for its end."""
 
     @property
     def has_work(self) -> bool:
-        """Whether there are requests, outputs to take, or ended requests whose state the workers still keep."""
+        """Whether there are requests that have not ended, outputs to take, or ended requests whose state the workers
+        still keep.
+        """
 
     pause_state: PauseState
 
@@ -330,8 +337,8 @@ _KNOWN: dict[str, str] = {"default": "penstock_enginecore.core.scheduler.schedul
 
 
 def register_scheduler(name: str, target: str) -> None:
-    """Register the class at ``target`` (``package.module:Class``) under ``name``. The setting ``scheduler.scheduler``
-    can then use the name.
+    """Register the scheduler class at ``target`` (``package.module:Class``) under ``name``. The setting
+    ``scheduler.scheduler`` then accepts this name.
     """
     _KNOWN[name] = target
 

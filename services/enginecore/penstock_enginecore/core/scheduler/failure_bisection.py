@@ -14,12 +14,13 @@ class StepTrial:
 
     The requests of the failed step are the suspects. Each subset of suspects is tried in steps without other requests.
     If such a step fails, the subset is split in two. If a step with one suspect fails, that suspect is blamed. A
-    suspect passes once as many of its tokens are processed as after the failed step, if that step had succeeded. The
-    search needs about log2(n) failed steps for n requests. Usually two failed steps are enough, because requests that
-    began in the failed step are tried first. Steps of suspects alternate with steps of all other requests, so a failure
-    of suspects never affects other requests.
+    suspect passes the trial once it has made the progress of the failed step: as many of its tokens are processed as
+    after that step without the failure. The search needs about log2(n) failed steps for n requests. Usually two failed
+    steps are enough, because requests that began in the failed step are tried first. Steps of suspects alternate with
+    steps of all other requests, so a failure of suspects never affects other requests.
 
-    A subset maps the key of each suspect to the number of processed tokens at which the suspect passes.
+    A subset is a dictionary. It maps the key of each suspect to the number of processed tokens at which the suspect
+    passes.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,9 @@ class StepTrial:
         self._suspects_turn = True
         self._num_good_steps = 0
         self.num_unexplained = 0
-        """Number of consecutive trials in which each suspect passed alone, plus failed steps without requests."""
+        """Number of consecutive trials in which each suspect passed alone, plus the number of failed steps without
+        requests.
+        """
 
     def __bool__(self) -> bool:
         """Return whether there are suspects."""
@@ -39,7 +42,7 @@ class StepTrial:
 
     @property
     def subset(self) -> Collection[str]:
-        """Keys of the suspects that are tried now."""
+        """Keys of the suspects in the subset that is tried now."""
         return self._subsets[0].keys() if self._subsets else ()
 
     def failed(self, targets: Mapping[str, int], *, new: Collection[str], alone: bool) -> str | None:
@@ -69,7 +72,9 @@ class StepTrial:
         return None
 
     def settle(self, requests: Mapping[str, Request]) -> None:
-        """Remove suspects that have passed or ended. ``requests`` has the requests that have not ended, by key."""
+        """Remove suspects that have passed the trial or have ended. ``requests`` has the requests that have not ended,
+        by key.
+        """
         while self._subsets:
             subset = self._subsets[0]
             for key, target in list(subset.items()):
@@ -82,7 +87,9 @@ class StepTrial:
             self._conclude()
 
     def next_turn(self) -> bool:
-        """Return whether the next step is for the suspects. The result alternates between calls."""
+        """Return whether the next step should compute the suspects before the other requests. The result alternates
+        between calls.
+        """
         turn, self._suspects_turn = self._suspects_turn, not self._suspects_turn
         return turn
 

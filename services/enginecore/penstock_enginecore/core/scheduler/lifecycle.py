@@ -15,11 +15,11 @@ from penstock_enginecore.kv_transfer.core.kv_loads import KvLoads
 
 
 class DeadlineQueue:
-    """Requests with a deadline, ordered by deadline.
+    """Requests with a deadline, in a heap ordered by deadline.
 
     A request that ends before its deadline stays in the heap. When the heap has more ended requests than other
-    requests, the heap is rebuilt. Ending a request therefore costs O(1) amortized, and memory stays proportional to the
-    number of requests.
+    requests, it is rebuilt without the ended requests. Ending a request therefore takes O(1) amortized time, and memory
+    stays proportional to the number of requests.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class DeadlineQueue:
         return len(self._heap)
 
     def add(self, request: Request) -> None:
-        """Add a request. A request without a deadline is ignored."""
+        """Add a request to the queue of deadlines. A request without a deadline is ignored."""
         if request.context.deadline is not None:
             self._num_alive += 1
             heapq.heappush(self._heap, (request.context.deadline, request.key, request))
@@ -70,7 +70,7 @@ class RequestLifecycle:
     """Adds requests and ends them in any state: waiting, held or running.
 
     Attributes:
-        finished_keys: Keys of ended requests that no step has reported to the workers yet.
+        finished_keys: Keys of requests that have ended, but whose end no step has reported to the workers yet.
     """
 
     def __init__(
@@ -89,7 +89,8 @@ class RequestLifecycle:
         self.finished_keys: list[str] = []
 
     def add(self, request: Request, hold: Hold) -> None:
-        """Queue a request. A request whose prior output already meets a stop condition ends immediately.
+        """Queue a request. If the output that another engine generated already meets a stop condition, the request ends
+        immediately.
 
         Raises:
             InvalidArgument: The id is in use.
@@ -111,8 +112,8 @@ class RequestLifecycle:
             resource.added(request)
 
     def abort(self, client_id: str, request_ids: Iterable[str], *, hand_over: bool = False) -> list[str]:
-        """End the client's given requests with ABORT outputs, or with HANDOFF if ``hand_over``. Return the ids of the
-        requests that this call ended.
+        """End the client's given requests with ABORT outputs, or with HANDOFF outputs if ``hand_over`` is true. Return
+        the ids of the requests that this call ended.
         """
         found = self._state.requests.find(client_id, request_ids)
         self.end(found, RequestStatus.HANDED_OVER if hand_over else RequestStatus.FINISHED_ABORTED)
@@ -126,9 +127,9 @@ class RequestLifecycle:
         """End every request with an ABORT output.
 
         Args:
-            error: The error that clients get as the reason.
-            held: Also end requests that wait for the end of a pause.
-            keep_blocks: Lease the KV blocks to the engines that resume the requests.
+            error: The error that clients get as the reason for the ABORT.
+            held: Whether to end also the requests that wait for the end of a pause.
+            keep_blocks: Whether to lease the KV blocks to the engines that resume the requests.
         """
         requests = [r for r in self._state.requests.by_key.values() if held or not r.hold & Hold.PAUSE]
         self.end(requests, RequestStatus.FINISHED_ABORTED, error, keep_blocks=keep_blocks)
@@ -155,8 +156,8 @@ class RequestLifecycle:
         """End a request that needs more KV blocks than the cache has."""
         pool = self._state.kv_cache.pool
         message = (
-            f"the sequence of {request.num_tokens} tokens needs more than the {pool.num_usable_blocks} KV cache blocks "
-            f"of {self._state.kv_cache.block_size} tokens there are"
+            f"the sequence of {request.num_tokens} tokens does not fit into the engine's {pool.num_usable_blocks} "
+            f"KV cache blocks of {self._state.kv_cache.block_size} tokens"
         )
         error = RequestError(code="RESOURCE_EXHAUSTED", message=message, reason="KV_CACHE_TOO_SMALL")
         self.end([request], RequestStatus.FINISHED_ERROR, error)
@@ -169,8 +170,8 @@ class RequestLifecycle:
         *,
         keep_blocks: bool = False,
     ) -> None:
-        """End requests with one output each. ``keep_blocks`` leases their KV blocks to the engines that resume the
-        requests.
+        """End requests with one output each. If ``keep_blocks`` is true, lease their KV blocks to the engines that
+        resume the requests.
         """
         was_running = False
         for request in requests:
@@ -203,7 +204,7 @@ class RequestLifecycle:
             self._state.running.drop_finished()
 
     def take_finished_keys(self) -> list[str]:
-        """Return the requests that ended since the last call and that the workers know."""
+        """Return the keys of the requests that ended since the last call and that the workers know."""
         keys, self.finished_keys = self.finished_keys, []
         return keys
 
@@ -211,7 +212,9 @@ class RequestLifecycle:
         return self._deadlines.next_deadline()
 
     def _keep_blocks(self, request: Request, *, wanted: bool) -> KvSource | None:
-        """Lease the blocks of an ended request to another engine, if ``wanted`` and if the engine can lease them."""
+        """Lease the KV blocks of an ended request to another engine, if ``wanted`` is true and this engine can lease
+        blocks.
+        """
         return self._state.leases.grant(request) if wanted and request.num_processed_tokens else None
 
     def _forget(self, request: Request) -> None:
@@ -223,6 +226,7 @@ class RequestLifecycle:
         if request.grammar is not None:
             request.grammar.close()
         if request.num_charged_tokens or request.num_uncharged_embeds:
-            if not request.num_charged_tokens:  # The request never started, so its tenant has not been charged.
+            # The request never started, so charge its tenant only for media embeddings.
+            if not request.num_charged_tokens:
                 request.num_charged_tokens = request.num_tokens
             self._state.waiting.charge(request)

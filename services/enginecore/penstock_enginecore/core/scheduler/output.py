@@ -1,4 +1,4 @@
-"""Messages between scheduler and executor: the work of one step, and its results."""
+"""Messages between scheduler and executor: the work of one step, and the results of the step."""
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ MAX_SMALL_BYTES = 1024
 
 class NewRequestData(msgspec.Struct, kw_only=True):
     """All data of a request for workers that have no state of the request. The request is new, or the workers dropped
-    its state when it was preempted.
+    their state of the request when it was preempted.
 
     Attributes:
         token_ids: The prompt and all output tokens known so far.
@@ -50,8 +50,8 @@ class EncoderStart(msgspec.Struct, kw_only=True):
     """A media item to encode. If the item has a tensor named "embeds", that tensor is used as the embeddings.
 
     Attributes:
-        num_embeds: Number of rows that the encoder must return.
-        data: All tensors of the item.
+        num_embeds: Number of embeddings that the encoder must return.
+        data: All tensors of the item, including large tensors such as pixels.
     """
 
     identifier: str
@@ -64,7 +64,7 @@ class CachedRequestData(msgspec.Struct, kw_only=True):
     """Changes of requests that the workers already know, as parallel lists.
 
     ``new_block_ids[i]`` is None if request i got no block in this step. Output tokens are not included, because the
-    worker that sampled the tokens already has them.
+    worker that sampled these tokens already has them.
     """
 
     request_ids: list[str] = []
@@ -78,19 +78,20 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
     Attributes:
         step: Step number. Only steps that compute something are numbered.
         num_scheduled_tokens: By request id in batch order, the number of tokens to compute.
-        finished_request_ids: Requests that ended since the last step. Workers drop the state of these requests.
-        preempted_request_ids: Requests that lost their blocks. Workers drop the state of these requests. When such a
-            request resumes, it is sent as a new request.
-        scheduled_spec_decode_tokens: By request id, the drafts to verify. The drafts are the last of the request's
-            scheduled tokens.
+        finished_request_ids: Ids of requests that ended since the last step. Workers drop the state of these requests.
+        preempted_request_ids: Ids of requests that lost their KV blocks since the last step. Workers drop the state of
+            these requests. When such a request resumes, it is sent as a new request.
+        scheduled_spec_decode_tokens: By request id, the draft tokens to verify. The draft tokens are the last of the
+            request's scheduled tokens.
         num_drafts_wanted: By request id, the maximum number of tokens to draft after the step. KV blocks for these
             tokens are already allocated.
         encoder_starts: Media items to append to the encoder queue, in this order.
-        encoder_budget: Amount of encoder work before this step's forward pass, in embeddings times encoder layers. An
-            item whose last layer is computed now is available to the forward pass.
-        freed_identifiers: Media items to drop before anything else: their embeddings, or their place in the encoder
-            queue.
-        states: By request id, the recurrent states that the step reads and writes. Empty for a model without states.
+        encoder_budget: Amount of encoder work before this step's forward pass, in embeddings times encoder layers. If
+            an item's last encoder layer is computed before this forward pass, the forward pass can use the item.
+        freed_identifiers: Media items to drop before other work of the step. Workers drop the items' embeddings, or
+            their places in the encoder queue.
+        states: By request id, the recurrent states that the step reads and writes. Empty for a model without recurrent
+            layers.
     """
 
     step: int = 0
@@ -138,7 +139,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
         Args:
             request: The request.
             num_tokens: Number of tokens to compute.
-            new_block_ids: Blocks that the request got, one list per group. Empty if the request got no blocks.
+            new_block_ids: Ids of the blocks that the request got in this step, one list per group. Empty if the request
+                got no blocks.
             drafts: Draft tokens, which are the last of the ``num_tokens`` tokens.
         """
         self._count(request, num_tokens)
@@ -162,8 +164,8 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
     @property
     def concerns_workers(self) -> bool:
-        """Whether the executor must get the step. This is true if the step computes tokens or media, or lets workers
-        drop the state of requests. Other steps compute nothing, but the executor may get them as well.
+        """Whether the executor must get the step. The value is true if the step computes tokens or media, or lets
+        workers drop the state of requests. The executor may also get other steps, which compute nothing.
         """
         return bool(
             self.num_scheduled_tokens
@@ -175,7 +177,7 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
     @property
     def num_tokens_after(self) -> dict[str, int]:
-        """Number of computed tokens after the step, by request id."""
+        """Number of computed tokens of each request after the step, by request id."""
         computed = {new.request_id: new.num_computed_tokens for new in self.new_requests}
         cached = self.cached_requests
         computed.update(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
@@ -202,23 +204,27 @@ class SchedulerOutput(msgspec.Struct, kw_only=True):
 
 
 def _without_large(feature: MultiModalFeature) -> MultiModalFeature:
-    """Return the feature without its large tensors, which not every worker gets."""
+    """Return the media item without its tensors of more than ``MAX_SMALL_BYTES``, because not every worker gets these
+    tensors.
+    """
     small = {name: tensor for name, tensor in feature.data.items() if len(tensor.data) <= MAX_SMALL_BYTES}
     return feature if len(small) == len(feature.data) else msgspec.structs.replace(feature, data=small)
 
 
 def _joined(first: tuple[list[int], ...], second: tuple[list[int], ...]) -> tuple[list[int], ...]:
-    """Return one list of new blocks per group, joined from the two given lists of the group."""
+    """Return one list of new block ids per group: the list of the group in ``first``, followed by the list in
+    ``second``.
+    """
     return tuple([[*a, *b] for a, b in zip(first, second, strict=True)])
 
 
 class DraftTokenIds(msgspec.Struct, kw_only=True):
-    """Drafts made after a step.
+    """Tokens that were drafted after a step.
 
     Attributes:
         request_ids: The requests in the step's ``num_drafts_wanted``.
-        draft_token_ids: One list of drafts per request, which may be empty.
-        seconds: Time that drafting took.
+        draft_token_ids: One list of draft tokens per request. A list may be empty.
+        seconds: Time in seconds that drafting took.
         failure: The reason why the drafter was switched off, or empty.
     """
 
@@ -229,15 +235,16 @@ class DraftTokenIds(msgspec.Struct, kw_only=True):
 
 
 class GrammarBitmask(msgspec.Struct, frozen=True):
-    """Tokens that grammars allow in a step.
+    """Bit masks of the tokens that grammars allow in a step.
 
-    Requests without a grammar, or without a sampled token in the step, have no row. No token is sampled at a draft
-    position without a row.
+    Requests without a grammar, or without a sampled token in the step, have no row in the mask. If a draft position of
+    a request with a grammar has no row, no token is sampled at that position.
 
     Attributes:
-        request_ids: The request of each row.
+        request_ids: Id of the request to which each row belongs.
         bitmask: int32 ``[rows, ceil(vocab / 32)]``. Bit t % 32 of word t // 32 is set if token t is allowed.
-        offsets: For each row, the number of the request's drafts before the position. Empty means 0 for all rows.
+        offsets: For each row, the number of the request's draft tokens before the position of the row. Empty means 0
+            for all rows.
     """
 
     request_ids: list[str]
@@ -249,14 +256,14 @@ class ModelRunnerOutput(msgspec.Struct, kw_only=True):
     """Results of a step. The keys of dictionaries are request ids, except where noted.
 
     Attributes:
-        request_ids: The requests of the step.
-        sampled_token_ids: New tokens of each request: accepted drafts and one more token. Empty if the prompt is not
-            fully computed.
+        request_ids: Ids of the requests in the step.
+        sampled_token_ids: New tokens of each request: the accepted draft tokens and one more token. The list of a
+            request is empty if its prompt is not fully computed.
         logprobs: Log-probabilities of the sampled tokens, if requested.
         prompt_logprobs: Log-probabilities of the prompt tokens that this step scored, if requested. The step that
             computes position i - 1 scores the token at position i. The first prompt token has no score.
         pooled: Results of pooling requests whose last token was computed.
-        num_nans_in_logits: Number of NaN or infinite logits.
+        num_nans_in_logits: Number of NaN or infinite logits of each request with such logits.
         encoder_failures: By media identifier, the reason why an item could not be encoded. The step computed the item's
             positions anyway, so the results of these positions are invalid.
         seconds: Time that the step took to compute, or 0 if it was not measured.

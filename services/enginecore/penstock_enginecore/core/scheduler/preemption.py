@@ -14,8 +14,8 @@ class Preemption:
     """Preemption by recomputation. A preempted request is queued again, ahead of later requests.
 
     Attributes:
-        preempted_keys: Keys of requests that were preempted between steps. No step has reported them to the workers
-            yet.
+        preempted_keys: Keys of requests that were preempted between steps, and whose preemption no step has reported to
+            the workers yet.
         num_preemptions: Number of preemptions since the engine started.
     """
 
@@ -34,7 +34,7 @@ class Preemption:
 
         Returns:
             The ids of the new blocks, one list per group. None if the request was preempted or ended. Also None if
-            blocks that are being copied will be free soon; the request then gets its blocks in a later step.
+            blocks that are being copied will be free soon. The request then gets its blocks in a later step.
         """
         while (new_block_ids := self._kv_cache.allocate_slots(request, num_new_tokens)) is None:
             running, leases = self._state.running, self._state.leases
@@ -57,7 +57,9 @@ class Preemption:
         return new_block_ids
 
     def hold_back(self, request: Request, hold: Hold) -> None:
-        """Preempt a running request between steps, and hold it. If the request is not running, nothing changes."""
+        """Preempt a running request between steps, and add a hold to it. If the request is not running, nothing
+        changes.
+        """
         if request.status is RequestStatus.RUNNING:
             self._state.running.remove(request)
             request.hold |= hold
@@ -65,7 +67,7 @@ class Preemption:
             self.preempted_keys.append(request.key)
 
     def preempt(self, keys: Iterable[str]) -> None:
-        """Preempt the running requests among ``keys``, between steps."""
+        """Preempt the requests with these keys, between steps. Requests that are not running are skipped."""
         keys = set(keys)
         for request in [request for request in self._state.running if request.key in keys]:
             self._state.running.remove(request)
@@ -81,13 +83,13 @@ class Preemption:
             resource.all_preempted()
 
     def take_preempted_keys(self) -> list[str]:
-        """Return the requests that were preempted between steps since the last call."""
+        """Return the keys of the requests that were preempted between steps since the last call."""
         keys, self.preempted_keys = self.preempted_keys, []
         return keys
 
     def _preempt(self, request: Request) -> None:
-        """Free the blocks of a request that was removed from the running requests, and queue the request. Results of
-        steps in flight are ignored for this request.
+        """Free the KV blocks of a request that was removed from the running requests, and queue the request. The
+        scheduler will ignore the results of steps in flight for this request.
         """
         state = self._state
         self._kv_cache.free(request)

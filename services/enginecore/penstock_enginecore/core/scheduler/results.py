@@ -14,11 +14,13 @@ from penstock_enginecore.speculation.core.draft_planner import DraftPlanner
 
 
 def check_stop(request: Request, eos_token_ids: frozenset[int]) -> bool:
-    """Return whether the last output token ends the request. If it does, set the request's status and stop reason.
+    """Return whether the last output token ends the request. If the result is true, set the request's status and stop
+    reason.
 
-    EOS and stop tokens count only after ``min_tokens`` output tokens. ``max_tokens`` never exceeds ``max_model_len``
-    here, and applies regardless of ``min_tokens``. At ``max_tokens``, a request whose ``hands_over`` is true ends with
-    HANDED_OVER. The stop reason is None for EOS, and the token id for a stop token.
+    EOS and stop tokens count only after ``min_tokens`` output tokens. ``max_tokens`` applies regardless of
+    ``min_tokens``. ``Request`` has already limited ``max_tokens`` so that the sequence fits into ``max_model_len``. At
+    ``max_tokens``, a request whose ``hands_over`` is true ends with HANDED_OVER. The stop reason is None for EOS, and
+    the token id for a stop token.
     """
     token_ids = request.all_token_ids
     num_output_tokens = len(token_ids) - request.num_prompt_tokens
@@ -48,13 +50,14 @@ def repeats_itself(token_ids: list[int], num_output_tokens: int, detection: Repe
     """Return whether the last ``num_output_tokens`` of ``token_ids`` end with one pattern, repeated ``min_count``
     times.
 
-    A pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. Comparing one token excludes most patterns.
+    A pattern has ``min_pattern_size`` to ``max_pattern_size`` tokens. For most pattern sizes, comparing one token shows
+    that the tokens do not repeat.
     """
     longest = min(detection.max_pattern_size, num_output_tokens // detection.min_count)
     for size in range(detection.min_pattern_size, longest + 1):
         if token_ids[-1] != token_ids[-1 - size]:
             continue
-        # The last tokens repeat a pattern of this size if they equal the same tokens shifted by one pattern.
+        # The last tokens repeat a pattern of this size if they equal the tokens that are one pattern size earlier.
         length = size * detection.min_count
         end = len(token_ids)
         if token_ids[end - length : end - size] == token_ids[end - length + size :]:
@@ -74,7 +77,7 @@ def append_tokens(request: Request, token_ids: list[int], eos_token_ids: frozens
 
 
 class BrokenLogitsError(PenstockError):
-    """The model's logits are invalid. The message is for operators."""
+    """Raised if the model's logits for a request are NaN or infinite. The message is for operators."""
 
 
 class StepResults:
@@ -91,7 +94,7 @@ class StepResults:
 
     def take(self, step: SchedulerOutput, results: ModelRunnerOutput, requests: Mapping[str, Request]) -> list[Request]:
         """Apply the results of a step to its requests. Return the requests that have ended. The caller must remove
-        them.
+        these requests from the scheduler.
 
         Requests that ended while the step ran are skipped. Requests that lost their blocks after the step was scheduled
         are skipped as well.
@@ -126,7 +129,8 @@ class StepResults:
                 if self._advance(request, sampled[key], results):
                     finished.append(request)
             except Exception as e:
-                del request.all_token_ids[num_known:]  # Drop tokens that were not sent to the client.
+                # Tokens that follow the end of the request are not sent to the client, so drop them.
+                del request.all_token_ids[num_known:]
                 request.status = RequestStatus.FINISHED_ERROR
                 error = log_incident(request, e, doing="processing the step's results for the request")
                 self._outputs.add_end(request, [], error=error)
@@ -155,20 +159,22 @@ class StepResults:
         token_ids: list[int],
         results: ModelRunnerOutput,
     ) -> bool:
-        """Apply the results of a request that had drafts. Return whether the request has ended.
+        """Apply the results of a request whose drafts the step verified. Return whether the request has ended.
 
-        Rejected drafts do not count as computed.
+        Rejected draft tokens do not count as computed.
         """
         num_accepted = len(token_ids) - 1
         request.num_computed_tokens -= len(drafts) - num_accepted
         if request.num_placeholders:
-            request.num_placeholders -= len(drafts) - num_accepted  # _advance subtracts the accepted tokens.
+            # _advance subtracts the accepted tokens from num_placeholders.
+            request.num_placeholders -= len(drafts) - num_accepted
         request.unsettled = request.key in step.num_drafts_wanted
         if self._drafting is not None:
             self._drafting.verified(request, len(drafts), num_accepted)
         before = request.num_processed_tokens
         ended = self._advance(request, token_ids, results, len(drafts))
-        # Update the count last, because it makes full blocks findable. Findable blocks must contain only final tokens.
+        # Update num_processed_tokens last, because it makes full blocks findable. Findable blocks must contain only
+        # final tokens.
         after = min(before + num_tokens - len(drafts) + num_accepted, request.num_tokens)
         request.num_processed_tokens = after
         block_size = self._kv_cache.block_size
@@ -179,7 +185,7 @@ class StepResults:
         return ended
 
     def _advance(self, request: Request, token_ids: list[int], results: ModelRunnerOutput, num_drafts: int = 0) -> bool:
-        """Append new tokens and add the outputs. Return whether the request has ended.
+        """Append new tokens to a request and add its outputs. Return whether the request has ended.
 
         ``num_drafts`` is the number of draft tokens that the step verified.
         """
@@ -216,7 +222,7 @@ class StepResults:
         return False
 
     def _follow_grammar(self, request: Request, token_ids: list[int]) -> RequestError | None:
-        """Call the module's ``_follow_grammar``. An exception in the call ends only this request."""
+        """Call the module's function ``_follow_grammar``. An exception in the call ends only this request."""
         try:
             return _follow_grammar(request, token_ids)
         except Exception as e:
@@ -231,7 +237,7 @@ def _unsent(request: Request, logprobs: Logprobs | None) -> Logprobs | None:
     """Return the prompt log-probabilities that the client does not have yet. After a preemption, some log-probabilities
     are computed a second time.
 
-    ``logprobs`` are for the last of the prompt tokens that count as processed.
+    ``logprobs`` belong to the last prompt tokens that have been processed.
     """
     if logprobs is None or not len(logprobs):
         return None
@@ -254,7 +260,7 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
         return None
     for count, token_id in enumerate(token_ids, start=1):
         if grammar.accept(token_id):
-            if grammar.terminated and count < len(token_ids):  # No more tokens are allowed.
+            if grammar.terminated and count < len(token_ids):  # The grammar allows no more tokens.
                 del request.all_token_ids[count - len(token_ids) :]
                 request.status = RequestStatus.FINISHED_STOPPED
                 request.stop_reason = None
@@ -262,7 +268,8 @@ def _follow_grammar(request: Request, token_ids: list[int]) -> RequestError | No
             continue
         handed_over = request.status is RequestStatus.HANDED_OVER
         if request.finished and not handed_over and count == len(token_ids):
-            # The request ended at a stop token or at its length limit. Such an output need not fulfil the constraint.
+            # The request ended at a stop token or at its length limit. The output of such a request may violate the
+            # constraint, for example as incomplete JSON.
             return None
         del request.all_token_ids[count - 1 - len(token_ids) :]
         request.status = RequestStatus.FINISHED_ERROR

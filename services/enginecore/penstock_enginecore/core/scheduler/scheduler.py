@@ -1,13 +1,14 @@
-"""The default scheduler: one token budget per step, FCFS or priority order, and fair sharing between tenants.
+"""The default scheduler: one token budget per step, first-come-first-served (FCFS) or priority order, and fair sharing
+between tenants.
 
 There is no prefill phase and no decode phase. In every step, the scheduler assigns tokens to requests until each
-request's ``num_computed_tokens`` equals its ``num_tokens``. This rule also covers chunked prefill, prefix cache hits
+request's ``num_computed_tokens`` equals its ``num_tokens``. The same rule handles chunked prefill, prefix cache hits
 and resumed requests. The rule is from vLLM V1.
 
 ``num_computed_tokens`` advances when a step is scheduled, not when it finishes. The next step can therefore be
-scheduled while the current one runs. With asynchronous scheduling, a request can be in the next step before its last
-token is known. A placeholder represents that token. Workers run steps in order, so the worker has the token when it
-runs the next step.
+scheduled while the current step runs. With asynchronous scheduling, a request can be in the next step before its last
+token is known. A placeholder represents the unknown token. Workers run steps in order, so a worker has the token when
+it runs the next step.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +41,8 @@ class DefaultScheduler(Scheduler):
     A request that has not ended is either waiting or running. Running requests have KV blocks. A waiting request has KV
     blocks only while they are being loaded. When no block is free, the least urgent running request is preempted. The
     request loses its blocks and is queued before later requests. ``StepResource`` objects manage adapters, media, KV
-    loads and drafts. The running loop and the waiting loop of each step call these objects.
+    loads and drafts. In each step, the loop over running requests and the loop over waiting requests call these
+    objects.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -62,7 +64,7 @@ class DefaultScheduler(Scheduler):
         self._watermark_blocks = int(context.config.watermark * state.kv_cache.pool.num_usable_blocks)
         self._async = bool(context.config.async_scheduling)
 
-    # A step.
+    # Scheduling a step.
 
     def schedule(self, *, begin: bool = True) -> SchedulerOutput:
         state = self._state
@@ -97,12 +99,12 @@ class DefaultScheduler(Scheduler):
     def _continue_running(self, requests: list[Request], output: SchedulerOutput, *, early: bool = False) -> bool:
         """Schedule the tokens that each running request can compute, within the budget and the free KV blocks.
 
-        An exception ends only the request for which it was raised. This is a hot path: the loop body runs once per
-        request and step.
+        An exception ends only the request for which the exception was raised. The method is a hot path: the loop body
+        runs once per request and step.
 
         Args:
             requests: The running requests that may be in the step.
-            output: The step.
+            output: The step that is being scheduled.
             early: Include requests whose last token is still in the pipeline stages.
 
         Returns:
@@ -118,7 +120,8 @@ class DefaultScheduler(Scheduler):
                 break
             try:
                 count = num_tokens_due(request)
-                # Skip requests whose next token is pending, and requests that were preempted in this loop.
+                # Skip requests whose next input token is not sampled yet, and requests that were preempted in this
+                # loop.
                 if count == 0 or request.status is not RequestStatus.RUNNING:
                     continue
                 if count > 1:
@@ -149,7 +152,9 @@ class DefaultScheduler(Scheduler):
                     return
 
     def _try_start(self, request: Request, output: SchedulerOutput) -> Admission:
-        """Start a waiting request and allocate its blocks, if it fits. An exception ends the request."""
+        """Start a waiting request and allocate its blocks, if the request fits into the step and the KV cache. An
+        exception ends the request.
+        """
         kv_cache, budget = self.kv_cache, self._state.budget
         try:
             if kv_cache.num_blocks_for(request.num_tokens) > kv_cache.pool.num_usable_blocks:
@@ -186,8 +191,8 @@ class DefaultScheduler(Scheduler):
         return Admission.STARTED
 
     def _reserve(self, request: Request, num_tokens: int) -> int:
-        """Return the number of blocks to keep free when a request gets blocks for ``num_tokens`` and other requests
-        have blocks. The reserve is for the request's remaining tokens and the watermark.
+        """Return the number of blocks to keep free when a request gets blocks for its first ``num_tokens`` tokens and
+        other requests have blocks. The blocks are kept free for the request's remaining tokens, plus the watermark.
         """
         rest = self.kv_cache.num_blocks_for(request.num_tokens) - self.kv_cache.num_blocks_for(num_tokens)
         return rest + self._watermark_blocks
@@ -211,13 +216,13 @@ class DefaultScheduler(Scheduler):
         error = log_incident(request, exception, doing="scheduling the request")
         unknown_to_workers = request.status is RequestStatus.RUNNING
         self._lifecycle.fail(request, error)
-        if unknown_to_workers:  # The workers have no state of the request, so they need not drop it.
+        if unknown_to_workers:  # The workers have no state of the request, so no step must tell them to drop it.
             self._lifecycle.finished_keys.remove(request.key)
 
     def _turns(self, output: SchedulerOutput, *, begin: bool) -> Iterator[tuple[list[Request], Iterator[Request]]]:
         """Yield pairs of running and waiting requests for the step, until one pair has tokens to compute.
 
-        Normally there is one pair, with all requests. While ``StepTrial`` searches for the cause of a failed step,
+        Normally there is one pair, which has all requests. While ``StepTrial`` searches for the cause of a failed step,
         there are two pairs: the suspects, and all other requests. The pairs take turns in being first.
         """
         trial = self._state.trial
@@ -257,19 +262,23 @@ class DefaultScheduler(Scheduler):
                 return
             yield request
             if self._kv_loads is not None and request.hold and not request.finished:
-                # Another resource blocks the request. Free its loaded blocks, because other requests may need them.
+                # A resource other than KV loads blocks the request. Free its loaded blocks, because other requests may
+                # need blocks.
                 self._kv_loads.give_up(request)
         while self._has_room(output) and (head := self._waiting.head()) is not None:
             yield head
 
     def _has_room(self, output: SchedulerOutput) -> bool:
-        """Return whether another request can start in the step. KV blocks are not checked."""
+        """Return whether the limits of the step allow one more request to start. The method does not check the number
+        of free KV blocks.
+        """
         num_loading = 0 if self._kv_loads is None else len(self._kv_loads)
         return self._state.budget.has_room(output, len(self._running) + num_loading)
 
     def _free_blocks_for(self, request: Request, output: SchedulerOutput) -> bool:
         """Free blocks for a waiting request by ending a lease or another request's load. Return False if there is no
-        such lease or load. Also return False if requests are running, because they free blocks when they end.
+        such lease or load. Also return False if requests are running, because running requests free their blocks when
+        they end.
         """
         if self._running or output.num_scheduled_tokens:
             return False
@@ -287,11 +296,13 @@ class DefaultScheduler(Scheduler):
     # Adding and ending requests.
 
     def add_request(self, request: Request, hold: Hold = Hold.NONE) -> None:
-        """Queue a request. A request whose prior output already meets a stop condition ends immediately."""
+        """Queue a request. If the output that another engine generated already meets a stop condition, the request ends
+        immediately.
+        """
         self._lifecycle.add(request, hold if self._state.pause_state is PauseState.RUNNING else hold | Hold.PAUSE)
 
     def release(self, request: Request, hold: Hold) -> None:
-        """Remove a hold. A request without another hold joins the queue."""
+        """Remove a hold from a request. If the request has no other hold, it joins the queue."""
         if not request.finished:
             self._waiting.release(request, hold)
 
@@ -341,14 +352,15 @@ class DefaultScheduler(Scheduler):
     def roll_back(self, scheduler_output: SchedulerOutput) -> None:
         count_as_not_computed(scheduler_output, self._requests.by_key)
         if self.kv_cache.states is not None:
-            # The step may have overwritten open rows that its tokens need, so they start from the last closed state.
+            # The step may have overwritten the stored inputs of recurrent layers (open rows) that its tokens need. The
+            # preempted requests therefore start again from a kept state.
             self._preemption.preempt(scheduler_output.num_scheduled_tokens)
         for resource in self._resources:
             resource.workers_reset()
 
     def step_failed(self, scheduler_output: SchedulerOutput) -> Request | None:
         """Preempt all requests, and try the requests of the failed step in subsets. If the step also encoded media, no
-        request is blamed, because the encoding could have failed instead.
+        request is blamed, because the failure could have come from encoding.
         """
         requests = self._requests.by_key
         targets = {key: count for key, count in scheduler_output.num_tokens_after.items() if key in requests}
@@ -359,7 +371,7 @@ class DefaultScheduler(Scheduler):
         self.preempt_all()
         for resource in self._resources:
             resource.workers_reset()
-        for key in targets:  # This includes requests that lost their blocks while the step was in flight.
+        for key in targets:  # The suspects include requests that lost their blocks while the step was in flight.
             if key in self._state.trial:
                 self._waiting.hold(requests[key], Hold.TRIAL)
         # The workers have dropped all request state.

@@ -1,4 +1,4 @@
-"""The shared state of a scheduler: its requests, and the outputs collected for each client."""
+"""The state that the parts of a scheduler share: its requests, and the outputs collected for each client."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,15 +22,16 @@ from penstock_enginecore.core.scheduler.failure_bisection import StepTrial
 from penstock_enginecore.core.scheduler.token_budget import StepBudget, budget_of
 from penstock_enginecore.core.scheduler.waiting_queue import Rank, WaitingRequests
 
-# Outputs for clients, collected until the step is over.
+# Outputs for clients, collected until the results of the step are processed.
 
 
 class _ForClient:
     """Outputs for one client.
 
     Attributes:
-        whole: Ids of requests that already have a full output. Later tokens of these requests must not go into columns,
-            because the client could process the columns before the full output.
+        whole: Ids of requests that already have a full output in this message. Later tokens of these requests must not
+            go into columns (arrays of tokens of many requests), because the client could process the columns before the
+            full output.
     """
 
     __slots__ = ("finished", "outputs", "tokens", "whole")
@@ -45,13 +46,14 @@ class _ForClient:
 class ClientOutputs:
     """Collects outputs per client: one ``EngineCoreOutputs`` per step and client.
 
-    If a client numbers its requests, outputs that contain only new tokens are sent as columns.
+    If a client numbers its requests, outputs that contain only new tokens are sent as columns (arrays with the tokens
+    of many requests).
     """
 
     def __init__(self) -> None:
         self._clients: defaultdict[str, _ForClient] = defaultdict(_ForClient)
         self._told_loras: dict[str, int] = {}
-        """Version of the adapter list that was last sent to a client, by client id."""
+        """Version of the list of LoRA adapters that was last sent to a client, by client id."""
 
     def __bool__(self) -> bool:
         return bool(self._clients)
@@ -67,15 +69,15 @@ class ClientOutputs:
     ) -> None:
         """Add new tokens to the outputs of the request's client. The tokens must already be in the request.
 
-        This is a hot path: it runs once per request and step. ``num_drafts`` is the number of draft tokens that the
-        step verified. Raises OverflowError for a token id that does not fit into 32 bits.
+        The method is a hot path: it runs once per request and step. ``num_drafts`` is the number of draft tokens that
+        the step verified. Raises OverflowError for a token id that does not fit into 32 bits.
         """
         client = self._clients[request.client_id]
         plain = request.prefill_reported and not request.events and logprobs is None and prompt_logprobs is None
         if not plain or not request.number or request.request_id in client.whole:
             output = self._add_whole(request, new_token_ids, logprobs, prompt_logprobs)
             if num_drafts and request.spec_stats is not None:
-                # Copy, because the statistics grow while the output is sent.
+                # Copy the statistics, because they can change while the output waits to be sent.
                 output.spec_decoding_stats = request.spec_stats.copy()
             return
         if client.tokens is None:
@@ -106,8 +108,8 @@ class ClientOutputs:
         self._clients[request.client_id].finished.append(request.request_id)
 
     def add_source(self, request: Request, source: KvSource) -> None:
-        """Add ``source``, the engine that leases the request's blocks, to the request's last output. That output must
-        exist.
+        """Add ``source``, the engine that leases the request's blocks, to the request's last output. The request must
+        already have an output.
         """
         self._last(request).kv_source = source
 
@@ -147,7 +149,7 @@ class ClientOutputs:
         return output
 
     def forget(self, client_id: str) -> None:
-        """Drop the outputs for a disconnected client."""
+        """Drop the collected outputs for a disconnected client."""
         self._clients.pop(client_id, None)
         self._told_loras.pop(client_id, None)
 
@@ -166,7 +168,9 @@ class ClientOutputs:
         }
 
     def _for_client(self, client_id: str, stats: SchedulerStats) -> SchedulerStats:
-        """Return the statistics. Leave out the adapter list if the client already has its current version."""
+        """Return the statistics for a client. Leave out the list of LoRA adapters if the client already has its current
+        version.
+        """
         if stats.lora is None or stats.lora.held is None:
             return stats
         version = stats.lora.held.version
@@ -203,11 +207,11 @@ class SchedulerState:
         context: The settings and collaborators with which the scheduler was created.
         leases: Lease manager for KV blocks that another engine may still read.
         requests: All requests that have not ended.
-        waiting: Requests without KV blocks, held or queued. A request is either here or in ``running``.
-        running: Requests with KV blocks, in the order in which they started.
+        waiting: Requests without KV blocks, held or queued. A request is either in ``waiting`` or in ``running``.
+        running: Requests with KV blocks, in the order in which the requests started.
         kv_cache: Maps each request to its KV blocks.
-        budget: Limits of one step.
-        outputs: Outputs that have not been sent to the clients yet.
+        budget: Limits of one step, in tokens and in requests.
+        outputs: Collector of outputs that have not been sent to the clients yet.
         trial: Finds the request that makes a step fail.
         next_step: Number of the next step that computes something.
         pause_state: Whether requests are scheduled, drained or paused.
@@ -236,8 +240,8 @@ class SchedulerState:
 
 
 class RequestTable:
-    """Requests that have not ended, by key, and by client and id. The cost of each operation is proportional to the
-    size of its result.
+    """Requests that have not ended, by key, and by client and request id. The time of each operation is proportional to
+    the size of its result.
     """
 
     def __init__(self) -> None:
@@ -260,7 +264,7 @@ class RequestTable:
             raise InvalidArgument(f"request_id {quoted(request_id)} is already in use", field="request_id")
 
     def add(self, request: Request) -> None:
-        """Add a request whose id is unused."""
+        """Add a request. The client must have no other request with this id."""
         self._by_key[request.key] = request
         self.num_constrained += request.constrained
         self._by_client.setdefault(request.client_id, {})[request.request_id] = request
@@ -275,7 +279,7 @@ class RequestTable:
             del self._by_client[request.client_id]
 
     def of_client(self, client_id: str) -> list[Request]:
-        """Return the requests of a client."""
+        """Return the requests of a client that have not ended."""
         return list(self._by_client.get(client_id, {}).values())
 
     def find(self, client_id: str, request_ids: Iterable[str]) -> list[Request]:
@@ -287,8 +291,8 @@ class RequestTable:
 class RunningRequests:
     """Running requests, in the order in which they started. All running requests have KV blocks.
 
-    ``rank`` returns a request's rank. The request with the lowest rank is the most urgent. If ``rank`` is None, the
-    request that started first is the most urgent.
+    The function ``rank`` returns a request's rank in urgency. The request with the lowest rank is the most urgent. If
+    ``rank`` is None, the request that started first is the most urgent.
     """
 
     def __init__(self, rank: Callable[[Request], Rank] | None) -> None:
@@ -306,7 +310,7 @@ class RunningRequests:
         self.requests.append(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a running request."""
+        """Remove a request from the running requests."""
         if self.requests[-1] is request:
             self.requests.pop()
         else:
@@ -317,10 +321,10 @@ class RunningRequests:
         return self.requests[-1] if self._rank is None else max(self.requests, key=self._rank)
 
     def drop_finished(self) -> None:
-        """Remove the requests that have ended."""
+        """Remove the requests that have ended from the running requests."""
         self.requests = [request for request in self.requests if not request.finished]
 
     def take_all(self) -> list[Request]:
-        """Remove and return all requests."""
+        """Remove and return all running requests."""
         requests, self.requests = self.requests, []
         return requests

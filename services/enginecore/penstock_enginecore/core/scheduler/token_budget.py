@@ -1,5 +1,5 @@
-"""The token budget of a step: its limits, the tokens due for each request, and the distribution of decodes over the
-steps of a pipeline.
+"""The token budget of a step: its limits, the number of tokens that each request can compute, and the distribution of
+decoding requests over the steps of a pipeline.
 """
 
 from collections.abc import Mapping
@@ -16,28 +16,29 @@ _SMALLEST_PIECE = 256
 
 
 class EncoderTurn(Protocol):
-    """Encodes media between the steps."""
+    """Interface to the encoder of media, which computes a slice of its work before a step."""
 
     @property
     def has_work(self) -> bool:
         """Whether a media item is waiting to be encoded."""
 
     def begin_slice(self, *, waits: bool) -> bool:
-        """Begin a step. Encoders compute in the step if they have work and ``waits`` is false. Return whether they
-        compute.
+        """Begin a step. The encoders compute in the step if they have work and ``waits`` is false. Return whether the
+        encoders compute.
         """
 
 
 class StepBudget:
-    """The limits of every step: tokens to compute, prompt tokens, and running requests.
+    """The limits of every step: the numbers of tokens to compute, of prompt tokens, and of running requests.
 
-    Decoding requests wait until the complete step is done. Therefore, while requests decode, prompts get at most half
-    of ``max_prompt_batch_tokens`` per step. A step that computes a slice of an encoder computes no prompt tokens,
-    because the slice takes as long as the prompt tokens would. Such steps alternate with steps for prompts.
+    A decoding request gets its next token only when the complete step is done. Therefore, while requests decode,
+    prompts get at most half of ``max_prompt_batch_tokens`` per step. A step that computes a slice of an encoder
+    computes no prompt tokens, because the slice takes as long as the prompt tokens would. Such steps alternate with
+    steps that compute prompt tokens.
 
-    To add another limited resource (encoder inputs, adapter slots), add a limit here and a condition in ``has_room``.
-    Usage is always computed from the step's output. If a request is removed from the step, its tokens therefore no
-    longer count.
+    To add another limited resource (encoder inputs, adapter slots), add a limit to this class and a condition to
+    ``has_room``. The used part of a limit is always computed from the step's ``SchedulerOutput``. If a request is
+    removed from the step, its tokens therefore no longer count.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class StepBudget:
             supports_chunked_prefill: Whether the model can compute a prompt in several steps.
             max_model_len: Maximum sequence length in tokens.
             num_stages: Number of pipeline stages.
-            largest_span: Maximum number of prompt tokens that must be computed together.
+            largest_span: Maximum number of prompt tokens that must be computed together in one step.
 
         Raises:
-            ConfigError: Prompts cannot be split, and the longest prompt does not fit into a step.
+            ConfigError: Prompts cannot be split over several steps, and a prompt of the maximum length does not fit
+                into a step.
         """
         # Each running request needs one token in every step.
         self.max_num_running = min(config.max_num_seqs, config.step_tokens)
@@ -74,7 +76,7 @@ class StepBudget:
         self._max_batch_tokens = config.max_prompt_batch_tokens or 0
         self._max_prompt_tokens = config.long_prefill_token_threshold if self.chunked_prefill else 0
         self._shares = bool(self._max_batch_tokens) and self.chunked_prefill
-        self._prompt_tokens = self.max_num_tokens  # Limit of the current step.
+        self._prompt_tokens = self.max_num_tokens  # Maximum number of prompt tokens in the current step.
         self._prompts_wait = False  # Whether prompts got no tokens in the last step because an encoder computed in it.
         if not self.chunked_prefill and self.max_num_tokens < max_model_len:
             raise ConfigError(
@@ -83,7 +85,7 @@ class StepBudget:
             )
 
     def begin_step(self, encoder: EncoderTurn | None, *, decoding: bool) -> None:
-        """Begin a step. ``decoding`` says whether a running request decodes; ``encoder`` is None if the model has no
+        """Begin a step. ``decoding`` says whether any running request decodes. ``encoder`` is None if the model has no
         encoders.
         """
         sharing = self._shares and decoding
@@ -107,7 +109,7 @@ class StepBudget:
         return not self._max_batch_tokens or not others or others + num_tokens <= self._max_batch_tokens
 
     def tokens_for(self, num_tokens: int, output: SchedulerOutput) -> int:
-        """Return how many of the ``num_tokens`` due prompt tokens still fit into the step, or 0."""
+        """Return how many of ``num_tokens`` tokens of a prompt still fit into the step, or 0."""
         if 0 < self._max_prompt_tokens < num_tokens:
             num_tokens = self._max_prompt_tokens
         left = self.max_num_tokens - output.total_num_scheduled_tokens
@@ -118,8 +120,8 @@ class StepBudget:
 
 
 def _num_prompt_tokens(output: SchedulerOutput) -> int:
-    """Return the number of prompt tokens in a step. A request's tokens count as prompt tokens, except for one token and
-    its drafts.
+    """Return the number of prompt tokens in a step. For each request, one token and its draft tokens count as decoding.
+    All other tokens count as prompt tokens.
     """
     drafts = output.scheduled_spec_decode_tokens
     num_drafts = sum(map(len, drafts.values())) if drafts else 0
@@ -127,7 +129,7 @@ def _num_prompt_tokens(output: SchedulerOutput) -> int:
 
 
 def budget_of(context: SchedulerContext) -> StepBudget:
-    """Create the step budget of a scheduler. Raises ConfigError like ``StepBudget``."""
+    """Create the step budget of a scheduler. Raises the same ConfigError as ``StepBudget``."""
     return StepBudget(
         context.config,
         supports_chunked_prefill=context.supports_chunked_prefill,
@@ -165,7 +167,7 @@ def count_as_computed(output: SchedulerOutput, requests: Mapping[str, Request], 
         drafts = output.scheduled_spec_decode_tokens.get(key)
         num_drafts = 0
         if drafts is not None:
-            request.unsettled = True  # The number of accepted drafts is known only after the step.
+            request.unsettled = True  # The number of accepted draft tokens is known only after the step.
             num_drafts = len(drafts)
         if request.num_computed_tokens - num_drafts == request.num_tokens + request.num_placeholders:
             request.sampled_step = output.step
@@ -183,7 +185,7 @@ def count_as_not_computed(output: SchedulerOutput, requests: Mapping[str, Reques
 
 
 def sampled_by_grammar(output: SchedulerOutput, requests: Mapping[str, Request]) -> list[Request]:
-    """Return the requests whose sampled token in the step a grammar constrains, in batch order."""
+    """Return the requests for which the step samples a token that a grammar constrains, in batch order."""
     found: list[Request] = []
     for key in output.num_scheduled_tokens:
         request = requests.get(key)
@@ -197,8 +199,8 @@ def sampled_by_grammar(output: SchedulerOutput, requests: Mapping[str, Request])
 # Pipelines: each stage computes a different step. If one step contained every decoding request, the next steps would
 # have nothing to compute, and the other stages would wait for the tokens of that step. So each step gets only some of
 # the decoding requests, in turns. Prompts are not distributed over steps, because a chunk of a prompt need not wait for
-# sampled tokens. If a step has other work, a request whose last token is still in the stages is left out of it.
-# Otherwise the first stage and all later steps would wait for that token.
+# sampled tokens. If a step has other work, the step leaves out a request whose last token is still in the pipeline
+# stages. Otherwise the first stage and all later steps would wait for that token.
 
 
 class DecodeShare:
@@ -206,14 +208,17 @@ class DecodeShare:
     requests.
 
     Attributes:
-        requests: With one stage, the requests in the given order. With more stages, decoding requests are first,
-            starting with the request that has waited longest. Prompts are next, in the given order.
+        requests: With one pipeline stage, the requests in the given order. With more stages, decoding requests are
+            first, starting with the request that has waited longest. Requests that still compute their prompts follow,
+            in the given order.
         is_limited: Whether the caller must call ``leaves_out``. True with more than one stage.
-        has_early: Whether a request was left out because its last token is still in the stages.
+        has_early: Whether a request was left out because its last token is still in the pipeline stages.
     """
 
     def __init__(self, requests: list[Request], step: int, num_stages: int, *, early: bool = False) -> None:
-        """Sort the requests. With ``early``, requests whose last token is still in the stages are not left out."""
+        """Sort the requests. If ``early`` is true, requests whose last token is still in the pipeline stages are not
+        left out.
+        """
         self.is_limited = num_stages > 1
         self.has_early = False
         self.requests = sorted(requests, key=_turn) if self.is_limited else requests
@@ -223,8 +228,8 @@ class DecodeShare:
         self._early = early
 
     def leaves_out(self, request: Request) -> bool:
-        """Return whether to leave out ``request``, which has one token to compute. If the request is not left out,
-        count it as a decoding request.
+        """Return whether to leave out ``request`` from the step. ``request`` has one token to compute. If the request
+        is not left out, count it as a decoding request of the step.
         """
         if not decodes(request):
             return False
@@ -238,7 +243,7 @@ class DecodeShare:
 
 
 def decodes(request: Request) -> bool:
-    """Return whether a running request is past its prompt."""
+    """Return whether a running request decodes: all tokens of its prompt have been scheduled."""
     return request.num_computed_tokens >= request.num_prompt_tokens
 
 

@@ -14,10 +14,10 @@ K = TypeVar("K", str, int)
 
 
 class KeyedHeap(Generic[K]):
-    """A heap of keys, ordered by rank, then by key. Every operation costs O(log n) amortized.
+    """A heap of keys, ordered by rank, then by key. Every operation takes O(log n) amortized time.
 
-    Outdated entries stay in the heap until they reach its head. If there are more outdated than current entries, the
-    heap is rebuilt.
+    Outdated entries stay in the heap until they reach its head. If the heap has more outdated than current entries, it
+    is rebuilt without the outdated entries.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,9 @@ class KeyedHeap(Generic[K]):
         return len(self._ranks)
 
     def set(self, key: K, rank: Any) -> None:
-        """Add a key, or change its rank. Ranks must be comparable with each other."""
+        """Add a key with a rank, or change the rank of a key. All ranks in the heap must be comparable with each
+        other.
+        """
         if self._ranks.get(key) == rank:
             return
         self._ranks[key] = rank
@@ -61,9 +63,9 @@ Rank = tuple[float, float, int]
 def rank(request: Request, *, by_priority: bool) -> Rank:
     """Return the sort key of a request. The request with the lowest rank is the most urgent.
 
-    With the priority policy, requests are ordered by priority number, then by arrival time at the frontend. Otherwise
-    resumed requests precede new requests. Among resumed requests, and among new requests, the order is first come,
-    first served.
+    With the priority policy, requests are ordered by priority number, then by arrival time at the frontend. With the
+    FCFS policy, resumed requests precede new requests. Among resumed requests, and among new requests, the order is
+    first come, first served.
     """
     if by_priority:
         return request.context.priority, request.context.arrival_time, request.arrival
@@ -71,13 +73,13 @@ def rank(request: Request, *, by_priority: bool) -> Rank:
 
 
 class RequestQueue:
-    """A priority queue of requests. Adding or removing a request at any position costs O(log n) amortized.
+    """A priority queue of requests. Adding or removing a request at any position takes O(log n) amortized time.
 
     With FCFS, preempted requests and requests from a lost engine are at the head. With the priority policy, requests
     are ordered by priority number, then by arrival time at the frontend.
 
-    Removed requests stay in the heap until they reach its head. If there are more removed than queued requests, the
-    heap is rebuilt.
+    Removed requests stay in the heap until they reach its head. If the heap has more removed than queued requests, it
+    is rebuilt without the removed requests.
     """
 
     def __init__(self, *, by_priority: bool) -> None:
@@ -120,7 +122,7 @@ class _Tenant:
     """A tenant with waiting requests.
 
     Attributes:
-        virtual_time: Tokens that the tenant was charged, divided by its weight.
+        virtual_time: Number of tokens that the tenant was charged, divided by the tenant's weight.
     """
 
     __slots__ = ("name", "queue", "virtual_time", "weight")
@@ -135,17 +137,19 @@ class _Tenant:
 class FairShares:
     """Start-time fair queueing (Goyal, Vin and Cheng 1996), with the virtual time of WF2Q+ (Bennett and Zhang 1997).
 
-    Each tenant has a virtual time, which advances by tokens divided by weight. When a request starts, its tenant is
-    charged for the tokens to compute. When the request ends, its tenant is charged for the output tokens. The tenant
-    with the lowest virtual time is next, and its requests start in the order of the tenant's queue. While two tenants
-    both have waiting requests, they get tokens in proportion to their weights. The deviation is at most one request of
-    each tenant, plus the output tokens that are not charged yet. A resumed request starts before all requests that have
-    not begun.
+    Each tenant has a virtual time. When a tenant is charged for tokens, its virtual time advances by the number of
+    tokens divided by the tenant's weight. When a request starts, its tenant is charged for the tokens to compute. When
+    the request ends, its tenant is charged for the output tokens. The next request to start is from the tenant with the
+    lowest virtual time. The requests of one tenant start in the order of the tenant's queue. While two tenants both
+    have waiting requests, they get tokens in proportion to their weights. The difference from this proportion is at
+    most the tokens of one request of each tenant, plus the output tokens that are not charged yet. A resumed request
+    starts before all requests that have not begun.
 
-    The global virtual time advances by tokens divided by the sum of all waiting tenants' weights. The global virtual
-    time is never less than the lowest virtual time of a waiting tenant. A new tenant starts at the global virtual time,
-    so it gets no credit for idle time. A tenant without waiting requests is remembered while its virtual time is ahead
-    of the global virtual time. If the tenant gets a new request during that time, it starts at its old virtual time.
+    When any tenant is charged, the global virtual time advances by the number of tokens divided by the sum of the
+    weights of all waiting tenants. The global virtual time is never less than the lowest virtual time of a waiting
+    tenant. A new tenant starts at the global virtual time, so it gets no credit for idle time. A tenant without waiting
+    requests is remembered while its virtual time is ahead of the global virtual time. If the tenant gets a new request
+    during that time, the tenant continues from its old virtual time.
     """
 
     def __init__(self, *, by_priority: bool, cost: Callable[[Request], float] = Request.take_uncharged_tokens) -> None:
@@ -167,7 +171,7 @@ class FairShares:
         return len(self._ahead)
 
     def add(self, name: str, request: Request) -> None:
-        """Add a request of a tenant. The weight in this request becomes the tenant's weight."""
+        """Add a request of a tenant. The tenant weight in this request becomes the tenant's weight."""
         weight = request.context.tenant_weight
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -182,7 +186,7 @@ class FairShares:
         self._turns.set(name, _turn(tenant))
 
     def peek(self) -> Request:
-        """Return the next request without removing it. There must be a waiting request."""
+        """Return the next request to start without removing it. There must be a waiting request."""
         return self._tenants[self._turns.peek()].queue.peek()
 
     def remove(self, name: str, request: Request) -> None:
@@ -200,7 +204,7 @@ class FairShares:
         self._catch_up()
 
     def take(self, name: str, request: Request) -> None:
-        """Remove a request that starts, and charge its tenant for its tokens."""
+        """Remove a request that starts, and charge its tenant for the request's tokens."""
         tenant = self._tenants[name]
         tokens = self._cost(request)
         tenant.virtual_time += tokens / tenant.weight
@@ -219,7 +223,9 @@ class FairShares:
         self._catch_up()
 
     def _start_of(self, name: str) -> float:
-        """Return the virtual time at which an idle tenant starts again, and remove the tenant's remembered time."""
+        """Return the virtual time at which a tenant without waiting requests starts again, and forget the remembered
+        virtual time of the tenant.
+        """
         left_at = self._ahead.rank(name)
         if left_at is None:
             return self._virtual_time
@@ -227,8 +233,8 @@ class FairShares:
         return max(float(left_at), self._virtual_time)
 
     def _catch_up(self) -> None:
-        """Advance the global virtual time to the lowest virtual time of the waiting tenants. Then remove remembered
-        tenants whose virtual time is not ahead of it.
+        """Advance the global virtual time to the lowest virtual time of the waiting tenants. Then forget the remembered
+        tenants whose virtual time is not ahead of the global virtual time.
         """
         if self._tenants:
             behind, _ = self._turns.rank(self._turns.peek())
@@ -243,12 +249,12 @@ def _turn(tenant: _Tenant) -> tuple[float, Rank]:
 
 
 class FairQueue:
-    """A queue of requests in which tenants take turns. Every operation costs O(log n) amortized.
+    """A queue of requests in which tenants take turns. Every operation takes O(log n) amortized time.
 
-    ``FairShares`` decides which tenant is next. Each tenant's requests are in policy order. With the priority policy,
-    the request with the lower priority number is first regardless of tenant. Tenants take turns only among requests
-    with the same priority number. If ``fair`` is False, or with one tenant, only the policy order counts. All tenant
-    state is dropped once the queue is empty.
+    ``FairShares`` decides which tenant is next. Each tenant's requests are in the order of the policy, FCFS or
+    priority. With the priority policy, the request with the lower priority number is first regardless of tenant.
+    Tenants take turns only among requests with the same priority number. If ``fair`` is False, or if there is only one
+    tenant, the policy alone decides the order. The queue drops the state of all tenants once it is empty.
     """
 
     def __init__(
@@ -316,7 +322,7 @@ class FairQueue:
 
 
 class HeldRequests:
-    """Requests with a ``Hold``, in the order in which they were held. Every operation costs O(1)."""
+    """Requests with a ``Hold``, in the order in which they were held. Every operation takes O(1) time."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Request] = {}
@@ -328,11 +334,11 @@ class HeldRequests:
         return iter(self._requests.values())
 
     def add(self, request: Request) -> None:
-        """Add a request that is not held."""
+        """Add a request that is not yet in this collection."""
         self._requests[request.key] = request
 
     def remove(self, request: Request) -> None:
-        """Remove a request that is held."""
+        """Remove a request from the held requests."""
         del self._requests[request.key]
 
 
@@ -352,17 +358,17 @@ class WaitingRequests:
 
     @property
     def num_held(self) -> int:
-        """Number of requests with a hold."""
+        """Number of waiting requests with a hold."""
         return len(self._held)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all waiting requests."""
+        """Total number of tokens of all waiting requests."""
         return self._room.size
 
     def takes(self, request: Request, *, max_requests: int, max_tokens: int) -> bool:
-        """Return whether ``TenantRoom`` allows one more waiting request. Without fairness, all requests count for one
-        tenant.
+        """Return whether ``TenantRoom`` allows one more waiting request. If fair sharing is off, all requests count as
+        requests of one tenant.
         """
         tenant, weight = self._tenant(request), request.context.tenant_weight
         return self._room.takes_count(tenant, weight, 1, max_requests) and self._room.takes_size(
@@ -374,11 +380,11 @@ class WaitingRequests:
         return self._queue.rank(request)
 
     def head(self) -> Request | None:
-        """Return the next queued request, or None if every waiting request is held."""
+        """Return the next queued request without removing it, or None if every waiting request is held."""
         return self._queue.peek() if self._queue else None
 
     def longest_held(self) -> Request:
-        """Return the request that has been held longest. There must be a held request."""
+        """Return the request that has been held for the longest time. There must be a held request."""
         return next(iter(self._held))
 
     def add(self, request: Request) -> None:
@@ -390,7 +396,7 @@ class WaitingRequests:
             self._queue.add(request)
 
     def start(self, request: Request) -> None:
-        """Remove a request that starts, with all of its holds."""
+        """Remove a request that starts, and all of its holds."""
         self._room.leave(self._tenant(request), request.num_tokens)
         if request.hold:
             self._held.remove(request)
@@ -399,7 +405,7 @@ class WaitingRequests:
             self._queue.take(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that has ended."""
+        """Remove a request that has ended while it waited."""
         self._room.leave(self._tenant(request), request.num_tokens)
         if request.hold:
             self._held.remove(request)
@@ -414,7 +420,7 @@ class WaitingRequests:
         request.hold |= hold
 
     def release(self, request: Request, hold: Hold) -> None:
-        """Remove a hold from a request. A request without another hold joins the queue."""
+        """Remove a hold from a request. If the request has no other hold, it joins the queue."""
         if request.hold & hold:
             request.hold &= ~hold
             if not request.hold:
@@ -422,7 +428,7 @@ class WaitingRequests:
                 self._queue.add(request)
 
     def release_all(self, hold: Hold) -> None:
-        """Remove a hold from all requests that have it."""
+        """Remove a hold from all requests with this hold."""
         for request in list(self._held):
             self.release(request, hold)
 
@@ -437,9 +443,9 @@ class WaitingRequests:
 class QueueAdmission:
     """Refuses requests that would exceed the limits of the queue, and measures how fast requests leave the queue.
 
-    Held requests count. An empty queue accepts any request. A full queue refuses requests of tenants that use more than
-    their fair share of the queue. Requests of other tenants use a reserve beyond the limits (see ``TenantRoom``). A
-    request from a lost engine was admitted by that engine, so it is never refused.
+    Held requests count toward the limits. An empty queue accepts any request. A full queue refuses requests of tenants
+    that use more than their fair share of the queue. Requests of other tenants may use a reserve beyond the limits (see
+    ``TenantRoom``). If another engine was lost after it had admitted a request, this engine never refuses that request.
     """
 
     def __init__(self, config: SchedulerConfig, waiting: WaitingRequests) -> None:
@@ -450,8 +456,8 @@ class QueueAdmission:
     def check(self, request: Request, now: float) -> None:
         """Raise ResourceExhausted, with a retry delay, if the queue cannot accept ``request``.
 
-        ``now`` is in monotonic seconds. The retry delay is based on the measured drain rate. Before any request has
-        left the queue, the delay is half of the time that the first request has waited.
+        ``now`` is in monotonic seconds. The retry delay is based on the measured rate at which requests leave the
+        queue. Before any request has left the queue, the delay is half of the time that the first request has waited.
         """
         num_waiting = len(self._waiting)
         if not num_waiting:
@@ -475,5 +481,7 @@ class QueueAdmission:
         raise ResourceExhausted(f"the engine's queue is full: {why}", retry_after=retry_after(seconds))
 
     def started(self, request: Request, now: float) -> None:
-        """Count a request that leaves the queue for the first time. Preempted requests do not count."""
+        """Count a request that leaves the queue for the first time. Requests that start again after a preemption do not
+        count.
+        """
         self._rate.left(now, request.num_tokens)

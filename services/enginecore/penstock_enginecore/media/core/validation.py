@@ -37,7 +37,7 @@ def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping
         info = infos.get(feature.modality)
         if info is None:
             raise InvalidArgument(
-                f"{path}.modality is {quoted(feature.modality)}; this engine serves {', '.join(infos)}",
+                f"{path}.modality is {quoted(feature.modality)}; this engine supports {', '.join(infos)}",
                 field=f"{path}.modality",
             )
         if not _IDENTIFIER.fullmatch(feature.identifier):

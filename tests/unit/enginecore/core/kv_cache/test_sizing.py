@@ -66,7 +66,7 @@ def test_a_requested_length_that_does_not_fit_says_what_to_change_and_that_helps
 
 
 def test_a_requested_length_beyond_the_model_is_refused():
-    with pytest.raises(ConfigError, match="max_model_len is 5000; the model itself allows 4096"):
+    with pytest.raises(ConfigError, match="max_model_len is 5000; the model supports at most 4096"):
         size(10_000 * BLOCK_BYTES, requested=5000)
 
 

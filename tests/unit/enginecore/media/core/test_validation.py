@@ -51,7 +51,7 @@ def test_media_in_order_pass():
         ([make_feature(1, 27, 4)], "[0].length", "ends at position 31; the prompt has only 30"),
         ([make_feature(1, 0, 7)], "[0]", "has 7 embeddings; the limit for one image is 6"),
         ([make_feature(1, 0, 9, embed_runs=(EmbedRun(0, 1),))], "[0]", "has 9 positions; the limit for one image is 8"),
-        ([make_feature(1, 0, 4, modality="video")], "[0].modality", "'video'; this engine serves image, audio"),
+        ([make_feature(1, 0, 4, modality="video")], "[0].modality", "'video'; this engine supports image, audio"),
         ([make_feature(1, 0, 4, embed_runs=(EmbedRun(0, 0),))], "[0].embed_runs[0].count", "is 0; it must be at least"),
         ([make_feature(1, 0, 4, embed_runs=(EmbedRun(2, 3),))], "[0].embed_runs[0].count", "ends at position 5"),
         (
