@@ -1,3 +1,3 @@
 """Constrains output to JSON schemas, regular expressions and grammars. Child processes compile constraints and compute
-masks.
+the masks of allowed tokens.
 """

@@ -1,5 +1,5 @@
-"""Backend that compiles constraints with xgrammar, in a separate process with limits. Each constraint is compiled only
-once.
+"""Backend that compiles constraints with xgrammar, in a separate process with limits of time and memory. Each
+constraint is compiled only once.
 """
 
 import json
@@ -32,17 +32,17 @@ from penstock_enginecore.structured_output.core.base import Grammar
 from penstock_enginecore.structured_output.following_client import CompiledConstraint, GrammarFollower
 from penstock_enginecore.structured_output.grammar_processes import START_TIMEOUT, Children
 
-# Bytes of each token, from the model's tokenizer.
+# The text of each token as bytes, from the model's tokenizer.
 
 _FILE = "tokenizer.json"
 _OTHER_FILES = ("tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _SPACE = "\u2581"
-"""SentencePiece's character for a space."""
+"""Character that SentencePiece writes in tokens in place of a space."""
 
 
 def check_tokenizer(config: ModelConfig) -> None:
-    """Raise Unimplemented if the model's directory has no tokenizer. Only looks for the file. Models from the Hugging
-    Face Hub always pass.
+    """Raise Unimplemented if the model's directory has no tokenizer file. The file is not read. The check never fails
+    for models from the Hugging Face Hub.
     """
     directory = Path(config.path).expanduser()
     if directory.is_dir() and not any((directory / name).is_file() for name in (_FILE, *_OTHER_FILES)):
@@ -54,7 +54,7 @@ def check_tokenizer(config: ModelConfig) -> None:
 def load_tokenizer_info(config: ModelConfig, vocab_size: int, eos_token_ids: frozenset[int]) -> xgrammar.TokenizerInfo:
     """Return xgrammar's description of a vocabulary of ``vocab_size`` tokens.
 
-    Tokens without text, such as special tokens, are never allowed, except ``eos_token_ids``. Raises Unimplemented if
+    Grammars never allow tokens without text, such as special tokens, except ``eos_token_ids``. Raises Unimplemented if
     the tokenizer cannot be read.
     """
     try:
@@ -71,10 +71,10 @@ def load_tokenizer_info(config: ModelConfig, vocab_size: int, eos_token_ids: fro
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int) -> list[bytes]:
-    """Return the bytes of each token ID below ``vocab_size``. Special tokens, and IDs that the tokenizer does not have,
-    have no bytes.
+    """Return the text, as bytes, of each token ID below ``vocab_size``. The result is empty for special tokens, and for
+    IDs that the tokenizer does not have.
 
-    Raises ValueError if concatenating tokens does not give the text.
+    Raises ValueError if the concatenated bytes of tokens are not always the text of the sequence.
     """
     added = tokenizer.get_added_tokens_decoder()
     decode = _decoder(json.loads(tokenizer.to_str()))
@@ -92,7 +92,8 @@ def _load_tokenizer(config: ModelConfig) -> Tokenizer:
         return _read(directory / _FILE)
     if not directory.is_dir():
         return _read(Path(hf_hub_download(config.path, _FILE, revision=config.revision or None)))
-    from transformers import AutoTokenizer  # imported late: only models without a tokenizer.json need it
+    # Import late, because only models without a tokenizer.json need transformers.
+    from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.trust_remote_code)
     backend = getattr(loaded, "backend_tokenizer", None)
@@ -131,21 +132,23 @@ def _sentence_piece(text: str, fallback: bool) -> bytes:
 
 
 def _byte_level() -> dict[str, int]:
-    """Return the byte for each character of a byte-level vocabulary (GPT-2's table)."""
+    """Return GPT-2's table for byte-level vocabularies: for each character in a token, the byte that it stands for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 _CHECKED_AT_ONCE = 8 * 1024
-"""Maximum size in bytes of a constraint that ``check`` translates. The translation takes a few milliseconds."""
+"""Maximum size in bytes of a constraint that ``check`` translates into a grammar. The translation of such a constraint
+takes a few milliseconds.
+"""
 
 
 class XgrammarBackend:
     """Backend with one thread, which sends constraints to one compiling process.
 
-    ``warm_up``, or else the first constraint, loads the vocabulary and starts the processes that ``children`` has not
-    started early.
+    ``warm_up`` loads the vocabulary and starts the processes that ``children`` has not started early. Without
+    ``warm_up``, the first constraint does this.
     """
 
     def __init__(
@@ -158,7 +161,9 @@ class XgrammarBackend:
         children: Children | None = None,
         forced: bool = False,
     ) -> None:
-        """Create the backend without starting processes. ``forced`` enables the search for text that must come next."""
+        """Create the backend without starting processes. ``forced`` enables the search for output text that the grammar
+        requires next.
+        """
         self._config = config
         self._model = model
         self._vocab_size = vocab_size
@@ -215,8 +220,8 @@ class XgrammarBackend:
         """Compile the constraint if it is not cached, and start a grammar that has accepted ``prior_token_ids``.
         Returns without waiting.
 
-        On an error, the future fails with a RequestFailed. If a step continued without the request's mask, ``changed``
-        is called on any thread when the mask has arrived.
+        On an error, the future fails with a RequestFailed. If a step ran without the request because its mask was late,
+        ``changed`` is called when the mask has arrived. The call may come on any thread.
         """
         started: Future[Grammar] = Future()
         tokens = tuple(prior_token_ids)
@@ -224,15 +229,17 @@ class XgrammarBackend:
         return started
 
     def flush(self) -> None:
-        """Send the tokens that were accepted since the last call. Never blocks."""
+        """Send the tokens that grammars accepted since the last call to the mask process. Never blocks."""
         self._follower.flush()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait for the masks of the grammars that are ``prompt``, but no longer than a step may be delayed."""
+        """Wait for the masks of those grammars whose ``prompt`` is true, but no longer than a step may be delayed."""
         self._follower.wait(grammars)
 
     def compile(self, constraint: StructuredOutput) -> Future[CompiledConstraint]:
-        """Return the future of this constraint. All callers share the future, and it cannot be cancelled."""
+        """Return the future of the compiled constraint. All callers with an equal constraint share one future, which
+        cannot be cancelled.
+        """
         with self._lock:
             found = self._cache.get(constraint)
             if found is not None:
@@ -256,12 +263,12 @@ class XgrammarBackend:
         changed: Callable[[], None],
         started: "Future[Grammar]",
     ) -> None:
-        """Start a grammar with a compiled constraint. Thread-safe."""
+        """Start a grammar for a request whose constraint is compiled. Thread-safe."""
         if (error := compiled.exception()) is not None:
             started.set_exception(error)
         elif self._follower.running or self._closed:
             self._pass_on(compiled, tokens, changed, started)
-        else:  # The process has ended, and only the backend's thread may start another process.
+        else:  # The mask process has ended, and only the backend's thread may start another process.
             self._thread.submit(self._begin_again, compiled, tokens, changed, started)
 
     def _begin_again(
@@ -287,7 +294,7 @@ class XgrammarBackend:
     ) -> None:
         try:
             begun = self._follower.begin(compiled.result(), tokens, changed)
-        except Exception as e:  # The caller that reads the future handles the error.
+        except Exception as e:  # The future keeps the error, and the caller that reads the future handles it.
             started.set_exception(e)
         else:
             _pass_on(begun, started)
@@ -309,7 +316,7 @@ class XgrammarBackend:
         return self._process.pid if self._process is not None else None
 
     def _run(self, constraint: StructuredOutput, future: "Future[CompiledConstraint]") -> None:
-        """Compile a constraint and complete ``future``. Runs on the backend's thread."""
+        """Compile a constraint and complete ``future`` with the result. Runs on the backend's thread."""
         try:
             compiled = self._compiled(constraint)
         except RequestFailed as e:
@@ -322,8 +329,8 @@ class XgrammarBackend:
             future.set_result(compiled)
 
     def _fail(self, constraint: StructuredOutput, future: "Future[CompiledConstraint]", error: RequestFailed) -> None:
-        """Fail the future. The error of an invalid constraint stays cached. A constraint that exceeded a limit, or
-        failed for another reason, is compiled again when it is requested again.
+        """Fail the future of a constraint. The error of an invalid constraint stays cached. If the constraint exceeded
+        a limit or failed for another reason, it is compiled again for the next request with this constraint.
         """
         if not isinstance(error, InvalidArgument) or error.reason == LIMIT:
             with self._lock:

@@ -1,5 +1,5 @@
-"""The engine's side of the compiling process. The engine starts the process when it is needed, and kills the process if
-a constraint exceeds a limit.
+"""The engine's side of the compiling process. The engine starts the process for the first constraint, and kills the
+process if a constraint exceeds a limit.
 """
 
 import contextlib
@@ -19,23 +19,29 @@ from penstock_enginecore.structured_output.constraints.source import FIELD
 from penstock_enginecore.structured_output.grammar_processes import START_TIMEOUT, Children, Forked
 
 TOO_COSTLY = "GRAMMAR_TOO_COSTLY"
-"""Error reason for a constraint for which a token takes too much CPU time."""
+"""Error reason for a constraint whose mask takes too much CPU time for one token."""
 LIMIT = "COMPILE_LIMIT"
-"""Reason of an InvalidArgument for a constraint that took too much time or memory to compile."""
+"""Error reason for a constraint that took too much time or memory to compile."""
 _ATTEMPTS = 3
-"""Maximum number of processes to which a constraint is sent, if each process ends before it accepts the constraint."""
+"""Maximum number of processes to which a constraint is sent, one after the other, if each process ends before it
+accepts the constraint.
+"""
 _JOIN_TIMEOUT = 10.0
 _LOOK = 0.1
-"""Seconds between two checks of a process's CPU time."""
+"""Time in seconds between two checks of the compiling process's CPU time."""
 _STARVED = 6
-"""Maximum wall-clock time of a compilation, as a multiple of its CPU time limit, for machines with busy cores."""
+"""Maximum wall-clock time of a compilation, as a multiple of its CPU time limit. On machines with busy cores, a process
+gets only part of a core.
+"""
 _LAST_MOMENT = 0.2
-"""Seconds to wait for a process to exit before it is killed, so that its own exit code is known."""
+"""Time in seconds to wait for a process to exit before the engine kills it, so that the engine learns the exit code of
+a process that ends without being killed.
+"""
 
 
 class CompileProcess:
-    """The compiling process. Only one thread may call ``compile``, and this thread must outlive the process. ``close``
-    is thread-safe.
+    """Handle of the compiling process. Only one thread may call ``compile``, and this thread must outlive the process.
+    ``close`` is thread-safe.
     """
 
     def __init__(self, config: StructuredOutputConfig, tokenizer: bytes, children: Children) -> None:
@@ -55,7 +61,7 @@ class CompileProcess:
         return process.pid if process is not None and process.poll() is None else None
 
     def start(self) -> None:
-        """Start a process and wait until it is ready. Raises Internal if the process does not start, Unavailable if
+        """Start a process and wait until it is ready. Raises Internal if the process does not start, and Unavailable if
         this object was closed.
         """
         self._started()
@@ -77,8 +83,10 @@ class CompileProcess:
         except (EOFError, OSError):
             code = self._stop()
             self._raise_if_closed()
-            # The library aborts the process when it is out of memory or stack, because it cannot report these errors.
-            raise self._over(field, f"ended the compiling process (exit code {code}); it may use", "memory") from None
+            # When xgrammar runs out of memory or stack, it cannot report the error and aborts the process.
+            raise self._over(
+                field, f"ended the process that compiles constraints (exit code {code});", "memory"
+            ) from None
         if reply is None:
             self._stop()
             self._raise_if_closed()
@@ -113,7 +121,7 @@ class CompileProcess:
             raise Unavailable("the engine is stopping", field=FIELD)
 
     def _started(self) -> "Connection[Any, Any]":
-        """Return the connection to a ready process. Start the process if necessary."""
+        """Return the connection to a ready compiling process. Start the process if necessary."""
         if self._process is not None and self._connection is not None and self._process.poll() is None:
             return self._connection
         self._stop()
@@ -136,10 +144,11 @@ class CompileProcess:
         return ours
 
     def _handed_over(self, job: bytes) -> "Connection[Any, Any] | None":
-        """Return the connection to a process that has accepted ``job``, or None if it does not confirm in time.
+        """Return the connection to a process that has accepted ``job``, or None if the process does not confirm the job
+        in time.
 
-        If the process was killed while it was idle, the engine notices only here. Raises Internal if several processes
-        end before they accept ``job``.
+        If the process was killed while it was idle, the engine first notices this when it sends a job. Raises Internal
+        if several processes end before they accept ``job``.
         """
         for _ in range(_ATTEMPTS):
             connection = self._started()
@@ -156,8 +165,8 @@ class CompileProcess:
         )
 
     def _compiled(self, connection: "Connection[Any, Any]", limit: float) -> compiling_process.Reply | None:
-        """Return the reply. Return None if the process used ``limit`` seconds of CPU time, or a multiple of ``limit``
-        in wall-clock time.
+        """Return the reply of the process. Return None if the process used ``limit`` seconds of CPU time without a
+        reply, or ``_STARVED`` times as much wall-clock time.
         """
         process, until = self._process, time.monotonic() + _STARVED * limit
         before = process.cpu_seconds() if process is not None else 0.0
@@ -173,8 +182,8 @@ class CompileProcess:
         return self._decoder.decode(connection.recv_bytes()) if connection.poll(timeout) else None
 
     def _stop(self) -> int | None:
-        """Kill the process if there is one. Returns the exit code. If the process had already ended, that is its own
-        exit code.
+        """Kill the process if it is running, and return its exit code. If the process had already ended, the exit code
+        is the one with which it ended.
         """
         process, connection = self._process, self._connection
         if process is None:

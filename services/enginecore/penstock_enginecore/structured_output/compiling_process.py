@@ -1,5 +1,5 @@
-"""Process that compiles constraints and measures the CPU time of their masks. Nothing in this module runs in the
-engine.
+"""Code of the process that compiles constraints and measures the CPU time of their masks. The engine's process does not
+run this module.
 """
 
 import random
@@ -24,10 +24,11 @@ _TRIAL_WALKS = 2
 
 
 def costs_too_much(compiled: xgrammar.CompiledGrammar, budget: float) -> bool:
-    """Return whether one of the first tokens of an output takes more than ``budget`` seconds of CPU time.
+    """Return whether the grammar takes more than ``budget`` seconds of CPU time for one of the first tokens of an
+    output.
 
-    The trial generates two outputs. The first output repeats the same token while the grammar allows it, which is the
-    worst case for ambiguous grammars. The second output has random tokens.
+    The function generates two outputs as a trial. The first output repeats the same token as long as the grammar allows
+    the token, which is the worst case for ambiguous grammars. The second output has random tokens.
     """
     return any(_walk(compiled, budget, sticky=walk == 0) for walk in range(_TRIAL_WALKS))
 
@@ -51,12 +52,12 @@ def _walk(compiled: xgrammar.CompiledGrammar, budget: float, *, sticky: bool) ->
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """Message from the process to the engine.
+    """Message from the compiling process to the engine.
 
     Attributes:
-        kind: "taken" means that the process has received the job; if the process ends after that, the job is the cause.
-            "memory" means that the job took too much memory. "costly" means that a token of the constraint takes too
-            long.
+        kind: "taken" means that the process has received the job. If the process ends after this message, the job is
+            the cause. "memory" means that the job took too much memory. "costly" means that the mask of one token takes
+            too much CPU time.
         text: The compiled, serialized grammar, or the reason why the compilation failed.
     """
 
@@ -100,11 +101,12 @@ def main(connection: "Connection[Any, Any]", info: xgrammar.TokenizerInfo, memor
         reply = answer(compiler, job)
         connection.send_bytes(encoder.encode(reply))
         if reply.kind == "memory":
-            return  # The heap may be too fragmented to continue.
+            # End the process after an out-of-memory error, because its heap may be too fragmented for later jobs.
+            return
 
 
 def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
-    """Compile one constraint."""
+    """Compile the constraint of one job, and return the reply."""
     try:
         compiled = compile_constraint(compiler, job)
         if costs_too_much(compiled, job.token_budget):
@@ -112,9 +114,7 @@ def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
         return Reply("compiled", compiled.serialize_json())
     except InvalidArgument as e:
         return Reply("refused", e.message)
-    except (
-        Exception
-    ) as e:  # Errors of xgrammar, which start with a source location, and errors that xgrammar does not catch.
+    except Exception as e:  # These are xgrammar's own errors, and errors that xgrammar does not catch.
         if out_of_memory(e):
             return Reply("memory")
         kind, _ = job.constraint.constraint
@@ -122,8 +122,8 @@ def answer(compiler: xgrammar.GrammarCompiler, job: Job) -> Reply:
 
 
 def compile_constraint(compiler: xgrammar.GrammarCompiler, job: Job) -> xgrammar.CompiledGrammar:
-    """Translate and compile a constraint. Raises InvalidArgument if the constraint is refused, RuntimeError if xgrammar
-    cannot parse the translation.
+    """Translate a constraint into a grammar and compile the grammar. Raises InvalidArgument if the constraint is
+    refused, and RuntimeError if xgrammar cannot parse the grammar.
     """
     source = grammar_source(job.constraint, job.max_bytes)
     if source.kind == "structural_tag":
@@ -140,6 +140,8 @@ def compile_constraint(compiler: xgrammar.GrammarCompiler, job: Job) -> xgrammar
 
 
 def _reason(text: str) -> str:
-    """Return the message of an xgrammar error, without the time, the file and the check at its start."""
+    """Return the message of an xgrammar error, without the time, the file name and the failed check at the start of the
+    message.
+    """
     message = text.strip().split("\n", 1)[0]
     return re.sub(r"^(\[[0-9:]+\] )?(\S+\.(cc|h):\d+: )?(Check failed: .* is false: )?", "", message)

@@ -1,4 +1,4 @@
-"""Factory of the backends of constrained decoding, by name."""
+"""Factory that creates the backend of constrained decoding from its name in the configuration."""
 
 import importlib
 from collections.abc import Callable
@@ -13,11 +13,11 @@ _BACKENDS = {"xgrammar": "penstock_enginecore.structured_output.backend:Xgrammar
 def make_grammar_backend(
     config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int], children: Children | None = None
 ) -> GrammarBackend:
-    """Create the backend that ``structured_output.backend`` names, for a model with ``vocab_size`` tokens. Starts no
-    process.
+    """Create the backend that the setting ``structured_output.backend`` names, for a model with ``vocab_size`` tokens.
+    The function starts no process.
 
-    ``children`` may have been started early. This function imports the backend's module, because the module needs
-    torch, and the engine must answer on its port before torch is imported.
+    ``children`` starts the backend's processes, and may already have started the fork server. This function imports the
+    backend's module, because the module needs torch, and the engine must answer on its port before torch is imported.
     """
     module, _, name = _BACKENDS[config.structured_output.backend].partition(":")
     backend: Callable[..., GrammarBackend] = getattr(importlib.import_module(module), name)

@@ -1,4 +1,6 @@
-"""The engine's side of the mask process (``following_process``): the grammar state, masks and failures of each request."""
+"""The engine's side of the mask process (``following_process``), which computes masks of allowed tokens: the grammar
+state, masks and failures of each request.
+"""
 
 import itertools
 import logging
@@ -38,7 +40,7 @@ NO_MASK = np.zeros(0, np.int32)
 
 
 class CompiledConstraint:
-    """A compiled, serialized grammar, and the field name of its constraint, which errors quote."""
+    """A compiled, serialized grammar, and the name of the request field with its constraint, which errors quote."""
 
     def __init__(self, number: int, field: str, text: bytes) -> None:
         self.number = number
@@ -47,10 +49,10 @@ class CompiledConstraint:
 
 
 class FollowedGrammar:
-    """A ``Grammar`` whose masks the mask process computes. ``number`` identifies the grammar in that process, and
-    ``compiled`` is its compiled constraint.
+    """A ``Grammar`` whose masks the mask process computes. ``number`` identifies the request's grammar in the mask
+    process. ``compiled`` is the compiled constraint.
 
-    A mask contains all allowed tokens, so the busy loop can accept a token without a message to the process.
+    A mask has the bits of all tokens, so the busy loop can check a token without waiting for the mask process.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class FollowedGrammar:
         self.num_processes_ended = 0
 
     def accept(self, token_id: int) -> bool:
-        """Accept an output token. After the end token, no further mask is needed."""
+        """Accept an output token. After an end-of-sequence token, no further mask is needed."""
         if self.terminated or not self.ready or not allows(self.mask, token_id):
             return False
         if token_id in self._follower.eos_token_ids:
@@ -95,24 +97,26 @@ class FollowedGrammar:
 
     @property
     def prompt(self) -> bool:
-        """Whether a step may wait for the mask."""
+        """Whether a step may wait for the request's mask, because the mask of the last token took little CPU time."""
         return self.cost <= self._follower.patience
 
     def wanted(self) -> bool:
-        """Return whether a step may include the request."""
+        """Return whether a step may include the request now."""
         return self.prompt or self.missed()
 
     def missed(self) -> bool:
-        """Return whether the mask has arrived meanwhile. If not, ``changed`` is called when the mask arrives."""
+        """Return whether the request's mask has arrived meanwhile. If the result is False, ``changed`` is called when
+        the mask arrives.
+        """
         return self._follower.missed(self)
 
     def close(self) -> None:
-        """Tell the mask process to drop the grammar."""
+        """Tell the mask process to drop the request's grammar."""
         self._follower.forget(self)
 
 
 def follow_failure(config: StructuredOutputConfig, grammar: FollowedGrammar, result: Result) -> RequestFailed:
-    """Return the error for a result that is not a mask."""
+    """Return the error with which a request ends if the mask process sent a failure instead of a mask."""
     if result.kind == "costly":
         return over_budget_failure(config, grammar)
     if result.kind == "memory":
@@ -132,13 +136,13 @@ def follow_failure(config: StructuredOutputConfig, grammar: FollowedGrammar, res
 
 
 def over_budget_failure(config: StructuredOutputConfig, grammar: FollowedGrammar) -> ResourceExhausted:
-    """Return the error for a token that took too much CPU time."""
+    """Return the error for a grammar that took too much CPU time for one token."""
     message = over_budget(grammar.compiled.field, config.token_budget)
     return ResourceExhausted(message, field=grammar.compiled.field, reason=TOO_COSTLY)
 
 
 def fatal_failure(grammar: FollowedGrammar) -> Internal:
-    """Return the error for a constraint during which the mask process ended more than once."""
+    """Return the error for a constraint on which the mask process was working when it ended, more than once."""
     error = RuntimeError("the process that computes grammar masks ended while it worked on this constraint")
     return incident(error, request=str(grammar.number), doing="advancing the grammar of the constraint")
 
@@ -151,18 +155,18 @@ def process_gone(*, closed: bool) -> RequestFailed:
 
 
 _PATIENCE = 0.25
-"""Fraction of a token's CPU time budget. A step waits this long for a mask. If the last token took longer, steps do not
-wait for the next mask.
+"""Fraction of the CPU time budget of a token. The resulting time is the maximum time that a step waits for masks. If
+the last token of a grammar took longer, steps do not wait for its next mask.
 """
 
 _MAX_TOKENS, _MAX_DRAFTS = 2000, 200
-"""Maximum number of tokens, and of requests with drafts, in one message."""
+"""Maximum number of tokens in one message, and maximum number of requests with draft tokens in one message."""
 
 _PACKET = MAX_PACKET + 4 * 1024 * 1024
 
 _MAX_PROCESSES_ENDED = 2
-"""Number of mask processes that end while they work on a constraint before the constraint fails. The first process may
-have ended for another reason, such as load.
+"""Number of mask processes that must end while they work on a grammar until the engine fails its request. The first
+process may have ended for another reason, such as load on the machine.
 """
 
 _JOIN_TIMEOUT = 10.0
@@ -171,12 +175,12 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarFollower:
-    """Computes the masks of all grammars in one mask process. The process is started with the first grammar.
+    """Computes the masks of all grammars in one mask process. The method ``start`` starts this process.
 
-    If a request's token takes too much CPU time or memory, or makes the process end, only that request fails. The other
-    requests are sent to a new process, with all their tokens. Only one thread may call ``start``, and this thread must
-    outlive the process. Only the busy loop's thread may call ``advance``, ``draft``, ``flush`` and ``wait``. Other
-    methods are thread-safe.
+    If the grammar of a request takes too much CPU time or memory for a token, or makes the process end, only that
+    request fails. The grammars of the other requests are sent to a new process, with all tokens that they have
+    accepted. Only one thread may call ``start``, and this thread must outlive the process. Only the busy loop's thread
+    may call ``advance``, ``draft``, ``flush`` and ``wait``. Other methods are thread-safe.
     """
 
     def __init__(
@@ -188,14 +192,18 @@ class GrammarFollower:
         *,
         forced: bool = False,
     ) -> None:
-        """Create the follower without starting the process. ``forced`` enables the search for text that must come next."""
+        """Create the object without starting the mask process. ``forced`` enables the search for output text that a
+        grammar requires next.
+        """
         self._config = config
         self._forced = forced
         self._children = children
         self._words = bitmask_words(vocab_size)
         self.eos_token_ids = eos_token_ids
         self.patience = config.token_budget * _PATIENCE
-        """CPU time in seconds. If a token took longer than this, steps do not wait for the next mask."""
+        """Time in seconds. If the last token of a grammar took more CPU time than this, steps do not wait for its next
+        mask.
+        """
         self._changed = threading.Condition()
         self._living: dict[int, FollowedGrammar] = {}
         self._numbers = itertools.count(1)
@@ -213,13 +221,13 @@ class GrammarFollower:
     # Thread-safe methods.
 
     def compiled(self, field: str, text: bytes) -> CompiledConstraint:
-        """Register a compiled, serialized grammar, for use with ``begin``."""
+        """Number a compiled, serialized grammar, for use with ``begin``."""
         return CompiledConstraint(next(self._grammars), field, text)
 
     def begin(
         self, compiled: CompiledConstraint, tokens: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """Start a grammar that has accepted ``tokens``. The process must have been started.
+        """Start a grammar for a request whose output so far is ``tokens``. The mask process must have been started.
 
         The future completes when the first mask is available. On an error, the future fails with a RequestFailed.
         """
@@ -236,17 +244,17 @@ class GrammarFollower:
 
     @property
     def running(self) -> bool:
-        """Whether a process is available for ``begin``."""
+        """Whether a mask process is available for ``begin``."""
         return self._channel is not None
 
     @property
     def pid(self) -> int | None:
-        """Process ID of the last started process, or None."""
+        """Process ID of the mask process that was started last, or None."""
         return self._process.pid if self._process is not None else None
 
     def missed(self, grammar: FollowedGrammar) -> bool:
-        """Record that a step continued without the mask. Returns True if the mask has arrived meanwhile. Otherwise,
-        ``changed`` is called when the mask arrives.
+        """Record that a step continued without the mask of a grammar. Return True if the mask has arrived meanwhile.
+        Otherwise return False and call ``changed`` when the mask arrives.
         """
         with self._changed:
             grammar.late = not grammar.ready and grammar.failure is None
@@ -259,7 +267,7 @@ class GrammarFollower:
                 self._ended.append(grammar.number)
 
     def close(self) -> None:
-        """Kill the process. Waiting requests fail with Unavailable. Idempotent."""
+        """Kill the mask process. Requests that wait for a mask fail with Unavailable. Idempotent."""
         with self._changed:
             self._closed = True
             process = self._process
@@ -267,10 +275,10 @@ class GrammarFollower:
             process.kill()
             process.wait(_JOIN_TIMEOUT)
 
-    # Methods of the busy loop.
+    # Methods for the busy loop's thread.
 
     def advance(self, grammar: FollowedGrammar, token_id: int) -> None:
-        """Accept a token that the mask allows."""
+        """Advance a grammar by a token that its mask allows."""
         with self._changed:
             grammar.ready, grammar.mask, grammar.forced, grammar.drafted = False, NO_MASK, (), True
             grammar.tokens.append(token_id)
@@ -282,7 +290,7 @@ class GrammarFollower:
                 grammar.drafts, grammar.draft_masks = [], []
 
     def draft(self, grammar: FollowedGrammar, token_ids: Sequence[int]) -> None:
-        """Start to compute the masks after drafts."""
+        """Start to compute the masks after draft tokens."""
         with self._changed:
             grammar.drafts, grammar.draft_masks = list(token_ids), []
             grammar.turn += 1
@@ -291,20 +299,22 @@ class GrammarFollower:
                 self._drafts.append((grammar.number, len(grammar.tokens), grammar.turn, grammar.drafts.copy()))
 
     def flush(self) -> None:
-        """Send all messages that were queued since the last call. Never blocks."""
+        """Send all queued messages to the mask process. The call never blocks."""
         if self._tokens or self._ended or self._drafts or self._unsent:
             with self._changed:
                 self._send()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait until these grammars have their masks, but at most ``patience`` seconds."""
+        """Wait until those of these grammars whose ``prompt`` is true have their masks, but at most ``patience``
+        seconds.
+        """
         with self._changed:
             waited = [g for g in grammars if g.prompt]
             self._changed.wait_for(
                 lambda: all((g.ready and g.drafted) or g.failure is not None for g in waited), self.patience
             )
 
-    # The process.
+    # Start of the mask process, and messages to and from it.
 
     def start(self, tokenizer: bytes) -> None:
         """Start the mask process if it is not running."""
@@ -326,8 +336,8 @@ class GrammarFollower:
         threading.Thread(target=self._receive, args=(ours, process), name="penstock-masks", daemon=True).start()
 
     def wait_started(self, timeout: float) -> None:
-        """Wait until the process is ready, but at most ``timeout`` seconds. Raises Internal if the process is not ready
-        by then.
+        """Wait until the mask process is ready, but at most ``timeout`` seconds. Raises Internal if the process is not
+        ready by then.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._generation or self._channel is None, timeout)
@@ -335,7 +345,7 @@ class GrammarFollower:
                 raise Internal("the process that computes grammar masks did not start", field=FIELD)
 
     def _receive(self, channel: socket.socket, process: Forked) -> None:
-        """Process messages until the process has ended. Runs on a separate thread."""
+        """Handle messages from the mask process until the process has ended. Runs on a separate thread."""
         try:
             self._take_in(channel)
         except ConnectionResetError:
@@ -363,8 +373,8 @@ class GrammarFollower:
                 tell()
 
     def _take_over(self, ready: Ready) -> list[Callable[[], None]]:
-        """Send all live grammars to a new process. If several processes ended while they worked on a grammar, fail that
-        grammar.
+        """Send the grammars of all requests that have not ended to a new mask process. If several processes ended while
+        they worked on the same grammar, fail that grammar.
         """
         self._forget_process()
         self._generation = ready.generation
@@ -409,7 +419,7 @@ class GrammarFollower:
                 self._tell_begin(grammar)
                 continue
             if result.kind == "mask" and result.taken != len(grammar.tokens):
-                continue  # The engine has accepted a newer token meanwhile.
+                continue  # Ignore the mask, because the engine has accepted another token meanwhile.
             if result.kind != "mask":
                 told.append(self._fail(grammar, follow_failure(self._config, grammar, result)))
                 continue
@@ -431,8 +441,8 @@ class GrammarFollower:
         self._unsent.append((Begin(self._generation, grammar.number, compiled.number), files))
 
     def _send(self) -> None:
-        """Send messages until the socket's buffer is full. Later calls send the remaining messages. The lock must be
-        held.
+        """Send queued messages until the socket's buffer is full. Later calls send the remaining messages. The caller
+        must hold the lock.
         """
         if self._channel is None or not self._generation:
             return
@@ -450,14 +460,14 @@ class GrammarFollower:
                 socket.send_fds(self._channel, [encode(message)], files, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except OSError:  # The process has ended. The receiving thread handles this.
+            except OSError:  # The mask process has ended. The receiving thread handles the end.
                 return
             self._unsent.popleft()
             for file in files:
                 os.close(file)
 
     def _forget_process(self) -> None:
-        """Drop the messages for a process that has ended. The lock must be held."""
+        """Drop the queued messages for a mask process that has ended. The caller must hold the lock."""
         self._generation = 0
         for _, files in self._unsent:
             for file in files:
@@ -469,7 +479,7 @@ class GrammarFollower:
             grammar.drafted = True
 
     def _lost(self, channel: socket.socket) -> None:
-        """Fail all grammars, because the process has ended and is not replaced automatically."""
+        """Fail all grammars, because the mask process has ended and no new process has replaced it."""
         with self._changed:
             channel.close()
             self._channel = None
@@ -479,10 +489,12 @@ class GrammarFollower:
         for tell in told:
             tell()
 
-    # Failures.
+    # Failures of grammars.
 
     def _fail(self, grammar: FollowedGrammar, error: RequestFailed) -> Callable[[], None]:
-        """Record the error with which a request ends. Returns a function that notifies the request's owner."""
+        """Record the error with which the grammar's request ends. Return a function that notifies the creator of the
+        grammar.
+        """
         grammar.failure, grammar.ready = error, False
         if grammar.begun.done():
             return grammar.changed

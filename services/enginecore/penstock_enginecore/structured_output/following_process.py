@@ -1,11 +1,12 @@
-"""The mask process: advances the grammars of running requests and computes their masks. Nothing in this module runs in
-the engine.
+"""Code of the mask process, which advances the grammars of running requests and computes their masks of allowed tokens.
+The engine's process does not run this module.
 
-The process is forked from an idle parent, so that a replacement is available without delay. The process has three
-lanes, and each lane has one thread. ``FAST``, the main thread, handles requests whose last token was cheap. ``SLOW``
-has a lower priority and handles requests whose last token was expensive. ``BEGIN`` handles the initial tokens of new
-requests. A fourth thread watches the CPU time of the lanes. If a token exceeds its budget by far, that thread ends the
-process, because the library cannot be interrupted. The library releases the GIL while it works.
+The process is forked from an idle parent, so that a replacement is available without delay. The process divides its
+work into three lanes, and each lane has one thread. The lane ``FAST``, on the main thread, handles requests whose last
+token took little CPU time. The lane ``SLOW`` has a lower priority and handles requests whose last token took much CPU
+time. The lane ``BEGIN`` handles the initial tokens of new requests. A fourth thread watches the CPU time of the lanes.
+If a token exceeds its budget by far, the fourth thread ends the process, because xgrammar cannot be interrupted.
+xgrammar releases the GIL while it works.
 """
 
 import contextlib
@@ -52,8 +53,8 @@ OVER = 3
 
 
 class Marks:
-    """Shared memory with the number of the grammar on which each lane works, and whether a token took too long.
-    Readable after the process has ended.
+    """Shared memory with the number of the grammar on which each lane works, and whether a token took too much CPU
+    time. The parent process can read the memory after the mask process has ended.
     """
 
     def __init__(self) -> None:
@@ -70,25 +71,27 @@ class Marks:
         return [number for lane in LANES if (number := self[lane])]
 
     def clear(self) -> None:
-        """Mark all lanes as idle."""
+        """Record that all lanes are idle and no token took too much CPU time."""
         for place in (*LANES, OVER):
             self[place] = 0
 
 
 _MOST_FORCED = 32
-"""Maximum number of forced tokens in one result."""
+"""Maximum number of tokens of required text in one result."""
 
 
 class Cutter:
-    """Tokenizes forced text greedily, with the longest token first. The model may tokenize the text differently, so the
-    result is a guess.
+    """Tokenizes text that a grammar requires next. At each place, it takes the longest token that fits. The model may
+    tokenize the text differently, so the result is a guess.
 
-    If a longer token begins with the text of the last token, the last token is dropped, because the longer token may
-    fit the text that follows.
+    If a longer token in the vocabulary begins with the text of the last token, the last token is dropped, because the
+    longer token may fit the text that follows.
     """
 
     def __init__(self, tokens: Iterable[bytes]) -> None:
-        """Index the vocabulary. ``tokens`` has the bytes of each token, by token ID. Tokens without text have no bytes."""
+        """Index the vocabulary. ``tokens`` has the text of each token as bytes, in the order of token IDs. The text of
+        special tokens is empty.
+        """
         self._ids: dict[bytes, int] = {}
         for token_id, text in enumerate(tokens):
             if text:
@@ -97,7 +100,7 @@ class Cutter:
         self._beginnings = {text[:end] for text in self._ids for end in range(1, len(text))}
 
     def cut(self, text: bytes) -> list[int]:
-        """Return tokens for the beginning of ``text``."""
+        """Return the IDs of at most ``_MOST_FORCED`` tokens that together are the beginning of ``text``."""
         found: list[int] = []
         place, piece = 0, b""
         while place < len(text) and len(found) < _MOST_FORCED:
@@ -124,17 +127,17 @@ def only_one(mask: Mask) -> int | None:
 
 
 _GRACE = 5
-"""Multiple of the CPU time budget of a token. If a token takes longer than this, the process ends. If it only exceeds
-the budget, its request ends.
+"""Multiple of the CPU time budget of a token. If a token takes more CPU time than this multiple, the process ends. If a
+token takes more than the budget but less than the multiple, only its request ends.
 """
 _MAX_DESCRIPTORS = 2
 _MAX_UNEXPLAINED = 3
-"""Maximum number of times that the process may end while no lane works on a grammar."""
+"""Number of times that a mask process may end while no lane works on a grammar and still be replaced."""
 
 
 def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Settings) -> None:
-    """Fork processes that serve ``channel``, until the other end of ``channel`` is closed. A process that ends is
-    replaced.
+    """Fork a mask process that serves ``channel``, until the other end of ``channel`` is closed. If the process ends,
+    fork a new process.
     """
     detach(0)
     marks = Marks()
@@ -150,13 +153,14 @@ def main(channel: socket.socket, info: xgrammar.TokenizerInfo, settings: Setting
         _, status = os.waitpid(child, 0)
         suspects, costly = marks.suspects(), bool(marks[OVER])
         unexplained += not suspects
-        if status == 0 or unexplained > _MAX_UNEXPLAINED:  # The engine has ended, or processes keep failing.
+        # The engine has closed the channel, or mask processes keep failing for unknown reasons.
+        if status == 0 or unexplained > _MAX_UNEXPLAINED:
             return
         marks.clear()
 
 
 class _Matcher:
-    """State of one request's grammar, and the CPU time of its last token in seconds."""
+    """State of one request's grammar, and the CPU time in seconds that the grammar took for its last token."""
 
     def __init__(self, grammar: XgrammarGrammar) -> None:
         self.grammar = grammar
@@ -165,8 +169,8 @@ class _Matcher:
 
 
 class Follower:
-    """Work of one mask process. The main thread receives messages and also handles cheap tokens, because handing such
-    tokens to another thread would cost more.
+    """The work of one mask process. The main thread receives messages and also handles tokens that take little CPU
+    time, because passing such tokens to another thread would take longer.
     """
 
     def __init__(
@@ -178,7 +182,9 @@ class Follower:
         marks: Marks,
         cutter: Cutter | None = None,
     ) -> None:
-        """Set up the lanes. ``cutter`` tokenizes forced text. It is None if the search for forced text is disabled."""
+        """Prepare the lanes. ``cutter`` tokenizes text that a grammar requires next. ``cutter`` is None if the search
+        for such text is disabled.
+        """
         self._channel = channel
         self._info = info
         self._settings = settings
@@ -198,7 +204,7 @@ class Follower:
         self._busy = threading.Event()
 
     def run(self, ready: Ready) -> None:
-        """Run until the engine closes its end of the channel."""
+        """Start the threads of the lanes, and handle messages until the engine closes its end of the channel."""
         self._clocks[FAST] = time.pthread_getcpuclockid(threading.get_ident())
         for lane, work in ((SLOW, self._work_slow), (BEGIN, self._work_beginnings)):
             thread = threading.Thread(target=work, daemon=True)
@@ -223,25 +229,26 @@ class Follower:
                 self._advance(message)
 
     def _advance(self, message: Advance) -> None:
-        """Drop the grammars of ended requests, pass tokens to the other lanes, and process the tokens of the ``FAST``
-        lane.
+        """Drop the grammars of ended requests, pass tokens to the lanes ``SLOW`` and ``BEGIN``, and process the tokens
+        of the lane ``FAST``.
         """
         with self._lock:
             for number in message.ended:
                 if self._matchers.pop(number, None) is None:
-                    self._ended.add(number)  # The grammar has not begun yet.
+                    self._ended.add(number)  # The lane BEGIN has not started the grammar yet.
         patience, fast = self._settings.patience, []
         for number, token in message.tokens:
             matcher = self._matchers.get(number)
             if matcher is None:
-                self._beginnings.put((number, token))  # Queued after the initial tokens of the grammar.
+                # The lane BEGIN handles the token after the initial tokens of the grammar.
+                self._beginnings.put((number, token))
             elif matcher.cost > patience:
                 self._slow.put((number, token))
             else:
                 fast.append((number, token))
         self._follow_fast(fast)
 
-    # The lanes.
+    # Work of the lanes.
 
     def _follow_fast(self, tokens: Iterable[tuple[int, int]]) -> None:
         results, rows = [], []
@@ -261,8 +268,8 @@ class Follower:
         self._tell(results, rows)
 
     def _draft(self, message: Draft) -> None:
-        """Compute masks after drafts, for grammars that have accepted the expected number of tokens and whose last
-        token was cheap.
+        """Compute the masks after draft tokens. Grammars that have not accepted the expected number of tokens, and
+        grammars whose last token took much CPU time, get no masks.
         """
         results, rows = [], []
         for number, taken, turn, drafts in message.drafts:
@@ -278,7 +285,9 @@ class Follower:
         self._tell(results, rows)
 
     def _behind(self, number: int, matcher: _Matcher, drafts: Sequence[int]) -> list[bytes]:
-        """Compute masks while the drafts are allowed and cheap. Failures are not reported, because drafts are optional."""
+        """Compute masks after draft tokens as long as these are allowed and take little CPU time. Return fewer masks in
+        case of a failure, because masks after draft tokens are optional.
+        """
         grammar, masks, accepted, spent = matcher.grammar, list[bytes](), 0, 0.0
         patience = self._settings.patience
         self._start_watching(FAST, number, _GRACE * self._settings.token_budget)
@@ -335,7 +344,7 @@ class Follower:
         result, row = self._follow(BEGIN, number, matcher, prior)
         with (
             self._lock
-        ):  # Add the matcher only now. Tokens that arrived meanwhile are queued in this lane, after the initial tokens.
+        ):  # Add the matcher only after the initial tokens. Tokens that arrived meanwhile are in this lane's queue.
             if number in self._ended:
                 self._ended.discard(number)
                 return
@@ -343,8 +352,9 @@ class Follower:
         self._tell([result], [row])
 
     def _load(self, grammar: int, text: bytes | None) -> xgrammar.CompiledGrammar | None:
-        """Return the compiled grammar, or None if it is not cached and ``text`` is None. If the cache is full, the
-        grammar that was begun least recently is evicted. Matchers that use an evicted grammar keep a reference to it.
+        """Return the compiled grammar with the number ``grammar``, or None if the grammar is not cached and ``text`` is
+        None. If the cache is full, the grammar that was begun least recently is evicted. Matchers that use an evicted
+        grammar keep it in memory.
         """
         compiled = self._compiled.get(grammar)
         if compiled is None:
@@ -358,7 +368,7 @@ class Follower:
         return compiled
 
     def _follow(self, lane: int, number: int, matcher: _Matcher, tokens: Sequence[int]) -> tuple[Result, bytes]:
-        """Accept tokens. Returns the result, and the next mask if the result has one."""
+        """Accept tokens of one grammar. Return the result message, and the next mask if the result is a mask."""
         row, budget = np.zeros(self._words, np.int32), self._settings.token_budget
         begins = partial(self._start_watching, lane, number, _GRACE * budget)
         whole = spent = 0.0
@@ -382,7 +392,9 @@ class Follower:
         return Result(number, "mask", matcher.taken, matcher.cost, "", self._forced(matcher, row)), row.tobytes()
 
     def _forced(self, matcher: _Matcher, row: npt.NDArray[np.int32]) -> list[int]:
-        """Return tokens that must come next, for grammars whose last token was cheap."""
+        """Return the tokens of text that the grammar requires next. The result is empty if the grammar's last token
+        took much CPU time.
+        """
         if self._cutter is None or matcher.cost > self._settings.patience:
             return []
         token = only_one(row)
@@ -393,10 +405,11 @@ class Follower:
             self._send(Masks(self._generation, results, b"".join(rows)))
 
     def _send(self, message: ToEngine) -> None:
-        with contextlib.suppress(BrokenPipeError):  # The engine has ended, and the main thread ends the process.
+        # Ignore the error: the engine has closed the channel, and the main thread ends the process.
+        with contextlib.suppress(BrokenPipeError):
             self._channel.send(encode(message))
 
-    # The watch.
+    # Limits of CPU time.
 
     def _start_watching(self, lane: int, number: int, limit: float) -> None:
         self._limits[lane] = time.thread_time() + limit
@@ -405,12 +418,12 @@ class Follower:
             self._busy.set()
 
     def _watch(self) -> None:
-        """End the process if a lane exceeds its limit."""
+        """End the process if a lane exceeds its CPU time limit."""
         while self._busy.wait():
             time.sleep(self._settings.token_budget)
             for lane in LANES:
-                # Check twice. During the first check the lane may have finished its task, and the limit may already be
-                # that of its next task.
+                # Check twice. During the first check, the lane may have begun its next task, and the check may have
+                # used the clock of one task and the limit of the other.
                 if self._over(lane) and self._over(lane):
                     self._marks[OVER] = 1
                     for other in LANES:

@@ -1,9 +1,9 @@
-"""The fork server: a process whose forks compile constraints and compute masks. Nothing in this module runs in the
-engine.
+"""Code of the fork server, a process whose forks compile constraints and compute masks. The engine's process does not
+run this module.
 
-Importing the library takes seconds, and reading a large vocabulary takes half a second. The fork server does both only
-once. A fork is therefore available without delay, even as a replacement for a process that ended. The fork server has
-one thread, which waits for requests and for forks that end.
+Importing xgrammar takes seconds, and reading a large vocabulary takes half a second. The fork server imports xgrammar
+and reads the vocabulary only once. A fork is therefore available without delay, even as a replacement for a process
+that ended. The fork server has one thread, which waits for requests and for forks that end.
 """
 
 import contextlib
@@ -27,18 +27,20 @@ _FILES = 2
 
 
 def main(channel: socket.socket) -> None:
-    """Read the vocabulary from the file in the first packet. Answer each Fork with the pid and pidfd of the new
-    process, until ``channel`` is closed.
+    """Read the vocabulary from the file in the first packet. Then fork a process for each Fork message, and answer with
+    the pid and pidfd of the new process, until ``channel`` is closed.
 
-    The packet of a Fork has two files: the channel between the new process and the engine, and a pipe to which the fork
-    server writes the exit code.
+    The packet of a Fork message carries two open files: the channel between the new process and the engine, and a pipe
+    to which the fork server writes the exit code of the new process.
     """
     detach(0)
     _, files, _, _ = socket.recv_fds(channel, MAX_PACKET, _FILES)
     if not files:
         return
     info = xgrammar.TokenizerInfo.deserialize_json(read_file(files[0]).decode())
-    gc.freeze()  # Without this, a garbage collection in a fork would copy every page that the forks share.
+    # Freeze the existing objects. Otherwise a garbage collection in a fork would copy every memory page that the forks
+    # share.
+    gc.freeze()
     wake, woken = socket.socketpair()
     for end in (wake, woken):
         end.setblocking(False)
@@ -68,14 +70,14 @@ def main(channel: socket.socket) -> None:
             _work(theirs, info, decoder.decode(data))
         pipes[pid] = pipe
         os.close(theirs)
-        pidfd = os.pidfd_open(pid)  # The fork cannot be reaped before this line.
-        with contextlib.suppress(OSError):  # The engine has ended.
+        pidfd = os.pidfd_open(pid)  # _reap runs only in this loop, so the pid still belongs to the fork.
+        with contextlib.suppress(OSError):  # Ignore the error if the engine has ended.
             socket.send_fds(channel, [str(pid).encode()], [pidfd])
         os.close(pidfd)
 
 
 def _reap(pipes: dict[int, int]) -> None:
-    """Report the exit codes of forks that have ended."""
+    """Write the exit codes of forks that have ended to their pipes."""
     while pipes:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -87,7 +89,7 @@ def _reap(pipes: dict[int, int]) -> None:
 
 
 def _work(channel: int, info: xgrammar.TokenizerInfo, fork: Fork) -> NoReturn:
-    """Run a fork until it exits."""
+    """Run the work of a new fork, and then exit."""
     code = 1
     try:
         if isinstance(fork, Compile):
@@ -96,7 +98,7 @@ def _work(channel: int, info: xgrammar.TokenizerInfo, fork: Fork) -> NoReturn:
             following_process.main(socket.socket(fileno=channel), info, fork.settings)
         code = 0
     finally:
-        os._exit(code)  # Exit even after an exception, because the outer stack frames belong to the parent.
+        os._exit(code)  # Exit even after an exception, because the outer stack frames belong to the fork server's loop.
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Child processes that compile constraints and compute masks: their start, messages and limits.
 
-Importing the grammar library takes seconds. The fork server imports the library early, and the other processes are
-forks of the fork server (see ``fork_server``). This module imports nothing slow, so that the fork server can start
-before the engine's own imports.
+Importing the grammar library xgrammar takes seconds. The fork server imports the library early, and the other child
+processes are forks of the fork server (see ``fork_server``). This module imports no slow packages, so that the engine
+can start the fork server before its own slow imports.
 """
 
 import contextlib
@@ -29,15 +29,20 @@ from penstock_common.process import cpu_seconds, end_with_parent, start_python
 from penstock_enginecore.config import StructuredOutputConfig
 from penstock_enginecore.structured_output.constraints.source import FIELD
 
-# Inside a child process: priority, signals and memory limit, because the process shares a machine with the engine.
+# Functions that a child process calls: priority, signals and memory limit. They are needed because the process shares a
+# machine with the engine.
 
 NICENESS = 10
-"""Niceness of a child process, so that the process takes no CPU time from the engine's steps."""
+"""Niceness (lower scheduling priority) of a child process, so that the process takes no CPU time from the engine's
+steps.
+"""
 _OUT_OF_MEMORY = ("bad_alloc", "std::length_error", "cannot allocate")
 
 
 def detach(niceness: int) -> None:
-    """Make this process end when its parent ends, ignore Ctrl-C, and detach it from the terminal."""
+    """Set the niceness of this process, make the process end when its parent ends, ignore Ctrl-C, and detach the
+    process from the terminal.
+    """
     os.nice(niceness)
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -48,35 +53,35 @@ def detach(niceness: int) -> None:
 
 
 def limit_memory(headroom: int) -> None:
-    """Limit the growth of this process's address space to ``headroom`` bytes."""
+    """Limit the address space of this process to its current size plus ``headroom`` bytes."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + headroom
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Return whether the library or Python could not allocate memory."""
+    """Return whether ``error`` means that xgrammar or Python could not allocate memory."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
 # Each message is one packet of a Unix socket of type SOCK_SEQPACKET. A process that is killed while it sends therefore
 # leaves no partial message. Large data (a serialized grammar, the initial tokens) is passed as an open file with the
-# packet. Messages of an earlier ``generation`` belong to a process that has ended.
+# packet. Each replacement of the mask process has a higher ``generation``. Messages with an earlier ``generation``
+# belong to a mask process that has ended.
 
 MAX_PACKET = 64 * 1024
-"""Maximum size of a packet in bytes. A packet to the engine may exceed this size by one mask."""
+"""Maximum size of a packet in bytes. A packet to the engine may exceed this size by the size of one mask."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Limits of the mask process.
+    """Limits and options of the mask process.
 
     Attributes:
-        token_budget: CPU time for one token, in seconds.
-        begin_budget: CPU time for all initial tokens of a request, in seconds.
-        patience: CPU time in seconds. If a token took longer than this, the ``SLOW`` lane handles the next token.
-        memory: Memory limit in bytes, in addition to the memory that the process uses before the first grammar.
-        kept: Number of compiled grammars that are cached.
-        forced: Whether to look for text that must come next.
+        token_budget: Maximum CPU time for one token, in seconds. begin_budget: Maximum CPU time for all initial tokens
+        of a request, in seconds. patience: CPU time in seconds. If a token took more CPU time than this, the lane
+        ``SLOW`` handles the next token of its grammar. memory: Memory limit in bytes, in addition to the memory that
+        the process uses before the first grammar. kept: Maximum number of compiled grammars in the cache of the
+        process. forced: Whether to look for output text that a grammar requires next.
     """
 
     token_budget: float
@@ -88,15 +93,15 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Compile(msgspec.Struct, frozen=True, tag="compile"):
-    """Fork a process that compiles. ``memory`` is its limit in bytes, in addition to the memory in use before the first
-    job.
+    """Message to the fork server: fork a process that compiles constraints. ``memory`` is the process's memory limit in
+    bytes, in addition to the memory in use before the first job.
     """
 
     memory: int
 
 
 class Follow(msgspec.Struct, frozen=True, tag="follow"):
-    """Fork the mask process."""
+    """Message to the fork server: fork the mask process."""
 
     settings: Settings
 
@@ -105,9 +110,11 @@ Fork = Compile | Follow
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """Start a request with the number ``number`` and the compiled grammar ``grammar``.
+    """Message to the mask process: start the grammar of a request. ``number`` identifies the request's grammar, and
+    ``grammar`` is the number of the compiled grammar.
 
-    The packet's files are the initial tokens as int32, and the compiled grammar if the process does not have it yet.
+    The packet carries one or two open files: the initial tokens as int32, and the compiled grammar if the engine has
+    not sent it to the process yet.
     """
 
     generation: int
@@ -116,7 +123,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class Advance(msgspec.Struct, frozen=True, tag="advance"):
-    """Accept one token per pair (number, token), and drop the grammars of the numbers in ``ended``."""
+    """Message to the mask process: advance grammars by one token for each pair (number, token), and drop the grammars
+    whose numbers are in ``ended``.
+    """
 
     generation: int
     tokens: list[tuple[int, int]]
@@ -124,11 +133,11 @@ class Advance(msgspec.Struct, frozen=True, tag="advance"):
 
 
 class Draft(msgspec.Struct, frozen=True, tag="draft"):
-    """Compute the masks after drafts, without changing the state. Each entry is (number, count of tokens accepted
-    before, turn, drafts).
+    """Message to the mask process: compute the masks after draft tokens, without changing the state of the grammars.
+    Each entry is (number of the grammar, count of tokens that it accepted before, turn, draft tokens).
 
-    ``turn`` distinguishes several lists of drafts for the same number. When a failed step is repeated, its drafts may
-    differ although the accepted tokens are the same.
+    ``turn`` distinguishes several lists of draft tokens for the same grammar. When a failed step is repeated, its draft
+    tokens may differ although the accepted tokens are the same.
     """
 
     generation: int
@@ -136,11 +145,11 @@ class Draft(msgspec.Struct, frozen=True, tag="draft"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Message that a new mask process sends when it is ready.
+    """Message from a new mask process that it is ready.
 
     Attributes:
-        suspects: Numbers of the grammars on which the previous process was working when it ended.
-        costly: Whether the previous process ended because the first suspect took too much CPU time.
+        suspects: Numbers of the grammars on which the previous mask process was working when it ended. costly: Whether
+        the previous mask process ended because the first of ``suspects`` took too much CPU time.
     """
 
     generation: int
@@ -149,16 +158,15 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True):
-    """Result for one number.
+    """Result for one grammar, which ``number`` identifies.
 
     Attributes:
-        kind: "unknown" means that the process does not have the compiled grammar of a Begin message.
-        taken: Number of tokens accepted in total.
-        cost: CPU time of the last token, in seconds.
-        text: Error text of a failure.
-        forced: Tokens that must come next.
-        count: Number of masks after drafts: after one draft of ``turn``, after two drafts, and so on.
-        turn: Turn of the drafts.
+        kind: Kind of the result. "unknown" means that the mask process does not have the compiled grammar of a Begin
+            message.
+        taken: Total number of tokens that the grammar has accepted. cost: CPU time that the last token took, in
+        seconds. text: Error text if the kind is "failed". forced: Tokens of text that the grammar requires next. count:
+        Number of masks after draft tokens: the mask after the first draft token of ``turn``, after the first two, and
+        so on. turn: ``turn`` of the Draft message to which the result belongs.
     """
 
     number: int
@@ -172,7 +180,9 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Masks(msgspec.Struct, frozen=True, tag="masks"):
-    """Results, and the masks of results with kind "mask" or "drafted", concatenated in ``rows``."""
+    """Message from the mask process with several results. ``rows`` has the concatenated masks of the results with kind
+    "mask" or "drafted".
+    """
 
     generation: int
     results: list[Result]
@@ -201,25 +211,27 @@ def read_file(descriptor: int) -> bytes:
 
 
 def packet_pair() -> tuple[socket.socket, socket.socket]:
-    """Return the two ends of a channel for packets."""
+    """Return the two ends of a new channel for packets."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
-# In the engine: start of the processes.
+# Code that runs in the engine: start of the child processes.
 
 FORK_SERVER = "penstock_enginecore.structured_output.fork_server"
 START_TIMEOUT = 120.0
-"""Timeout in seconds until a new process is ready. A new process may have to import the library and read the
-vocabulary.
+"""Maximum time in seconds until a new process is ready. Before a process is ready, the fork server may have to import
+xgrammar and read the vocabulary.
 """
 
 
 class Forked:
-    """A forked process with ``pid``, ``poll``, ``wait`` and ``kill`` as in ``subprocess.Popen``. Thread-safe."""
+    """Handle of a fork of the fork server. ``pid``, ``poll``, ``wait`` and ``kill`` are as in ``subprocess.Popen``.
+    Thread-safe.
+    """
 
     def __init__(self, pid: int, pidfd: int, pipe: int) -> None:
-        """Watch a fork. The fork server writes the fork's exit code to ``pipe``. If the fork server itself ends, the
-        pipe closes without an exit code.
+        """Create a handle for a fork. The fork server writes the fork's exit code to ``pipe``. If the fork server
+        itself ends, the pipe closes without an exit code.
         """
         self.pid = pid
         self._pidfd = pidfd
@@ -227,15 +239,18 @@ class Forked:
         self._lock = threading.Lock()
         self._code: int | None = None
         for descriptor in (pidfd, pipe):
-            # Do not close at the interpreter's exit, because other finalizers may still end the process.
+            # Do not close the descriptors at the interpreter's exit, because other finalizers may still need them to
+            # end the process.
             weakref.finalize(self, os.close, descriptor).atexit = False
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs."""
+        """Return the exit code of the process, or None while the process runs."""
         return self._look(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended, and return the exit code. Raises subprocess.TimeoutExpired."""
+        """Wait until the process has ended, and return the exit code. Raises subprocess.TimeoutExpired after
+        ``timeout`` seconds.
+        """
         code = self._look(timeout)
         if code is None:
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
@@ -251,7 +266,7 @@ class Forked:
             try:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             except ProcessLookupError:
-                return  # The process has just ended.
+                return  # The process has ended since the call of poll.
 
     def _look(self, timeout: float | None) -> int | None:
         poll = select.poll()
@@ -266,7 +281,7 @@ class Forked:
 
 
 class Children:
-    """Starts the child processes.
+    """Starts the fork server, and through it the other child processes.
 
     ``compiler`` and ``follower`` must be called on ``thread``. This thread must outlive all children, because a child
     dies with the thread that started it.
@@ -288,14 +303,14 @@ class Children:
         return self._process.pid if self._process is not None else None
 
     def start_early(self) -> None:
-        """Start the fork server. Returns without waiting."""
+        """Start the fork server. The call returns without waiting."""
         self.thread.submit(self._start)
 
     def compiler(self, tokenizer: bytes) -> "tuple[Forked, Connection[Any, Any]]":
-        """Start a process that compiles constraints for a serialized vocabulary. Returns the process and the engine's
-        end of its connection.
+        """Start a process that compiles constraints for a serialized vocabulary. Return the process and the engine's
+        end of the connection to it.
 
-        See ``compiling_process.main``. Raises Internal.
+        See ``compiling_process.main``. Raises Internal if the process does not start.
         """
         ours, theirs = multiprocessing.Pipe()
         with theirs, _closed_unless_done(ours):
@@ -303,7 +318,7 @@ class Children:
         return process, ours
 
     def follower(self, tokenizer: bytes, settings: Settings) -> tuple[Forked, socket.socket]:
-        """Start a mask process. Returns the process and the engine's end of its channel.
+        """Start a mask process. Return the process and the engine's end of the channel to it.
 
         See ``following_process.main``. Raises Internal if the process does not start.
         """
@@ -313,13 +328,13 @@ class Children:
         return process, ours
 
     def close(self) -> None:
-        """End all processes permanently. Idempotent."""
+        """End all child processes, so that none can be started again. Idempotent."""
         with self._lock:
             self._closed = True
         self.stop()
 
     def stop(self) -> None:
-        """End all processes. If a process is needed later, it is started again."""
+        """End all child processes. If a child process is needed later, it is started again."""
         with self._lock:
             process, channel = self._process, self._channel
         if process is not None:

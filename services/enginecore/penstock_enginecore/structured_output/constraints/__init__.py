@@ -1,1 +1,1 @@
-"""Checks JSON schemas, regular expressions and choices, and translates them into grammars."""
+"""Checks of JSON schemas, regular expressions and choices, and their translation into grammars."""

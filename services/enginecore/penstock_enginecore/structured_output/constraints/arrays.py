@@ -1,4 +1,6 @@
-"""Arrays of a schema: items by position, number of items, ``contains`` and ``uniqueItems``."""
+"""Translation of array keywords in a JSON schema into grammar rules: items by position, number of items, ``contains``
+and ``uniqueItems``.
+"""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -17,19 +19,19 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 from penstock_enginecore.structured_output.constraints.values import tuple_of
 
 _MAX_SUBSETS = 256
-"""Maximum number of value sets for arrays with unique items, because each set is a grammar rule. With more sets, items
-must be in the order of the enum.
+"""Maximum number of subsets of the allowed values in arrays with unique items. Each subset needs a grammar rule. If
+there are more subsets, the grammar allows items only in the order of the enum.
 """
 _MAX_IN_ORDER = 10_000
-"""Maximum product of the number of values and the number of items, if items are in the order of the enum. Each
-combination is a grammar rule.
+"""Maximum product of the number of allowed values and the number of items, in arrays whose items must be in the order
+of the enum. Each combination of a value and a number of items needs a grammar rule.
 """
 _MAX_PLACES = 64
-"""Maximum number of positions at which ``contains`` may be fulfilled, in an array with a maximum length."""
+"""Maximum number of positions for which the grammar of an array with ``contains`` has a separate alternative."""
 
 
 def array(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) -> str:
-    """Return the expression for arrays that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the grammar expression for arrays that fulfil all of ``facts``. Raises SchemaError."""
     low, high = _sizes(facts, path)
     tuples = [(tuple_of(fact.keywords, fact.path), fact) for fact in facts]
     length = max((len(prefix) for (prefix, _), _ in tuples), default=0)
@@ -68,7 +70,7 @@ def _sizes(facts: Sequence[Fact], path: str) -> tuple[int, int | None]:
     highs = [high for fact in facts if (high := count(fact.keywords, "maxItems", fact.path)) is not None]
     low, high = max(lows, default=0), min(highs, default=None)
     if high is not None and low > high:
-        raise UnfulfillableError(path, f"has minItems {low} above maxItems {high}")
+        raise UnfulfillableError(path, f"has minItems {low}, which is above maxItems {high}")
     return low, high
 
 
@@ -105,7 +107,9 @@ def _items(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """Return an array with items ``places`` followed by items ``rest``, with ``low`` to ``high`` items in total."""
+    """Return the grammar expression for an array of ``low`` to ``high`` items. Item i fulfils ``places[i]``, and items
+    after ``places`` fulfil ``rest``.
+    """
     written, last, high = _written(writer, places, rest, low, high, depth)
     if not written and low == 0 and high is None and last == "any":
         return "array"
@@ -115,8 +119,8 @@ def _items(
 def _written(
     writer: SchemaWriter, places: Sequence[Sequence[Part]], rest: Sequence[Part], low: int, high: int | None, depth: int
 ) -> tuple[list[str], str, int | None]:
-    """Return expressions for the items ``places``, an expression for the items ``rest``, and the maximum number of
-    items. An empty expression means no items.
+    """Return the grammar expressions for the items ``places``, the grammar expression for the items ``rest``, and the
+    maximum number of items. An empty expression for ``rest`` means that no items may follow ``places``.
     """
     written: list[str] = []
     for index, parts in enumerate(places):
@@ -146,8 +150,9 @@ def _containing(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """Return an array in which at least one item fulfils ``wanted``. With a minimum length, the item may be at any of
-    the first positions.
+    """Return the grammar expression for an array in which at least one item fulfils ``wanted``. The expression has one
+    alternative for each of the first positions of that item. If the array has no maximum length, one more alternative
+    covers all later positions.
     """
     if places:
         raise SchemaError(wanted.path, "is not supported together with items that have schemas by position")
@@ -164,7 +169,7 @@ def _containing(
         greatest = "" if high is None else high - 1 - before
         first = f"{one}" if not before else f"{other} ({blanks.comma} {other}){{{before - 1}}} {blanks.comma} {one}"
         options.append(f"{first} ({blanks.comma} {other}){{{least},{greatest}}}")
-    if high is None:  # The item may also be after the first positions.
+    if high is None:  # The item that fulfils ``wanted`` may also be after the first positions.
         more = max(low, 1)
         options.append(
             f"{other} ({blanks.comma} {other}){{{more - 1},}} {blanks.comma} {one} ({blanks.comma} {other})*"
@@ -183,7 +188,7 @@ def _unique(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """Return an array of listed values without duplicates."""
+    """Return the grammar expression for an array without duplicates. The schema must list the allowed values."""
     place = f"{unique.path}/uniqueItems"
     if places:
         return _apart_by_place(writer, place, places, rest, low, high, blanks, depth)
@@ -196,7 +201,7 @@ def _unique(
     values = [*different.values()]
     high = len(values) if high is None else min(high, len(values))
     if low > high:
-        raise UnfulfillableError(place, f"leaves {len(values)} items; minItems is {low}")
+        raise UnfulfillableError(place, f"allows at most {len(values)} different items, but minItems is {low}")
     written = [writer.convert([Part({"enum": [value]}, place)], depth + 1) for value in values]
     rules = writer.rules
     if len(values) * high > _MAX_IN_ORDER:
@@ -226,9 +231,10 @@ def _subsets(values: int, size: int) -> int:
 
 
 def _in_order(writer: SchemaWriter, written: Sequence[str], low: int, high: int, blanks: Layout) -> str:
-    """Return ``low`` to ``high`` of the values, in their order."""
+    """Return the grammar expression for an array of ``low`` to ``high`` of the values, in the order of ``written``."""
     rules = writer.rules
-    # after[n]: rule for the remaining items after n items. They start with a value after the current value.
+    # after[n] is the rule for the remaining items after n items. The remaining items come after the current value in
+    # the order of the enum.
     after: list[str | None] = [
         rules.add(blanks.last or '""') if low <= size <= high else None for size in range(high + 1)
     ]
@@ -257,7 +263,9 @@ def _apart_by_place(
     blanks: Layout,
     depth: int,
 ) -> str:
-    """Return a tuple whose items cannot be equal, because their lists of values are disjoint."""
+    """Return the grammar expression for an array whose items have schemas by position. The items cannot be equal,
+    because their lists of allowed values are disjoint.
+    """
     values = [writer.values_of(parts) for parts in places]
     listed = [each for each in values if each is not None]
     if high is None or high > len(places) or len(listed) < len(places):
@@ -271,8 +279,8 @@ def _apart_by_place(
 
 
 def sequence(places: Sequence[str], rest: str, low: int, high: int | None, blanks: Layout) -> str:
-    """Return items with separators and whitespace: ``places``, then ``rest`` (``""`` for none), ``low`` to ``high``
-    items in total.
+    """Return the grammar expression for ``low`` to ``high`` items with separators and whitespace: first the items
+    ``places``, then items ``rest``. An empty ``rest`` means that no items follow ``places``.
     """
     expression = ""
     if rest and (high is None or high > len(places)):

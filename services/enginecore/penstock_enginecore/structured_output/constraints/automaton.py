@@ -1,8 +1,9 @@
-"""Grammar rules for texts of limited length that match given regular expressions and do not match others.
+"""Grammar rules for texts of limited length that match some regular expressions and do not match other regular
+expressions.
 
-Each expression becomes a nondeterministic automaton over sets of characters. States of the intersection of all automata
-are created when they are reached, so unreachable parts of an automaton cost nothing. If an expression must not match,
-its automaton must not be in an accepting state at the end of the text.
+Each expression becomes a nondeterministic automaton over sets of characters. The states of the intersection of all
+automata are created when they are reached, so unreachable parts of an automaton cost no work. If an expression must not
+match, the expression's automaton must not be in an accepting state at the end of the text.
 """
 
 from bisect import bisect_left
@@ -24,25 +25,27 @@ from penstock_enginecore.structured_output.constraints.regex import (
 )
 
 MAX_STATES = 2000
-"""Maximum number of states of an intersection, because each state is compiled for the complete vocabulary."""
+"""Maximum number of states of an intersection of automata. The limit exists because each state is compiled for the
+complete vocabulary.
+"""
 _MAX_NODES = 20_000
 """Maximum number of states of one expression's automaton."""
 _MAX_CLASSES = 256
-"""Maximum number of character classes that the expressions distinguish."""
+"""Maximum number of classes of characters that the regular expressions of one string distinguish."""
 
 
 class TooLargeError(RegexError):
-    """Raised when an automaton has more states than allowed."""
+    """Raised when an automaton needs more states or character classes than allowed."""
 
 
 @dataclass(slots=True)
 class Nfa:
-    """A nondeterministic automaton, whose states are numbers.
+    """A nondeterministic finite automaton. States are numbers.
 
     Attributes:
-        spend: Function that counts the work of each state.
-        edges: For each state, sets of characters and the target state of each set.
-        free: For each state, the target states that are reached without a character.
+        spend: Function that is called for each state, to count the work of the translation.
+        edges: For each state, pairs of a set of characters and the state that these characters lead to.
+        free: For each state, the states that are reached without a character.
     """
 
     spend: Callable[[int], None]
@@ -50,7 +53,7 @@ class Nfa:
     free: list[list[int]] = field(default_factory=list)
 
     def add(self) -> int:
-        """Add a state without edges, and return it."""
+        """Add a state without edges, and return its number."""
         if len(self.edges) >= _MAX_NODES:
             raise TooLargeError(f"the expression needs more than {_MAX_NODES} states; use fewer repetitions")
         self.spend(1)
@@ -59,7 +62,7 @@ class Nfa:
         return len(self.edges) - 1
 
     def closure(self, states: Iterator[int] | Sequence[int]) -> frozenset[int]:
-        """Return ``states`` and the states that are reached from them without characters."""
+        """Return ``states`` and all states that are reached from ``states`` without characters."""
         found, left = set[int](), list(states)
         while left:
             state = left.pop()
@@ -71,7 +74,9 @@ class Nfa:
 
 @dataclass(slots=True)
 class Matcher:
-    """Automaton of one expression. ``wanted`` says whether the expression must match or must not match."""
+    """Automaton of one regular expression. ``wanted`` is true if the expression must match, and false if the expression
+    must not match.
+    """
 
     nfa: Nfa
     start: int
@@ -113,7 +118,7 @@ def _from_the_start(sequence: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def literals(texts: Sequence[str], spend: Callable[[int], None]) -> Matcher:
-    """Return an automaton that excludes texts."""
+    """Return an automaton that excludes exactly ``texts``."""
     anchored: list[tuple[Node, ...]] = [(Anchor(True, 0), *map(CharSet.of, text), Anchor(False, 0)) for text in texts]
     return _matcher(Group(tuple(anchored)), spend, wanted=False)
 
@@ -126,8 +131,9 @@ def _matcher(pattern: Group, spend: Callable[[int], None], *, wanted: bool) -> M
 
 
 def _add_search(nfa: Nfa, group: Group, start: int, end: int, anchored: tuple[bool, bool]) -> None:
-    """Add the alternatives. Each alternative at the outermost level has its own anchors. If an alternative consists
-    only of a group, the alternatives of the group are used.
+    """Add the alternatives of ``group`` to the automaton, for a match anywhere in a text. Each alternative at the
+    outermost level may have anchors. If an alternative consists only of a group, the alternatives of that group are
+    added instead.
     """
     for sequence in group.options:
         starts = bool(sequence) and isinstance(sequence[0], Anchor) and sequence[0].start
@@ -148,7 +154,7 @@ def _add_search(nfa: Nfa, group: Group, start: int, end: int, anchored: tuple[bo
 
 
 def _add_sequence(nfa: Nfa, sequence: Sequence[Node], start: int, end: int) -> None:
-    # Each node gets its own states, so that a loop at the last state is only possible at the end of the sequence.
+    # Each node gets new states, so that a loop at the last state is only possible at the end of the sequence.
     at = start
     for node in sequence:
         then = nfa.add()
@@ -202,7 +208,9 @@ Counted = tuple[State, int]
 
 
 class Intersection:
-    """Texts that all of ``parts`` allow. ``spend`` counts each transition, and may raise."""
+    """Intersection of automata: the texts that all automata in ``parts`` allow. ``spend`` is called for each
+    transition, and may raise an exception.
+    """
 
     def __init__(self, parts: Sequence[Matcher], spend: Callable[[int], None]) -> None:
         self._parts = parts
@@ -230,7 +238,9 @@ class Intersection:
         return all((part.end in mine) == part.wanted for part, mine in zip(self._parts, state, strict=True))
 
     def _follow(self, state: State) -> dict[int, State]:
-        """Return the target of each character class. Classes without a target are left out."""
+        """Return the state to which each character class leads from ``state``. Classes without a following state are
+        left out.
+        """
         found = self._next.get(state)
         if found is not None:
             return found
@@ -260,7 +270,7 @@ class Intersection:
         return found
 
     def accepts(self, text: str) -> bool:
-        """Return whether ``text`` is allowed."""
+        """Return whether all automata allow ``text``."""
         state = self._start
         for character in text:
             code = ord(character)
@@ -272,7 +282,7 @@ class Intersection:
         return self._accepts(state)
 
     def _useful(self) -> set[State]:
-        """Return the states from which a text can be completed."""
+        """Return the states from which an allowed text can still be completed."""
         if self._finishing is not None:
             return self._finishing
         before: dict[State, set[State]] = {}
@@ -296,15 +306,17 @@ class Intersection:
         return useful
 
     def countable(self) -> int:
-        """Return the largest length that rules can count within the maximum number of states. Raises TooLargeError."""
+        """Return the maximum length in characters up to which the grammar rules can count without more than
+        ``MAX_STATES`` states. Raises TooLargeError.
+        """
         return MAX_STATES // max(len(self._useful()), 1) - 1
 
     def rules(self, low: int, high: int | None, add: Callable[[str, str], str], name: Callable[[], str]) -> str | None:
-        """Return the name of a rule for the texts of ``low`` to ``high`` characters, or None if there are no such
-        texts.
+        """Return the name of a grammar rule for the allowed texts of ``low`` to ``high`` characters, or None if there
+        are no such texts.
 
-        Texts are spelled as in a JSON string and include the closing quote. ``add`` creates a rule from a body and a
-        name. Raises TooLargeError.
+        The texts are written as in a JSON string and include the closing quote. ``add`` creates a rule from a body and
+        a name. Raises TooLargeError.
         """
         if self._start not in self._useful():
             return None
@@ -324,10 +336,11 @@ class Intersection:
         return names[first]
 
     def _counted(self, top: int, high: int | None) -> "dict[Counted, dict[Counted, list[int]]]":
-        """Return the targets of the character classes, by state and number of characters before that state. The first
-        key is the start.
+        """Return the transitions of the automaton with a count of characters. A key is a state and the number of
+        characters before that state. The value has the following keys, each with the character classes that lead to the
+        key. The first key is the start.
 
-        Characters are counted up to ``top``.
+        The count stops at ``top`` characters.
         """
         useful, first = self._useful(), (self._start, 0)
         arrows: dict[Counted, dict[Counted, list[int]]] = {}
@@ -360,7 +373,9 @@ class _Ranges:
 
 
 def _classes(sets: set[tuple[Range, ...]], spend: Callable[[int], None]) -> list[CharSet]:
-    """Return a partition of all characters into classes that none of ``sets`` distinguishes."""
+    """Return a partition of all characters into classes. Each of ``sets`` contains either all or none of the characters
+    of a class.
+    """
     cuts = sorted({0, 0x110000, *(edge for ranges in sets for low, high in ranges for edge in (low, high + 1))})
     if len(cuts) > 8 * _MAX_CLASSES:
         raise TooLargeError("the expressions have too many different characters")
@@ -380,7 +395,7 @@ def _classes(sets: set[tuple[Range, ...]], spend: Callable[[int], None]) -> list
 
 
 def _backwards(arrows: dict[Counted, dict[Counted, list[int]]], ends: set[Counted]) -> list[Counted]:
-    """Return the keys from which a text can be completed, in the order of ``arrows``."""
+    """Return the keys of ``arrows`` from which a text can be completed, in the order of ``arrows``."""
     before: dict[Counted, list[Counted]] = {}
     for source, targets in arrows.items():
         for target in targets:

@@ -1,7 +1,8 @@
-"""Schema composition with ``allOf``, ``$ref``, ``anyOf``, ``oneOf``, ``not`` and ``if``. Values must fulfil all schemas
-of ``allOf`` and ``$ref``.
+"""Schema composition with ``allOf``, ``$ref``, ``anyOf``, ``oneOf``, ``not`` and ``if``. A value must fulfil all
+schemas in ``allOf`` and the schema to which ``$ref`` refers.
 
-A ``Part`` is one schema with its path in the client's document, so that errors can name the path.
+A ``Part`` is one of the schemas that a value must fulfil, with its path in the client's document, so that errors can
+name the path.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -39,11 +40,13 @@ _CONSTANTS = frozenset({"const", "enum"})
 
 
 class Part(NamedTuple):
-    """A schema and its path in the client's document.
+    """One of the schemas that a value must fulfil, and the schema's path in the client's document.
 
     Attributes:
-        ours: Whether this package generated the schema for the keyword at ``path``. It may contain internal keywords.
-        main: Whether the part has the remaining keywords of the schema that contains the other parts.
+        ours: Whether this package generated the schema for the keyword at ``path``. A generated schema may contain
+            internal keywords.
+        main: Whether the part is the schema that contains the other parts. Such a part has the keywords that remain
+            after the other parts were split off.
     """
 
     schema: Any
@@ -53,8 +56,8 @@ class Part(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """The constraining keywords of a part, without ``$ref`` and ``allOf``. ``main`` and ``ours`` are copied from the
-    part.
+    """The keywords of a part that constrain values, without ``$ref`` and ``allOf``. ``main`` and ``ours`` are copied
+    from the part.
     """
 
     keywords: dict[str, Any]
@@ -64,33 +67,37 @@ class Fact(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key that is unique among the facts of the document."""
+        """Key that identifies the fact among all facts of the document."""
         return self.path, repr(self.keywords) if self.ours else " ".join(sorted(self.keywords))
 
     @property
     def part(self) -> Part:
-        """The fact as a part."""
+        """The fact converted back to a part."""
         return Part(self.keywords, self.path, self.ours, self.main)
 
 
 class SchemaWriter(Protocol):
-    """Writes the parts of arrays and objects."""
+    """Interface through which the translations of arrays and objects convert the schemas inside them."""
 
     rules: Rules
     document: Document
     work: Work
 
     def convert(self, parts: Sequence[Part], depth: int, path: str = "") -> str:
-        """Return an expression for the values that fulfil all of ``parts``. Raises SchemaError.
+        """Return a grammar expression for the values that fulfil all of ``parts``. Raises SchemaError.
 
-        ``path`` is the path for errors that no single part causes. The default is the path of the first part.
+        ``path`` is the path that errors name if no single part causes them. The default is the path of the first part.
         """
 
     def inside(self) -> AbstractContextManager[Layout]:
-        """Enter an array or object with the returned layout, for conversions in the ``with`` block."""
+        """Return a context manager that increases the nesting level by one array or object. Entering it gives the
+        layout (whitespace and separators) at that level.
+        """
 
     def values_of(self, parts: Sequence[Part]) -> list[Any] | None:
-        """Return the values that fulfil all of ``parts`` if the parts list values, otherwise None."""
+        """Return the values that fulfil all of ``parts`` if the parts list values in ``enum`` or ``const``, otherwise
+        None.
+        """
 
     def fulfils(self, value: Any, parts: Iterable[Part]) -> bool:
         """Return whether a value fulfils all of ``parts``."""
@@ -99,11 +106,11 @@ class SchemaWriter(Protocol):
         """Add the string constraints of ``part`` to ``texts``. Raises SchemaError if the part has other constraints."""
 
     def spender(self, path: str) -> Callable[[int], None]:
-        """Return a function that counts work for the schema at ``path``."""
+        """Return a function that counts steps of work for the schema at ``path``."""
 
 
 def reference_of(parts: Sequence[Part], document: Document) -> str | None:
-    """Return the JSON pointer to which ``parts`` refer, or None if they do not consist of a single reference."""
+    """Return the JSON pointer to which ``parts`` refer, or None if ``parts`` is not a single reference."""
     if len(parts) != 1 or isinstance(parts[0].schema, bool):
         return None
     schema, path, ours, _ = parts[0]
@@ -137,7 +144,8 @@ def facts_of(parts: Sequence[Part], document: Document, work: Work) -> tuple[lis
             raise UnfulfillableError(part.path, "is false: no value is allowed there")
         keywords = constraining(part.schema, part.path, ours=part.ours)
         behind: list[Part] = []
-        inherits = next(iter(keywords), "") in ("$ref", "allOf")  # Properties keep the order of the document.
+        # The facts keep the order of the document, because properties are written in this order.
+        inherits = next(iter(keywords), "") in ("$ref", "allOf")
         if "$ref" in keywords:
             pointer = document.pointer(keywords.pop("$ref"), part.path)
             followed = True
@@ -161,14 +169,14 @@ def facts_of(parts: Sequence[Part], document: Document, work: Work) -> tuple[lis
 
 
 def spoken_of(keywords: Schema) -> set[str]:
-    """Return the types to which keywords apply."""
+    """Return the JSON types to which the keywords of a fact apply."""
     kinds = {kind for kind in TYPES if kind != "integer" and set(keywords) & KEYWORDS[kind]}
     texts = "!pattern" in keywords or keywords.get("format") in FORMATS
     return kinds | ({"string"} if texts else set())
 
 
 def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
-    """Return the types that values may have, in the order of ``TYPES``. An empty result means that every type is
+    """Return the JSON types that values may have, in the order of ``TYPES``. An empty result means that every type is
     allowed without constraints.
 
     Without ``type``, the keywords determine the types. Raises UnfulfillableError if no type is left.
@@ -200,7 +208,7 @@ def types_of(facts: Sequence[Fact], path: str) -> tuple[str, ...]:
 
 
 def _without_excluded(facts: Sequence[Fact]) -> set[str] | None:
-    """Return the types for which a grammar can exclude the excluded values, or None if no values are excluded."""
+    """Return the types for which a grammar can leave out the excluded values, or None if no values are excluded."""
     excluded = [value for fact in facts for value in fact.keywords.get("!enum", ())]
     if not excluded:
         return None
@@ -218,7 +226,7 @@ def _both(a: set[str], b: set[str]) -> set[str]:
 
 
 def of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
-    """Return the facts reduced to keywords for one type. Facts without such keywords are left out."""
+    """Return the facts with only the keywords that apply to one type. Facts without such keywords are left out."""
     mine = KEYWORDS[kind] | {"!enum"} | ({"format"} if kind in ("string", "integer", "number") else set())
     mine = mine | ({"!pattern"} if kind == "string" else set())
     found = [fact._replace(keywords={k: v for k, v in fact.keywords.items() if k in mine}) for fact in facts]
@@ -226,7 +234,7 @@ def of_kind(facts: Sequence[Fact], kind: str) -> list[Fact]:
 
 
 def combines(fact: Fact) -> bool:
-    """Return whether the fact has a keyword that applies to values of any type."""
+    """Return whether the fact has a keyword that combines schemas, and therefore applies to values of any type."""
     return bool(fact.keywords.keys() & COMBINED)
 
 
@@ -240,8 +248,8 @@ def written_of(parts: Iterable[Part]) -> list[Fact]:
 def check_properties(facts: Sequence[Fact], path: str) -> None:
     """Raise UnfulfillableError if a required property obviously has no possible value.
 
-    This check is cheap. It runs before conditions on the same property are combined, because there may be many
-    combinations.
+    This check is cheap. The check runs before the alternatives of conditions on the same property are combined, because
+    there may be many combinations.
     """
     required = {name for fact in facts for name in names(fact.keywords, "required", fact.path)}
     left: dict[str, set[Hashable]] = {}
@@ -279,8 +287,8 @@ _MAX_DEPTH = 8
 
 
 class Apart:
-    """Decides whether two schemas of one document exclude each other. If this is unknown, the schemas count as not
-    excluding each other.
+    """Decides whether two schemas of one document exclude each other, which means that no value fulfils both. If this
+    is unknown, the schemas count as not excluding each other.
     """
 
     def __init__(self, document: Document, work: Work) -> None:
@@ -308,7 +316,9 @@ class Apart:
         return any(self._told_apart(mine, yours, name) for name in _required(mine) & needed)
 
     def _views(self, part: Part, depth: int = 0) -> list[Schema] | None:
-        """Return all schemas that a value must fulfil, following references up to a maximum depth."""
+        """Return all schemas that a value of ``part`` must fulfil. The method follows references and ``allOf`` up to a
+        maximum depth.
+        """
         self._work.spend(part.path, 1)
         schema = present(part.schema)
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
@@ -323,10 +333,10 @@ class Apart:
         return found
 
     def _leaves_out(self, views: list[Schema], needed: set[str], *, alone: bool) -> bool:
-        """Return whether objects written for ``views`` lack one of the properties ``needed``.
+        """Return whether objects that the grammar writes for ``views`` lack at least one of the properties ``needed``.
 
-        Undeclared properties are written only if a schema allows them. They are certainly not written if ``views``
-        forbid other properties, or if no other schema constrains the object (``alone``).
+        Undeclared properties are written only if a schema allows them. Undeclared properties are certainly not written
+        if ``views`` forbid them, or if no other schema constrains the object (``alone``).
         """
         declared = [view["properties"] for view in views if isinstance(view.get("properties"), dict)]
         if any(not view.keys().isdisjoint(_OPENING) for view in views) or not declared:
@@ -354,8 +364,8 @@ class Apart:
         return found or None
 
     def _kinds(self, views: list[Schema]) -> set[str]:
-        """Return the types that a value may have. An integer counts as a number. Without ``type``, any type is
-        possible.
+        """Return the types that a value that fulfils ``views`` may have. An integer counts as a number. Without
+        ``type``, any type is possible.
         """
         found = set(TYPES) - {"integer"}
         for view in views:
@@ -386,20 +396,20 @@ def _required(views: list[Schema]) -> set[str]:
     return {name for each in given if isinstance(each, list) for name in each if isinstance(name, str)}
 
 
-# Keywords that can be fulfilled in several ways, and keywords that depend on a property.
+# Keywords that a value can fulfil in several ways, and keywords that depend on a property.
 
 MAX_ONE_OF = 128
-"""Maximum number of branches of a ``oneOf``, because all pairs of branches are compared."""
+"""Maximum number of branches of a ``oneOf``. The limit exists because all pairs of branches are compared."""
 _MAX_NEGATION = 16
 """Maximum nesting of negations."""
 
 Way = list[Part]
-"""One way to fulfil a keyword: parts that a value must fulfil in addition to the other keywords."""
+"""One way to fulfil a keyword: parts that a value must fulfil in addition to the other keywords of the schema."""
 
 
 class Ways(NamedTuple):
-    """Ways to fulfil ``keyword`` of one fact. ``ours`` means that this package generated some of the ways, and that
-    these may be impossible.
+    """Ways to fulfil ``keyword`` of one fact. ``ours`` is true if this package generated some of the ways. No value may
+    exist for a generated way.
     """
 
     keyword: str
@@ -408,7 +418,7 @@ class Ways(NamedTuple):
 
 
 class Alternatives:
-    """Splits the keywords of one document into ways."""
+    """Splits the keywords of one document into the ways in which a value can fulfil them."""
 
     def __init__(self, document: Document, work: Work) -> None:
         self._document = document
@@ -419,7 +429,7 @@ class Alternatives:
         """Return the ways to fulfil the first keyword of ``fact`` that can be fulfilled in several ways, or None if
         there is no such keyword.
 
-        ``alone`` is True if no other schema constrains objects. Raises SchemaError.
+        ``alone`` is True if no other schema constrains the objects that the fact describes. Raises SchemaError.
         """
         keywords, path = fact.keywords, fact.path
         if "anyOf" in keywords:
@@ -452,7 +462,7 @@ class Alternatives:
         return left
 
     def _one_of(self, branches: Sequence[Part], path: str, *, alone: bool) -> list[Way]:
-        """Return a way for each branch. Each way excludes the values of the other branches."""
+        """Return one way for each branch of a ``oneOf``. Each way excludes the values that fulfil another branch."""
         if len(branches) > MAX_ONE_OF:
             raise SchemaError(path, f"has {len(branches)} branches; the limit is {MAX_ONE_OF}")
         ways = []
@@ -492,7 +502,7 @@ class Alternatives:
         return [way for name in sorted(keywords) for way in self._without(name, keywords, path, depth)]
 
     def _without(self, name: str, keywords: dict[str, Any], path: str, depth: int) -> list[Way]:
-        """Return the ways to violate one keyword."""
+        """Return the ways in which a value can violate one keyword."""
 
         def ours(schema: Any) -> Part:
             return Part(schema, path, True)
@@ -537,7 +547,9 @@ class Alternatives:
 
 
 def _beyond(name: str, keywords: Schema, path: str) -> list[Schema]:
-    """Return schemas for the values that a bound excludes. Raises SchemaError for other keywords."""
+    """Return schemas for the values that a bound, such as ``maximum`` or ``minLength``, excludes. Raises SchemaError if
+    the keyword is not a bound.
+    """
     for kind, what in (("string", "Length"), ("array", "Items"), ("object", "Properties")):
         if name == f"min{what}":
             least = count(keywords, name, path) or 0
@@ -556,8 +568,8 @@ def _beyond(name: str, keywords: Schema, path: str) -> list[Schema]:
 
 
 def _dependent(fact: Fact, keyword: str) -> list[Way]:
-    """Return the ways to fulfil the dependency on the first property of ``keyword``. The other dependencies stay in the
-    fact for a later call.
+    """Return the ways to fulfil the dependency on the first property of ``keyword``. The dependencies on other
+    properties stay in the fact for a later call.
     """
     (name, schema, place), *rest = dependents({keyword: fact.keywords[keyword]}, fact.path) or [("", True, fact.path)]
     later = {each: fact.keywords[keyword][each] for each, _, _ in rest}

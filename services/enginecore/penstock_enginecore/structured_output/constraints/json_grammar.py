@@ -1,8 +1,9 @@
-r"""Rules that all grammars of JSON texts share: whitespace, ranges of numbers, strings.
+r"""Rules that all grammars of JSON texts share: whitespace, ranges of numbers, and strings.
 
-Each string has exactly one spelling: characters are escaped only if necessary, and never with ``\u``. The same key
-therefore cannot have two spellings. The amount of whitespace between tokens is limited. Otherwise a model that repeats
-whitespace could use up ``max_tokens``. The lengths of numbers are limited for the same reason.
+The grammar allows exactly one spelling of each string: characters are escaped only if necessary, and never with ``\u``.
+The same property name therefore cannot have two spellings. The amount of whitespace between tokens is limited.
+Otherwise a model that repeats whitespace could use up ``max_tokens``. The lengths of numbers are limited for the same
+reason.
 """
 
 import json
@@ -21,28 +22,31 @@ from penstock_enginecore.structured_output.constraints.regex import (
     literal,
 )
 
-# Whitespace between the tokens.
+# Whitespace between the tokens of JSON.
 
 INDENT = 4
 """Maximum number of indentation characters per level after a line break, if the depth of the value is known."""
 MAX_INDENT = 32
-"""Maximum number of indentation characters after a line break if the depth is unknown: inside references, and for
-values of any type.
+"""Maximum number of indentation characters after a line break if the depth of the value is unknown. The depth is
+unknown inside references, and for values of any type.
 """
 
 Level = int | None
-"""Number of arrays and objects around a token, or None if a rule is used at several depths."""
+"""Number of arrays and objects that surround a JSON token, or None if the rule with the token is used at several
+depths.
+"""
 
 
 class Layout(NamedTuple):
-    """Expressions for whitespace and separators in one array or object. An empty string means that nothing is written.
+    """Expressions for whitespace and separators in one array or object. An empty string means that the grammar writes
+    nothing at that place.
 
     Attributes:
         opened: Whitespace after the opening bracket.
-        first: Whitespace before the first member.
-        last: Whitespace after the last member.
-        comma: Comma between members, with whitespace.
-        colon: Colon after a name, with whitespace.
+        first: Whitespace before the first member or item.
+        last: Whitespace after the last member or item.
+        comma: Comma between members or items, with whitespace.
+        colon: Colon after a member's name, with whitespace.
     """
 
     opened: str
@@ -63,7 +67,7 @@ _BEHIND_STRING = {
 
 
 def deeper(level: Level) -> Level:
-    """Return the level inside an array or object at ``level``."""
+    """Return the level of the members of an array or object that is at ``level``."""
     return None if level is None else level + 1
 
 
@@ -84,7 +88,7 @@ def layout(whitespace: JsonWhitespace, level: Level, add: Callable[[str, str], s
 
 
 def behind_string(whitespace: JsonWhitespace) -> str:
-    """Return an expression for all texts that can come directly after a string."""
+    """Return a grammar expression for all texts that can come directly after a JSON string."""
     return _BEHIND_STRING[whitespace]
 
 
@@ -93,14 +97,17 @@ def _line_break(level: Level) -> str:
     return f'"\\n" [ \\t]{{0,{blanks}}}' if blanks else '"\\n"'
 
 
-# Ranges of numbers: JSON numbers without an exponent, digit by digit. Every number written within bounds has at most 15
-# significant digits. Different texts are therefore different floats, and an exclusive bound stays exclusive after
-# parsing. If a bound cannot be written, the next number inside the range is used.
+# Ranges of numbers: JSON numbers without an exponent, whose rules go digit by digit. Every number that is written
+# within bounds has at most 15 significant digits. Different texts are therefore different floats, and an exclusive
+# bound stays exclusive after parsing. If a bound cannot be written as such a number, the next number inside the range
+# is the bound.
 
 MAX_INTEGER_DIGITS = 18
 """Maximum number of digits of an integer without an upper bound. All such integers fit into 64 bits."""
 MAX_SIGNIFICANT = 15
-"""Maximum number of digits of a number with a fraction. Different texts with at most 15 digits are different floats."""
+"""Maximum number of digits of a number with a decimal fraction. Different texts with at most 15 digits are different
+floats.
+"""
 _FRACTION = 6
 _SMALL = 10 ** (MAX_SIGNIFICANT - _FRACTION)
 _Writer = Callable[[int, int], list[str]]
@@ -110,7 +117,7 @@ NUMBER = f'"-"? ("0" | [1-9] [0-9]{{0,14}}) ("." [0-9]{{1,{MAX_SIGNIFICANT}}})? 
 
 
 def integer_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
-    """Return the expression for the integers from ``low`` to ``high``. None means no bound.
+    """Return the grammar expression for the integers from ``low`` to ``high``. A bound of None means no bound.
 
     ``above`` excludes ``low`` itself, and ``below`` excludes ``high``. Raises ValueError if there is no such integer of
     at most 18 digits.
@@ -121,8 +128,8 @@ def integer_range(low: Decimal | None, high: Decimal | None, *, above: bool = Fa
 
 
 def number_range(low: Decimal | None, high: Decimal | None, *, above: bool = False, below: bool = False) -> str:
-    """Return the expression for numbers in a range, with the arguments of ``integer_range``. The numbers have up to 6
-    decimal places, or no decimal places if a bound is 10**9 or more.
+    """Return the grammar expression for numbers in a range. The arguments are as in ``integer_range``. The numbers have
+    up to 6 decimal places, or no decimal places if a bound is 10**9 or more.
     """
     small = all(bound is None or abs(bound) < _SMALL for bound in (low, high))
     scale = 10**_FRACTION if small else 1
@@ -155,7 +162,7 @@ def _signed(first: int, last: int, write: _Writer, written: str) -> str:
 
 
 def _naturals(first: int, last: int) -> list[str]:
-    """Return alternatives for ``first`` to ``last`` without leading zeros."""
+    """Return grammar alternatives for the integers from ``first`` to ``last``, without leading zeros."""
     options = []
     for length in range(len(str(first)), len(str(last)) + 1):
         smallest = 0 if length == 1 else 10 ** (length - 1)
@@ -165,7 +172,7 @@ def _naturals(first: int, last: int) -> list[str]:
 
 
 def _decimals(first: int, last: int) -> list[str]:
-    """Return alternatives for ``first`` to ``last`` millionths."""
+    """Return grammar alternatives for the numbers from ``first`` to ``last``, which are given in millionths."""
     (low, low_part), (high, high_part) = divmod(first, 10**_FRACTION), divmod(last, 10**_FRACTION)
     nines = 10**_FRACTION - 1
     if low == high:
@@ -183,8 +190,8 @@ def _decimals(first: int, last: int) -> list[str]:
 
 
 def _fraction(first: int, last: int) -> str:
-    """Return the expression for the decimal point and decimal places of ``first`` to ``last`` millionths, with any
-    sufficient number of digits.
+    """Return the grammar expression for the decimal point and decimal places of the numbers from ``first`` to ``last``,
+    which are given in millionths. The numbers have at most 6 decimal places.
     """
     if first == 0 and last == 10**_FRACTION - 1:
         return f'("." [0-9]{{1,{_FRACTION}}})?'
@@ -198,7 +205,7 @@ def _fraction(first: int, last: int) -> str:
 
 
 def _digits(low: str, high: str) -> str:
-    """Return an expression for the digit strings of equal length from ``low`` to ``high``."""
+    """Return a grammar expression for the strings of digits from ``low`` to ``high``, which have the same length."""
     if low == high:
         return f'"{low}"'
     length = len(low)
@@ -230,7 +237,7 @@ _SHARED = {
     "null": '"null"',
     "any": "string | number | boolean | null | array | object",
 }
-"""Names and bodies of the shared rules that do not depend on whitespace."""
+"""Names and bodies of the rules that all grammars share and that do not depend on whitespace."""
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|\[\]|\{\}|[\[\]{},:]|[^\[\]{},:"]+')
 
 
@@ -245,8 +252,9 @@ class Rules:
 
     def _share(self) -> None:
         anywhere = self.layout(None)
-        # The rule is recursive and includes a lookahead for the text after it. Most tokens can therefore be classified
-        # when the rule is compiled, and filling a bitmask inside a string is 50 times faster.
+        # The rule for strings is recursive and includes a lookahead for the text after the string. The compiler can
+        # therefore decide for most tokens in advance whether they are allowed. This makes filling a bitmask inside a
+        # string 50 times faster.
         self.add(f'("\\"" | char end) (=({behind_string(self._whitespace)}))', "end")
         for name, body in _SHARED.items():
             self.add(body, name)
@@ -256,31 +264,33 @@ class Rules:
             self.add(f'"{brackets[0]}" {anywhere.opened} ({parts})? "{brackets[1]}"', name)
 
     def layout(self, level: Level) -> Layout:
-        """Return the whitespace around the members of an array or object at ``level``."""
+        """Return the whitespace and separators of an array or object whose members are at ``level``."""
         return layout(self._whitespace, level, self.add)
 
     def name(self) -> str:
-        """Return an unused name, for a rule that the caller adds later."""
+        """Return an unused rule name, for a rule that the caller adds later."""
         self._names += 1
         return f"r{self._names}"
 
     def add(self, body: str, name: str = "") -> str:
-        """Add a rule, and return its name."""
+        """Add a rule to the grammar, and return the rule's name."""
         name = name or self.name()
         self._bodies[name] = body
         return name
 
     @property
     def bodies(self) -> Mapping[str, str]:
-        """Bodies of the rules by name."""
+        """Bodies of all rules of the grammar, by rule name."""
         return self._bodies
 
     def text(self, root: str) -> str:
-        """Return the text of the complete grammar for the expression ``root``."""
+        """Return the text of the complete grammar, which generates the texts of the expression ``root``."""
         return f"root ::= {root}\n" + "".join(f"{name} ::= {body}\n" for name, body in self._bodies.items())
 
     def value(self, value: Any, level: Level) -> str:
-        """Return the expression for one JSON value at ``level``. Raises ValueError for an unpaired surrogate."""
+        """Return the grammar expression that generates only the JSON value ``value``. ``level`` is the level of the
+        value. Raises ValueError for an unpaired surrogate.
+        """
         written, plain = list[str](), ""
         inside: list[Layout] = []
         for part in _TOKEN.findall(_compact(value)):
@@ -303,14 +313,14 @@ class Rules:
 
 
 def json_literal(value: Any) -> str:
-    """Return the expression for one JSON value that is not an array or object. Raises ValueError for an unpaired
-    surrogate.
+    """Return the grammar expression that generates only one JSON value, which is not an array or object. Raises
+    ValueError for an unpaired surrogate.
     """
     return literal(_compact(value))
 
 
 def _compact(value: Any) -> str:
-    """Return a JSON value without whitespace."""
+    """Return the text of a JSON value without whitespace."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False, default=float)
     text.encode()
     return text
@@ -318,15 +328,15 @@ def _compact(value: Any) -> str:
 
 def other_strings(rules: Rules, taken: list[str]) -> str:
     """Add a rule for all JSON strings that are not in ``taken``. The rule is a tree over the characters of the strings
-    in ``taken``; a string is accepted once a character differs.
+    in ``taken``. The rule accepts a string once one of its characters differs from all of these strings.
     """
     body = _remainder(rules, sorted(set(taken)))
     return rules.add(f'"\\"" {body}')
 
 
 def _remainder(rules: Rules, taken: list[str]) -> str:
-    """Return a rule for the remaining characters of a string, including the closing quote. ``taken`` are the remaining
-    characters of the excluded strings with the same beginning.
+    """Return a rule for the remaining characters of a string, including the closing quote. ``taken`` has the remaining
+    characters of the excluded strings that begin in the same way.
     """
     by_first: dict[str, list[str]] = {}
     for text in taken:
@@ -349,7 +359,9 @@ _SYMBOL = re.compile(
 
 
 def unproductive(rules: Rules, names: Iterable[str]) -> list[str]:
-    """Return the rules in ``names`` that generate no text. Works only for grammars that this package wrote."""
+    """Return the names of those rules in ``names`` that generate no text. The function works only for grammars that
+    this package wrote.
+    """
     read = {name: _read(body) for name, body in rules.bodies.items()}
     known: set[str] = set()
     users: dict[str, list[str]] = {}
@@ -366,7 +378,9 @@ def unproductive(rules: Rules, names: Iterable[str]) -> list[str]:
 
 
 Expression = str | tuple[str, list["Expression"]]
-"""A rule's name, or ``all`` or ``any`` of several expressions. Expressions that refer to no rule are left out."""
+"""Structure of a rule's body: the name of a rule, or a pair of ``all`` or ``any`` and several expressions. Expressions
+that refer to no rule are left out.
+"""
 
 
 def _ends(body: Expression, known: set[str]) -> bool:

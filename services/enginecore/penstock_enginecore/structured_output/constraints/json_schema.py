@@ -1,9 +1,9 @@
-"""JSON schemas as grammars.
+"""Translation of JSON schemas into grammars.
 
 The grammar generates JSON texts that the schema accepts. A keyword that cannot be enforced is refused with its path,
-never ignored. The grammar may be narrower than the schema. Properties are in the schema's order. If an object declares
-properties, undeclared properties are written only if ``additionalProperties`` allows them. The lengths of numbers and
-whitespace are limited.
+never ignored. The grammar may generate fewer texts than the schema accepts. Properties are generated in the schema's
+order. If a schema declares properties, undeclared properties are generated only if ``additionalProperties`` allows
+them. The lengths of numbers and whitespace are limited.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,18 +40,18 @@ from penstock_enginecore.structured_output.constraints.strings import FORMATS, T
 from penstock_enginecore.structured_output.constraints.values import Values, listed
 
 MAX_DEPTH = 64
-"""Maximum nesting of schemas."""
+"""Maximum depth to which schemas may be nested."""
 
 MAX_REFS = 1000
-"""Maximum number of different targets of ``$ref``."""
+"""Maximum number of different schemas to which ``$ref`` may refer in one document."""
 
 MAX_WORK = 500_000
-"""Maximum number of steps of a translation in the compiling process, which also has a time limit."""
+"""Maximum number of steps of a translation in the compiling process. The compiling process also has a time limit."""
 
 
 def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMPS, work: Work | None = None) -> str:
-    """Return the grammar of the JSON texts that ``schema`` accepts, with the given whitespace. ``schema`` is a result
-    of ``parse``. Raises SchemaError.
+    """Return the grammar of the JSON texts that ``schema`` accepts. The other arguments choose the whitespace.
+    ``schema`` is a result of ``parse``. Raises SchemaError.
     """
     converter = _Converter(schema, whitespace, work or Work(MAX_WORK))
     root = converter.convert([Part(schema, "#")], 0)
@@ -60,7 +60,9 @@ def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMP
 
 
 class _Converter:
-    """Writes the rules of a schema. The rules of a ``$ref`` target are written only once."""
+    """Writes the grammar rules of a schema. The rules of a schema to which several ``$ref`` refer are written only
+    once.
+    """
 
     def __init__(self, root: Any, whitespace: JsonWhitespace, work: Work) -> None:
         self.rules = Rules(whitespace)
@@ -74,7 +76,7 @@ class _Converter:
         self._pending: list[tuple[str, list[Part], list[Fact] | None]] = []
 
     def finish(self, root: str) -> None:
-        """Convert the targets of references, including references in those targets."""
+        """Convert the schemas to which references refer, including references inside those schemas."""
         self._level = None
         while self._pending:
             name, parts, facts = self._pending.pop()
@@ -113,7 +115,9 @@ class _Converter:
     def _share(
         self, key: tuple[tuple[str, str], ...], place: str, parts: list[Part], facts: list[Fact] | None, path: str
     ) -> str:
-        """Return the name of a rule that several places share. The rule is written once, in ``finish``."""
+        """Return the name of a rule for a schema to which several places refer. The rule is written once, in
+        ``finish``.
+        """
         if key not in self._shared:
             if len(self._shared) >= MAX_REFS:
                 raise SchemaError(path, f"is beyond the limit of {MAX_REFS} different $ref targets")
@@ -124,7 +128,7 @@ class _Converter:
         return self._shared[key]
 
     def _convert(self, facts: Sequence[Fact], path: str, depth: int) -> str:
-        """Return an expression for the values that fulfil all ``facts``."""
+        """Return a grammar expression for the values that fulfil all ``facts``."""
         self.work.spend(path, 3 * len(facts))
         if (values := self._listed(facts, path)) is not None:
             return self._written_values(values, path)
@@ -157,8 +161,8 @@ class _Converter:
         return options[0] if len(options) == 1 else self.rules.add(" | ".join(options))
 
     def _either(self, ways: Ways, rest: Sequence[Fact], path: str, depth: int) -> str:
-        """Return an expression for values that fulfil ``rest`` and one of ``ways``. Ways that contradict ``rest`` are
-        left out.
+        """Return a grammar expression for values that fulfil ``rest`` and one of ``ways``. Ways that contradict
+        ``rest`` are left out.
         """
         options, failed = list[str](), None
         around = [fact.part for fact in rest]
@@ -200,7 +204,8 @@ class _Converter:
         for fact in facts:
             if (values := listed(fact.keywords, fact.path)) is None:
                 continue
-            types_of(facts, path)  # Refuse unknown types. Otherwise they would only compare as unequal.
+            # Refuse unknown type names. Otherwise they would only compare as unequal to the types of the values.
+            types_of(facts, path)
             left = {name: value for name, value in fact.keywords.items() if name not in ("const", "enum")}
             parts = [each.part for each in facts if each is not fact] + [fact._replace(keywords=left).part]
             found = [value for value in values if self.fulfils(value, parts)]

@@ -1,4 +1,4 @@
-"""Numbers of a schema: bounds, ``multipleOf`` and excluded numbers."""
+"""Translation of number keywords in a JSON schema into grammar rules: bounds, ``multipleOf`` and excluded numbers."""
 
 import contextlib
 import math
@@ -25,11 +25,13 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 )
 
 _MAX_FRACTION = 9
-"""Maximum number of decimal places of ``multipleOf``."""
+"""Maximum number of decimal places in the value of ``multipleOf``."""
 _MAX_RULES = 3000
-"""Maximum number of rules for the multiples of a number: one rule for each remainder and number of remaining digits."""
+"""Maximum number of grammar rules for the multiples of a number. Each combination of a remainder and a number of
+remaining digits needs one rule.
+"""
 _MAX_EXCLUDED = 256
-"""Maximum number of excluded numbers."""
+"""Maximum number of numbers that one schema may exclude."""
 
 Spend = Callable[[int], None]
 
@@ -80,11 +82,11 @@ class _Range:
 
 
 def numbers(rules: Rules, facts: Sequence[Fact], path: str, kind: str, spend: Spend) -> str:
-    """Return the expression for the numbers, or integers, that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the grammar expression for the numbers, or integers, that fulfil all of ``facts``. Raises SchemaError."""
     given = _Range(facts, kind)
     step = given.step
     if kind == "integer" and step is not None:
-        step = Fraction(step.numerator)  # Least common multiple of the step and 1.
+        step = Fraction(step.numerator)  # Integers must be multiples of the least common multiple of multipleOf and 1.
     if len(given.excluded) > _MAX_EXCLUDED:
         raise SchemaError(path, f"excludes {len(given.excluded)} numbers; the limit is {_MAX_EXCLUDED}")
     try:
@@ -115,7 +117,7 @@ def _integers(rules: Rules, given: _Range) -> str:
         high, below = (given.high, given.below) if hole is None else (hole, True)
         if hole is not None and given.high is not None and hole > given.high:
             continue
-        with contextlib.suppress(ValueError):  # There may be no integer between two excluded integers.
+        with contextlib.suppress(ValueError):  # Skip this range: there may be no integer between two excluded integers.
             options.append(integer_range(low, high, above=above, below=below))
         if hole is not None and (low is None or hole >= low):
             low, above = hole, True
@@ -131,8 +133,8 @@ def _within(given: _Range, value: Decimal) -> bool:
 
 
 def _multiples(rules: Rules, given: _Range, step: Fraction, kind: str, spend: Spend) -> str:
-    """Return the expression for the multiples of ``step``, digit by digit. They have at most as many decimal places as
-    ``step``.
+    """Return the grammar expression for the multiples of ``step``. The rules go digit by digit. The multiples have at
+    most as many decimal places as ``step``.
     """
     digits = 0
     while digits <= _MAX_FRACTION and 10**digits % step.denominator:
@@ -142,7 +144,7 @@ def _multiples(rules: Rules, given: _Range, step: Fraction, kind: str, spend: Sp
     options = []
     for places in range(digits + 1):
         unit = step * 10**places
-        multiple = unit.numerator  # Without decimal places, the number must also be a multiple of 1.
+        multiple = unit.numerator  # A number without decimal places must also be a multiple of 1.
         limit = 10 ** (MAX_INTEGER_DIGITS if kind == "integer" else MAX_SIGNIFICANT) - 1
         scale = Decimal(10) ** places
         first = -limit if given.low is None else _inwards(given.low * scale, given.above, up=True)
@@ -161,8 +163,8 @@ def _inwards(bound: Decimal, excluded: bool, *, up: bool) -> int:
 
 
 class _Digits:
-    """Writes the multiples of ``multiple``. Their last ``places`` digits are decimal places. Numbers in ``holes`` are
-    left out.
+    """Writes grammar rules for the multiples of ``multiple``. The last ``places`` digits of a multiple are decimal
+    places. Numbers in ``holes`` are left out.
     """
 
     def __init__(self, rules: Rules, multiple: int, places: int, holes: set[int], place: str, spend: Spend) -> None:
@@ -175,7 +177,7 @@ class _Digits:
         self._known: dict[tuple[int, int, int, int], str] = {}
 
     def between(self, first: int, last: int) -> list[str]:
-        """Return alternatives for the range, both ends included."""
+        """Return grammar alternatives for the multiples in a range. The range includes both ends."""
         options = []
         for low, high in self._gaps(first, last):
             if high >= 0:

@@ -1,5 +1,5 @@
-"""Objects of a schema: declared properties in order, then undeclared properties, whose names may have to match
-expressions.
+"""Translation of object keywords in a JSON schema into grammar rules. Declared properties come first, in the schema's
+order. Undeclared properties follow, and their names may have to match regular expressions.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,18 @@ from penstock_enginecore.structured_output.constraints.schema_document import (
 from penstock_enginecore.structured_output.constraints.strings import Texts, matches, pattern_at
 
 MAX_KEY = 256
-"""Maximum length of a property's name in characters."""
+"""Maximum length of a declared property's name, in characters."""
 _MAX_PATTERNS = 4
-"""Maximum number of different name patterns, because each combination of matching patterns is examined."""
+"""Maximum number of different patterns for property names. The limit exists because each combination of matching
+patterns is examined.
+"""
 
 Property = list[Part]
-"""Parts that the value of a property must fulfil. An empty list allows any value."""
+"""Parts (schemas with their paths) that the value of a property must fulfil. An empty list allows any value."""
 
 
 class _Objects:
-    """Conversion of one object."""
+    """Conversion of the facts about one object into a grammar expression."""
 
     def __init__(self, writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) -> None:
         self._writer = writer
@@ -55,8 +57,8 @@ class _Objects:
         self._closed_by = self._closing()
 
     def _closing(self) -> str | None:
-        """Return the path of the keyword that forbids undeclared properties. None if no keyword except
-        ``additionalProperties`` forbids them.
+        """Return the path of the keyword that forbids undeclared properties. The result is None if no keyword, or only
+        ``additionalProperties``, forbids them.
         """
         for fact in self._facts:
             value = fact.keywords.get("unevaluatedProperties", True)
@@ -85,7 +87,7 @@ class _Objects:
         return found
 
     def _listed_names(self) -> list[str] | None:
-        """Return the possible names of properties if the schema lists them, otherwise None."""
+        """Return the allowed names of properties if the schema lists the names, otherwise None."""
         values = self._writer.values_of(self._key_facts) if self._key_facts else None
         return None if values is None else [value for value in values if isinstance(value, str)]
 
@@ -105,7 +107,8 @@ class _Objects:
                     if owner is fact:
                         known = True
                         parts.append(part)
-            known_anywhere |= known and not fact.ours  # A property that must be absent does not count as evaluated.
+            # A property with the schema false must be absent, so it does not count as evaluated.
+            known_anywhere |= known and not fact.ours
             if not known and "additionalProperties" in fact.keywords:
                 parts.append(Part(fact.keywords["additionalProperties"], f"{fact.path}/additionalProperties"))
         if self._closed_by is not None and self._closed_by != self._path and not known_anywhere:
@@ -115,7 +118,7 @@ class _Objects:
         return [part for part in parts if part.schema is not True]
 
     def written(self) -> str:
-        """Return the expression of the object. Raises SchemaError."""
+        """Return the grammar expression for the object. Raises SchemaError."""
         properties = self.declared()
         low, high = self._counts()
         with self._writer.inside() as blanks:
@@ -128,12 +131,12 @@ class _Objects:
         highs = [h for fact in self._facts if (h := count(fact.keywords, "maxProperties", fact.path)) is not None]
         low, high = max(lows, default=0), min(highs, default=None)
         if high is not None and low > high:
-            raise UnfulfillableError(self._path, f"has minProperties {low} above maxProperties {high}")
+            raise UnfulfillableError(self._path, f"has minProperties {low}, which is above maxProperties {high}")
         return low, high
 
     def _members(self, properties: dict[str, Property], blanks: Layout) -> list[tuple[str, bool]]:
-        """Return the expression of each declared member, and whether the member is required. Members without a possible
-        value are left out.
+        """Return the grammar expression of each declared member of the object, and whether the member is required.
+        Members for which no value is possible are left out.
         """
         members = []
         for name, parts in properties.items():
@@ -171,7 +174,9 @@ class _Objects:
             raise SchemaError(self._path, f"has the property {shown(name)}, which cannot be written") from None
 
     def _others(self, taken: list[str], blanks: Layout) -> list[str]:
-        """Return the expressions of undeclared members, by the patterns that their names match."""
+        """Return the grammar expressions of undeclared members: one expression for each combination of patterns that a
+        name can match.
+        """
         if self._listed_names() is not None:
             return []
         found = []
@@ -253,11 +258,11 @@ class _Objects:
         return self._place("minProperties")
 
     def _chain(self, members: Sequence[tuple[str, bool]], extra: str, blanks: Layout) -> str:
-        """Return an expression for the members in order, then any number of ``extra`` members, with whitespace. A
-        member may be absent if it is not required.
+        """Return a grammar expression for the declared members in order, followed by any number of ``extra`` members,
+        with whitespace. A member may be absent if it is not required.
 
-        There are two rules per member. The first rule is for the remaining members after an earlier member. The second
-        rule is for an object that starts with this member.
+        Each member has two rules. The first rule is for the remaining members if an earlier member is present. The
+        second rule is for an object that starts with this member.
         """
         rules = self._writer.rules
         after = rules.add(f"({blanks.comma} {extra})* {blanks.last}" if extra else blanks.last or '""')
@@ -274,17 +279,19 @@ class _Objects:
     def _counted(
         self, members: Sequence[tuple[str, bool]], extra: str, low: int, high: int | None, blanks: Layout
     ) -> str:
-        """Return an expression like that of ``_chain``, for objects with ``low`` to ``high`` members.
+        """Return a grammar expression for the same members as ``_chain``, but for objects with ``low`` to ``high``
+        members.
 
-        If ``low`` is more than 1, only declared members count, because an undeclared name may be repeated.
+        If ``low`` is more than 1, only declared members count, because the grammar cannot prevent that an undeclared
+        name is repeated.
         """
         rules = self._writer.rules
         top = max(low, high or 0)
         known: dict[tuple[int, int], str] = {}
 
         def behind(index: int, size: int) -> str:
-            """Return a rule for the members after the first ``size``, starting with declared member ``index``. ``""``
-            means no more members.
+            """Return a rule for the members that follow ``size`` members, starting with declared member ``index``. A
+            result of ``""`` means that no members follow.
             """
             size = size if high is not None else min(size, top)
             if (index, size) in known:
@@ -311,7 +318,8 @@ class _Objects:
             known[index, size] = rules.add(" | ".join(options)) if options else ""
             return known[index, size]
 
-        for index in reversed(range(len(members))):  # Start at the end, to avoid deep recursion.
+        # Create the rules from the last member to the first, to avoid deep recursion.
+        for index in reversed(range(len(members))):
             for size in range(min(index, top) + 1):
                 behind(index, size)
         body = behind(0, 0)
@@ -321,5 +329,5 @@ class _Objects:
 
 
 def object_(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) -> str:
-    """Return the expression for objects that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the grammar expression for objects that fulfil all of ``facts``. Raises SchemaError."""
     return _Objects(writer, facts, path, depth).written()

@@ -9,19 +9,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-# Sets of characters, and their spelling in a grammar.
+# Sets of characters, and how a grammar writes them.
 
 Range = tuple[int, int]
-"""First and last code point, both included."""
+"""First and last code point of a range of characters. Both belong to the range."""
 
 _SURROGATES = (0xD800, 0xDFFF)
 _LAST = 0x10FFFF
 ESCAPED = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-"""Characters that a JSON string escapes with a backslash, and the character after the backslash."""
+"""Characters that a JSON string escapes with a backslash. The value is the character after the backslash."""
 
 
 class CharSet:
-    """An immutable set of characters, without surrogates."""
+    """An immutable set of Unicode characters, without surrogates."""
 
     __slots__ = ("ranges",)
 
@@ -30,7 +30,7 @@ class CharSet:
 
     @classmethod
     def of(cls, characters: str) -> "CharSet":
-        """Return the set of these characters."""
+        """Return the set of the characters in a string."""
         return cls((ord(c), ord(c)) for c in characters)
 
     def __or__(self, other: "CharSet") -> "CharSet":
@@ -75,11 +75,11 @@ def _merged(ranges: Iterable[Range]) -> Iterator[Range]:
 
 ANY = CharSet([(0, _LAST)])
 PLAIN_IN_JSON = CharSet([(0x20, _LAST)]) - CharSet.of('"\\')
-"""Characters that a JSON string contains unescaped."""
+"""Characters that a JSON string may contain without an escape."""
 
 
 def as_text(characters: CharSet) -> str:
-    """Return the expression for one of ``characters``, which must not be empty."""
+    """Return the grammar expression for one of ``characters``. The set must not be empty."""
     return (
         "["
         + "".join(_escape(low) + ("" if low == high else "-" + _escape(high)) for low, high in characters.ranges)
@@ -88,7 +88,8 @@ def as_text(characters: CharSet) -> str:
 
 
 def as_json(characters: CharSet) -> str:
-    """Return the expression for one of ``characters`` inside a JSON string. Each character has only one spelling.
+    """Return the grammar expression for one of ``characters`` inside a JSON string. The expression allows only one
+    spelling of each character.
 
     Control characters without an escape letter cannot be written. Returns ``""`` if none of ``characters`` can be
     written.
@@ -100,7 +101,7 @@ def as_json(characters: CharSet) -> str:
 
 
 def literal(text: str) -> str:
-    """Return the expression for exactly ``text``."""
+    """Return the grammar expression for exactly ``text``."""
     return '"' + "".join(_escape(ord(c)) for c in text) + '"'
 
 
@@ -112,12 +113,12 @@ def _escape(code: int) -> str:
 
 
 MAX_REPEAT = 65_536
-"""Maximum bound of a repetition."""
+"""Maximum number of repetitions that an expression may specify."""
 MAX_DEPTH = 64
-"""Maximum nesting of groups."""
+"""Maximum depth to which groups may be nested."""
 MAX_EMPTY_REPEAT = 8
-"""Maximum number of repetitions of an item that may be empty, multiplied over nested repetitions. The compiler tries
-every combination of repetitions that may be empty.
+"""Maximum number of repetitions of an item that can match the empty text. The numbers of nested repetitions are
+multiplied. The limit exists because the compiler tries every combination of empty and other repetitions.
 """
 
 _DIGIT = CharSet.of("0123456789")
@@ -141,12 +142,12 @@ _REFUSED_GROUPS = {
 
 
 class RegexError(ValueError):
-    """Raised when an expression is malformed or uses an unsupported feature."""
+    """Raised when a regular expression is malformed or uses an unsupported feature."""
 
 
 @dataclass(frozen=True, slots=True)
 class Anchor:
-    """``^`` or ``$``, at ``position`` of the expression."""
+    """``^`` or ``$`` at character ``position`` of a regular expression."""
 
     start: bool
     position: int
@@ -154,7 +155,7 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """``item`` from ``low`` to ``high`` times. ``high`` is None if there is no limit."""
+    """Repetition of ``item``, from ``low`` to ``high`` times. ``high`` is None if there is no limit."""
 
     item: "Node"
     low: int
@@ -163,7 +164,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Alternatives, each of which is a sequence of nodes."""
+    """Group of alternatives. Each alternative is a sequence of nodes."""
 
     options: tuple[tuple["Node", ...], ...]
 
@@ -183,17 +184,18 @@ Node = CharSet | Anchor | Repeat | Group | Lookahead
 
 
 def parse(pattern: str) -> Group:
-    """Return the parsed expression. Raises RegexError."""
+    """Return a parsed regular expression. Raises RegexError."""
     return _Parser(pattern).parse()
 
 
 def whole(pattern: str) -> str:
-    """Return the expression for texts that ``pattern`` matches completely. Raises RegexError."""
+    """Return the grammar expression for the texts that ``pattern`` matches completely. Raises RegexError."""
     return _emit_options(parse(pattern), in_json=False, search=False)
 
 
 def in_json_string(pattern: Group) -> str:
-    """Return the expression for the content of a JSON string in which ``pattern`` matches somewhere, as in JSON Schema.
+    """Return the grammar expression for the content of a JSON string in which ``pattern`` matches somewhere, as the
+    keyword ``pattern`` of JSON Schema requires.
 
     Raises RegexError.
     """
@@ -201,8 +203,8 @@ def in_json_string(pattern: Group) -> str:
 
 
 def _emit_options(group: Group, *, in_json: bool, search: bool) -> str:
-    """Write the alternatives. Each alternative at the outermost level has its own anchors. If an alternative consists
-    only of a group, the alternatives of the group are used.
+    """Return grammar expressions for the alternatives of a group. Each alternative at the outermost level may have
+    anchors. If an alternative consists only of a group, the alternatives of that group are written instead.
     """
     options = []
     for sequence in group.options:
@@ -247,7 +249,7 @@ def _emit(node: Node, in_json: bool) -> str:
 
 
 class _Parser:
-    """Recursive descent parser for ``text``."""
+    """Recursive descent parser for the regular expression ``text``."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -350,7 +352,7 @@ class _Parser:
                 "repeat only items that cannot be empty",
                 at,
             )
-        self.take("?")  # Lazy repetition matches the same texts.
+        self.take("?")  # Ignore the ? of a lazy repetition, because lazy and greedy repetitions match the same texts.
         if self.peek() in ("*", "+", "?") or (self.peek() == "{" and self.bounds() is not None):
             raise self.error("a repetition of a repetition", at)
         return Repeat(item, low, high)
@@ -433,7 +435,7 @@ def _number(text: str) -> bool:
 
 
 def _nullable(node: Node) -> bool:
-    """Return whether the empty text matches."""
+    """Return whether a node matches the empty text."""
     if isinstance(node, Repeat):
         return node.low == 0 or _nullable(node.item)
     if isinstance(node, Group):
@@ -442,7 +444,9 @@ def _nullable(node: Node) -> bool:
 
 
 def _empty_repeats(node: Node) -> int:
-    """Return how often ``node`` repeats an item that may be empty, at most. Nested repetitions are multiplied."""
+    """Return the maximum number of times that ``node`` repeats an item that can match the empty text. The numbers of
+    nested repetitions are multiplied.
+    """
     if isinstance(node, Repeat):
         times = node.high or node.low
         return _empty_repeats(node.item) * (max(times, 1) if _nullable(node.item) else 1)

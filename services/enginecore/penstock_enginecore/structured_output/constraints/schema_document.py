@@ -1,4 +1,6 @@
-"""Reader of JSON schemas: text, types, keywords and references, and limits on the work for a schema."""
+"""Reader of JSON schemas: parses the text, checks types and keywords, resolves references, and limits the work for a
+schema.
+"""
 
 import json
 import re
@@ -20,7 +22,7 @@ _MAX_SHOWN = 100
 class SchemaError(ValueError):
     """Raised when a schema, or its part at ``path``, is invalid or not supported.
 
-    ``path`` is a JSON pointer that starts with ``#``, or empty for the text itself.
+    ``path`` is a JSON pointer that starts with ``#``. It is empty if the error concerns the text of the schema.
     """
 
     def __init__(self, path: str, what: str) -> None:
@@ -30,7 +32,9 @@ class SchemaError(ValueError):
 
 
 class UnfulfillableError(SchemaError):
-    """Raised when no value can fulfil the schema. The translation leaves out an alternative that raises this error."""
+    """Raised when no value can fulfil the schema. If the schema is one of several alternatives, the translation leaves
+    out this alternative.
+    """
 
 
 class TooMuchWorkError(SchemaError):
@@ -38,7 +42,7 @@ class TooMuchWorkError(SchemaError):
 
 
 class Work:
-    """Counts the steps of a translation, to limit the time that a schema takes."""
+    """Counts the steps of a translation, to limit the time that the translation of a schema takes."""
 
     def __init__(self, limit: int) -> None:
         """Allow ``limit`` steps. A step is one transition of an automaton, which takes a few microseconds."""
@@ -46,7 +50,7 @@ class Work:
         self._left = limit
 
     def spend(self, path: str, steps: int) -> None:
-        """Count ``steps`` for the schema at ``path``. Raises TooMuchWorkError if no steps are left."""
+        """Count ``steps`` steps for the schema at ``path``. Raises TooMuchWorkError if the total exceeds the limit."""
         self._left -= steps
         if self._left < 0:
             raise TooMuchWorkError(
@@ -55,7 +59,7 @@ class Work:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value, for error messages."""
+    """Return the beginning of a value as JSON text, for error messages."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
@@ -70,12 +74,12 @@ def present(schema: Any) -> Any:
 
 
 def never(schema: Any) -> bool:
-    """Return whether a schema is false, or ``{"not": {}}``, which means the same."""
+    """Return whether a schema allows no value: the schema is false, or ``{"not": {}}``, which means the same."""
     return schema is False or (isinstance(schema, dict) and schema.get("not", 0) in (True, {}) and len(schema) == 1)
 
 
 def fits(value: Any, kind: str) -> bool:
-    """Return whether a JSON value has a type."""
+    """Return whether a JSON value is of the given type."""
     if isinstance(value, bool) or value is None:
         return kind == ("null" if value is None else "boolean")
     if isinstance(value, int | Decimal):
@@ -84,7 +88,9 @@ def fits(value: Any, kind: str) -> bool:
 
 
 def identity(value: Any) -> Hashable:
-    """Return a key that is the same for equal JSON values, at any depth. 1 equals 1.0, but does not equal true."""
+    """Return a key that is the same for equal JSON values, at any depth. The numbers 1 and 1.0 have the same key, but 1
+    and true have different keys.
+    """
     if isinstance(value, list):
         return list, tuple(map(identity, value))
     if isinstance(value, dict):
@@ -93,21 +99,23 @@ def identity(value: Any) -> Hashable:
 
 
 def escaped(name: str) -> str:
-    """Return a name as a part of a JSON pointer."""
+    """Return a name with the escapes that a JSON pointer needs."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
-# The text: numbers are parsed exactly, and nesting is limited.
+# Parsing the text of a schema. Numbers are parsed exactly, and nesting is limited.
 
 MAX_NESTING = 256
-"""Maximum nesting of a schema's JSON text, including values of ``const`` and ``enum``."""
+"""Maximum depth of nesting in a schema's JSON text, including values of ``const`` and ``enum``."""
 
 MAX_EXPONENT = 300
-"""Largest exponent of a number, as a power of ten."""
+"""Maximum absolute value of the decimal exponent of a number in a schema."""
 
 
 def parse(text: str) -> Any:
-    """Parse the JSON value in ``text``, with fractions as Decimal. Raises SchemaError."""
+    """Return the JSON value that ``text`` contains. Numbers with a fraction or an exponent become Decimal. Raises
+    SchemaError.
+    """
 
     def refuse(word: str) -> None:
         raise ValueError(f"{word} is not JSON")
@@ -137,7 +145,7 @@ def _fraction(text: str) -> Decimal:
     return value
 
 
-# Keywords: constraints, annotations, and the forms of their values.
+# Keywords that constrain values, keywords that are only annotations, and the required types of keyword values.
 
 _NUMBER = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _DEPENDENT = frozenset({"dependentRequired", "dependentSchemas", "dependencies"})
@@ -157,7 +165,9 @@ KEYWORDS: Mapping[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-"""Supported keywords, by the type to which they apply. ``format`` applies to strings and numbers."""
+"""Supported keywords, by the JSON type of the values to which the keywords apply. ``format`` applies to strings and
+numbers.
+"""
 COMBINED = frozenset({"$ref", "const", "enum", "anyOf", "oneOf", "allOf", "not", "if", "then", "else"})
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"}
@@ -169,7 +179,9 @@ _ANNOTATIONS = frozenset(
 )
 """Keywords of JSON Schema drafts and of common generators that do not constrain values."""
 OURS = frozenset({"!type", "!enum", "!pattern"})
-"""Internal keywords for negations: types, values, and an expression that values must not match."""
+"""Internal keywords that this package generates for negations: excluded types, excluded values, and a regular
+expression that values must not match.
+"""
 _KNOWN = frozenset({"type", "format", "nullable"} | COMBINED | set().union(*KEYWORDS.values()))
 INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
@@ -177,13 +189,13 @@ INTEGER_FORMATS: Mapping[str, tuple[int, int]] = {
     "uint64": (0, 2**64 - 1),
     "uint": (0, 2**64 - 1),
 }
-"""Minimum and maximum of integer formats that have fewer than 64 bits or are unsigned."""
+"""Minimum and maximum integer of each integer format that has fewer than 64 bits or is unsigned."""
 
 
 def constraining(schema: Any, path: str, *, ours: bool = False) -> dict[str, Any]:
-    """Return the constraining keywords of ``schema``. Raises SchemaError for an unknown keyword.
+    """Return the keywords of ``schema`` that constrain values. Raises SchemaError for an unknown keyword.
 
-    ``ours`` means that the schema was generated here and may contain internal keywords.
+    ``ours`` is true if this package generated the schema, so that the schema may contain internal keywords.
     """
     if not isinstance(schema, dict):
         raise SchemaError(path, f"is {shown(schema)}; a schema is an object, true or false")
@@ -204,7 +216,9 @@ def constraining(schema: Any, path: str, *, ours: bool = False) -> dict[str, Any
 
 
 def kinds_of(given: Any, path: str) -> set[str]:
-    """Return the types in the value of ``type``. If it contains ``number``, ``integer`` is dropped."""
+    """Return the types in the value of the keyword ``type``. If the value contains ``number``, ``integer`` is
+    dropped.
+    """
     kinds = given if isinstance(given, list) else [given]
     if not kinds or any(kind not in TYPES for kind in kinds):
         lower = given.lower() if isinstance(given, str) else ""
@@ -214,7 +228,7 @@ def kinds_of(given: Any, path: str) -> set[str]:
 
 
 def number(keywords: Schema, name: str, path: str) -> Decimal | None:
-    """Return the number of a keyword, or None if it is not set."""
+    """Return the value of a keyword that must be a number, or None if the keyword is not set."""
     if name not in keywords:
         return None
     value = keywords[name]
@@ -224,10 +238,11 @@ def number(keywords: Schema, name: str, path: str) -> Decimal | None:
 
 
 def bounds(keywords: Schema, name: str, exclusive: str, path: str) -> list[tuple[Decimal, bool, str]]:
-    """Return the bounds of a keyword and of its exclusive form: the number, whether the number is excluded, and its
-    path.
+    """Return the bounds that a keyword and its exclusive form set. A bound is a number, whether the number itself is
+    excluded, and the path of the keyword.
 
-    In draft 4, the exclusive form is a boolean that applies to the other keyword.
+    In draft 4 of JSON Schema, the exclusive form is a boolean, which says whether the number of the other keyword is
+    excluded.
     """
     plain, marked = number(keywords, name, path), keywords.get(exclusive)
     if isinstance(marked, bool):
@@ -238,7 +253,7 @@ def bounds(keywords: Schema, name: str, exclusive: str, path: str) -> list[tuple
 
 
 def count(keywords: Schema, name: str, path: str) -> int | None:
-    """Return the count of a keyword, or None if it is not set."""
+    """Return the value of a keyword that must be a count, or None if the keyword is not set."""
     value = keywords.get(name)
     if value is None:
         return None
@@ -250,7 +265,7 @@ def count(keywords: Schema, name: str, path: str) -> int | None:
 
 
 def flag(keywords: Schema, name: str, path: str) -> bool:
-    """Return whether a keyword is true. False if it is not set."""
+    """Return the value of a keyword that must be a boolean, or False if the keyword is not set."""
     value = keywords.get(name, False)
     if not isinstance(value, bool):
         raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be true or false")
@@ -258,7 +273,7 @@ def flag(keywords: Schema, name: str, path: str) -> bool:
 
 
 def mapping(keywords: Schema, name: str, path: str) -> Mapping[str, Any]:
-    """Return a keyword's object, empty if it is not set."""
+    """Return the value of a keyword that must be an object, or an empty object if the keyword is not set."""
     value = keywords.get(name, {})
     if not isinstance(value, dict):
         raise SchemaError(f"{path}/{name}", "must be an object")
@@ -266,7 +281,7 @@ def mapping(keywords: Schema, name: str, path: str) -> Mapping[str, Any]:
 
 
 def schemas(keywords: Schema, name: str, path: str) -> list[Any]:
-    """Return a keyword's list of schemas, empty if it is not set."""
+    """Return the value of a keyword that must be a list of schemas, or an empty list if the keyword is not set."""
     value = keywords.get(name, [])
     if not isinstance(value, list):
         raise SchemaError(f"{path}/{name}", "must be a list of schemas")
@@ -274,7 +289,7 @@ def schemas(keywords: Schema, name: str, path: str) -> list[Any]:
 
 
 def names(keywords: Schema, name: str, path: str) -> list[str]:
-    """Return a keyword's list of names, without duplicates."""
+    """Return the value of a keyword that must be a list of names, without duplicates."""
     given = keywords.get(name, [])
     if not isinstance(given, list) or not all(isinstance(item, str) for item in given):
         raise SchemaError(f"{path}/{name}", "must be a list of strings")
@@ -282,7 +297,7 @@ def names(keywords: Schema, name: str, path: str) -> list[str]:
 
 
 def text(keywords: Schema, name: str, path: str) -> str:
-    """Return a keyword's text."""
+    """Return the value of a keyword that must be a string."""
     value = keywords[name]
     if not isinstance(value, str):
         raise SchemaError(f"{path}/{name}", f"is {shown(value)}; it must be a string")
@@ -307,27 +322,31 @@ _FORMS: Mapping[str, Callable[[Schema, str, str], object]] = {
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), schemas),
     "required": names,
 }
-"""Checks of keyword values. The checks also run if the schema does not allow the type to which the keyword applies."""
+"""Functions that check the values of keywords, by keyword. The checks also run if the schema does not allow the type to
+which the keyword applies.
+"""
 
 
 # References: the schemas of one document to which ``$ref`` can refer.
 
 _INDEX = re.compile("[0-9]{1,9}")
 _VALUES = frozenset({"const", "enum", "default", "examples", "example"})
-"""Keywords whose values are not schemas."""
+"""Keywords whose values contain no schemas."""
 
 
 class Document:
-    """A schema, and the targets to which its ``$ref`` can refer: JSON pointers, ``$anchor`` and ``$id``."""
+    """A complete schema, and the schemas inside it to which a ``$ref`` can refer by JSON pointer, ``$anchor`` or
+    ``$id``.
+    """
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self._names: dict[str, str] | None = None
 
     def pointer(self, reference: Any, path: str) -> str:
-        """Return the JSON pointer, starting with ``#``, of the target of the ``$ref`` at ``path``.
+        """Return the JSON pointer of the schema to which the ``$ref`` at ``path`` refers.
 
-        Raises SchemaError if the target is not in this document.
+        The pointer starts with ``#``. Raises SchemaError if the schema is not in this document.
         """
         field = f"{path}/$ref"
         if not isinstance(reference, str):
@@ -337,7 +356,9 @@ class Document:
             pointer = base_pointer + reference[1:]
             if base_pointer != "#" and not self._has(pointer) and self._has(reference):
                 pointer = (
-                    reference  # Some generators put a $id below the root, but their pointers still start at the root.
+                    # Some generators put a $id below the root schema, but the pointers in their references still start
+                    # at the root.
+                    reference
                 )
         else:
             pointer = self._named(_joined(base, reference), reference)
@@ -351,7 +372,7 @@ class Document:
         return pointer
 
     def at(self, pointer: str) -> Any:
-        """Return the schema at a JSON pointer that the method ``pointer`` returned."""
+        """Return the schema at a JSON pointer, as returned by the method ``pointer``."""
         return self._look(pointer)[1]
 
     def _has(self, pointer: str) -> bool:
@@ -370,10 +391,10 @@ class Document:
         return True, here
 
     def _named(self, absolute: str, reference: str) -> str:
-        """Return the pointer to the target of ``reference``, which starts with a ``$id`` or ``$anchor`` and may
-        continue with a pointer.
+        """Return the JSON pointer of the schema to which ``reference`` refers.
 
-        Returns a pointer that does not exist if there is no such ``$id`` or ``$anchor``.
+        ``reference`` starts with a ``$id`` or ``$anchor`` and may continue with a pointer. If the document has no such
+        ``$id`` or ``$anchor``, the returned pointer refers to no schema.
         """
         if self._names is None:
             self._names = {}
@@ -386,7 +407,9 @@ class Document:
         return f"#/{reference}"
 
     def _index(self, schema: Any, pointer: str, base: str, names: dict[str, str]) -> None:
-        """Add the names of the schema at ``pointer``, and of all schemas inside it, to ``names``."""
+        """Add the ``$id`` and ``$anchor`` of the schema at ``pointer``, and of all schemas inside this schema, to
+        ``names``.
+        """
         if isinstance(schema, list):
             for index, part in enumerate(schema):
                 self._index(part, f"{pointer}/{index}", base, names)
@@ -425,13 +448,17 @@ class Document:
 
 
 def _id(schema: dict[str, Any]) -> str | None:
-    """Return the name of a schema: ``$id``, or in draft 4 ``id``, if ``id`` is not the name of a property."""
+    """Return the identifier of a schema: the value of ``$id``, or in draft 4 of ``id``, if ``id`` is not the name of a
+    property.
+    """
     name = schema.get("$id", schema.get("id"))
     return name if isinstance(name, str) else None
 
 
 def _joined(base: str, reference: str) -> str:
-    """Return ``reference`` relative to ``base``, or unchanged if it is not an address."""
+    """Return the address of ``reference``, which may be relative to the address ``base``. If ``reference`` is not an
+    address, return it unchanged.
+    """
     try:
         return urljoin(base, reference)
     except ValueError:

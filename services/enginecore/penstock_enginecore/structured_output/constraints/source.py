@@ -1,4 +1,4 @@
-"""Constraints of requests: checks, and translation to the compiler's input."""
+"""Checks of the output constraints of requests, and their translation to the input of the grammar compiler."""
 
 import contextlib
 import json
@@ -37,14 +37,14 @@ MAX_CHOICES = 10_000
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
-    """Input of the compiler: a grammar with a ``root`` rule, or a structural tag as JSON."""
+    """Input of the grammar compiler: a grammar with a ``root`` rule, or a structural tag as JSON."""
 
     kind: Literal["grammar", "structural_tag"]
     text: str
 
 
 _CHECKED_WORK = 2000
-"""Maximum number of steps of a translation in ``check_constraint``. The steps take a few milliseconds."""
+"""Maximum number of steps of a translation in ``check_constraint``. This number of steps takes a few milliseconds."""
 
 
 def check_constraint(constraint: StructuredOutput, max_bytes: int) -> None:
@@ -52,7 +52,7 @@ def check_constraint(constraint: StructuredOutput, max_bytes: int) -> None:
     enforced.
 
     This function does not check a ``grammar``, the structure of a ``structural_tag``, or a schema that takes too many
-    steps. The compiling process checks them.
+    steps. The compiling process checks these constraints.
     """
     with contextlib.suppress(TooMuchWorkError):
         _source(constraint, max_bytes, Work(_CHECKED_WORK))
@@ -79,7 +79,9 @@ def check_size(constraint: StructuredOutput, max_bytes: int) -> int:
 
 
 def grammar_source(constraint: StructuredOutput, max_bytes: int) -> GrammarSource:
-    """Return the compiler's input for ``constraint``. Raises InvalidArgument as ``check_constraint`` does."""
+    """Return the input of the grammar compiler for ``constraint``. Raises InvalidArgument if the constraint is
+    malformed or cannot be enforced.
+    """
     try:
         return _source(constraint, max_bytes, Work(MAX_WORK))
     except TooMuchWorkError as e:
@@ -154,8 +156,8 @@ _GRAMMARS: dict[str, Any] = {
 
 
 def _structural_tag(text: str, whitespace: JsonWhitespace, work: Work) -> str:
-    """Return the tag with its JSON schemas and regular expressions replaced by grammars. They then have the same
-    meaning as in other constraints.
+    """Return the structural tag with its JSON schemas and regular expressions replaced by grammars. Schemas and
+    expressions then have the same meaning as in other constraints.
     """
     tag = parse(text)
     if not isinstance(tag, dict) or "format" not in tag:

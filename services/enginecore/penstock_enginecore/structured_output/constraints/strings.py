@@ -1,4 +1,6 @@
-"""Strings of a schema: expressions, formats and lengths that a text must fulfil together."""
+"""Translation of string keywords in a JSON schema into grammar rules. A string must fulfil all regular expressions,
+formats and lengths together.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +22,8 @@ from penstock_enginecore.structured_output.constraints.regex import (
 )
 from penstock_enginecore.structured_output.constraints.schema_document import SchemaError, UnfulfillableError
 
-# The ``format`` keyword: a regular expression for each supported format. Some expressions allow less than the standard
-# of the format (no 29 February, no leap second). No expression allows more.
+# The ``format`` keyword: a regular expression for each supported format. Some of these expressions allow fewer texts
+# than the standard of the format (no 29 February, no leap second). No expression allows more texts than the standard.
 
 _OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _YEAR = "([0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
@@ -51,8 +53,8 @@ FORMATS = {
 
 
 _LONG = 16
-"""Number of repetitions. If a schema also has a pattern, repetitions in its format with a higher bound count as
-unbounded.
+"""Number of repetitions from which a bounded repetition in the expression of a format counts as unbounded, if the
+schema also has a pattern.
 """
 
 Spend = Callable[[int], None]
@@ -60,7 +62,7 @@ Spend = Callable[[int], None]
 
 @dataclass(slots=True)
 class Texts:
-    """Constraints on a string.
+    """Constraints on the text of one string.
 
     Attributes:
         low: Minimum number of characters.
@@ -80,27 +82,27 @@ class Texts:
 
     @property
     def free(self) -> bool:
-        """Whether any text is allowed."""
+        """Whether the constraints allow every text."""
         return not (
             self.low or self.high is not None or self.patterns or self.formats or self.unwanted or self.excluded
         )
 
     def at_least(self, low: int | None) -> None:
-        """Require at least ``low`` characters."""
+        """Add the constraint that a text has at least ``low`` characters."""
         self.low = max(self.low, low or 0)
 
     def at_most(self, high: int | None) -> None:
-        """Require at most ``high`` characters."""
+        """Add the constraint that a text has at most ``high`` characters."""
         if high is not None:
             self.high = high if self.high is None else min(self.high, high)
 
     def written(self, rules: Rules, path: str, spend: Spend) -> str:
-        """Return the expression for these texts as JSON strings. Raises SchemaError."""
+        """Return the grammar expression for the JSON strings that fulfil the constraints. Raises SchemaError."""
         if self.high is not None and self.low > self.high:
-            raise UnfulfillableError(path, f"has minLength {self.low} above maxLength {self.high}")
+            raise UnfulfillableError(path, f"has minLength {self.low}, which is above maxLength {self.high}")
         for formats in ([name for name, _ in self.formats], []) if self.patterns else ([n for n, _ in self.formats],):
-            # Some format expressions allow less than the standard of the format. If a pattern contradicts the format,
-            # use only the pattern.
+            # Some expressions for formats allow fewer texts than the standard of the format. If no text matches both
+            # the pattern and the format's expression, use only the pattern.
             try:
                 found = self._written(rules, formats, spend)
             except TooLargeError as e:
@@ -114,7 +116,9 @@ class Texts:
         raise UnfulfillableError(path, "cannot be fulfilled: no text has these lengths and matches these expressions")
 
     def _blamed(self, error: RegexError, path: str, spend: Spend) -> str:
-        """Return the path of the refused expression: the first expression that is also refused alone."""
+        """Return the path of the regular expression that caused the error: the first expression that is also refused
+        alone.
+        """
         for wanted, patterns in ((True, self.patterns), (False, self.unwanted)):
             for pattern, place in patterns:
                 try:
@@ -125,7 +129,9 @@ class Texts:
         return self.patterns[0][1] if len(self.patterns) == 1 else path
 
     def _written(self, rules: Rules, formats: Sequence[str], spend: Spend) -> str | None:
-        """Return the expression, including ``formats``, or None if no text fulfils all constraints."""
+        """Return the grammar expression for texts that also match ``formats``, or None if no text fulfils all
+        constraints.
+        """
         patterns = [pattern for pattern, _ in self.patterns]
         patterns += [pattern for name in formats if (pattern := _format(name)) not in patterns]
         if not patterns and not self.unwanted and not self.excluded:
@@ -147,8 +153,8 @@ class Texts:
         both, high = Intersection(parts, spend), self.high
         try:
             if high is not None and high > both.countable():
-                # Shorter repetitions need no counting of characters. Allowing fewer texts is better than allowing no
-                # text.
+                # With shorter repetitions, the rules need not count characters. Allowing fewer texts is better than
+                # allowing no text.
                 if shorter is not None:
                     return rules.add(f'"\\"" {in_json_string(shorter)} "\\""')
                 high = max(both.countable(), self.low)
@@ -162,9 +168,10 @@ class Texts:
         return None if rule is None else rules.add(f'"\\"" {rule}')
 
     def _shortened(self, pattern: Group) -> Group | None:
-        """Return the expression with fewer repetitions, so that no text is too long.
+        """Return the regular expression with fewer repetitions, so that no matching text is longer than the maximum
+        length.
 
-        Returns None if this is impossible, or if the shortened expression would only match texts below the minimum
+        Return None if this is impossible, or if the shortened expression would match only texts below the minimum
         length.
         """
         if self.high is None or self.unwanted or self.excluded or _looks(pattern) or lengths(pattern)[0] < self.low:
@@ -203,7 +210,7 @@ def pattern_at(pattern: str, path: str) -> Group:
 
 
 def writable(text: str) -> bool:
-    """Return whether all characters of ``text`` can occur in a JSON string here."""
+    """Return whether the grammars of this package can write all characters of ``text`` in a JSON string."""
     return all(c in PLAIN_IN_JSON or as_json(CharSet.of(c)) for c in text)
 
 
@@ -212,7 +219,9 @@ def _format(name: str) -> Group:
 
 
 def _repeated_at_most(node: Group, most: int) -> Group:
-    """Return ``node`` with repetitions limited to ``most``. A limit is never below the minimum of the repetition."""
+    """Return ``node`` with each repetition limited to at most ``most`` times. A repetition is never limited to less
+    than its minimum.
+    """
 
     def less(part: Node) -> Node:
         if isinstance(part, Repeat):
@@ -224,8 +233,8 @@ def _repeated_at_most(node: Group, most: int) -> Group:
 
 
 def _loosened(node: Group) -> Group:
-    """Return ``node`` with long repetitions made unbounded, which needs fewer states. Only for the formats in this
-    module.
+    """Return ``node`` with the maximum of long repetitions removed, so that the automaton needs fewer states. The
+    function is only for the formats in this module.
     """
 
     def loose(part: Node) -> Node:
@@ -248,7 +257,9 @@ def _looks(node: Node) -> bool:
 
 
 def lengths(pattern: Group) -> tuple[int, int | None]:
-    """Return the minimum and maximum length of texts in which ``pattern`` matches. The maximum is None if unbounded."""
+    """Return the minimum and maximum length of texts in which ``pattern`` matches. The maximum is None if the texts
+    have no maximum length.
+    """
     least, most = [], list[int | None]()
     for sequence in pattern.options:
         starts = bool(sequence) and isinstance(sequence[0], Anchor) and sequence[0].start
@@ -291,7 +302,9 @@ def _node_lengths(node: Node) -> tuple[int, int | None]:
 
 
 def _repeated_class(pattern: Group) -> tuple[CharSet, int, int | None] | None:
-    """Return the character set and bounds if ``pattern`` is only one repeated character set with both anchors."""
+    """Return the character set and the bounds of the repetition if ``pattern`` is only one repeated character set
+    between ``^`` and ``$``. Otherwise return None.
+    """
     if len(pattern.options) != 1 or len(sequence := pattern.options[0]) != 3:
         return None
     first, middle, last = sequence

@@ -1,4 +1,6 @@
-"""Evaluation of a known value against a schema: filters ``enum`` and ``const`` by the other keywords."""
+"""Evaluation of known values against a schema. The translation uses it to drop values of ``enum`` and ``const`` that
+violate other keywords.
+"""
 
 from collections.abc import Callable, Hashable
 from decimal import Decimal
@@ -28,7 +30,7 @@ _MAX_DEPTH = 64
 
 
 class Values:
-    """Evaluates values against one schema document. ``format`` is treated as an annotation."""
+    """Evaluates values against one schema document. The keyword ``format`` is ignored."""
 
     def __init__(self, document: Document, work: Work) -> None:
         self._document = document
@@ -72,7 +74,9 @@ class Values:
         return "enum" not in keywords or mine in self._identities(keywords["enum"], path)
 
     def _identities(self, values: Any, path: str) -> frozenset[Hashable]:
-        """Return the keys (see ``identity``) of the values in a list of the schema, for lookups."""
+        """Return the keys (see ``identity``) of the values in a list of the schema, such as ``enum``, for fast
+        lookups.
+        """
         if not isinstance(values, list):
             raise SchemaError(f"{path}/enum", "must be a list")
         if id(values) not in self._known:
@@ -190,8 +194,8 @@ def listed(keywords: dict[str, Any], path: str) -> list[Any] | None:
 
 
 def tuple_of(keywords: dict[str, Any], path: str) -> tuple[list[tuple[Any, str]], tuple[Any, str]]:
-    """Return the schemas of an array's first items and of all later items, with their paths. The keywords may be those
-    of any draft.
+    """Return the schemas of an array's first items, and the schema of all later items, with their paths. The keywords
+    may be from any draft of JSON Schema.
     """
     items = keywords.get("items", True)
     if isinstance(items, list) and "prefixItems" not in keywords:
@@ -204,8 +208,8 @@ def tuple_of(keywords: dict[str, Any], path: str) -> tuple[list[tuple[Any, str]]
 
 
 def dependents(keywords: dict[str, Any], path: str) -> list[tuple[str, Any, str]]:
-    """Return the dependencies on properties: the property, the schema, and the schema's path. The keywords may be those
-    of any draft.
+    """Return the dependencies on properties: the name of the property, the schema that applies if the property is
+    present, and the schema's path. The keywords may be from any draft of JSON Schema.
     """
     found: list[tuple[str, Any, str]] = []
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):

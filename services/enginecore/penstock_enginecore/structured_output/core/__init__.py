@@ -1,3 +1,3 @@
-"""Constrained decoding in the engine core: holds requests until their grammar is compiled, adds masks to steps, and
-ends requests whose grammar fails.
+"""Constrained decoding in the engine core: holds requests until their constraint is compiled, gives steps the masks of
+allowed tokens, and ends requests whose grammar fails.
 """

@@ -14,71 +14,81 @@ from penstock_common.types.sampling import StructuredOutput
 from penstock_enginecore.config import EngineCoreConfig
 
 BITS = 32
-"""Number of tokens per word of a bitmask."""
+"""Number of tokens whose bits one int32 word of a bitmask contains."""
 
 Mask = npt.NDArray[np.int32]
-"""Allowed next tokens, ``[ceil(vocab / 32)]``. Bit t % 32 of word t // 32 is set if token t is allowed."""
+"""Bit mask of the allowed next tokens, int32 ``[ceil(vocab / 32)]``. Bit t % 32 of word t // 32 is set if token t is
+allowed.
+"""
 
 
 class Grammar(Protocol):
-    """State of one request's grammar. Only the busy loop's thread may use the object. Its methods are cheap, because
-    other processes compute the masks.
+    """State of the grammar that constrains one request. Only the busy loop's thread may use the object. The methods
+    take little time, because other processes compute the masks.
     """
 
     @property
     def ready(self) -> bool:
-        """Whether ``mask`` is the mask of the next token."""
+        """Whether ``mask`` is the mask for the request's next token."""
 
     @property
     def mask(self) -> Mask:
-        """Allowed next tokens, valid while ``ready``. Empty once ``terminated``."""
+        """Mask of the allowed next tokens, valid while ``ready`` is true. Once ``terminated`` is true, the mask allows
+        no token.
+        """
 
     @property
     def failure(self) -> RequestFailed | None:
-        """The reason why no more masks will arrive and the request must end, or None. ``changed`` is called when this
-        is set.
+        """The reason why no more masks will arrive and the request must end, or None. When the value is set, the
+        callback ``changed`` is called.
         """
 
     @property
     def terminated(self) -> bool:
-        """Whether the constraint is fulfilled and the end token was accepted, so that no more tokens are allowed."""
+        """Whether the constraint is fulfilled and an end-of-sequence token was accepted, so that no more tokens are
+        allowed.
+        """
 
     def accept(self, token_id: int) -> bool:
-        """Accept an output token. Call only while ``ready``. If ``mask`` does not allow the token, change nothing and
-        return False.
+        """Advance the grammar by an output token. ``ready`` must be true. If ``mask`` does not allow the token, change
+        nothing and return False.
         """
 
     @property
     def forced(self) -> Sequence[int]:
-        """Tokens of the text that the grammar requires next. Valid while ``ready``, and empty if this search is not
-        configured. The model may tokenize the text differently, so only ``mask`` decides which tokens are allowed.
+        """Tokens of the text that the grammar requires next. The value is valid while ``ready`` is true, and empty if
+        the search for such text is not enabled. The model may tokenize the text differently, so only ``mask`` decides
+        which tokens are allowed.
         """
 
     def draft(self, token_ids: Sequence[int]) -> None:
-        """Start to compute the mask after each of these draft tokens. Call only while ``ready``."""
+        """Start to compute the mask after each of these draft tokens. ``ready`` must be true."""
 
     @property
     def drafted(self) -> bool:
-        """Whether ``draft_masks`` will no longer change: they are complete, or no more will arrive."""
+        """Whether ``draft_masks`` will no longer change, because the masks are complete or no more masks will
+        arrive.
+        """
 
     @property
     def draft_masks(self) -> Sequence[Mask]:
-        """Masks after one draft, after two drafts, and so on, for drafts that the grammar allows and that were
-        processed. When ``accept`` gets a draft, the draft's mask becomes ``mask``.
+        """Masks after the first draft token, after the first two draft tokens, and so on. The list ends at the first
+        draft token that the grammar does not allow or that was not processed. When ``accept`` gets the next draft
+        token, the mask after this token becomes ``mask``.
         """
 
     @property
     def prompt(self) -> bool:
-        """Whether masks arrive fast enough that a step may wait for them."""
+        """Whether the request's masks arrive fast enough that a step may wait for them."""
 
     def wanted(self) -> bool:
-        """Return whether a step may include the request, because ``prompt`` is true or the mask is available.
-        Otherwise, ``changed`` is called once the mask is available.
+        """Return whether a step may include the request, because ``prompt`` is true or the next mask is available. If
+        the result is False, ``changed`` is called once the mask is available.
         """
 
     def missed(self) -> bool:
-        """Record that a step continued without the mask. Returns True if the mask has arrived meanwhile. Otherwise,
-        ``changed`` is called when the mask arrives.
+        """Record that a step continued without the request's mask. Return True if the mask has arrived meanwhile.
+        Otherwise return False and call ``changed`` when the mask arrives.
         """
 
     def close(self) -> None:
@@ -86,22 +96,23 @@ class Grammar(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """Compiles constraints and computes masks, both outside the busy loop."""
+    """Interface of a component that compiles constraints and computes masks outside the busy loop."""
 
     def check(self, constraint: StructuredOutput) -> None:
         """Raise InvalidArgument if a constraint is obviously invalid or unsupported, without compiling it. Thread-safe."""
 
     def warm_up(self) -> "Future[None]":
-        """Prepare for the first constraint. Returns without waiting.
+        """Prepare for the first constraint. The call returns without waiting.
 
-        If the preparation fails, the future fails with a RequestFailed. Each constraint then repeats the preparation.
+        If the preparation fails, the returned future fails with a RequestFailed. Each later constraint then tries the
+        preparation again.
         """
 
     def start(
         self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """Start a Grammar that has accepted ``prior_token_ids``. Returns without waiting. The future completes when the
-        first mask is available.
+        """Start a Grammar that has already accepted ``prior_token_ids``. The call returns without waiting. The returned
+        future completes when the first mask is available.
 
         ``changed`` and callbacks on the future may run on any thread, and must not block.
 
@@ -113,31 +124,33 @@ class GrammarBackend(Protocol):
         """
 
     def flush(self) -> None:
-        """Send the tokens that were accepted since the last call. Only the busy loop's thread may call this. Never
-        blocks.
+        """Send the tokens that grammars accepted since the last call to the process that computes masks. Only the busy
+        loop's thread may call this method. The call never blocks.
         """
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait for the masks of the grammars that are ``prompt``, and for the masks after their drafts. The wait is
-        never longer than a step may be delayed.
+        """Wait for the next masks of those grammars whose ``prompt`` is true, and for the masks after their draft
+        tokens. The wait is never longer than a step may be delayed.
         """
 
     def shutdown(self) -> None:
-        """End all processes. Idempotent."""
+        """End all processes of the backend. Idempotent."""
 
 
 class GrammarBackendFactory(Protocol):
-    """Creates the backend for a loaded model. Must return without slow work, which belongs into ``warm_up``."""
+    """Function that creates the backend for a loaded model. The function must return without slow work, which belongs
+    into ``warm_up``.
+    """
 
     def __call__(self, config: EngineCoreConfig, *, vocab_size: int, eos_token_ids: frozenset[int]) -> GrammarBackend:
         """Create the configured backend, for a model with ``vocab_size`` tokens."""
 
 
 def bitmask_words(vocab_size: int) -> int:
-    """Return the number of words of a bitmask row."""
+    """Return the number of int32 words in a bitmask for ``vocab_size`` tokens."""
     return -(-vocab_size // BITS)
 
 
 def allows(mask: Mask, token_id: int) -> bool:
-    """Return whether ``mask`` has the bit of a token."""
+    """Return whether ``mask`` allows a token."""
     return bool(int(mask[token_id // BITS]) >> (token_id % BITS) & 1)

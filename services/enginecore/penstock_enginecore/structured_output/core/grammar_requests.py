@@ -1,5 +1,5 @@
-"""Connection between the scheduler and grammars: constrained requests wait for their grammar, get masks, and end if the
-grammar fails.
+"""Connection between the scheduler and grammars: constrained requests wait until their grammar has started, get masks,
+and end if the grammar fails.
 """
 
 import logging
@@ -23,8 +23,8 @@ from penstock_enginecore.structured_output.core.reasoning import GatedGrammar, R
 
 
 class _Change(NamedTuple):
-    """A change of a request's grammar: the grammar has ``started``, with its ``gate`` if there is one, or its next mask
-    has arrived.
+    """Message about a request's grammar. If ``started`` is set, the start of the grammar is complete, and ``gate`` is
+    its reasoning gate if there is one. Otherwise the next mask has arrived, or the grammar has failed.
     """
 
     request: Request
@@ -39,12 +39,13 @@ class GrammarIntake:
     """Manages the grammars of constrained requests. Only the busy loop's thread may call the methods, except for
     ``check``.
 
-    If a request's grammar fails, only that request ends. For a reasoning model, constraints apply after the reasoning,
-    or to the complete output if ``enable_in_reasoning`` is set. A constrained output cannot end inside its reasoning.
+    If a request's grammar fails, only that request ends. For a reasoning model, constraints apply to the output after
+    the reasoning, or to the complete output if ``enable_in_reasoning`` is true. A constrained output cannot end inside
+    its reasoning.
 
     Args:
         backend: Grammar backend. If it is None, constraints are refused.
-        wake: Function that is called on any thread when ``take`` has something to do.
+        wake: Function that is called when ``take`` has something to do. The call may come on any thread.
         drafts: Whether the engine uses speculative decoding.
     """
 
@@ -68,15 +69,17 @@ class GrammarIntake:
         self._drafts = drafts
         self._changed: queue.SimpleQueue[_Change] = queue.SimpleQueue()
         self._following: dict[str, Request] = {}
-        """Requests whose grammar has started. Ended requests are removed from time to time."""
+        """Requests whose grammar has started, by key, if the engine uses speculative decoding. Requests that have ended
+        are removed from time to time.
+        """
 
     def check(self, constraint: StructuredOutput) -> None:
         """Raise InvalidArgument or Unimplemented if a constraint is obviously invalid or unsupported. Thread-safe."""
         self._served().check(constraint)
 
     def warm_up(self, *, needed: bool) -> None:
-        """Prepare the backend, so that the first constraint waits only for its own grammar. ``needed`` is False if the
-        engine will get no constraints.
+        """Prepare the backend, so that the first request with a constraint waits only for its own grammar. ``needed``
+        is False if the engine will get no constraints.
 
         If the preparation fails, the engine logs the error and serves requests without constraints.
         """
@@ -100,7 +103,7 @@ class GrammarIntake:
             )
 
     def start(self, request: Request, constraint: StructuredOutput) -> None:
-        """Start the grammar of a request, which is held until the grammar has started."""
+        """Start the grammar of a request. The scheduler holds the request until the grammar has started."""
         prior = request.all_token_ids[request.num_prompt_tokens :]
         try:
             if (gate := self._gate(request)) is not None:
@@ -112,7 +115,9 @@ class GrammarIntake:
         starting.add_done_callback(lambda future: self._put(_Change(request, future, gate)))
 
     def take(self) -> None:
-        """Resume requests whose grammar or next mask has arrived, and fail requests whose grammar has failed."""
+        """Resume requests whose grammar has started or whose next mask has arrived. Fail requests whose grammar has
+        failed.
+        """
         if self._backend is None:
             return
         self._flush()
@@ -124,8 +129,8 @@ class GrammarIntake:
                 self._fail(change.request, e, "starting the constraint")
 
     def await_masks(self) -> None:
-        """Wait for the next masks of running requests, because drafts of forced text depend on them. The wait is never
-        longer than a step may be delayed.
+        """Wait for the next masks of running requests, because the text that a grammar forces, which can be drafted,
+        arrives with the mask. The wait is never longer than a step may be delayed.
         """
         if self._backend is None or not self._following:
             return
@@ -137,7 +142,7 @@ class GrammarIntake:
             self._backend.wait(grammars)
 
     def begin_drafts(self, scheduled: SchedulerOutput) -> None:
-        """Start to compute the masks after the drafts of a step that is about to run. Never blocks."""
+        """Start to compute the masks after the draft tokens of a step that is about to run. The call never blocks."""
         if self._backend is None or not scheduled.scheduled_spec_decode_tokens:
             return
         for request in self._scheduler.constrained(scheduled):
@@ -147,8 +152,8 @@ class GrammarIntake:
         self._flush()
 
     def bitmask(self, scheduled: SchedulerOutput) -> GrammarBitmask | None:
-        """Return the masks of a step whose forward pass is running. Requests whose mask does not arrive in time are
-        skipped in this step.
+        """Return the masks of allowed tokens for a step whose forward pass is running. Requests whose mask does not
+        arrive in time are preempted and held, and get no token in this step.
         """
         requests = self._scheduler.constrained(scheduled) if self._backend is not None else []
         if not requests or self._backend is None:
@@ -190,7 +195,7 @@ class GrammarIntake:
     def _served(self) -> GrammarBackend:
         if self._backend is None:
             raise Unimplemented(
-                "sampling_params.structured_output is not served by this engine",
+                "sampling_params.structured_output is not supported by this engine",
                 field="sampling_params.structured_output",
             )
         return self._backend
@@ -231,7 +236,9 @@ class GrammarIntake:
         self._scheduler.release(request, Hold.GRAMMAR)
 
     def _mask(self, request: Request) -> Mask | None:
-        """Return the request's mask, or None if it has not arrived."""
+        """Return the mask for the request's next token, or None if the mask has not arrived. In the latter case,
+        preempt and hold the request.
+        """
         grammar = request.grammar
         if grammar is None:
             raise RuntimeError("a constrained request is in a step, but its grammar has not started")
@@ -243,8 +250,8 @@ class GrammarIntake:
         return grammar.mask
 
     def _fail(self, request: Request, error: Exception, doing: str) -> None:
-        """End a request with an error. An error that the request did not cause is an incident, and gets an incident
-        number.
+        """End a request with an error. An error that the request did not cause is logged as an incident, with an
+        incident number.
         """
         if request.finished:
             return

@@ -1,4 +1,6 @@
-"""Reasoning of a model: constraints that apply after the reasoning, and the limit on reasoning tokens."""
+"""Reasoning in a model's output: constraints that apply only after the reasoning, and the limit on the number of
+reasoning tokens.
+"""
 
 import enum
 from collections.abc import Sequence
@@ -13,29 +15,30 @@ from penstock_common.types.request import EngineCoreRequest, ReasoningTokens
 from penstock_enginecore.structured_output.core.base import BITS, Grammar, Mask, allows, bitmask_words
 
 _NEAR_END = 4
-"""Number of tokens at the end of the prompt in which a reasoning tag belongs to the output. Chat templates write only
-whitespace after such a tag. Tags before these tokens belong to earlier turns.
+"""Number of tokens at the end of the prompt in which a reasoning tag begins or ends the reasoning of the output. Chat
+templates write only whitespace after such a tag. Tags before these tokens belong to earlier turns of the conversation.
 """
 
 
 class At(enum.Enum):
-    """Position of an output relative to its reasoning."""
+    """Position of the next output token relative to the reasoning in the output."""
 
     START = enum.auto()
-    """The first token decides whether the output begins with reasoning."""
+    """The output is empty. Its first token decides whether the output begins with reasoning."""
     REASONING = enum.auto()
     ENDED = enum.auto()
-    """The constraint applies to the following tokens."""
+    """The reasoning has ended or is absent. The constraint applies to all following tokens."""
 
 
 class ReasoningGate:
-    """Separates the reasoning of an output from its constrained part, token by token.
+    """Decides for each output token in order whether it belongs to the reasoning or to the constrained part of the
+    output.
 
     Args:
-        tokens: The tags of the reasoning.
+        tokens: Ids of the tokens that begin and end the reasoning (the tags).
         prompt: Tokens of the prompt.
-        ended: True if the prompt ends the reasoning, False if the prompt begins the reasoning, None to decide by the
-            last tokens of the prompt.
+        ended: True if the prompt ends the reasoning, False if the prompt begins the reasoning, None to decide by tags
+            in the last tokens of the prompt.
     """
 
     def __init__(self, tokens: ReasoningTokens, prompt: Sequence[int], ended: bool | None) -> None:
@@ -43,7 +46,7 @@ class ReasoningGate:
         self.at = _at_end_of(prompt, tokens) if ended is None else At.ENDED if ended else At.REASONING
 
     def passes(self, token_id: int) -> bool:
-        """Process the next output token. Returns whether the constraint applies to this token."""
+        """Process the next output token. Return whether the constraint applies to this token."""
         if self.at is At.START:
             begins = token_id == self.tokens.begin_token_id
             self.at = At.REASONING if begins else At.ENDED
@@ -55,14 +58,16 @@ class ReasoningGate:
         return True
 
     def passed(self, token_ids: Sequence[int]) -> list[int]:
-        """Process output tokens. Returns the tokens to which the constraint applies."""
+        """Process output tokens in order. Return the tokens to which the constraint applies."""
         return [token_id for token_id in token_ids if self.passes(token_id)]
 
 
 class GatedGrammar:
-    """A ``Grammar`` that applies after the reasoning. During the reasoning, any token of ``unconstrained`` is allowed.
+    """A ``Grammar`` that constrains only the output after the reasoning. During the reasoning, all tokens that the mask
+    ``unconstrained`` allows are allowed.
 
-    ``grammar`` must have its first mask, or the mask after the tokens that ``gate`` has passed to it.
+    ``grammar`` must already have the mask for its next token, after the prior tokens to which ``gate`` applies the
+    constraint.
     """
 
     def __init__(self, grammar: Grammar, gate: ReasoningGate, unconstrained: Mask) -> None:
@@ -77,12 +82,14 @@ class GatedGrammar:
 
     @property
     def ready(self) -> bool:
-        """Whether ``mask`` is the mask of the next token. Always True in the reasoning."""
+        """Whether ``mask`` is the mask for the request's next token. Always True during the reasoning."""
         return self._reasoning or self._grammar.ready
 
     @property
     def mask(self) -> Mask:
-        """Allowed next tokens ``[ceil(vocab / 32)]``. At the start, the begin tag is also allowed."""
+        """Mask of the allowed next tokens, ``[ceil(vocab / 32)]``. At the start of the output, the token that begins
+        reasoning is also allowed.
+        """
         if self._reasoning:
             return self._unconstrained
         if self._gate.at is At.ENDED:
@@ -93,18 +100,18 @@ class GatedGrammar:
 
     @property
     def failure(self) -> RequestFailed | None:
-        """The reason why the grammar makes no more masks, or None. If this is set, the request ends, even inside its
-        reasoning.
+        """The reason why no more masks of the grammar will arrive, or None. If a reason is set, the request ends, even
+        during its reasoning.
         """
         return self._grammar.failure
 
     @property
     def terminated(self) -> bool:
-        """Whether the constraint is fulfilled and the end token was accepted."""
+        """Whether the constraint is fulfilled and an end-of-sequence token was accepted."""
         return self._grammar.terminated
 
     def accept(self, token_id: int) -> bool:
-        """Accept an output token. Only tokens after the reasoning are passed to the grammar. Returns False if the token
+        """Accept an output token. Only tokens after the reasoning are passed to the grammar. Return False if the token
         is not allowed.
         """
         if self._reasoning and not allows(self._unconstrained, token_id):
@@ -113,12 +120,12 @@ class GatedGrammar:
 
     @property
     def forced(self) -> Sequence[int]:
-        """Tokens that the grammar forces, empty during the reasoning."""
+        """Tokens of the text that the grammar requires next. Empty during the reasoning."""
         return self._grammar.forced if self._gate.at is At.ENDED else ()
 
     def draft(self, token_ids: Sequence[int]) -> None:
-        """Start to compute the masks after drafts. In the reasoning, all drafts up to the end tag are allowed. The
-        grammar makes the mask after the end tag.
+        """Start to compute the masks after draft tokens. During the reasoning, the masks before the token that ends the
+        reasoning allow all tokens that reasoning may contain. There are no masks for later draft tokens.
         """
         self._drafts = ()
         if self._gate.at is At.ENDED:
@@ -130,26 +137,26 @@ class GatedGrammar:
 
     @property
     def drafted(self) -> bool:
-        """Whether the masks after the drafts are complete. Always True in the reasoning."""
+        """Whether the masks after the draft tokens are complete. Always True before the end of the reasoning."""
         return self._gate.at is not At.ENDED or self._grammar.drafted
 
     @property
     def draft_masks(self) -> Sequence[Mask]:
-        """Masks after one draft, after two drafts, and so on."""
+        """Masks after the first draft token, after the first two draft tokens, and so on."""
         return self._grammar.draft_masks if self._gate.at is At.ENDED else self._drafts
 
     @property
     def prompt(self) -> bool:
-        """Whether a step may wait for the mask. Always True in the reasoning."""
+        """Whether a step may wait for the request's mask. Always True during the reasoning."""
         return self._reasoning or self._grammar.prompt
 
     def wanted(self) -> bool:
-        """Return whether a step may include the request. Always True in the reasoning."""
+        """Return whether a step may include the request. The result is always True during the reasoning."""
         return self._reasoning or self._grammar.wanted()
 
     def missed(self) -> bool:
-        """Record that a step continued without the mask. Returns True if the mask is available now, which is always the
-        case in the reasoning.
+        """Record that a step continued without the request's mask. Return True if the mask is available now. The result
+        is always True during the reasoning.
         """
         return self._reasoning or self._grammar.missed()
 
@@ -180,20 +187,20 @@ def _at_end_of(prompt: Sequence[int], tokens: ReasoningTokens) -> At:
 
 
 _FIRST = 4
-"""Number of tokens at the start of the output in which the reasoning may begin. Models write at most whitespace before
-the tag.
+"""Number of tokens at the start of the output among which the token that begins the reasoning must be. Models write at
+most whitespace before this token.
 """
 
 
 class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """Decides when a request's reasoning must end. The decision depends only on the output, so it also works for drafts
-    and resumed requests.
+    """Decides when a request's reasoning must end. The decision depends only on the output tokens, so it is also
+    correct for draft tokens and resumed requests.
 
     Args:
-        limit: Maximum number of reasoning tokens, without the tags.
+        limit: Maximum number of reasoning tokens, without the tokens that begin and end the reasoning.
         begin_token_id: Token that begins the reasoning.
         end_token_id: Token that ends the reasoning.
-        begun: Whether the prompt begins the reasoning.
+        begun: Whether the reasoning begins in the prompt.
     """
 
     limit: int
@@ -203,7 +210,9 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, request: EngineCoreRequest) -> Self | None:
-        """Return the request's budget, or None if the request has no budget or the prompt ends the reasoning."""
+        """Return the request's budget of reasoning tokens, or None if the request has no budget or the reasoning ends
+        in the prompt.
+        """
         limit, tokens = request.sampling_params.thinking_token_budget, request.reasoning_parser_kwargs
         if limit is None or tokens is None:
             return None
@@ -218,8 +227,11 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def forced(self, output: npt.NDArray[np.integer] | Sequence[int]) -> int | None:
-        """Return the token that must follow ``output`` ``[tokens]``, or None if the budget does not force a token."""
-        # If the reasoning began in the prompt, the output may repeat the tag, but only as its first token.
+        """Return the token that must follow the output tokens ``output``, or None if the budget does not force a
+        token.
+        """
+        # If the reasoning began in the prompt, the output may repeat the token that begins reasoning, but only as its
+        # first token.
         first = list(output[: 1 if self.begun else _FIRST])
         if self.begin_token_id in first:
             start = first.index(self.begin_token_id) + 1

@@ -135,7 +135,7 @@ def test_a_constraint_that_is_refused_at_once_never_gets_in():
 
 
 def test_an_engine_without_a_compiler_says_so():
-    with pytest.raises(Unimplemented, match="structured_output is not served by this engine"):
+    with pytest.raises(Unimplemented, match="structured_output is not supported by this engine"):
         make_engine().preprocess("client", constrained("even"))
 
 
