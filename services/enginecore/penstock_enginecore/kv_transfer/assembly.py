@@ -1,4 +1,6 @@
-"""Setup of KV transfer, with which an engine sends blocks to other engines and receives blocks from them."""
+"""Setup of KV transfer, with which an engine sends KV blocks to other engines and receives KV blocks from other
+engines.
+"""
 
 import hashlib
 import json
@@ -37,9 +39,11 @@ from penstock_enginecore.kv_transfer.rpc.transfer import KvTransfer, Peers
 FINGERPRINT_BYTES = 16
 _PERSON = b"penstock-kv-1"
 _OF_TOKENS_ALONE = frozenset({"task", "eos_token_ids", "enable_in_reasoning", "revision"})
-"""Names of properties that affect tokens but not keys and values, or that are only labels."""
+"""Names of properties that the fingerprint leaves out, because they affect tokens but not keys and values, or are only
+labels.
+"""
 _NUMERICS = ("tensor_parallel_size", "batch_invariant")
-"""Names of properties that change how numbers are rounded."""
+"""Names of properties that change only how computed numbers are rounded. The fingerprint leaves them out."""
 _HASH = re.compile(r"[0-9a-f]{16}")
 
 
@@ -53,19 +57,20 @@ def layout_of(
     numerics: str = "",
     states: BlockCopier | None = None,
 ) -> KvLayout:
-    """Describe the layout of an engine's blocks and states.
+    """Return a description of an engine's KV blocks and recurrent states: their layout, and the fingerprint by which
+    engines recognize usable blocks.
 
     The fingerprint is empty if the weights have no hash, for example random weights. In that case, no other engine has
     equal blocks.
 
     Args:
         config: Configuration of the KV cache.
-        computes: Properties on which the engine's tokens depend, as in ``variant.config_of``. They include hashes of
-            weights, but no paths.
-        order: Order of the numbers in a block.
+        computes: Properties on which the engine's tokens depend, as ``variant.config_of`` returns them. The properties
+            include hashes of weights, but no paths.
+        order: Text that describes the order of the numbers in a block.
         num_shards: Number of workers that store a part of each block.
-        block_bytes: Bytes per block.
-        numerics: Description of everything known that affects the computed values.
+        block_bytes: Size of a block in bytes.
+        numerics: Text that describes everything known that affects how keys and values are rounded, such as kernels.
         states: Copier of states, if the model has recurrent layers. The layout of states is part of the fingerprint.
     """
     groups = tuple(KvGroup(group.layer_names, group.sliding_window or 0) for group in config.groups)
@@ -113,11 +118,12 @@ def transferring(
     observe: Observe = lambda _: None,
     observer: CallObserver | None = None,
 ) -> Iterator[EngineReady]:
-    """Set up KV transfer, if it is enabled, and the metrics of all loads. Yield the engine's identity, including its KV
-    transfer address.
+    """Set up KV transfer, if it is enabled, and the metrics of all loads of KV blocks. Yield ``ready`` with the
+    engine's KV transfer address added.
 
-    ``observe`` is called with each transfer, on any thread. ``observer`` is called for each gRPC call from another
-    engine. Raises ConfigError if the model has no KV cache, if the port is in use, or if TLS settings are invalid.
+    ``observe`` is called with each finished transfer, on any thread. ``observer`` is called for each gRPC call from
+    another engine. Raises ConfigError if the model has no KV cache, if the port is in use, or if TLS settings are
+    invalid.
     """
     counts = TransferCounts()
 
@@ -234,7 +240,7 @@ def _fingerprint(engine: EngineCore, ready: EngineReady, copier: BlockCopier, st
 
 
 def _leases(settings: KvTransferConfig, kv_cache: KVCacheManager) -> Leases:
-    """Create the leases, with the maximum number of blocks and states that the settings allow."""
+    """Create the object that tracks leases. The settings limit the number of blocks and states in leases."""
     pool, states, fraction = kv_cache.pool, kv_cache.states, settings.max_leased_fraction
     max_blocks = int(fraction * pool.num_usable_blocks)
     if states is None:
@@ -250,7 +256,7 @@ def _leases(settings: KvTransferConfig, kv_cache: KVCacheManager) -> Leases:
 
 
 def _identity(ready: EngineReady, address: str, fingerprint: bytes) -> KvSource:
-    """Return the engine's KvSource, without lease and tokens."""
+    """Return the KvSource that identifies the engine, without the fields for one lease."""
     return KvSource(
         engine_id=ready.engine_id,
         incarnation=ready.incarnation,
@@ -262,7 +268,7 @@ def _identity(ready: EngineReady, address: str, fingerprint: bytes) -> KvSource:
 
 
 def _address(config: EngineCoreConfig, port: int) -> str:
-    """Return the address at which other engines reach this engine."""
+    """Return the address at which other engines can fetch KV blocks from this engine."""
     if config.kv_transfer.advertise:
         return addresses.with_default_port(config.kv_transfer.advertise, port)
     if config.coordinator.advertise:

@@ -1,8 +1,8 @@
 """A file of KV blocks. It has a header and slots of equal size. Each slot stores the name, checksum and content of a
 block.
 
-If a later process opens the file with the same fingerprint, it can use the blocks. Writes are not flushed explicitly.
-If a slot was only partly written, its checksum does not match, and the slot counts as empty.
+If a later process opens the file with the same fingerprint, it can use the blocks. The engine does not flush writes to
+the disk explicitly. If a slot was only partly written, its checksum does not match, and the slot counts as empty.
 """
 
 import errno
@@ -27,15 +27,20 @@ STATES_FILE_NAME = "states"
 _MAGIC = b"PNSTKKV1"
 _PAGE = 4096
 _HEADER = struct.Struct("<8s Q Q 16s Q I")
-"""Magic word, bytes per block, number of slots, fingerprint, generation, checksum of these fields."""
+"""Layout of the file's header: magic word, size of a block in bytes, number of slots, fingerprint, generation, checksum
+of these fields.
+"""
 _SLOT = struct.Struct("<8s Q I I B 32s I I")
-"""Magic word, generation, group, bytes, bytes of the hash, hash, checksum of the block, checksum of these fields."""
+"""Layout of a slot's header: magic word, generation, group, size of the block in bytes, length of the hash in bytes,
+hash, checksum of the block, checksum of these fields.
+"""
 
 
 class DiskFile:
-    """A ``BlockStore`` in a file. A separate thread does all reads and writes.
+    """A ``BlockStore`` that stores blocks in a file. A separate thread does all reads and writes.
 
-    ``entries`` has the blocks that were in the file when it was opened. Writes do not change ``entries``.
+    ``entries`` has the slots and names of the blocks that were in the file when it was opened. Writes do not change
+    ``entries``.
 
     Raises ConfigError if the directory cannot be written, is full, or is used by another running engine, or if ``size``
     is too small for a block.
@@ -54,12 +59,13 @@ class DiskFile:
 
         Args:
             directory: Directory of the file.
-            size: Bytes of the file.
-            block_bytes: Bytes per block.
-            fingerprint: 16 bytes that identify everything on which a block's content depends. If it is empty, existing
-                blocks are ignored, and later processes ignore the blocks of this process.
-            name: Name of the file. States of recurrent layers, whose size differs, are in a file of their own.
-            setting: Name of the setting for ``size``, for errors.
+            size: Size of the file in bytes.
+            block_bytes: Size of a block in bytes.
+            fingerprint: 16 bytes that identify everything on which a block's content depends. If the fingerprint is
+                empty, existing blocks are ignored, and later processes ignore the blocks of this process.
+            name: Name of the file. States of recurrent layers are in a separate file, because their size differs from
+                the size of blocks.
+            setting: Name of the setting that determines ``size``, for error messages.
         """
         self._block_bytes = block_bytes
         self._stride = -(-(_SLOT.size + block_bytes) // _PAGE) * _PAGE
@@ -129,7 +135,9 @@ class DiskFile:
             raise OSError(errno.EIO, f"only a part of a block could be written to {self._path}")
 
     def _slot(self, header: bytes) -> tuple[BlockName, int] | None:
-        """Return the name and checksum of a slot's block, from its header. None if the header is invalid."""
+        """Return the name and checksum of the block in a slot, from the slot's header. The result is None if the header
+        is invalid.
+        """
         if len(header) < _SLOT.size or zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
             return None
         magic, generation, group, size, hash_bytes, block_hash, checksum, _ = _SLOT.unpack(header)
@@ -138,7 +146,9 @@ class DiskFile:
         return BlockName(group, block_hash[:hash_bytes]), checksum
 
     def _found(self) -> list[tuple[int, BlockName]]:
-        """Return the blocks in an existing file that has the same parameters, and continue with the file's generation."""
+        """Return the slots and names of the blocks in an existing file with the same parameters, and continue with the
+        file's generation. The result is empty if the parameters differ.
+        """
         header = os.pread(self._descriptor, _HEADER.size, 0)
         if len(header) < _HEADER.size or zlib.crc32(header[:-4]).to_bytes(4, "little") != header[-4:]:
             return []
@@ -177,7 +187,7 @@ class DiskFile:
 
 
 def _open(directory: Path, path: Path) -> int:
-    """Open and lock the file. Raises ConfigError."""
+    """Open the file and lock it against use by other engines. Raises ConfigError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = open_private(path)

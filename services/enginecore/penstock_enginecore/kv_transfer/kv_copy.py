@@ -1,6 +1,6 @@
-"""Copies of blocks between a worker's part of the KV cache and host memory, concurrent with steps.
+"""Copies of blocks between a worker's part of the KV cache and host memory, which run concurrently with steps.
 
-States of recurrent layers are copied in the same way: a slot of states is a block of another size.
+States of recurrent layers are copied in the same way: a slot of states counts as a block of another size.
 """
 
 import threading
@@ -22,12 +22,12 @@ from penstock_enginecore.worker.failures import Failure
 from penstock_enginecore.worker.messages import Copied, CopyBlocks, encode
 
 _TOUCHED = 64 << 20
-"""Number of bytes that one call zeroes."""
+"""Number of bytes of new host memory that one call fills with zeros."""
 
 
 class HostMemory:
-    """Host memory for blocks: uint8 ``[num_slots, slot_bytes]``. All pages are allocated at creation, so copies never
-    wait for page faults.
+    """Host memory for blocks: uint8 ``[num_slots, slot_bytes]``. All memory pages are allocated at creation, so copies
+    never wait for page faults.
 
     ``pinned`` makes the memory page-locked, for copies between host and device. Raises MemoryError if there is too
     little memory.
@@ -56,13 +56,14 @@ does. The list is empty if the worker has no such layers. Returns None while the
 
 
 class WorkerCopies:
-    """Makes copies on a separate thread, in the order of calls to ``begin``. The future of ``begin`` raises the copy's
-    error.
+    """Makes the copies of one worker on a separate thread, in the order of calls to ``begin``. If a copy fails, the
+    future that ``begin`` returned raises the error.
     """
 
     def __init__(self, memory: Memory, *, checked: bool = False) -> None:
-        """Create the copies. ``checked`` verifies a checksum when a copy reads a slot of host memory. Checksums cost
-        little for states, because a request loads a single state. Blocks in host memory have no checksums.
+        """Create the object without starting the thread. If ``checked`` is true, copies verify a checksum when they
+        read a slot of host memory. Checksums take little time for states, because a request loads a single state.
+        Blocks in host memory have no checksums.
         """
         self._memory = memory
         self._checksums: dict[int, int] | None = {} if checked else None
@@ -72,12 +73,12 @@ class WorkerCopies:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the worker's part of a block."""
+        """Size in bytes of the worker's part of a block."""
         return sum(tensor.shape[1] for tensor in self._memory() or ())
 
     def begin(self, method: str, *arguments: Any) -> "Future[Any]":
-        """Call a method of this class on the copy thread. On a GPU, the method's copies run after all work that the
-        calling thread has launched before.
+        """Call a method of this class on the copy thread, and return a future of its result. On a GPU, the method's
+        copies run after all work that the calling thread has launched before.
         """
         memory = self._memory()
         ready: Any = None
@@ -121,7 +122,7 @@ class WorkerCopies:
             if tensor.is_cuda:
                 for block_id, slot in copies:
                     part[slot].copy_(tensor[block_id], non_blocking=True)
-            else:  # numpy copies a row in half of torch's time.
+            else:  # numpy copies a row in half of the time that torch needs.
                 blocks, slots = tensor.numpy(), part.numpy()
                 for block_id, slot in copies:
                     slots[slot] = blocks[block_id]
@@ -132,7 +133,9 @@ class WorkerCopies:
                 self._checksums[slot] = self._checksum(slot)
 
     def load(self, memory: list[torch.Tensor], copies: Sequence[Copy]) -> list[int]:
-        """Copy blocks from slots. Return the slots whose content is damaged, whose blocks are not written."""
+        """Copy blocks from slots of host memory to the pool. Return the slots whose content is damaged. The blocks of
+        these slots are not written.
+        """
         damaged = [slot for _, slot in copies if self._damaged(slot)]
         copies = [copy for copy in copies if copy.slot not in damaged]
         for tensor, part in _parts(memory, self._slots()):
@@ -146,18 +149,18 @@ class WorkerCopies:
         return damaged
 
     def read(self, memory: list[torch.Tensor], block_ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of blocks of the pool."""
+        """Return the contents of blocks of the pool."""
         if _is_on_gpu(memory):
             return [b"".join(tensor[block_id].cpu().numpy().tobytes() for tensor in memory) for block_id in block_ids]
         arrays = [
             tensor.numpy() for tensor in memory
-        ]  # The arrays are joined directly, so that each byte is copied once.
+        ]  # Join the arrays directly, so that each byte is copied only once.
         return [b"".join([array[block_id] for array in arrays]) for block_id in block_ids]
 
     def write(
         self, memory: list[torch.Tensor], block_ids: Sequence[int], contents: "Sequence[bytes | memoryview]"
     ) -> None:
-        """Write bytes to blocks of the pool."""
+        """Write ``contents`` to blocks of the pool."""
         ends = list(accumulate(tensor.shape[1] for tensor in memory))
         parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
         arrays = None if _is_on_gpu(memory) else [tensor.numpy() for tensor in memory]
@@ -178,7 +181,7 @@ class WorkerCopies:
     def write_slots(
         self, _: list[torch.Tensor], slots: Sequence[int], contents: "Sequence[bytes | memoryview]"
     ) -> None:
-        """Write bytes to slots."""
+        """Write ``contents`` to slots of host memory."""
         host = self._slots()
         for slot, content in zip(slots, contents, strict=True):
             host.numpy()[slot] = np.frombuffer(content, dtype=np.uint8)
@@ -189,7 +192,9 @@ class WorkerCopies:
         return zlib.crc32(self._slots()[slot].numpy().data)
 
     def _damaged(self, slot: int) -> bool:
-        """Return whether the content of a slot has changed since it was written. False without checksums."""
+        """Return whether the content of a slot has changed since it was written. The result is always False without
+        checksums.
+        """
         return self._checksums is not None and self._checksums.get(slot) != self._checksum(slot)
 
     def _slots(self) -> torch.Tensor:
@@ -203,12 +208,16 @@ def _is_on_gpu(memory: list[torch.Tensor]) -> bool:
 
 
 def _parts(memory: list[torch.Tensor], rows: torch.Tensor) -> "zip[tuple[torch.Tensor, torch.Tensor]]":
-    """Return pairs of a pool tensor and that tensor's columns of ``rows``. Each row contains one block."""
+    """Return pairs of a tensor of the pool and the columns of ``rows`` with the data of that tensor. Each row contains
+    one block.
+    """
     return zip(memory, torch.split(rows, [tensor.shape[1] for tensor in memory], dim=1), strict=True)
 
 
 class Copier:
-    """A ``BlockCopier`` that makes all copies through ``call``. ``facts`` describe a block over all workers."""
+    """A ``BlockCopier`` that makes all copies through ``call``. ``facts`` describes a complete block, over all
+    workers.
+    """
 
     def __init__(self, call: Call, facts: BlockFacts) -> None:
         self._call = call
@@ -236,7 +245,8 @@ class Copier:
         return self._call("write_slots", slots, contents)
 
 
-# Copies for which the engine awaits results from workers, and copies in flight at a worker.
+# Records of copies: on the engine's side, copies whose results have not arrived from all workers; on a worker's side,
+# copies in flight.
 
 Send = Callable[[CopyBlocks], None]
 _OF_BYTES = ("read", "read_slots")
@@ -264,8 +274,8 @@ class CopiesAwaited:
         self._failed: Exception | None = None
 
     def call(self, of_states: bool, method: str, *arguments: Any) -> "Future[Any]":
-        """Start a copy of blocks or states on all workers. The future completes when all workers have answered. If
-        workers failed, the future raises the error of the failed worker with the lowest rank.
+        """Start a copy of blocks or states on all workers. The returned future completes when all workers have
+        answered. If workers failed, the future raises the error of the failed worker with the lowest rank.
         """
         future: Future[Any] = Future()
         with self._lock:
@@ -285,7 +295,7 @@ class CopiesAwaited:
         return future
 
     def answered(self, rank: int, number: int, outcome: bytes | Exception) -> None:
-        """Handle a worker's answer. Unknown numbers are ignored."""
+        """Handle a worker's answer to a copy. Answers with an unknown number are ignored."""
         with self._lock:
             if number not in self._waiting:
                 return
@@ -310,7 +320,7 @@ class CopiesAwaited:
             future.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """End all current and future copies with ``error``, because the workers will send no more answers."""
+        """Fail all current and future copies with ``error``, because the workers will send no more answers."""
         with self._lock:
             self._failed = self._failed or error
             waiting = [future for _, future, _ in self._waiting.values()]
@@ -323,7 +333,7 @@ class CopiesUnderWay:
     """Copies in flight at one worker. Only the worker's thread may call the methods."""
 
     LOOK = 0.0005
-    """Seconds between two checks of copies in flight."""
+    """Time in seconds between two checks whether copies in flight are done."""
 
     def __init__(self) -> None:
         self._copies: deque[tuple[int, Future[Any]]] = deque()
@@ -332,8 +342,8 @@ class CopiesUnderWay:
         return bool(self._copies)
 
     def begin(self, call: CopyBlocks, copies: WorkerCopies, start: int) -> None:
-        """Begin a copy, which runs after all work that was launched on the device before. The worker's part of a block
-        starts at byte ``start``.
+        """Begin a copy, which runs after all work that was launched on the device before this call. The worker's part
+        of a block starts at byte ``start``.
         """
         future: Future[Any]
         try:

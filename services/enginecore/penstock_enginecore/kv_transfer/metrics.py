@@ -1,4 +1,4 @@
-"""Metrics of KV block transfers, leases, and the tiers for evicted blocks and states."""
+"""Metrics of KV block transfers, of leases, and of the tiers that store evicted blocks and states."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -16,23 +16,23 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class TransferCounts:
-    """Counts since the engine started. The transfer thread counts transfers with other engines. The busy loop's thread
-    counts transfers from host memory and disk. Any thread may read the counts.
+    """Counts of transferred blocks and bytes since the engine started. The transfer thread counts transfers with other
+    engines. The busy loop's thread counts transfers from host memory and disk. Any thread may read the counts.
     """
 
     def __init__(self) -> None:
         self.num_bytes: Counter[tuple[str, str]] = Counter()
-        """Bytes of blocks by direction ("in", "out") and transport."""
+        """Number of transferred bytes, by direction ("in", "out") and transport."""
         self.num_blocks: Counter[tuple[str, str]] = Counter()
-        """Number of blocks by direction and transport."""
+        """Number of transferred blocks, by direction and transport."""
         self.num_states: Counter[tuple[str, str]] = Counter()
-        """Number of states of recurrent layers by direction and transport."""
+        """Number of transferred states of recurrent layers, by direction and transport."""
         self.failures: Counter[str] = Counter()
         """Number of blocks that did not arrive, or were not sent, by reason."""
         self._seconds: dict[str, Buckets] = {}
 
     def moved(self, direction: str, transport: str, num_bytes: int, *, of_states: bool = False) -> None:
-        """Count a block or state that was sent or has arrived."""
+        """Count a block or state that was sent to another engine or has arrived."""
         self.num_bytes[direction, transport] += num_bytes
         (self.num_states if of_states else self.num_blocks)[direction, transport] += 1
 
@@ -47,7 +47,9 @@ class TransferCounts:
 
     @property
     def seconds(self) -> dict[str, BucketCounts]:
-        """Seconds from a request for blocks to the last block, by transport or medium."""
+        """Histogram of the time in seconds from a request for blocks to the arrival of the last block, by transport or
+        medium.
+        """
         return {way: seconds.counts() for way, seconds in sorted(self._seconds.copy().items())}
 
 
@@ -89,7 +91,9 @@ _STATE_TIERS = (
 
 
 def tier_families(tiers: TierStats, ready: EngineReady, states: TierStats | None = None) -> Iterator[Metric]:
-    """Yield the metrics of the tiers of the engine ``ready``. ``states`` is None for a model without recurrent layers."""
+    """Yield the metrics of the tiers of the engine that ``ready`` identifies. ``states`` is None for a model without
+    recurrent layers.
+    """
     labels = [ready.model, ready.engine_id]
     yield from families(_TIERS, [(labels, tiers)])
     if states is not None:
@@ -97,7 +101,9 @@ def tier_families(tiers: TierStats, ready: EngineReady, states: TierStats | None
 
 
 def _num_bytes(read: tuple[TransferCounts, list[TierStats]]) -> dict[tuple[str, str], int]:
-    """Return bytes by direction and transport. For tiers, the transport is the name of the tier."""
+    """Return the number of transferred bytes, by direction and transport. For tiers, the transport is the name of the
+    tier.
+    """
     counts, classes = read
     found = counts.num_bytes.copy()
     for tiers in classes:
@@ -166,8 +172,8 @@ def _ends(leases: Leases) -> dict[str, int]:
 def lease_families(
     leases: Leases, ready: EngineReady, *, num_pulls: tuple[int, int], num_slots_used: int
 ) -> Iterator[Metric]:
-    """Yield the metrics of leases. ``num_pulls`` has the number of open pulls by other engines, and of open pulls by
-    this engine. ``num_slots_used`` is the number of unread blocks in shared memory.
+    """Yield the metrics of leases. ``num_pulls`` has two numbers: of open pulls by other engines, and of open pulls by
+    this engine. ``num_slots_used`` is the number of slots in shared memory that are in use.
     """
     table = (
         Reading(

@@ -1,1 +1,1 @@
-"""Logic of KV block transfer: connectors, tiers, leases and pulls."""
+"""Logic of KV block transfer: connectors, storage tiers, leases on blocks, and pulls of blocks from other engines."""

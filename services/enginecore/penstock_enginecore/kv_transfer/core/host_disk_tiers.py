@@ -1,5 +1,5 @@
-"""Tiers in host memory and on a disk. They store blocks that lost their last reference, so that requests can load the
-blocks again.
+"""Tiers in host memory and on a disk. They store KV blocks that no request in the engine uses any more, so that later
+requests can load the blocks again.
 """
 
 import logging
@@ -13,14 +13,17 @@ from penstock_common.types.kv_transfer import BlockName, KvMedium
 from penstock_enginecore.kv_transfer.core.base import BlockCopier, BlockHolder, Copy, Follow, Place, batch_of
 
 Told = Callable[[BlockName, bool], None]
-"""Function that is called with a block that became findable (True) or was lost (False)."""
+"""Function that is called with the name of a block, and with True if the block became findable or False if the block
+was lost.
+"""
 
 
 class SlotIndex:
-    """Index of slots by block name, in LRU order.
+    """Index of a tier's slots by block name, in LRU order.
 
-    A slot is free, or contains a findable block, or is being filled. ``entries`` are blocks from a previous run.
-    ``told`` is called for every block that becomes findable or is lost, including ``entries``.
+    A slot is free, or contains a findable block, or is being filled. ``entries`` are slots with blocks from a previous
+    run of the engine. ``told`` is called for every block that becomes findable or is lost, including the blocks of
+    ``entries``.
     """
 
     def __init__(self, num_slots: int, told: Told, entries: Iterable[tuple[int, BlockName]] = ()) -> None:
@@ -45,7 +48,7 @@ class SlotIndex:
         return list(self._slots)
 
     def get(self, name: BlockName) -> int | None:
-        """Return the slot of a block, or None."""
+        """Return the slot of a block, or None if no slot contains the block."""
         return self._slots.get(name)
 
     def touch(self, name: BlockName) -> int:
@@ -54,8 +57,8 @@ class SlotIndex:
         return slot
 
     def take(self) -> tuple[int, BlockName | None] | None:
-        """Reserve a slot to fill. Return the slot, and the name of the block that was evicted from the slot, if any.
-        Return None if all slots are being filled.
+        """Reserve a slot to be filled. Return the slot, and the name of the block that was evicted from the slot, or
+        None if the slot was free. Return None if all slots are being filled.
         """
         if self._free:
             return self._free.pop(), None
@@ -81,13 +84,13 @@ class SlotIndex:
         self._free.append(slot)
 
     def remove(self, name: BlockName) -> None:
-        """Remove an invalid block. If the block is not in the index, do nothing."""
+        """Remove a block whose content is invalid. If the block is not in the index, do nothing."""
         if (slot := self._slots.pop(name, None)) is not None:
             self._free.append(slot)
             self._told(name, False)
 
     def clear(self) -> None:
-        """Remove all blocks."""
+        """Remove all blocks from the index."""
         slots, self._slots = self._slots, {}
         self._free += slots.values()
         for name in slots:
@@ -99,16 +102,18 @@ class SlotIndex:
 logger = logging.getLogger(__name__)
 
 Evicted = Callable[[list[BlockName], list[int]], None]
-"""Callback with evicted blocks and their slots. The slots keep the blocks' content until the next copy into the slots.
+"""Callback that gets evicted blocks and their slots. The slots keep the blocks' content until the next copy into the
+slots.
 """
 
 
 class HostTier:
-    """Saves blocks to host memory, one batch at a time. All methods, and the callbacks that ``follow`` calls, run on
-    the busy loop's thread.
+    """Saves blocks from the pool to host memory, one batch at a time. All methods, and the callbacks that ``follow``
+    calls, run on the busy loop's thread.
 
-    A save waits until the pool has spare blocks. Blocks that were freed last are saved first. Among the blocks of a
-    sequence, the first blocks are saved first. If the pool evicts a block before its save begins, the save is dropped.
+    A save waits until the pool has blocks that no request needs now. Blocks that were freed last are saved first. Among
+    the blocks of a sequence, the first blocks are saved first. If the pool evicts a block before its save begins, the
+    save is dropped.
     """
 
     def __init__(
@@ -130,13 +135,13 @@ class HostTier:
         self._under_way: Future[None] | None = None
         self._off = False
         self.num_saved = 0
-        """Number of blocks saved since the engine started."""
+        """Number of blocks that were saved to host memory since the engine started."""
         self._reserved = copier.reserve(num_slots)
         follow(self._reserved, self._is_reserved)
 
     @property
     def num_held_blocks(self) -> int:
-        """Number of blocks of the pool that are being saved."""
+        """Number of blocks of the pool that the tier holds, because they are being saved."""
         return len(self._saving)
 
     @property
@@ -145,7 +150,7 @@ class HostTier:
         return len(self.index) / self.index.num_slots
 
     def freed(self, places: Sequence[Place]) -> None:
-        """Queue freed blocks to be saved."""
+        """Queue blocks that lost their last reference to be saved."""
         if self._off:
             return
         for place in places:
@@ -156,12 +161,12 @@ class HostTier:
                 self._queue[place.name] = place
 
     def taken(self, names: Iterable[BlockName]) -> None:
-        """Remove blocks from the queue of saves, because they were evicted from the pool."""
+        """Remove blocks from the queue of saves, because the pool has evicted them."""
         for name in names:
             self._queue.pop(name, None)
 
     def save(self) -> None:
-        """Begin the next batch, if no batch is in flight."""
+        """Begin to save the next batch of queued blocks, if no batch is in flight."""
         if self._under_way is not None or not self._queue or not self._reserved.done():
             return
         count = min(self._batch, self._blocks.num_spare, self.index.num_slots)
@@ -173,7 +178,7 @@ class HostTier:
         copies, evicted, taken = [], [], []
         for place in places:
             found = self.index.take()
-            if found is None:  # A batch never has more blocks than there are slots.
+            if found is None:  # This cannot happen: a batch never has more blocks than the tier has slots.
                 raise RuntimeError(f"the host memory tier has no free slot for block {place.name}")
             slot, before = found
             if before is not None:
@@ -189,8 +194,8 @@ class HostTier:
         self._follow(self._under_way, partial(self._saved, taken))
 
     def load(self, places: Sequence[Place]) -> "tuple[list[int], Future[list[int]]]":
-        """Begin to copy blocks from host memory to the pool. Return the slots of the blocks, and the future of the slots
-        that are damaged.
+        """Begin to copy blocks from host memory to the pool. Return the slots of the blocks, and a future whose result
+        is the list of damaged slots.
         """
         copies = [Copy(block_id, self.index.touch(name)) for name, block_id in places]
         return [copy.slot for copy in copies], self._copier.load(copies)
@@ -210,7 +215,7 @@ class HostTier:
         self.index.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Switch the tier off after a failed copy. Only the first failure is logged."""
+        """Switch the host memory tier off after a failed copy. Only the first failure is logged."""
         if not self._off:
             logger.warning(
                 "the KV cache tier in host memory is switched off after an error: %s: %s", type(error).__name__, error
@@ -225,7 +230,8 @@ class HostTier:
     def _saved(self, taken: "list[tuple[Place, int]]", done: "Future[None]") -> None:
         self._under_way = None
         error = done.exception()
-        for place, slot in reversed(taken):  # In this order, slots with the first blocks of a sequence are reused last.
+        # Add the blocks in reverse order, so that slots with the first blocks of a sequence are reused last.
+        for place, slot in reversed(taken):
             del self._saving[place.name]
             self._blocks.release(place)
             if error is None and not self._off:
@@ -240,27 +246,33 @@ class HostTier:
 # Disk tier, for blocks evicted from host memory.
 
 _MAX_PENDING_BYTES = 64 << 20
-"""Maximum size in bytes of the blocks that are queued to be written. Blocks beyond this limit are not written."""
+"""Maximum total size in bytes of the blocks that are queued to be written to the disk. Blocks beyond this limit are not
+written.
+"""
 Content = bytes | memoryview
 Over = Callable[[list[Place], list[Place], float], None]
-"""Callback on any thread when a batch has been loaded. Arguments: the batch's places, the places that arrived, and the
-read time in seconds.
+"""Callback that is called on any thread when a batch has been loaded. Arguments: the batch's places, the places whose
+blocks arrived, and the read time in seconds.
 """
 
 
 class BlockStore(Protocol):
-    """Slots on a disk. Each slot stores one block with its name. Reads have priority over queued writes. Futures raise
-    OSError.
+    """Interface to a file of slots on a disk. Each slot stores one block and its name. Reads have priority over queued
+    writes. If the disk fails, futures raise OSError.
     """
 
     num_slots: int
 
     @property
     def entries(self) -> Sequence[tuple[int, BlockName]]:
-        """Blocks that the slots contained when the store was opened, according to the headers of the slots."""
+        """Slots and names of the blocks that the file contained when it was opened, according to the headers of the
+        slots.
+        """
 
     def read(self, slots: Sequence[tuple[int, BlockName]]) -> "Future[list[Content | None]]":
-        """Read blocks. A result is None if the block is missing or damaged."""
+        """Read the blocks in these slots. The result for a block is None if the slot does not contain the block or the
+        block is damaged.
+        """
 
     def write(self, slot: int, name: BlockName, content: Content) -> "Future[None]":
         """Write a block to a slot."""
@@ -269,12 +281,12 @@ class BlockStore(Protocol):
         """Invalidate all blocks that were written before this call."""
 
     def close(self) -> None:
-        """Close the store after pending operations. Idempotent."""
+        """Close the file after pending reads and writes. Idempotent."""
 
 
 class DiskTier:
-    """Stores blocks on a disk. Only the busy loop's thread may call the methods. After an error, the tier is switched
-    off, and this is logged once.
+    """Stores blocks on a disk. Only the busy loop's thread may call the methods. After a failed write, the tier is
+    switched off, and this is logged once.
     """
 
     def __init__(
@@ -297,7 +309,7 @@ class DiskTier:
         self._generation = 0
         self._off = False
         self.num_written = 0
-        """Number of blocks written since the engine started."""
+        """Number of blocks that were written to the disk since the engine started."""
 
     @property
     def usage(self) -> float:
@@ -305,7 +317,7 @@ class DiskTier:
         return len(self.index) / self.index.num_slots
 
     def keep(self, names: list[BlockName], slots: list[int]) -> None:
-        """Write blocks to the disk that are being evicted from the given slots of host memory."""
+        """Write blocks to the disk. The host memory tier is about to evict these blocks from the given slots."""
         wanted = []
         for name, slot in zip(names, slots, strict=True):
             if name in self.index:
@@ -319,23 +331,25 @@ class DiskTier:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more block may be queued to be written."""
+        """Whether one more block may be queued to be written to the disk."""
         return (len(self._writing) + 1) * self._block_bytes <= max(_MAX_PENDING_BYTES, self._block_bytes)
 
     @property
     def busy(self) -> bool:
-        """Whether blocks are being written."""
+        """Whether blocks are being written to the disk."""
         return bool(self._writing)
 
     def load(self, places: Sequence[Place], over: Over) -> None:
-        """Load blocks into the pool in batches. ``over`` is called once per batch, ``num_batches`` times in total."""
+        """Load blocks from the disk into the pool in batches. ``over`` is called once per batch, ``num_batches`` times
+        in total.
+        """
         for first in range(0, len(places), self._batch):
             batch = list(places[first : first + self._batch])
             slots = [(self.index.touch(name), name) for name, _ in batch]
             self._store.read(slots).add_done_callback(partial(self._read, batch, over, self._clock()))
 
     def num_batches(self, num_blocks: int) -> int:
-        """Return the number of batches for ``num_blocks`` blocks."""
+        """Return the number of batches in which ``num_blocks`` blocks are loaded."""
         return -(-num_blocks // self._batch)
 
     def dropped(self, places: Sequence[Place]) -> None:
@@ -350,11 +364,11 @@ class DiskTier:
         self._store.clear()
 
     def close(self) -> None:
-        """Close the store after pending writes."""
+        """Close the file after pending reads and writes."""
         self._store.close()
 
     def _read(self, batch: list[Place], over: Over, asked: float, done: "Future[list[Content | None]]") -> None:
-        """Handle a finished read, on the store's thread."""
+        """Handle a finished read of one batch. Runs on the thread of the store."""
         now = self._clock()
         seconds, self._last_read = now - max(asked, self._last_read), now
         if (error := done.exception()) is not None:

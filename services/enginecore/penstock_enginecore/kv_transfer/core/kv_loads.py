@@ -1,4 +1,4 @@
-"""Waiting requests whose KV blocks are loaded instead of computed."""
+"""Handling of waiting requests whose KV blocks are loaded instead of computed."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ from penstock_enginecore.kv_transfer.core.base import KVConnector, LoadEnded, Pl
 from penstock_enginecore.kv_transfer.core.plan import LoadPlan
 from penstock_enginecore.kv_transfer.core.transfer_stats import ComputeRate
 
-# Bookkeeping of loads in flight: the owner of each load, and the requests that wait for it. Two loads in flight never
-# load the same block.
+# Records of loads in flight: the owner of each load (the request for which the load began), and the requests that wait
+# for the load. Two loads in flight never load the same block.
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Load:
 
     Attributes:
         number: Number of the load.
-        places: The blocks that the load writes.
+        places: The blocks of the pool that the load writes.
         owner: Key of the request for which the load was begun. None once that request has ended or no longer waits for
             the load.
         waiting: Keys of other requests that wait for the load's blocks.
@@ -39,7 +39,7 @@ class Load:
 
 
 class Loads:
-    """Loads in flight, each with an owner.
+    """Loads in flight, each with an owner: the request for which the load began.
 
     If the owner ends or stops waiting before the load has ended, the load is abandoned. The blocks of an abandoned load
     stay allocated until the load ends. Every load ends exactly once.
@@ -56,24 +56,24 @@ class Loads:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in flight."""
+        """Number of blocks that loads in flight write."""
         return len(self._bringing)
 
     @property
     def num_left_blocks(self) -> int:
-        """Number of blocks in flight whose load is abandoned."""
+        """Number of blocks that abandoned loads in flight write."""
         return sum(len(load.places) for load in self._loads.values() if load.owner is None)
 
     def bringing(self, names: Iterable[BlockName]) -> int | None:
-        """Return the load in flight that loads one of ``names``, or None. If there are several, use the first name in
-        order.
+        """Return the number of the load in flight that loads one of ``names``, or None. If there are several such
+        loads, return the load of the first such name.
         """
         bringing = self._bringing
         return next((bringing[name] for name in names if name in bringing), None) if bringing else None
 
     def begin(self, number: int, places: Sequence[Place], owner: str) -> None:
-        """Add a load. Raises ValueError if a block is already in flight, or if the owner already has a load or waits
-        for one.
+        """Add a load that has begun. Raises ValueError if one of its blocks is already being loaded, or if the owner
+        already has a load or waits for a load.
         """
         if owner in self._of_owner or owner in self._of_waiting:
             raise ValueError(f"request {owner} already has a load or waits for one")
@@ -85,8 +85,8 @@ class Loads:
             self._bringing[place.name] = number
 
     def wait(self, number: int, key: str) -> None:
-        """Make a request wait for the end of a load. Raises ValueError if the request already has a load or waits for
-        one.
+        """Make a request wait for the end of a load. Raises ValueError if the request already has a load or waits for a
+        load.
         """
         if key in self._of_owner or key in self._of_waiting:
             raise ValueError(f"request {key} already has a load or waits for one")
@@ -94,8 +94,8 @@ class Loads:
         self._of_waiting[key] = number
 
     def leave(self, key: str) -> int | None:
-        """Remove a request that has ended or no longer waits. Return the number of the load that is now abandoned, or
-        None.
+        """Remove a request that has ended or no longer waits. If the request owned a load, this load is now abandoned.
+        Return the number of the abandoned load, or None.
         """
         if (number := self._of_waiting.pop(key, None)) is not None:
             del self._loads[number].waiting[key]
@@ -121,20 +121,22 @@ _MEDIA = (KvMedium.HOST, KvMedium.DISK, KvMedium.PEER)
 
 
 class KvLoads(StepResource):
-    """Connects the scheduler to a ``KVConnector``, as a ``StepResource``.
+    """``StepResource`` that connects the scheduler to a ``KVConnector``.
 
     A request whose blocks are being loaded is held with ``Hold.KV_TRANSFER``, and counts against the limit of running
     requests. The request has references to the cached blocks of its prefix, and the load has references to the blocks
     that it writes. When the load has ended, the request keeps the blocks that arrived, and starts before other waiting
-    requests. Until the request starts, the scheduler can free its blocks. The scheduler does so before it preempts
-    running requests.
+    requests. Until the request starts, the scheduler can free the request's blocks. The scheduler frees such blocks
+    before it preempts running requests.
 
-    States of recurrent layers are loaded like blocks, into slots of their own pool. A load has at most one state, the
-    state at the end of the loaded prefix. Blocks without memory are not loaded, and are findable when the load ends.
+    States of recurrent layers are loaded like blocks, but into slots of the state pool. A load has at most one state:
+    the state at the end of the loaded prefix. Blocks without memory, which only carry hashes, have no content to load.
+    They become findable when the load ends.
 
-    Other requests that need the same blocks are held in the same way, but have no blocks. Loads of fewer than
-    ``min_load_tokens`` tokens are not begun. With the priority policy, the blocks of the least urgent request are freed
-    first. With FCFS, the blocks of the request whose load began last are freed first.
+    Other requests that need the same blocks are held in the same way, but have no blocks. The scheduler does not begin
+    loads of fewer than ``min_load_tokens`` tokens. If blocks of such requests must be freed, the policy decides the
+    order. With the priority policy, the least urgent request loses its blocks first. With FCFS, the request whose load
+    began last loses its blocks first.
     """
 
     stats_name = "kv_transfer"
@@ -152,19 +154,19 @@ class KvLoads(StepResource):
         self._rate = ComputeRate()
         self._loads = Loads()
         self._for: dict[int, tuple[Request, int]] = {}
-        """Request for which each load began, and the number of blocks that the request had already computed, by number
-        of the load. The request may have ended.
+        """For each load, by its number: the request for which the load began, and the number of the request's prefix
+        blocks that were already in the pool. The request may have ended.
         """
         self._others: dict[str, Request] = {}
-        """Requests that wait for another request's load, by key."""
+        """Requests that wait for the load of another request, by key."""
         self._held: dict[str, Request] = {}
-        """Requests that have blocks, by key, in the order in which their loads began."""
+        """Waiting requests that have blocks, by key, in the order in which their loads began."""
         self._ready: dict[str, Request] = {}
-        """Requests that have blocks and whose load has ended, by key."""
+        """Waiting requests that have blocks and whose load has ended, by key."""
         self._step_began: dict[int, float] = {}
         self._last_results = 0.0
         self.num_loads = 0
-        """Number of loads begun since the engine started."""
+        """Number of loads that began since the engine started."""
         self._states = self._kv_cache.states
         self._without_memory = {number for number, group in enumerate(self._kv_cache.groups) if not group.has_memory}
         self._log = BlockLog()
@@ -185,7 +187,7 @@ class KvLoads(StepResource):
         return request.key in self._held
 
     def stats(self) -> KvTransferStats:
-        """Return statistics of loaded blocks and of leases."""
+        """Return statistics of tokens found outside the KV cache, and of leases."""
         return self._leases.stats(self._kv_cache.external_stats)
 
     def has_others(self, request: Request) -> bool:
@@ -197,15 +199,15 @@ class KvLoads(StepResource):
         """Whether ``begin_step`` has events to process."""
         return self._connector.has_news or bool(self._log) or bool(self._state_log)
 
-    # Requests.
+    # Events of requests.
 
     def added(self, request: Request) -> None:
         """Notify the connector of a new request."""
         self._connector.opened(request)
 
     def answer(self, request: Request) -> str:
-        """Return the connector's response for a request that ended normally, as JSON. Empty if the connector returns no
-        response.
+        """Return the connector's response for a request that ended normally, as JSON. The result is empty if the
+        connector returns no response.
         """
         said = self._connector.answer(request)
         return "" if said is None else msgspec.json.encode(said).decode()
@@ -217,7 +219,7 @@ class KvLoads(StepResource):
 
     def load(self, request: Request, computed: ComputedBlocks, reserve: Callable[[int], int]) -> Admission | None:
         """Begin to load blocks of the request at the head of the queue, if loading is faster than computing. If a load
-        begins, the request is held.
+        begins, or another load in flight has the blocks, the request is held.
         """
         if request.hold or request.skip_reading_prefix_cache or not self._kv_cache.reuses:
             return None
@@ -232,7 +234,9 @@ class KvLoads(StepResource):
             self._waiting.hold(request, Hold.KV_TRANSFER)
             return Admission.BLOCKED
         if self._states is not None and self._states.num_spare < 1:
-            return None  # All slots belong to running requests and to requests that can still start.
+            # No state slot is free: all slots belong to running requests or are reserved for requests that can still
+            # start.
+            return None
         alone = not self._running and not self._held
         spare = 0 if alone else reserve(num_tokens)
         if len(plan.missing) + self._pool.num_free_among(plan.there) + spare > self._pool.num_free_blocks:
@@ -256,16 +260,18 @@ class KvLoads(StepResource):
         self._waiting.hold(request, Hold.KV_TRANSFER)
 
     def _has_memory(self, name: BlockName) -> bool:
-        """Return whether a block or state has content to load. Other blocks only carry the hash of a prefix."""
+        """Return whether a block or state has content to load. Blocks of a model without attention have no content, and
+        only carry the hash of a prefix.
+        """
         return name.group not in self._without_memory
 
     @property
     def ready(self) -> list[Request]:
-        """Requests that can start now, in the order in which to start them."""
+        """Requests whose load has ended and that can start now, in the order in which to start them."""
         return [request for request in self._ready.values() if request.hold == Hold.KV_TRANSFER] if self._ready else []
 
     def started(self, request: Request, num_computed: int, count: int) -> None:
-        """Count the tokens that a starting request need not compute."""
+        """Count the loaded tokens, which a starting request need not compute, in the statistics."""
         if request.num_cached_tokens < 0:
             loaded = request.num_loaded_tokens
             self._kv_cache.external_stats.queries += request.num_tokens - num_computed + loaded
@@ -276,7 +282,7 @@ class KvLoads(StepResource):
     # Freeing of blocks.
 
     def give_up_one(self, *, keep: Request | None = None) -> bool:
-        """Free the blocks of one request that is not running and is not ``keep``, and queue that request again.
+        """Free the blocks of one waiting request other than ``keep``, and queue that request again.
 
         Return False if there is no such request, or if all such requests are more urgent than the running requests.
         """
@@ -294,21 +300,23 @@ class KvLoads(StepResource):
 
     @property
     def returns_blocks(self) -> bool:
-        """Whether blocks that belong to no request will be free after a copy."""
+        """Whether blocks that belong to no request will be free soon, when a copy ends."""
         return self.num_returning > 0
 
     def all_preempted(self) -> None:
-        """Free the blocks of all requests that are not running, because results of steps in flight are ignored."""
+        """Free the blocks of all waiting requests after every running request was preempted, and forget the start times
+        of steps in flight.
+        """
         self.give_up_all()
         self._step_began.clear()
 
     def give_up_all(self) -> None:
-        """Free the blocks of all requests that are not running, and queue the requests again."""
+        """Free the blocks of all waiting requests, and queue these requests again."""
         for request in list(self._held.values()):
             self.give_up(request)
 
     def give_up(self, request: Request) -> None:
-        """Free the blocks of a request that is not running, and queue the request again."""
+        """Free the blocks of a waiting request, and queue the request again."""
         self._leave(request)
         if request.num_cached_tokens < 0:
             request.loaded_tokens = ()
@@ -325,12 +333,12 @@ class KvLoads(StepResource):
 
     @property
     def num_returning(self) -> int:
-        """Number of blocks that belong to no request and will be free soon, when a copy ends."""
+        """Number of blocks that belong to no request and will be free soon, when copies end."""
         return self._loads.num_left_blocks + self._connector.num_held_blocks
 
     def settle(self) -> None:
-        """Wait until only running requests have blocks. Then drop all blocks outside the pool, because these blocks are
-        invalid now.
+        """End all loads, and wait until only running requests have blocks. Then drop all blocks that are stored outside
+        the pool, because these blocks are invalid now.
         """
         self.give_up_all()
         self._connector.settle()
@@ -343,7 +351,7 @@ class KvLoads(StepResource):
 
     @property
     def num_spare(self) -> int:
-        """See ``BlockHolder``. Excludes the blocks that running requests need in an average step."""
+        """See ``BlockHolder``. The number excludes the blocks that running requests need in an average step."""
         running = (len(self._running) + len(self._held)) * len(self._kv_cache.groups)
         return self._pool.num_free_blocks - (running and 1 + running // self._kv_cache.block_size)
 
@@ -351,15 +359,15 @@ class KvLoads(StepResource):
         return self._pool.hold(place.block_id, place.name.hash, place.name.group)
 
     def release(self, place: Place) -> None:
-        """See ``BlockHolder``. The release is not in the block log, because the connector would otherwise save the
-        block again.
+        """See ``BlockHolder``. The release is not recorded in the block log, because the connector would otherwise save
+        the block again.
         """
         self._pool.release(place.block_id)
 
     def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
         self._kv_cache.findable(medium, name, is_there)
 
-    # Steps.
+    # Events of steps.
 
     def begin_step(self, *, paused: bool) -> None:
         """Notify the connector of cached, freed and evicted blocks and states, and process loads that have ended."""
@@ -396,12 +404,12 @@ class KvLoads(StepResource):
             self._connector.on_freed(freed)
 
     def end_step(self, output: SchedulerOutput) -> None:
-        """Record the start time of a step."""
+        """Record the start time of a step with many tokens, to measure how fast the engine computes tokens."""
         if output.total_num_scheduled_tokens >= self._min_tokens:
             self._step_began[output.step] = self._clock()
 
     def stepped(self, output: SchedulerOutput) -> None:
-        """Record the duration of a step whose results have arrived."""
+        """Record how long a step took, from its start or the previous step's results to its own results."""
         began, now = self._step_began.pop(output.step, None), self._clock()
         if began is not None:
             self._rate.computed(output.total_num_scheduled_tokens, now - max(began, self._last_results))
@@ -427,9 +435,11 @@ class KvLoads(StepResource):
     def _loaded(
         self, request: Request, ended: LoadEnded, computed: ComputedBlocks, num_computed: int
     ) -> tuple[int, ...]:
-        """Return the number of loaded tokens by medium, among the tokens that the request need not compute.
+        """Return the number of tokens that were loaded from each medium, among the tokens that the request need not
+        compute.
 
-        A loaded state saves all tokens after the first ``num_computed`` blocks, even if their blocks were in the pool.
+        If a state was loaded, all tokens after the first ``num_computed`` blocks count as loaded with the state, even
+        if their KV blocks were in the pool.
         """
         of_prefix = set(request.block_hashes[: computed.num_blocks])
         media: dict[bytes, KvMedium] = {}

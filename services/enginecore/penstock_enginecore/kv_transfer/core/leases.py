@@ -22,11 +22,11 @@ LEASE_ID_BYTES = 16
 
 
 class LeaseState(enum.Enum):
-    """State of a lease.
+    """State of a lease on KV blocks.
 
     Attributes:
-        GRANTED: No pull is open, and the lease time is running.
-        OPEN: A pull is open.
+        GRANTED: No engine has an open pull of the lease's blocks, and the lease time is running.
+        OPEN: Another engine has an open pull, a stream that fetches blocks.
         RELEASED: The pulling engine released the lease.
         EXPIRED: The lease time ran out.
         REVOKED: The engine ended the lease, for example to free blocks.
@@ -45,16 +45,17 @@ class LeaseState(enum.Enum):
 
 
 class Lease:
-    """A lease with one reference to each block of ``tables``, and to the slot of the state after these blocks if the
-    model has recurrent layers. A block or slot with a reference keeps its content.
+    """A lease, which has one reference to each block of ``tables``. If the model has recurrent layers, the lease also
+    has a reference to the slot of the state at the end of these blocks. A block or slot with a reference keeps its
+    content.
 
-    Times are seconds on the caller's clock.
+    Points in time are in seconds on the caller's clock.
 
     Attributes:
-        blocks: Ids of blocks, and of the slot, by content.
-        slot: Slot of the state after the blocks, or None.
+        blocks: Ids of the blocks, and of the slot, by the name of the content.
+        slot: Slot of the state at the end of the blocks, or None.
         num_pulls: Number of open pulls.
-        num_fetches: Number of fetch requests in these pulls that are not complete.
+        num_fetches: Number of fetch requests of these pulls that are not complete.
         num_reads: Number of copies in flight that read blocks of the lease.
         expires_at: Time at which the lease ends if no pull is open.
         ends_by: Time at which the lease ends even if a pull is open.
@@ -96,19 +97,19 @@ class Lease:
 
     @property
     def clock_ends(self) -> float:
-        """Time at which the lease ends if no pull is opened or closed before."""
+        """Time at which the lease ends if no pull is opened or closed before this time."""
         return self.ends_by if self.num_pulls else min(self.expires_at, self.ends_by)
 
 
 class Leases:
     """Tracks the leases that an engine has granted, oldest first.
 
-    A lease is granted once and ends once. Its block references are dropped once. This happens when the lease ends, or
-    later, when the last copy in flight ends. Calls for an ended or unknown lease have no effect.
+    A lease is granted once and ends once. The lease's references to blocks are dropped once: when the lease ends, or
+    when the last copy in flight ends, whichever is later. Calls for an ended or unknown lease have no effect.
 
     Only the busy loop's thread may call ``grant``, ``expire``, ``revoke_one`` and ``revoke_all``, because only this
-    thread drops references. The other methods are thread-safe, so that no pull waits for a step. ``now`` must always be
-    a time of the same clock.
+    thread drops references. The other methods are thread-safe, so that no pull waits for a step. The arguments ``now``
+    must all be times of the same clock.
     """
 
     def __init__(
@@ -124,9 +125,9 @@ class Leases:
         """Create an empty set of leases.
 
         Args:
-            free: Drops one reference to each of the given blocks (``BlockPool.free``).
+            free: Function that drops one reference to each of the given blocks (``BlockPool.free``).
             max_blocks: Maximum number of blocks in all leases together. A block in several leases counts once.
-            free_slot: Drops one reference to the slot of a state.
+            free_slot: Function that drops one reference to the slot of a state.
             max_slots: Maximum number of leases with the slot of a state.
             lease_seconds: Duration of a lease without an open pull, in seconds.
             max_seconds: Maximum duration of a lease with open pulls, in seconds.
@@ -141,11 +142,11 @@ class Leases:
         self._lock = threading.Condition()
         self._leases: dict[bytes, Lease] = {}
         self._read_on: dict[bytes, Lease] = {}
-        """Ended leases whose blocks are still being copied."""
+        """Leases that have ended, but whose blocks are still being copied, by lease id."""
         self._over: list[Lease] = []
-        """Ended leases whose references are to be dropped."""
+        """Leases that have ended, and whose references the busy loop's thread must drop."""
         self._holders: Counter[int] = Counter()
-        """Number of leases that have a reference to a block, by block id."""
+        """Number of leases that have a reference to each block, by block id."""
         self.ends: Counter[LeaseState] = Counter()
         """Number of ended leases, by the state in which they ended."""
         self.num_refused = 0
@@ -159,7 +160,7 @@ class Leases:
         return lease_id in self._leases
 
     def get(self, lease_id: bytes) -> Lease | None:
-        """Return the lease, or None if it has ended."""
+        """Return the lease with this id, or None if the lease has ended or is unknown."""
         return self._leases.get(lease_id)
 
     @property
@@ -177,11 +178,11 @@ class Leases:
         now: float,
         slot: KVCacheBlock | None = None,
     ) -> Lease | None:
-        """Grant a lease. The lease takes over the caller's references to ``slot``, and to the blocks of ``tables``, which
-        must not include null blocks.
+        """Grant a lease. The lease takes over the caller's references to ``slot`` and to the blocks of ``tables``.
+        ``tables`` must not include null blocks.
 
-        ``blocks`` has the ids by content. Return None if all leases together would have too many blocks. In that
-        case, the caller keeps its references. Raises ValueError if the id is in use.
+        ``blocks`` has the ids of the blocks by the name of their content. Return None if all leases together would have
+        too many blocks. In that case, the caller keeps its references. Raises ValueError if the id is in use.
         """
         if lease_id in self._leases or lease_id in self._read_on:
             raise ValueError(f"lease id {lease_id.hex()} is already in use")
@@ -199,8 +200,8 @@ class Leases:
         return lease
 
     def expire(self, now: float) -> int:
-        """End leases whose time has run out, and drop the references of ended leases. Return how many leases dropped
-        references.
+        """End leases whose time has run out. Drop the references of ended leases whose blocks are not being copied.
+        Return the number of leases that dropped references.
         """
         with self._lock:
             for lease in [lease for lease in self._leases.values() if lease.clock_ends <= now]:
@@ -208,14 +209,18 @@ class Leases:
         return self._give_back()
 
     def next_expiry(self) -> float | None:
-        """Return the time at which ``expire`` must be called. 0 means now, and None means that there are no leases."""
+        """Return the time at which ``expire`` must be called next. A result of 0 means now, and None means that there
+        are no leases.
+        """
         if self._over:
             return 0.0
         with self._lock:
             return min((lease.clock_ends for lease in self._leases.values()), default=None)
 
     def revoke_one(self) -> bool:
-        """End the oldest lease that is not being read, to free blocks. Return False if there is none."""
+        """End the oldest lease without an open fetch request, to free its blocks. Return False if there is no such
+        lease.
+        """
         with self._lock:
             oldest = next((each for each in self._leases.values() if not each.num_fetches), None)
             if oldest is not None:
@@ -223,7 +228,9 @@ class Leases:
         return self._give_back() > 0
 
     def revoke_all(self) -> None:
-        """End all leases to empty the pool. The blocks of copies in flight are freed once the copies have ended."""
+        """End all leases to free all leased blocks. Blocks that copies in flight read are freed once the copies have
+        ended.
+        """
         with self._lock:
             for lease in list(self._leases.values()):
                 self._end(lease, LeaseState.REVOKED)
@@ -240,7 +247,9 @@ class Leases:
     # Thread-safe methods.
 
     def opened(self, lease_id: bytes) -> Lease | None:
-        """Record that a pull was opened. Return its lease, or None if the lease does not exist."""
+        """Record that a pull was opened. Return the lease with this id, or None if the lease has ended or is
+        unknown.
+        """
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is not None:
@@ -249,7 +258,7 @@ class Leases:
             return lease
 
     def closed(self, lease_id: bytes, now: float) -> None:
-        """Record that a pull was closed."""
+        """Record that a pull of the lease's blocks was closed."""
         with self._lock:
             lease = self._leases.get(lease_id)
             if lease is None:
@@ -260,7 +269,9 @@ class Leases:
                 lease.expires_at = now + self.lease_seconds
 
     def fetch_began(self, lease_id: bytes) -> None:
-        """Record that a pull requested blocks. The lease is not revoked to free blocks until ``fetch_ended``."""
+        """Record that a pull requested blocks of the lease. Until ``fetch_ended``, the lease is not revoked to free
+        blocks.
+        """
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
                 lease.num_fetches += 1
@@ -272,7 +283,8 @@ class Leases:
                 lease.num_fetches -= 1
 
     def read_began(self, lease_id: bytes, names: Sequence[BlockName]) -> list[int | None] | None:
-        """Begin a read of blocks, and return their ids. An id is None if the lease does not have the block.
+        """Record that a read of blocks of the lease begins, and return the block ids. An id is None if the lease does
+        not have the block.
 
         The blocks keep their content until ``read_ended``. If the lease does not exist, return None and begin no read.
         """
@@ -284,7 +296,9 @@ class Leases:
             return [lease.blocks.get(name) for name in names]
 
     def read_ended(self, lease_id: bytes) -> bool:
-        """End a read. Return whether references can now be dropped. If so, the caller should wake the busy loop."""
+        """Record the end of a read of blocks. Return whether the lease's references can now be dropped. If the result
+        is True, the caller should wake the busy loop.
+        """
         with self._lock:
             lease = self._leases.get(lease_id) or self._read_on[lease_id]
             lease.num_reads -= 1
@@ -296,7 +310,9 @@ class Leases:
             return True
 
     def released(self, lease_id: bytes) -> bool:
-        """Record that the pulling engine released the lease. Return whether references can now be dropped."""
+        """Record that the pulling engine released the lease. Return whether the lease's references can now be
+        dropped.
+        """
         with self._lock:
             if (lease := self._leases.get(lease_id)) is not None:
                 self._end(lease, LeaseState.RELEASED)
@@ -330,16 +346,16 @@ def _ids(tables: Sequence[Sequence[KVCacheBlock]]) -> set[int]:
     return {block.block_id for table in tables for block in table}
 
 
-# Granting of leases to engines that resume this engine's requests.
+# Granting of leases to other engines, which resume requests of this engine.
 
 _SETTLE = 10.0
-"""Maximum time in seconds to wait for copies. Copies normally take milliseconds."""
+"""Maximum time in seconds to wait for the end of copies of leased blocks. Copies normally take milliseconds."""
 logger = logging.getLogger(__name__)
 
 
 class LeasedBlocks:
-    """Grants leases on the cached blocks of requests, once ``begin`` was called. Only the busy loop's thread may call
-    the methods.
+    """Grants leases on the cached blocks of requests. No leases are granted before ``begin`` is called. Only the busy
+    loop's thread may call the methods.
     """
 
     def __init__(
@@ -352,17 +368,21 @@ class LeasedBlocks:
         self._source: tuple[KVCacheManager, KvSource] | None = None
 
     def begin(self, leases: Leases, kv_cache: KVCacheManager, identity: KvSource, *, block_bytes: int = 0) -> None:
-        """Start granting leases. ``identity`` is the engine's KvSource, without lease and tokens."""
+        """Start granting leases. ``identity`` is the KvSource that identifies this engine, without the fields for one
+        lease.
+        """
         self.leases, self._source = leases, (kv_cache, identity)
         self._block_bytes = block_bytes
 
     def grant(self, request: Request) -> KvSource | None:
-        """Lease the blocks that another engine needs to resume the request. Return the source.
+        """Lease the blocks that another engine needs to resume the request. Return the KvSource with the lease, which
+        names this engine as the source of the blocks.
 
-        The lease contains the request's full, findable blocks. In groups with windows, it contains only the blocks to
-        which the next query attends. If the model has recurrent layers, the blocks end at a kept state, which the lease
-        contains as well. The caller may drop the request's own references after this call. Return None if there are no
-        such blocks, or if all leases together would have too many blocks or states.
+        The lease contains the request's full, findable blocks. In groups with attention windows, the lease contains
+        only the blocks to which the next query attends. If the model has recurrent layers, the blocks end where a
+        recurrent state is kept, and the lease contains this state as well. The caller may drop the request's own
+        references after this call. Return None if there are no such blocks, or if all leases together would have too
+        many blocks or states.
         """
         if self._source is None:
             return None
@@ -397,29 +417,33 @@ class LeasedBlocks:
         return len(self.leases)
 
     def seconds_to_expiry(self) -> float:
-        """Return the seconds until ``expire`` must be called. The result is negative if the call is overdue, and
-        infinite without leases.
+        """Return the seconds until ``expire`` must be called next. The result is negative if the call is overdue, and
+        infinite if there are no leases.
         """
         expiry = self.leases.next_expiry()
         return math.inf if expiry is None else expiry - self._clock()
 
     def expire(self) -> int:
-        """End leases whose time has run out, and drop the references of ended leases. Return how many leases dropped
-        references.
+        """End leases whose time has run out. Drop the references of ended leases whose blocks are not being copied.
+        Return the number of leases that dropped references.
         """
         return self.leases.expire(self._clock()) if self.leases else 0
 
     def revoke_one(self) -> bool:
-        """End the oldest lease that is not being read, to free blocks. Return False if there is none."""
+        """End the oldest lease without an open fetch request, to free its blocks. Return False if there is no such
+        lease.
+        """
         return bool(self.leases) and self.leases.revoke_one()
 
     def revoke_all(self) -> None:
-        """End all leases to empty the pool, and wait for copies in flight."""
+        """End all leases to free all leased blocks, and wait for the end of copies in flight."""
         if not self.leases.settle(_SETTLE):
             logger.error("copies of leased KV blocks did not end within %g s", _SETTLE)
 
     def stats(self, found: PrefixCacheStats) -> KvTransferStats:
-        """Return statistics of leases and of external cache hits. ``found`` counts the external cache hits."""
+        """Return statistics of leases and of tokens found outside the KV cache. ``found`` has the counts of these
+        tokens.
+        """
         return KvTransferStats(
             external_prefix_cache_queries=found.queries,
             external_prefix_cache_hits=found.hits,
@@ -432,7 +456,9 @@ class LeasedBlocks:
 def _leasable(
     kv_cache: KVCacheManager, computed: ComputedBlocks, request: Request
 ) -> tuple[list[list[KVCacheBlock]], dict[BlockName, int]]:
-    """Return the cached blocks of a request that have memory, by group, and their ids by name."""
+    """Return the cached blocks of a request that have memory, as one list per group, and the ids of these blocks by
+    name.
+    """
     tables: list[list[KVCacheBlock]] = []
     blocks: dict[BlockName, int] = {}
     for group, table in enumerate(computed.blocks):

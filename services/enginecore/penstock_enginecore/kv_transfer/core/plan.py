@@ -1,4 +1,4 @@
-"""Planning of loads: finds the blocks and the state that a request could load instead of computing them."""
+"""Planning of loads: finds the blocks and the recurrent state that a request could load instead of computing them."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -8,17 +8,17 @@ from penstock_enginecore.core.kv_cache.block_pool import BlockPool, KVCacheBlock
 from penstock_enginecore.core.kv_cache.spec import KVCacheGroup
 
 Lookup = Callable[[Sequence[Sequence[BlockName]]], int]
-"""``KVConnector.lookup`` for one request."""
+"""Function ``KVConnector.lookup`` with the argument for one request filled in."""
 
 
 class LoadPlan(NamedTuple):
-    """A prefix that could be loaded.
+    """A prefix of a request that could be used if the missing blocks are loaded.
 
     Attributes:
         num_blocks: Length of the prefix in blocks.
-        missing: Needed blocks that are not in the pool, in the order of their positions.
-        there: Needed blocks that are already in the pool, by group.
-        state: The state at the end of the prefix, if the model has states and this state is not in its pool.
+        missing: Names of needed blocks that are not in the pool, in the order of their positions. there: Needed blocks
+        that are already in the pool, by group. state: Name of the recurrent state at the end of the prefix, if the
+        model has states and this state is not in the state pool.
     """
 
     num_blocks: int
@@ -37,9 +37,9 @@ def plan_load(
 ) -> LoadPlan:
     """Find the longest prefix, in whole blocks, for which every needed block is in the pool or can be loaded.
 
-    As in ``find_computed_blocks``, a group without a window needs all blocks of the prefix. A group with a window needs
-    the blocks to which the first query after the prefix attends. Blocks without memory are never looked up, because
-    they have no content to load.
+    As in ``find_computed_blocks``, a group without an attention window needs all blocks of the prefix. A group with a
+    window needs the blocks to which the first query after the prefix attends. Blocks without memory are never looked
+    up, because they have no content to load.
     """
     full = [number for number, group in enumerate(groups) if group.has_memory and not group.is_windowed]
     windowed = [number for number, group in enumerate(groups) if group.is_windowed]

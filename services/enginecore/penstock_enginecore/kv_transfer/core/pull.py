@@ -1,4 +1,6 @@
-"""The client side of a pull as a state machine that handles events (messages, timeouts) and returns effects."""
+"""The client side of a pull of KV blocks from another engine (the source), as a state machine without I/O. The state
+machine handles events (messages, timeouts) and returns effects, which the caller carries out.
+"""
 
 import enum
 from collections import deque
@@ -8,9 +10,9 @@ from typing import NamedTuple
 from penstock_common.types.kv_transfer import BlockName
 
 MAX_HASHES = 4096
-"""Maximum number of hashes per fetch request in the protocol."""
+"""Maximum number of block hashes in one fetch request, according to the protocol."""
 MAX_ASKED = 16
-"""Maximum number of open fetch requests per stream."""
+"""Maximum number of fetch requests that may be open on one stream."""
 
 
 class PullState(enum.Enum):
@@ -35,7 +37,7 @@ class PullState(enum.Enum):
 
 
 class Ask(NamedTuple):
-    """Effect: send a fetch request with this number."""
+    """Effect: send the source a fetch request with this number for blocks of one group."""
 
     number: int
     group: int
@@ -43,13 +45,15 @@ class Ask(NamedTuple):
 
 
 class Acknowledge(NamedTuple):
-    """Effect: acknowledge the total number of bytes received since the start of the pull."""
+    """Effect: acknowledge to the source the total number of bytes that were processed since the start of the pull."""
 
     num_bytes: int
 
 
 class Arrived(NamedTuple):
-    """Effect: a block of a fetch has arrived. Pass ``sequence`` to ``Pull.taken`` when the block is processed."""
+    """Effect: deliver a block of a fetch that has arrived. When the block is processed, ``sequence`` must be passed to
+    ``Pull.taken``.
+    """
 
     fetch_id: int
     place: int
@@ -57,13 +61,13 @@ class Arrived(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """Effect: a fetch has ended."""
+    """Effect: report that a fetch has ended."""
 
     fetch_id: int
 
 
 class GiveUp(NamedTuple):
-    """Effect: end the stream. If ``released``, first tell the source that the lease is not needed any more."""
+    """Effect: end the stream. If ``released`` is true, first tell the source that the lease is not needed any more."""
 
     released: bool
 
@@ -72,7 +76,7 @@ Effect = Ask | Acknowledge | Arrived | Ended | GiveUp
 
 
 class Broken(Exception):  # noqa: N818 - what it is
-    """The other end violated the protocol."""
+    """Raised if the source violated the protocol."""
 
 
 class _Fetch:
@@ -80,8 +84,8 @@ class _Fetch:
 
     Attributes:
         left: Indices of blocks for which the source has not answered yet, by name.
-        asked: Numbers of fetch requests that were sent and are open.
-        unasked: Fetch requests that have not been sent.
+        asked: Numbers of the fetch requests that were sent and are not complete.
+        unasked: Fetch requests that have not been sent yet, as group and hashes.
     """
 
     __slots__ = ("asked", "left", "unasked")
@@ -99,11 +103,12 @@ class _Fetch:
 
 
 class Pull:
-    """A pull from one source. Fetches may begin while the pull is opening. Their requests are sent once it is open.
-    Each fetch ends exactly once.
+    """A pull of blocks from one source. Fetches may begin while the pull is opening. Their requests are sent once the
+    pull is open. Each fetch ends exactly once.
 
-    The source counts as lost if it must send a message but sends nothing for ``silence`` seconds. While arrived blocks
-    are unprocessed, the source need not send. ``window`` is the maximum number of unprocessed bytes.
+    The source counts as lost if it must send a message but sends nothing for ``silence`` seconds. While blocks that
+    arrived are unprocessed, the source need not send messages. ``window`` is the maximum number of bytes that may have
+    arrived but are not processed.
     """
 
     def __init__(self, now: float, *, silence: float, window: int) -> None:
@@ -114,16 +119,18 @@ class Pull:
         self._window = window
         self._fetches: dict[int, _Fetch] = {}
         self._of: dict[int, int | None] = {}
-        """Number of the fetch of each open request, by number of the request. None if the fetch was abandoned."""
+        """Number of the fetch to which each open fetch request belongs, by number of the request. None if the fetch was
+        abandoned.
+        """
         self._next_number = 1
         self._sizes: dict[int, int] = {}
         """Size in bytes of each block that has arrived but is not acknowledged, by sequence number."""
         self._taken: set[int] = set()
         self._next_sequence = 0
         self._first = 0
-        """Lowest sequence number of an unprocessed block."""
+        """Lowest sequence number of a block that is not processed."""
         self._num_bytes = 0
-        """Number of acknowledged bytes."""
+        """Total number of bytes that were acknowledged to the source."""
         self.num_waiting_bytes = 0
         """Number of bytes that have arrived but are not processed."""
 
@@ -133,7 +140,7 @@ class Pull:
         return len(self._fetches)
 
     def fetch(self, fetch_id: int, names: Sequence[BlockName], now: float) -> list[Effect]:
-        """Begin a fetch of blocks."""
+        """Begin a fetch of the blocks ``names``."""
         if self.state.ended or not names:
             return [Ended(fetch_id)]
         if not self._of and self.state is PullState.OPEN:
@@ -142,7 +149,7 @@ class Pull:
         return self._ask()
 
     def abandon(self, fetch_id: int) -> list[Effect]:
-        """Abandon the blocks of a fetch that have not arrived. If the fetch has ended, do nothing."""
+        """Stop waiting for the blocks of a fetch that have not arrived. If the fetch has ended, do nothing."""
         fetch = self._fetches.pop(fetch_id, None)
         if fetch is None:
             return []
@@ -153,18 +160,18 @@ class Pull:
     def opened(self, now: float) -> list[Effect]:
         """Handle the source's ``opened`` message. Raises Broken if the source sends ``opened`` twice."""
         if self.state is not PullState.OPENING:
-            raise Broken("opened was sent twice")
+            raise Broken("the source sent the message opened twice")
         self.state, self._heard = PullState.OPEN, now
         return self._ask()
 
     def heard(self, now: float) -> None:
-        """Record that a message arrived."""
+        """Record that a message from the source arrived."""
         self._heard = now
 
     def block(self, number: int, name: BlockName, size: int, now: float, *, good: bool) -> list[Effect]:
-        """Handle an arrived block. ``good`` is whether the block passed verification.
+        """Handle a block that arrived. ``good`` says whether the block's checksum is correct.
 
-        Raises Broken if the block was not requested, or if the window is exceeded.
+        Raises Broken if the block was not requested, or if more than ``window`` bytes are unprocessed.
         """
         fetch_id, index = self._answered(number, name, now)
         if self.num_waiting_bytes and self.num_waiting_bytes + size > self._window:
@@ -178,14 +185,16 @@ class Pull:
         return [Arrived(fetch_id, index, sequence)]
 
     def missing(self, number: int, name: BlockName, now: float) -> None:
-        """Handle the source's answer that it does not have a block. Raises Broken if the block was not requested."""
+        """Handle the source's message that it does not have a requested block. Raises Broken if the block was not
+        requested.
+        """
         self._answered(number, name, now)
 
     def done(self, number: int, now: float) -> list[Effect]:
-        """Handle the source's answer that a fetch request is complete. Raises Broken if the request is not open."""
+        """Handle the source's message that a fetch request is complete. Raises Broken if the request is not open."""
         self._heard = now
         if number not in self._of:
-            raise Broken(f"done for fetch {number}, which is not open")
+            raise Broken(f"received done for fetch {number}, which is not open")
         fetch_id = self._of.pop(number)
         effects: list[Effect] = []
         if fetch_id is not None:
@@ -197,7 +206,7 @@ class Pull:
         return [*effects, *self._ask()]
 
     def taken(self, sequence: int, now: float) -> list[Effect]:
-        """Record that the bytes of a block have been processed."""
+        """Record that a block has been processed, so that its bytes can be acknowledged."""
         self._taken.add(sequence)
         self.num_waiting_bytes -= self._sizes[sequence]
         if sequence != self._first:
@@ -211,30 +220,30 @@ class Pull:
         return [] if self.state.ended else [Acknowledge(self._num_bytes)]
 
     def fail(self, reason: str) -> list[Effect]:
-        """End the pull because the source is lost or violated the protocol. Fetches end with the blocks that have
-        arrived.
+        """End the pull because the source is lost or violated the protocol. The open fetches end. Blocks that have
+        arrived stay usable.
         """
         return self._end(PullState.FAILED, reason, released=False)
 
     def close(self, *, released: bool) -> list[Effect]:
-        """Close the pull. ``released`` is true if no engine needs the lease any more."""
+        """Close the pull. ``released`` must be true if no engine needs the source's lease any more."""
         return self._end(PullState.CLOSED, "", released=released)
 
     def is_silent(self, now: float) -> bool:
-        """Return whether the source must send a message but has been silent for too long."""
+        """Return whether the source must send a message but has sent none for longer than ``silence`` seconds."""
         owes = self.state is PullState.OPENING or (self.state is PullState.OPEN and bool(self._of))
         return owes and not self.num_waiting_bytes and now - self._heard >= self._silence
 
     def _answered(self, number: int, name: BlockName, now: float) -> tuple[int | None, int]:
         self._heard = now
         if number not in self._of:
-            raise Broken(f"a block for fetch {number}, which is not open")
+            raise Broken(f"received a block for fetch {number}, which is not open")
         fetch_id = self._of[number]
         if fetch_id is None:
             return None, 0
         index = self._fetches[fetch_id].left.pop(name, None)
         if index is None:
-            raise Broken(f"a block that fetch {number} did not ask for")
+            raise Broken(f"received a block that fetch {number} did not request")
         return fetch_id, index
 
     def _ask(self) -> list[Effect]:

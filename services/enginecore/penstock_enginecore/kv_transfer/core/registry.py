@@ -1,4 +1,4 @@
-"""Selection of an engine's connector by the configuration, including connectors of plugins."""
+"""Creation of an engine's KV connector according to the configuration, including connectors of plugins."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,9 @@ from penstock_enginecore.states.core.sizing import tier_share_of_states
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """Arguments for creating a connector. ``KVConnector`` describes ``wake``. ``clock`` returns monotonic seconds."""
+    """Arguments for creating a connector. The docstring of ``KVConnector`` describes ``wake``. ``clock`` returns
+    monotonic seconds.
+    """
 
     config: EngineCoreConfig
     model: ModelInfo
@@ -34,8 +36,8 @@ _KNOWN: dict[str, str] = {}
 
 
 def register_kv_connector(name: str, target: str) -> None:
-    """Register the class at ``target`` (``package.module:Class``) under ``name``. The setting ``kv_transfer.connector``
-    can then use the name.
+    """Register the connector class at ``target`` (``package.module:Class``) under ``name``. The setting
+    ``kv_transfer.connector`` then accepts this name.
     """
     _KNOWN[name] = target
 
@@ -56,7 +58,7 @@ def create_connector(context: ConnectorContext) -> PluggedConnector:
 def make_connector(
     config: EngineCoreConfig, model: ModelInfo, wake: Callable[[], None], clock: Callable[[], float]
 ) -> TieredConnector | PluggedConnector | None:
-    """Create the connector, or return None if the configuration enables no loads of blocks.
+    """Create the connector, or return None if the configuration enables no loads of KV blocks.
 
     Raises ConfigError if the model has no KV cache, or if the connector cannot be created.
     """
@@ -73,7 +75,7 @@ def make_connector(
 
 @dataclass(frozen=True, slots=True)
 class Copiers:
-    """Copiers of KV blocks, and of states if the model has recurrent layers."""
+    """Copiers of an engine: one for KV blocks, and one for recurrent states if the model has recurrent layers."""
 
     blocks: BlockCopier
     states: BlockCopier | None = None
@@ -81,11 +83,11 @@ class Copiers:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """File of a disk tier in ``cache.disk``.
+    """Plan for a file of a disk tier in the directory ``cache.disk``.
 
     Attributes:
-        copiers: Copiers of the engine.
-        size: Bytes of the file.
+        copiers: Copiers of the engine for KV blocks and states.
+        size: Size of the file in bytes.
         of_states: Whether the file has states of recurrent layers instead of KV blocks.
     """
 
@@ -95,7 +97,7 @@ class StorePlan:
 
 
 OpenStore = Callable[[EngineCoreConfig, ModelInfo, KVCacheConfig, StorePlan], BlockStore]
-"""Function that opens a file of the disk tier, once the KV cache is allocated. Raises ConfigError."""
+"""Function that opens a file of the disk tier. The KV cache must be allocated. Raises ConfigError."""
 
 
 def begin_connector(
@@ -108,8 +110,8 @@ def begin_connector(
 ) -> None:
     """Start the connector. The KV cache must be allocated.
 
-    A model with recurrent layers divides host memory and disk between KV blocks and states. Raises ConfigError if host
-    memory is too small for a block or a state, or if the disk cannot be used.
+    If the model has recurrent layers, host memory and disk space are divided between KV blocks and states. Raises
+    ConfigError if the host memory tier is too small for a block or a state, or if the disk cannot be used.
     """
     if not isinstance(connector, TieredConnector):
         connector.begin(executor.block_copier(), kv_cache)
@@ -120,7 +122,7 @@ def begin_connector(
     share = _share_of_states(config.cache, kv_cache, copiers)
 
     def tiers(copier: BlockCopier, part: Fraction, *, of_states: bool) -> TierPlan:
-        if not copier.block_bytes:  # Blocks without memory are never copied.
+        if not copier.block_bytes:  # A model without attention has blocks without memory, which are never copied.
             return TierPlan(copier, 0)
         num_slots = int(config.cache.host_memory * part) // copier.block_bytes
         if config.cache.host_memory and num_slots < 1:

@@ -1,4 +1,6 @@
-"""Host memory and disk tiers for blocks of one size: KV blocks, or states of recurrent layers."""
+"""Host memory and disk tiers for blocks of one size. A size class contains either KV blocks or states of recurrent
+layers.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,15 +13,14 @@ from penstock_enginecore.kv_transfer.core.transfer_stats import LoadRates
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Statistics of the tiers of one size class. Counts are since the engine started.
+    """Statistics of the tiers for blocks of one size (KV blocks, or states of recurrent layers). Counts are since the
+    engine started.
 
     Attributes:
-        host_usage: Fraction of host memory slots in use, in [0, 1]. None without that tier.
-        disk_usage: Fraction of disk slots in use, in [0, 1]. None without that tier.
-        num_saved_blocks: Number of blocks saved to host memory.
-        num_written_blocks: Number of blocks written to the disk.
-        num_loaded_blocks: Number of blocks loaded from each medium.
-        block_bytes: Bytes per block.
+        host_usage: Fraction of host memory slots in use, in [0, 1]. None without a host memory tier. disk_usage:
+        Fraction of disk slots in use, in [0, 1]. None without a disk tier. num_saved_blocks: Number of blocks that were
+        saved to host memory. num_written_blocks: Number of blocks that were written to the disk. num_loaded_blocks:
+        Number of blocks that were loaded from each medium. block_bytes: Size of a block in bytes.
     """
 
     host_usage: float | None
@@ -32,12 +33,12 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """Tiers of one size class: KV blocks, or states of recurrent layers.
+    """Plan for the tiers for blocks of one size: KV blocks, or states of recurrent layers.
 
     Attributes:
-        copier: Copies the blocks.
+        copier: Copier of these blocks.
         num_host_slots: Number of blocks that fit into the host memory tier. 0 means no host memory tier.
-        store: Disk for blocks evicted from host memory, or None.
+        store: File on the disk for blocks evicted from host memory, or None without a disk tier.
     """
 
     copier: BlockCopier
@@ -62,7 +63,7 @@ class SizeClass:
             self.host = HostTier(plan.copier, plan.num_host_slots, blocks, follow, keep)
 
     def where(self, name: BlockName) -> KvMedium | None:
-        """Return the fastest medium of the engine that has a block, or None."""
+        """Return the fastest of this engine's tiers that has a block, or None."""
         if self.host is not None and name in self.host.index:
             return KvMedium.HOST
         if self.disk is not None and name in self.disk.index:
@@ -70,7 +71,7 @@ class SizeClass:
         return None
 
     def stats(self) -> TierStats:
-        """Return statistics. Thread-safe."""
+        """Return the statistics of the tiers. Thread-safe."""
         host, disk = self.host, self.disk
         return TierStats(
             host_usage=None if host is None else host.usage,

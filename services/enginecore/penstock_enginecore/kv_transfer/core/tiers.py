@@ -1,4 +1,6 @@
-"""The engine's own connector. It loads a block from host memory, or else from a disk, or else from another engine."""
+"""The engine's own KV connector. The connector loads a block from host memory, or else from a disk, or else from
+another engine.
+"""
 
 import contextlib
 import logging
@@ -30,17 +32,20 @@ from penstock_enginecore.kv_transfer.core.size_class import SizeClass, TierPlan,
 from penstock_enginecore.kv_transfer.core.transfer_stats import Observe, Transfer, outcome_of
 from penstock_enginecore.kv_transfer.core.validation import PARAMS_FIELD
 
-# Loads from the sources of requests. Each block is written to the pool when it arrives.
+# Loads from the source of a request, which is another engine. Each block is written to the pool when it arrives.
 
 logger = logging.getLogger(__name__)
 
 Over = Callable[[list[Place]], None]
-"""Callback when a load has ended, with the places whose content arrived completely. Called once, on any thread."""
+"""Callback for the end of a load. The argument has the places whose content arrived completely. The callback is called
+once, on any thread.
+"""
 
 
 class PeerLoads:
-    """A connector's loads through a ``PeerTier``. Only the busy loop's thread may call the methods. ``states`` copies
-    states of recurrent layers, or is None for a model without them.
+    """The loads of a connector that come from other engines, through a ``PeerTier``. Only the busy loop's thread may
+    call the methods. ``states`` is the copier of states of recurrent layers, or None for a model without recurrent
+    layers.
     """
 
     def __init__(self, peers: PeerTier, copier: BlockCopier, states: BlockCopier | None = None) -> None:
@@ -48,25 +53,25 @@ class PeerLoads:
         self._copier = copier
         self._states = states
         self._had: dict[str, set[bytes]] = {}
-        """Hashes of the blocks that a request's source had, by request key."""
+        """Hashes of the blocks that the request's source has announced, by request key."""
         self._missing: dict[str, set[BlockName]] = {}
-        """Blocks that a request's source was asked for but has not sent, by request key."""
+        """Names of the blocks that were requested from the request's source but have not arrived, by request key."""
         self._asked: dict[int, tuple[set[BlockName], Sequence[Place]]] = {}
-        """Set of the request's missing blocks, and the places to load, by number of the load."""
+        """For each load, by its number: the request's set in ``_missing``, and the places to load."""
 
     def opened(self, request: Request) -> None:
         """Handle a new request."""
         self._peers.opened(request)
 
     def closed(self, request: Request) -> None:
-        """Handle the end or move of a request."""
+        """Handle the end of a request, or its move to another engine."""
         self._had.pop(request.key, None)
         self._missing.pop(request.key, None)
         self._peers.closed(request)
 
     def has(self, request: Request, name: BlockName) -> bool:
-        """Return whether the request's source is expected to send a block or state. The source has only the state after
-        its last block.
+        """Return whether the request's source is expected to send a block or state. The source has only the state at
+        the end of its last block.
         """
         count = self._peers.num_blocks(request)
         if not count:
@@ -81,9 +86,9 @@ class PeerLoads:
         return name.hash in had and name not in self._missing.get(request.key, ())
 
     def load(self, request: Request, places: Sequence[Place], over: Over) -> int:
-        """Begin to load blocks. Return the number of the load, for ``abandon``."""
+        """Begin to load blocks from the request's source. Return the number of the load, for ``abandon``."""
         missing = self._missing.setdefault(request.key, set())
-        # A block counts as missing until it arrives, so that it is not requested twice.
+        # A requested block counts as missing until it arrives, so that no other load requests it.
         missing.update(place.name for place in places)
 
         def all_over(arrived: list[Place]) -> None:
@@ -96,7 +101,7 @@ class PeerLoads:
         return number
 
     def abandon(self, number: int) -> None:
-        """Abandon the blocks of a load that have not arrived. The load then ends soon, and these blocks may be
+        """Stop waiting for the blocks of a load that have not arrived. The load then ends soon, and these blocks may be
         requested again.
         """
         missing, places = self._asked.pop(number, (set(), ()))
@@ -104,13 +109,13 @@ class PeerLoads:
         self._peers.abandon(number)
 
     def taken(self, number: int) -> None:
-        """Remove a load whose end has been processed."""
+        """Forget a load whose end has been processed."""
         self._asked.pop(number, None)
 
 
 class _PeerLoad:
-    """Load from another engine. Only one write to the pool is in flight at a time. Blocks that arrive during a write
-    are written together by the next write. A write has either blocks or states. Thread-safe.
+    """One load from another engine. Only one write to the pool is in flight at a time. Blocks that arrive during a
+    write are written together by the next write. One write contains either only blocks or only states. Thread-safe.
     """
 
     def __init__(
@@ -127,7 +132,7 @@ class _PeerLoad:
         self._arrived: list[int] = []
 
     def arrived(self, blocks: Sequence[PeerBlock]) -> None:
-        """Write blocks that have arrived."""
+        """Write blocks that have arrived from the other engine to the pool."""
         with self._lock:
             self._waiting += blocks
             if self._writing:
@@ -136,7 +141,7 @@ class _PeerLoad:
         self._write()
 
     def ended(self) -> None:
-        """Record that no more blocks will arrive."""
+        """Record that no more blocks of the load will arrive."""
         with self._lock:
             self._has_ended = True
             if self._writing:
@@ -153,7 +158,7 @@ class _PeerLoad:
             future = copier.write(
                 [self._places[block.place].block_id for block in blocks], [block.data for block in blocks]
             )
-        except Exception as e:  # The copier raises an error immediately if it no longer works.
+        except Exception as e:  # A copier that no longer works raises an error immediately.
             self._written(blocks, e)
         else:
             future.add_done_callback(partial(self._is_written, blocks))
@@ -195,12 +200,13 @@ class _Load:
     Attributes:
         number: Number of the load.
         began: Start time in seconds.
-        headers: Trace context of the request.
-        parts: Number of operations in flight: host copies, disk reads and the load from another engine.
-        at_peer: Number of the load from another engine, or 0.
-        parts_of: Number of operations in flight, for host memory and the disk.
-        num_wanted: Number of blocks and states of these operations, for host memory and the disk.
-        arrived: Places that have arrived, with their medium.
+        headers: Trace context of the request, as headers.
+        parts: Number of operations of the load that are in flight: copies from host memory, disk reads and the load
+            from another engine.
+        at_peer: Number that identifies the load from another engine, or 0 without such a load.
+        parts_of: Number of operations in flight on each medium, only for host memory and the disk.
+        num_wanted: Number of blocks and states to load from each medium, only for host memory and the disk.
+        arrived: Places whose content has arrived, and the medium from which it came.
     """
 
     number: int
@@ -213,7 +219,7 @@ class _Load:
     arrived: list[tuple[Place, KvMedium]] = field(default_factory=list)
 
     def begin(self, medium: KvMedium, num_parts: int, num_wanted: int) -> None:
-        """Add operations on host memory or the disk."""
+        """Add operations on host memory or the disk to the load."""
         self.parts += num_parts
         self.parts_of[medium] += num_parts
         self.num_wanted[medium] += num_wanted
@@ -234,9 +240,9 @@ class TieredConnector:
         self._holder: BlockHolder | None = None
         self._state_holder: BlockHolder | None = None
         self.blocks: SizeClass | None = None
-        """Tiers of KV blocks, once ``begin`` was called."""
+        """Tiers of KV blocks, or None before ``begin`` was called."""
         self.states: SizeClass | None = None
-        """Tiers of states of recurrent layers, or None for a model without them."""
+        """Tiers of states of recurrent layers, or None for a model without recurrent layers."""
         self._peers: PeerLoads | None = None
         self._loads: dict[int, _Load] = {}
         self._ended: list[LoadEnded] = []
@@ -265,7 +271,9 @@ class TieredConnector:
             self.states = SizeClass(states, self._state_holder, self._follow, self._clock)
 
     def take_from(self, peers: PeerTier) -> None:
-        """Load blocks from other engines as well, from now on. Raises RuntimeError if ``begin`` was not called."""
+        """Let the connector also load blocks from other engines, after this call. Raises RuntimeError if ``begin`` was
+        not called.
+        """
         if self.blocks is None:
             raise RuntimeError("take_from was called before begin")
         self._peers = PeerLoads(peers, self.blocks.copier, None if self.states is None else self.states.copier)
@@ -287,7 +295,9 @@ class TieredConnector:
         )
 
     def answer(self, request: Request) -> Mapping[str, Any] | None:  # noqa: ARG002 - a protocol
-        """See ``KVConnector``. Always None, because the source of a request's blocks is sent in a separate field."""
+        """See ``KVConnector``. The result is always None, because another field of the response names the source of the
+        request's blocks.
+        """
         return None
 
     def lookup(self, request: Request, names: Sequence[Sequence[BlockName]]) -> int:
@@ -304,8 +314,8 @@ class TieredConnector:
         return KvMedium.PEER if self._peers is not None and self._peers.has(request, name) else None
 
     def seconds(self, request: Request, names: Sequence[BlockName]) -> float:
-        """See ``KVConnector``. A load from host memory counts as 0 seconds. Such a load is done when the running step
-        ends. A request that computes its tokens would also have to wait for that step.
+        """See ``KVConnector``. A load from host memory counts as 0 seconds, because it is done when the running step
+        ends. A request that computes its tokens would also have to wait for the end of that step.
         """
         counts = Counter((name.group == STATE_GROUP, self._where(request, name)) for name in names)
         seconds = 0.0
@@ -336,7 +346,7 @@ class TieredConnector:
         if self._peers is not None and away:
             load.parts += 1
             load.at_peer = self._peers.load(request, away, partial(self._tell_fetched, load))
-        if not load.parts:  # Nothing to copy, so no copy will wake the busy loop.
+        if not load.parts:  # The load has nothing to copy, so the end of no copy would wake the busy loop.
             self._end(load)
             self._wake()
         return load.number
@@ -356,7 +366,9 @@ class TieredConnector:
             self._peers.closed(request)
 
     def on_cached(self, places: Sequence[Place]) -> None:
-        """See ``KVConnector``. Do nothing: blocks are saved when they lose their last reference."""
+        """See ``KVConnector``. The method does nothing, because blocks are saved when they lose their last
+        reference.
+        """
 
     def on_freed(self, places: Sequence[Place]) -> None:
         for tiers, of_class in self._by_class(places):
@@ -392,17 +404,19 @@ class TieredConnector:
 
     @property
     def _saves(self) -> bool:
-        """Whether a save of a block or state is in flight."""
+        """Whether a save of a block or state to host memory is in flight."""
         return any(tiers.host is not None and tiers.host.num_held_blocks for tiers in self._classes)
 
     def stats(self) -> TierStats:
-        """Return statistics of KV blocks. Thread-safe."""
+        """Return the statistics of the tiers of KV blocks. Thread-safe."""
         if self.blocks is None:
             return TierStats(None, None, 0, 0, dict.fromkeys(KvMedium, 0), 0)
         return self.blocks.stats()
 
     def state_stats(self) -> TierStats | None:
-        """Return statistics of states, or None for a model without recurrent layers. Thread-safe."""
+        """Return the statistics of the tiers of recurrent states, or None for a model without recurrent layers.
+        Thread-safe.
+        """
         return None if self.states is None else self.states.stats()
 
     @property
@@ -429,8 +443,8 @@ class TieredConnector:
                 tiers.disk.clear()
 
     def shutdown(self) -> None:
-        """See ``KVConnector``. Blocks and states that are only in host memory are written to the disk, within a time
-        limit. States and blocks share the time equally, because they are only useful together.
+        """See ``KVConnector``. Blocks and states that are in host memory but not on the disk are written to the disk,
+        within a time limit. States and blocks get half of the time each, because they are only useful together.
         """
         began = time.monotonic()
         classes = [tiers for tiers in self._classes if tiers.disk is not None]
@@ -442,7 +456,7 @@ class TieredConnector:
                 disk.close()
 
     def _keep_all(self, disk: DiskTier, host: HostTier, deadline: float) -> None:
-        """Write the blocks of the host tier to the disk, most recently used first."""
+        """Write the blocks of the host memory tier to the disk, most recently used first, until ``deadline``."""
         names = host.index.names
         while (names or disk.busy) and time.monotonic() < deadline:
             while names and disk.has_room:
@@ -456,7 +470,7 @@ class TieredConnector:
 
     def _follow(self, future: "Future[Any]", then: Done) -> None:
         def over(done: "Future[Any]") -> None:
-            """Queue the end of the copy. Thread-safe."""
+            """Queue the event that a copy has ended. Thread-safe."""
             self._news.put(partial(self._over, done, then))
             self._wake()
 
@@ -485,7 +499,7 @@ class TieredConnector:
     def _tell_read(
         self, load: _Load, tiers: SizeClass, places: list[Place], arrived: list[Place], seconds: float
     ) -> None:
-        """Queue the end of a disk batch. Thread-safe."""
+        """Queue the event that a batch was read from the disk. Thread-safe."""
         self._news.put(partial(self._read, load, tiers, places, arrived, seconds))
         self._wake()
 
@@ -497,7 +511,7 @@ class TieredConnector:
         self._part_of_tier_over(load, KvMedium.DISK)
 
     def _tell_fetched(self, load: _Load, places: list[Place]) -> None:
-        """Queue the end of a load from a peer. Thread-safe."""
+        """Queue the event that a load from another engine has ended. Thread-safe."""
         self._news.put(partial(self._fetched, load, places))
         self._wake()
 
@@ -517,7 +531,7 @@ class TieredConnector:
         self._part_over(load)
 
     def _tell_of(self, load: _Load, medium: KvMedium, wanted: int) -> None:
-        """Report a finished transfer from host memory or disk."""
+        """Pass a finished transfer from host memory or disk to ``observe``."""
         sizes = [self._class_of(place.name).copier.block_bytes for place, found in load.arrived if found is medium]
         outcome = outcome_of(wanted, len(sizes))
         self.observe(

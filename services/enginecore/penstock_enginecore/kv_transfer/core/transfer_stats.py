@@ -1,4 +1,4 @@
-"""Outcomes of block transfers, and measured rates that decide between loading and computing."""
+"""Outcomes of block transfers, and measured durations that decide whether an engine loads or computes blocks."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from penstock_common.types.kv_transfer import KvMedium
 
 WHOLE = "whole"
 PART = "part"
-"""Outcome of a transfer in which some blocks did not arrive, without a known failure."""
+"""Outcome of a transfer in which some blocks arrived and other blocks did not arrive, without a known failure."""
 NOTHING = "nothing"
 ABANDONED = "abandoned"
 """Outcome of a transfer that was ended early, because its remaining blocks were not needed any more."""
@@ -19,15 +19,15 @@ class Transfer(NamedTuple):
     """A finished transfer of one request's blocks from one medium.
 
     Attributes:
-        headers: The request's trace context.
+        headers: The request's trace context, as headers.
         medium: The medium from which the blocks came.
-        transport: Transport between the engines. Empty for host memory and disk, and if the engines agreed on no
-            transport.
+        transport: Name of the transport between the engines. Empty for host memory and disk, and if the engines agreed
+            on no transport.
         began: Start time in monotonic seconds.
         ended: End time in monotonic seconds.
         num_wanted: Number of requested blocks.
         num_blocks: Number of blocks that arrived.
-        num_bytes: Bytes that arrived.
+        num_bytes: Number of bytes that arrived.
         outcome: An element of ``OUTCOMES``, or the reason why blocks did not arrive.
     """
 
@@ -55,11 +55,11 @@ class Transfer(NamedTuple):
 
 
 Observe = Callable[[Transfer], None]
-"""Callback with each finished transfer. Called on any thread."""
+"""Callback that gets each finished transfer. It may be called on any thread."""
 
 
 def outcome_of(num_wanted: int, num_blocks: int) -> str:
-    """Return the outcome of a transfer, from the numbers of wanted and arrived blocks."""
+    """Return the outcome of a transfer, from the number of requested blocks and the number of blocks that arrived."""
     return WHOLE if num_blocks >= num_wanted else PART if num_blocks else NOTHING
 
 
@@ -68,42 +68,42 @@ def outcome_of(num_wanted: int, num_blocks: int) -> str:
 _LATEST = 0.25
 """Weight of the latest measurement in the moving average."""
 _TRY_AGAIN = 16
-"""Interval at which slow loads are tried: one of this many slow loads is made anyway, because loads may have become
-faster.
+"""Interval at which slow loads are tried: one of this many loads that would be slower than computing is made anyway,
+because loads may have become faster.
 """
 
 
 class LoadRates:
-    """Measured time to load a block, by medium."""
+    """Measured time to load one block, for each medium."""
 
     def __init__(self) -> None:
         self._per_block: dict[KvMedium, float] = {}
 
     def loaded(self, medium: KvMedium, num_blocks: int, seconds: float) -> None:
-        """Record that ``num_blocks`` blocks arrived together."""
+        """Record that ``num_blocks`` blocks arrived together from a medium after ``seconds``."""
         if num_blocks:
             self._per_block[medium] = _mixed(self._per_block.get(medium, 0.0), seconds / num_blocks)
 
     def seconds(self, medium: KvMedium, num_blocks: int) -> float:
-        """Estimate the seconds to load ``num_blocks`` blocks."""
+        """Return an estimate of the time in seconds to load ``num_blocks`` blocks from a medium."""
         return self._per_block.get(medium, 0.0) * num_blocks
 
 
 class ComputeRate:
-    """Measured time to compute a token, and the decision whether a load is faster."""
+    """Measured time to compute one token, and the decision whether a load is faster than computing."""
 
     def __init__(self) -> None:
         self._per_token = 0.0
         self._num_refused = 0
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """Record a step that computed ``num_tokens`` tokens."""
+        """Record that a step took ``seconds`` to compute ``num_tokens`` tokens."""
         if num_tokens:
             self._per_token = _mixed(self._per_token, seconds / num_tokens)
 
     def pays(self, seconds: float, num_tokens: int) -> bool:
-        """Return whether to load ``num_tokens`` tokens in an estimated ``seconds`` instead of computing them. Some slow
-        loads are tried anyway.
+        """Return whether to load the blocks of ``num_tokens`` tokens instead of computing them, if the load takes an
+        estimated ``seconds``. Some loads that are slower than computing are tried anyway.
         """
         if not self._per_token or seconds < self._per_token * num_tokens:
             return True

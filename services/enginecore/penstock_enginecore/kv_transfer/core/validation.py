@@ -11,7 +11,7 @@ from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.kv_transfer.core.base import KVConnector
 
 PARAMS_FIELD = "kv_transfer_params"
-"""Name of the request field with parameters for a plugin's connector."""
+"""Name of the request field with parameters for a plugin's KV connector."""
 ID_BYTES = 16
 """Length in bytes of a lease id, and of a fingerprint."""
 MAX_NAME_LENGTH = 256

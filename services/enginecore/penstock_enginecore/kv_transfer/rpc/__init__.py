@@ -1,1 +1,1 @@
-"""Transfer of KV blocks between engines: gRPC service, client and transports."""
+"""Transfer of KV blocks between engines: gRPC service, client, and transports for the bytes."""

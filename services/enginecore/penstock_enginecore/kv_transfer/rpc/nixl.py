@@ -1,7 +1,8 @@
-"""NIXL transport. The pulling engine reads blocks directly from the memory of the source engine, on any host.
+"""NIXL transport for KV blocks. The pulling engine reads blocks directly from the memory of the source engine, which
+may be on another host.
 
-Both engines register separate memory with a NIXL agent, never the block pool. An abandoned read therefore cannot change
-a block of the pool. The target slot of a read is reused only after the read has ended.
+Both engines register memory with a NIXL agent that is separate from the block pool. An abandoned read therefore cannot
+change a block of the pool. The target slot of a read is reused only after the read has ended.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from penstock_enginecore.kv_transfer.rpc.transports import Receiver, checked
 
 _KIND = "DRAM"
 _FIRST_WAIT, _LONGEST_WAIT = 0.0001, 0.002
-"""First and longest wait in seconds between two checks of a read."""
+"""First and longest time in seconds between two checks whether a read has ended."""
 
 
 class NixlAgent(Protocol):
@@ -29,13 +30,13 @@ class NixlAgent(Protocol):
     name: str
 
     def register_memory(self, reg_list: list[tuple[int, int, int, str]], mem_type: str) -> Any:
-        """Register regions, each given as address, bytes, device and a string."""
+        """Register memory regions, each given as address, size in bytes, device number and a string."""
 
     def deregister_memory(self, dereg_list: Any) -> None:
-        """Deregister regions. The argument is the result of ``register_memory``."""
+        """Deregister memory regions. The argument is the result of ``register_memory``."""
 
     def get_agent_metadata(self) -> bytes:
-        """Return metadata for ``add_remote_agent`` of other agents."""
+        """Return the metadata that other agents pass to ``add_remote_agent``."""
 
     def add_remote_agent(self, metadata: bytes) -> str | bytes:
         """Add a remote agent and return its name."""
@@ -44,7 +45,7 @@ class NixlAgent(Protocol):
         """Remove a remote agent."""
 
     def get_xfer_descs(self, descs: list[tuple[int, int, int]], mem_type: str) -> Any:
-        """Return descriptors for pieces of memory, each given as address, bytes and device."""
+        """Return descriptors for pieces of memory, each given as address, size in bytes and device number."""
 
     def initialize_xfer(self, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str) -> Any:
         """Prepare a transfer and return its handle."""
@@ -66,7 +67,7 @@ def installed_agent(name: str) -> NixlAgent:
 
 
 class NixlMemory:
-    """Slots of ``slot_bytes`` bytes each, registered with ``agent``. Only one thread may use the object."""
+    """Memory slots of ``slot_bytes`` bytes each, registered with ``agent``. Only one thread may use the object."""
 
     def __init__(self, agent: NixlAgent, *, size: int, slot_bytes: int) -> None:
         """Allocate and register the memory. Raises OSError if ``size`` is less than ``slot_bytes``, and errors of the
@@ -90,7 +91,7 @@ class NixlMemory:
         return self._num_slots - len(self._free)
 
     def put(self, data: Buffer) -> int | None:
-        """Copy the bytes to a free slot. Return the slot's address, or None if no slot is free."""
+        """Copy ``data`` to a free slot. Return the slot's address, or None if no slot is free."""
         address = self.take()
         if address is not None:
             start = address - self._address
@@ -102,16 +103,16 @@ class NixlMemory:
         return self._address + self._free.pop() * self.slot_bytes if self._free else None
 
     def give_back(self, offset: int) -> None:
-        """Free the slot at this address."""
+        """Free the slot at the address ``offset``."""
         self._free.append((offset - self._address) // self.slot_bytes)
 
     def content(self, address: int, size: int) -> bytes:
-        """Return a copy of the bytes at this address."""
+        """Return a copy of ``size`` bytes at this address."""
         start = address - self._address
         return self._memory[start : start + size]
 
     def leave(self, handle: Any, address: int) -> None:
-        """Free a slot once the read into it has ended."""
+        """Free the slot at ``address`` once the NIXL read into the slot has ended."""
         if self._registered is None:
             return
         if self.agent.check_xfer_state(handle) == "PROC":
@@ -121,28 +122,28 @@ class NixlMemory:
         self.give_back(address)
 
     def close(self) -> None:
-        """Deregister the memory, so that no read in flight can write to it. Idempotent."""
+        """Deregister the memory, so that no read in flight can write to the memory. Idempotent."""
         if self._registered is not None:
             self.agent.deregister_memory(self._registered)
             self._registered = None
 
 
 class RemoteAgents:
-    """Remote agents from whose memory this engine reads. An agent stays registered while it has users."""
+    """Remote agents from whose memory this engine reads. An agent stays registered while at least one pull uses it."""
 
     def __init__(self, agent: NixlAgent) -> None:
         self._agent = agent
         self._users: Counter[str] = Counter()
 
     def add(self, metadata: bytes) -> str:
-        """Register a user of a remote agent and return the agent's name. Raises the agent's errors."""
+        """Register a pull that uses a remote agent, and return the remote agent's name. Raises errors of NIXL."""
         name = self._agent.add_remote_agent(metadata)
         text = name.decode() if isinstance(name, bytes) else name
         self._users[text] += 1
         return text
 
     def remove(self, name: str) -> None:
-        """Remove a user of a remote agent."""
+        """Remove a pull that used a remote agent."""
         self._users[name] -= 1
         if not self._users[name]:
             del self._users[name]
@@ -150,8 +151,8 @@ class RemoteAgents:
 
 
 class NixlReceiver(Receiver):
-    """Reads blocks from the memory of the agent in ``opened``. Raises InvalidArgument if that agent's metadata is
-    invalid.
+    """Receiver that reads blocks from the memory of the agent in ``opened``. Raises InvalidArgument if that agent's
+    metadata is invalid.
     """
 
     def __init__(
@@ -166,12 +167,14 @@ class NixlReceiver(Receiver):
             raise InvalidArgument(f"opened.nixl_agent cannot be used: {e}", field="opened.nixl_agent") from None
 
     async def data(self, block: pb.Block) -> Buffer | None:
-        """See ``Receiver``. Raises FailedPrecondition if the bytes cannot be read."""
+        """See ``Receiver``. Also raises FailedPrecondition if the bytes cannot be read."""
         if block.data.WhichOneof("payload") != "shared_memory":
             return await super().data(block)
         self.check(block)
         if block.group == STATE_GROUP:
-            raise InvalidArgument("block.data must be in messages, because it is a state", field="block.data")
+            raise InvalidArgument(
+                "block.data must be sent in messages, because the block is a recurrent state", field="block.data"
+            )
         return checked(await self._read(block.data.shared_memory.offset), block)
 
     def close(self) -> None:
@@ -180,7 +183,7 @@ class NixlReceiver(Receiver):
             self._agents.remove(remote)
 
     async def _slot(self) -> tuple[int, str]:
-        """Wait for a free slot. Return its address and the name of the remote agent."""
+        """Wait for a free slot. Return the slot's address and the name of the remote agent."""
         while (name := self._remote) is not None:
             if (address := self._memory.take()) is not None:
                 return address, name

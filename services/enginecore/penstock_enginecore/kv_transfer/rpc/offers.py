@@ -1,4 +1,4 @@
-"""Transports that an engine can use, both when other engines pull from it and when it pulls from other engines."""
+"""Transports that an engine can use to send blocks to pulling engines and to receive blocks from other engines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +25,8 @@ log = get_logger()
 
 
 class Offers:
-    """The transports of one engine. Allocates the memory that the transports need. Without this memory, blocks are sent
-    in messages.
+    """The transports of one engine, and the memory that these transports need. If the memory cannot be allocated,
+    blocks are sent in gRPC messages.
     """
 
     def __init__(
@@ -44,24 +44,25 @@ class Offers:
         Args:
             config: Settings of KV transfer.
             incarnation: This engine's incarnation.
-            block_bytes: Bytes per block, or 0 for a model without attention.
-            state_bytes: Bytes of a state of recurrent layers, or 0 for a model without them.
-            root: Directory of shared memory.
+            block_bytes: Size of a block in bytes, or 0 for a model without attention.
+            state_bytes: Size in bytes of a state of recurrent layers, or 0 for a model without recurrent layers.
+            root: Directory in which shared memory is mounted.
             make_agent: Function that creates a NIXL agent by name.
 
         Raises:
-            ConfigError: NIXL is required but not available.
+            ConfigError: The configuration requires NIXL, but NIXL is not available.
         """
         self._config = config
         self._block_bytes = block_bytes
         self._state_bytes = state_bytes
         self._root = root
         self.shared_memory_id = ""
-        """Id of the shared memory of this host, or empty if none is used."""
+        """Id of the shared memory of this host, or empty if the engine uses no shared memory."""
         self._arena: Arena | None = None
         self._nixl: NixlMemory | None = None
         self._agents: RemoteAgents | None = None
-        if config.transport in ("auto", "shared_memory") and block_bytes:  # States are sent in messages.
+        # A model without attention needs no memory, because states are sent in messages.
+        if config.transport in ("auto", "shared_memory") and block_bytes:
             self._take_memory(incarnation)
         if config.transport in ("auto", "nixl") and block_bytes:
             self._join_nixl(incarnation, make_agent)
@@ -104,7 +105,7 @@ class Offers:
 
     @property
     def num_slots_used(self) -> int:
-        """Number of memory slots with blocks in flight."""
+        """Number of memory slots that contain blocks in flight."""
         return sum(memory.num_used for memory in (self._arena, self._nixl) if memory is not None)
 
     def sender(self, name: str, opening: pb.Open) -> Sender | None:
@@ -116,7 +117,9 @@ class Offers:
         return GrpcSender() if name == GRPC else None
 
     def receiver(self, opened: pb.Opened, source: KvSource) -> Receiver:
-        """Return a receiver for the transport that ``source`` chose. Raises InvalidArgument."""
+        """Return a receiver for the transport that ``source`` chose in its message ``opened``. Raises
+        InvalidArgument.
+        """
         if opened.transport == NIXL and self._nixl is not None and self._agents is not None:
             return NixlReceiver(self._block_bytes, self._nixl, self._agents, opened, state_bytes=self._state_bytes)
         if opened.transport != SHARED_MEMORY:
@@ -128,7 +131,7 @@ class Offers:
         return Receiver(self._block_bytes, shared, closed=reader.close, state_bytes=self._state_bytes)
 
     def close(self) -> None:
-        """Free the memory. Idempotent."""
+        """Free the memory of the transports. Idempotent."""
         for memory in (self._arena, self._nixl):
             if memory is not None:
                 memory.close()

@@ -1,4 +1,4 @@
-"""Client side of a pull, in the engine that receives blocks."""
+"""Client side of a pull of KV blocks, in the engine that receives the blocks."""
 
 import asyncio
 import contextlib
@@ -37,30 +37,34 @@ from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.transports import WINDOW_BYTES, Receiver
 
 CHECKSUM = "checksum"
-"""Failure reason: after wrong checksums, this engine requests no blocks from the peer for a while."""
+"""Failure reason: the other engine sent blocks with wrong checksums. This engine requests no blocks from it for a
+while.
+"""
 _FAREWELL = 1.0
-"""Seconds within which the source must end a stream whose lease was released."""
+"""Time in seconds within which the source must end the stream after this engine has released the lease."""
 _REASONS = {"LEASE_GONE": "lease", "RESTARTED": "restarted", "LAYOUTS_DIFFER": "layout", "ENGINE_LOADING": "restarted"}
 
 Post = Callable[[Callable[[], None]], None]
-"""Runs a function on the transfer thread, from any thread. Does nothing once the thread has ended."""
+"""Function that runs another function on the transfer thread. Any thread may call it. The call does nothing once the
+transfer thread has ended.
+"""
 Call = grpc.aio.StreamStreamCall[pb.PullRequest, pb.PullResponse]
 log = get_logger()
 
 
 class PullSettings(NamedTuple):
-    """Common settings of all pulls of an engine.
+    """Settings that all pulls of an engine share.
 
     Attributes:
-        fingerprint: Fingerprint of the engine's blocks.
-        silence: Seconds without a message after which a source counts as lost.
-        transports: Accepted transports, best first.
-        shared_memory_id: Id of the host's shared memory, or empty.
-        receiver: Creates a receiver for the transport that a source chose.
-        counts: Counts for metrics.
+        fingerprint: Fingerprint of the layout and content of the engine's blocks.
+        silence: Time in seconds without a message after which a source counts as lost.
+        transports: Names of the accepted transports, best first.
+        shared_memory_id: Id of the host's shared memory, or empty if the engine uses no shared memory.
+        receiver: Function that creates a receiver for the transport that a source chose.
+        counts: Counts of transfers, for metrics.
         observe: Function that is called with each finished transfer.
         clock: Function that returns monotonic seconds.
-        secret: Secret that sources must know, or None.
+        secret: Shared secret that authenticates the source, or None without a secret.
     """
 
     fingerprint: bytes
@@ -81,10 +85,10 @@ class _Wish:
     Attributes:
         arrived: Function that is called with arrived blocks.
         ended: Function that is called when the fetch ends.
-        began: Start time in seconds.
+        began: Start time of the fetch, in monotonic seconds.
         num_wanted: Number of requested blocks.
         num_blocks: Number of verified blocks that arrived.
-        num_bytes: Bytes of these blocks.
+        num_bytes: Total size of these blocks in bytes.
         abandoned: Whether the remaining blocks are not needed any more.
     """
 
@@ -98,11 +102,11 @@ class _Wish:
 
 
 class PullClient:
-    """A pull from one source. Any thread may create the object and read ``failed``. Only the transfer thread may call
-    the other methods.
+    """A pull of blocks from one source engine. Any thread may create the object and read ``failed``. Only the transfer
+    thread may call the other methods.
 
-    ``bad_block`` is called for each block with a wrong checksum. It returns the reason if the source must not be used
-    any more, or None. ``headers`` has the trace context of the request.
+    ``bad_block`` is called for each block with a wrong checksum. If the source must not be used any more, ``bad_block``
+    returns the reason, otherwise None. ``headers`` has the trace context of the request.
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class PullClient:
         self._wishes: dict[int, _Wish] = {}
         self._requests: deque[pb.PullRequest] = deque()
         self._num_acknowledged: int | None = None
-        """Number of bytes to acknowledge next."""
+        """Total number of bytes that the next acknowledgement reports, or None if no acknowledgement is pending."""
         self._closing = False
         self._due = asyncio.Event()
         self._receiver: Receiver | None = None
@@ -137,7 +141,7 @@ class PullClient:
         return self._pull.state.ended
 
     async def run(self, channel: grpc.aio.Channel) -> None:
-        """Run the pull until it ends. An error ends the pull and is counted."""
+        """Run the pull until it ends. An error ends the pull and is counted as a failure."""
         opening = pb.Open(
             lease_id=self._source.lease_id,
             incarnation=self._source.incarnation,
@@ -191,7 +195,7 @@ class PullClient:
     def _address(self) -> str:
         return self._source.address
 
-    # Operations for this engine.
+    # Operations that this engine calls.
 
     def fetch(
         self,
@@ -226,12 +230,14 @@ class PullClient:
             self._carry_out(self._pull.fail(reason))
 
     def look(self, now: float) -> None:
-        """Fail the pull if the source has been silent for too long."""
+        """Fail the pull if the source has sent no message for too long."""
         if self._pull.is_silent(now):
             self.fail("silent")
 
     def forgive(self, now: float) -> None:
-        """Restart the silence timeout, because this process was stalled and may have missed messages."""
+        """Restart the timeout for messages of the source, because this process was stalled and could not receive
+        messages.
+        """
         self._pull.heard(now)
 
     # Messages from the source.
@@ -247,7 +253,7 @@ class PullClient:
             self._carry_out(self._pull.opened(now))
             return
         if self._receiver is None:
-            raise Broken("the first message of the source is not opened")
+            raise Broken("the first message of the source is not the message opened")
         match kind:
             case "chunk":
                 self._pull.heard(now)
@@ -261,7 +267,7 @@ class PullClient:
             case "done":
                 self._carry_out(self._pull.done(response.done.fetch_id, now))
             case _:
-                raise Broken("a message is empty, or of an unknown kind")
+                raise Broken("the source sent an empty message, or a message of an unknown kind")
 
     async def _take_block(self, block: pb.Block, receiver: Receiver) -> None:
         data = await receiver.data(block)
@@ -335,7 +341,9 @@ class PullClient:
                 self._call.cancel()
 
     async def _write(self, call: Call) -> None:
-        """Write pending messages, with acknowledgements last. If the stream has ended, the reading task handles that."""
+        """Write pending messages to the stream, with acknowledgements last. If the stream has ended, the task that
+        reads from the stream handles the end.
+        """
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
                 await self._due.wait()
@@ -351,7 +359,7 @@ class PullClient:
 
 
 class _Once:
-    """Calls a function once, on whichever thread calls first."""
+    """Calls a function at most once, on the thread that makes the first call."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Server side of a pull, in the engine that has the blocks."""
+"""Server side of a pull of KV blocks, in the engine that has the blocks."""
 
 import asyncio
 import time
@@ -22,12 +22,12 @@ from penstock_enginecore.kv_transfer.metrics import TransferCounts
 from penstock_enginecore.kv_transfer.rpc.transports import GRPC, GrpcSender, Sender, Window
 
 _READ_BYTES = 2 * 1024 * 1024
-"""Approximate number of bytes in one read from the pool. While the bytes of one read are sent, the next read runs.
-Nothing is sent before the first read ends.
+"""Approximate number of bytes in one read from the block pool. While the bytes of one read are sent, the next read
+runs. No bytes are sent before the first read ends.
 """
 _MAX_TRANSPORTS = 16
 _MAX_PULLS = 1024
-"""Maximum number of open pulls."""
+"""Maximum number of open pulls by other engines."""
 
 Read = Callable[[Sequence[int]], "Future[list[bytes]]"]
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -35,20 +35,21 @@ log = get_logger()
 
 
 class PullSource:
-    """Blocks that other engines may pull.
+    """The blocks that other engines may pull from this engine, and how to read them.
 
     Args:
-        leases: Leases on the blocks.
-        read: Function that returns the bytes of blocks. Thread-safe.
-        read_states: Function that returns the bytes of states of recurrent layers, or None for a model without them.
+        leases: Leases on the blocks. Only blocks with a lease may be pulled.
+        read: Function that returns the contents of blocks. Thread-safe.
+        read_states: Function that returns the contents of states of recurrent layers, or None for a model without
+            recurrent layers.
         wake: Function that makes the busy loop check the leases.
         incarnation: This engine's incarnation.
-        fingerprint: Fingerprint of the engine's blocks.
-        block_bytes: Bytes per block.
-        senders: Function that creates a sender for a transport in a stream's ``Open``, or returns None if the transport
-            is not possible.
-        counts: Counts for metrics.
-        clock: Returns monotonic seconds.
+        fingerprint: Fingerprint of the layout and content of the engine's blocks.
+        block_bytes: Size of a block in bytes.
+        senders: Function that creates a sender for a transport that the message ``Open`` of a stream offers. The result
+            is None if the transport is not possible.
+        counts: Counts of transfers, for metrics.
+        clock: Function that returns monotonic seconds.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class PullSource:
 
 
 class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
-    """The gRPC service for pulls. ``source`` is set once the model is loaded."""
+    """The gRPC service from which other engines pull blocks. ``source`` is set once the model is loaded."""
 
     def __init__(self) -> None:
         self.source: PullSource | None = None
@@ -87,13 +88,17 @@ class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
     async def Pull(
         self, request_iterator: AsyncIterator[pb.PullRequest], context: Context
     ) -> AsyncIterator[pb.PullResponse]:
-        """Serve one stream. The lease is renewed while the stream is open."""
+        """Serve the stream of one pull. The lease does not expire while the stream is open, up to the maximum duration
+        of a lease.
+        """
         source = self.source
         if source is None:
             raise Unavailable("the engine is still loading its model", reason="ENGINE_LOADING")
         opening = _opening(await first_message(request_iterator, "open"), source)
         if self.num_pulls >= _MAX_PULLS:
-            raise ResourceExhausted(f"{_MAX_PULLS} pulls are open, which is the limit", reason="TOO_MANY_PULLS")
+            raise ResourceExhausted(
+                f"{_MAX_PULLS} pulls of KV blocks are open, which is the limit", reason="TOO_MANY_PULLS"
+            )
         lease = source.leases.opened(opening.lease_id)
         if lease is None:
             raise NotFound("open.lease_id is unknown, or the lease has ended", reason="LEASE_GONE")
@@ -116,12 +121,12 @@ class PullServicer(service_pb2_grpc.KvTransferServiceServicer):
             if stream is not None:
                 stream.close()
             source.leases.closed(opening.lease_id, source.clock())
-            source.wake()  # The lease time is running again, so the busy loop's next deadline changes.
+            source.wake()  # The time of the lease is running again, so the busy loop's next deadline changes.
 
 
 class _Reading(NamedTuple):
-    """A read of blocks in flight. ``ids`` has None for missing blocks. ``future`` returns the bytes of all other
-    blocks.
+    """A read of blocks that is in flight. ``ids`` has None for missing blocks. ``future`` returns the contents of all
+    other blocks.
     """
 
     ids: Sequence[int | None]
@@ -129,7 +134,7 @@ class _Reading(NamedTuple):
 
 
 class _Stream:
-    """The stream of one pulling engine."""
+    """The stream of one pull by another engine."""
 
     def __init__(self, source: PullSource, opening: pb.Open) -> None:
         self.sender = _sender(source, opening)
@@ -142,13 +147,13 @@ class _Stream:
         self._over = False
         self._changed = asyncio.Event()
         self._progress = source.clock()
-        """Time of the last message or acknowledgement."""
+        """Time of the last message to, or acknowledgement from, the pulling engine."""
         self._task = asyncio.current_task()
         self._reader: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def answers(self, requests: AsyncIterator[pb.PullRequest]) -> AsyncIterator[pb.PullResponse]:
-        """Yield the requested blocks, until the other engine sends no more requests."""
+        """Yield the response messages with the requested blocks, until the pulling engine sends no more requests."""
         self._reader = asyncio.create_task(self._read(requests))
         self._watch = asyncio.create_task(self._end_when_stalled())
         while (fetch := await self._next()) is not None:
@@ -168,7 +173,7 @@ class _Stream:
                 task.cancel()
         self.sender.close()
 
-    # Messages from the other end.
+    # Messages from the pulling engine.
 
     async def _read(self, requests: AsyncIterator[pb.PullRequest]) -> None:
         try:
@@ -207,7 +212,9 @@ class _Stream:
         if fetch.fetch_id in self._open:
             raise InvalidArgument(f"fetch.fetch_id {fetch.fetch_id} is in use by an open fetch", field="fetch.fetch_id")
         if len(self._open) >= MAX_ASKED:
-            raise ResourceExhausted(f"{MAX_ASKED} fetches are open, which is the limit", field="fetch")
+            raise ResourceExhausted(
+                f"{MAX_ASKED} fetch requests are open on this stream, which is the limit", field="fetch"
+            )
         self._open.add(fetch.fetch_id)
         self._fetches.append(fetch)
 
@@ -255,7 +262,9 @@ class _Stream:
         self._source.counts.moved("out", self.sender.name, size, of_states=name.group == STATE_GROUP)
 
     def _begin(self, names: Sequence[BlockName]) -> _Reading:
-        """Look blocks up and begin to read them. The read ends when the copy has ended, even if the stream ends before."""
+        """Look up blocks in the lease, and begin to read the blocks. The read ends when the copy has ended, even if the
+        stream ends earlier.
+        """
         ids = self._leases.read_began(self._lease_id, names)
         if ids is None:
             return _Reading([None] * len(names), None)
@@ -271,7 +280,7 @@ class _Stream:
         return _Reading(ids, future)
 
     async def _contents(self, reading: _Reading) -> list[bytes | None]:
-        """Return the bytes of each block, or None for a missing block."""
+        """Return the content of each requested block, or None for a missing block."""
         nothing: list[bytes | None] = [None] * len(reading.ids)
         if reading.future is None:
             return nothing
@@ -289,8 +298,8 @@ class _Stream:
             self._source.wake()
 
     async def _end_when_stalled(self) -> None:
-        """End the stream if the pulling engine has made no progress for the duration of a lease. The lease's blocks can
-        then be freed.
+        """End the stream if the pulling engine has made no progress for the duration of a lease. The blocks of the
+        lease can then be freed.
         """
         while True:
             seconds = self._leases.lease_seconds
@@ -304,7 +313,7 @@ class _Stream:
 
 
 def _opening(first: pb.PullRequest | None, source: PullSource) -> pb.Open:
-    """Validate and return the first message. Raises RequestFailed."""
+    """Validate and return the first message of the stream. Raises RequestFailed."""
     if first is None or first.WhichOneof("message") != "open":
         raise InvalidArgument("the first message must be open", field="open")
     opening = first.open

@@ -1,4 +1,6 @@
-"""Transfer thread of an engine. The thread serves pulls of other engines, and runs this engine's own pulls."""
+"""Transfer thread of an engine. The thread serves pulls of KV blocks by other engines, and runs this engine's own
+pulls.
+"""
 
 import asyncio
 import contextlib
@@ -29,27 +31,31 @@ from penstock_enginecore.kv_transfer.rpc.pull_server import PullServicer, PullSo
 from penstock_enginecore.kv_transfer.rpc.transports import MESSAGE_BYTES
 from penstock_enginecore.rpc.internal_ports import LoopThread, checked_secret
 
-# Pulls from the sources of requests, over one connection per source engine.
+# Pulls of KV blocks from the sources of requests, over one connection per source engine.
 
 MAX_PULLS = 1024
-"""Maximum number of open pulls. While the limit is reached, the engine computes the blocks of new requests instead."""
+"""Maximum number of open pulls by this engine. While the limit is reached, the engine computes the blocks of new
+requests instead of pulling them.
+"""
 _MAX_BAD_BLOCKS = 3
 _LEFT_ALONE = 60.0
-"""Seconds for which no blocks are requested from an engine that has sent ``_MAX_BAD_BLOCKS`` bad blocks."""
+"""Time in seconds for which no blocks are requested from an engine that has sent ``_MAX_BAD_BLOCKS`` blocks with wrong
+checksums.
+"""
 _IDLE = 60.0
-"""Seconds after which a connection without pulls is closed."""
+"""Time in seconds after which a connection without pulls is closed."""
 
 Connect = Callable[[str], grpc.aio.Channel]
 log = get_logger()
 
 
 class _Peer:
-    """Another engine.
+    """Connection to another engine from which this engine pulls blocks.
 
     Attributes:
-        users: Number of pulls from this engine.
-        idle_since: Time in seconds at which the last pull from this engine ended.
-        alone_until: Time in seconds at which blocks may be requested from this engine again.
+        users: Number of open pulls from the other engine.
+        idle_since: Time in seconds at which the last pull from the other engine ended.
+        alone_until: Time in seconds before which no blocks may be requested from the other engine.
     """
 
     def __init__(self) -> None:
@@ -63,9 +69,9 @@ class _Peer:
 class Peers:
     """``PeerTier`` implementation that pulls blocks over gRPC.
 
-    ``incarnation`` and ``leases`` are those of this engine. They identify requests whose source is this engine itself,
-    which need no pull. ``allows`` returns whether blocks may be pulled from an address. ``post`` runs a function on the
-    transfer thread. ``tick`` and ``close`` must run on the loop of that thread.
+    ``incarnation`` and ``leases`` belong to this engine. With them, the class recognizes requests whose source is this
+    engine itself. Such requests need no pull. ``allows`` returns whether blocks may be pulled from an address. ``post``
+    runs a function on the transfer thread. ``tick`` and ``close`` must run on the loop of that thread.
     """
 
     def __init__(
@@ -91,13 +97,15 @@ class Peers:
         self._next_fetch = itertools.count(1)
         self._sources: dict[str, KvSource] = {}
         """Source of each request whose source is allowed, by request key. Only the busy loop's thread uses this
-        attribute and the next two.
+        attribute and the next two attributes.
         """
         self._pulls: dict[str, PullClient] = {}
         self._own: dict[str, bytes] = {}
-        """Leases of this engine that its own requests use, by request key."""
+        """Ids of leases of this engine whose blocks this engine's own requests use, by request key."""
         self._peers: dict[str, _Peer] = {}
-        """Peers by address. Only the transfer thread uses this attribute and the attributes after it."""
+        """Connections to other engines, by address. Only the transfer thread uses this attribute and the attributes
+        after it.
+        """
         self._fetching: dict[int, PullClient] = {}
         self._running: dict[asyncio.Task[None], PullClient] = {}
         self._leaving: set[asyncio.Task[None]] = set()
@@ -128,7 +136,7 @@ class Peers:
         self._post(partial(self._start, source.address, client))
 
     def closed(self, request: Request) -> None:
-        """Release the lease of the request's source."""
+        """Release the lease of the request's source, and close the pull."""
         if (lease_id := self._own.pop(request.key, None)) is not None:
             self._leases.closed(lease_id, self._settings.clock())
             self._leases.released(lease_id)
@@ -161,7 +169,7 @@ class Peers:
         return fetch_id
 
     def abandon(self, fetch_id: int) -> None:
-        """Abandon a fetch."""
+        """Stop waiting for the blocks of a fetch that have not arrived."""
         self._post(partial(self._abandon, fetch_id))
 
     def _refusal(self, source: KvSource) -> str | None:
@@ -185,7 +193,8 @@ class Peers:
         return len(self._running)
 
     def tick(self, late: float) -> None:
-        """Check for silent sources, and close idle connections. Called several times per silence timeout.
+        """Fail pulls whose source has been silent for too long, and close idle connections. The method is called
+        several times per timeout for silent sources.
 
         ``late`` is the delay of this call in seconds. During the delay, this engine could not receive messages.
         """
@@ -204,8 +213,8 @@ class Peers:
                 task.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
-        """End all pulls and refuse new pulls. The leases of the pulls are not released, because other engines may use
-        them.
+        """End all pulls and refuse new pulls. The leases of the pulls are not released, because other engines may need
+        the leased blocks.
         """
         self._is_closed = True
         for client in list(self._running.values()):
@@ -262,7 +271,7 @@ class Peers:
         peer.num_bad_blocks = 0
         peer.alone_until = self._settings.clock() + _LEFT_ALONE
         log.error(
-            "another engine sent several KV blocks with wrong checksums; temporarily requesting none from that engine",
+            "another engine sent several KV blocks with wrong checksums; temporarily requesting no blocks from that engine",
             address=address,
         )
         return CHECKSUM
@@ -272,18 +281,21 @@ class Peers:
 
 SERVICE_NAME = "penstock.kvtransfer.v1.KvTransferService"
 PORT_PURPOSE = "kv_transfer"
-"""Purpose of the port. The key of the port is derived from the shared secret and this purpose."""
+"""Name of the port's purpose. The key that authenticates calls to the port is derived from the shared secret and this
+name.
+"""
 _MAX_MESSAGE_BYTES = 4 * MESSAGE_BYTES
 _STOP_TIMEOUT = 2.0
-"""Seconds to wait for open pulls to end when the engine stops."""
+"""Time in seconds to wait for the end of open pulls when the engine stops."""
 _TICKS = 4
-"""Number of checks per silence timeout."""
+"""Number of checks for silent sources within one timeout."""
 
 
 class KvTransfer:
     """Thread with an event loop for KV transfers. Any other thread may call its methods.
 
-    Call ``start`` first to open the port, ``attach`` once the model is loaded, and ``stop`` at the end.
+    The caller must call ``start`` first, to open the port, then ``attach`` once the model is loaded, and ``stop`` at
+    the end.
     """
 
     def __init__(
@@ -322,7 +334,7 @@ class KvTransfer:
             raise
 
     def attach(self, source: PullSource, peers: Peers) -> None:
-        """Serve ``source``, and run the pulls of ``peers``."""
+        """Start to serve the blocks of ``source`` to other engines, and to run the pulls of ``peers``."""
         self._thread.run(self._attach(source, peers))
 
     def stop(self) -> None:
@@ -334,16 +346,16 @@ class KvTransfer:
 
     def post(self, work: Callable[[], None]) -> None:
         """Run a function on the transfer thread. Do nothing once the thread has ended."""
-        with contextlib.suppress(RuntimeError):  # The loop is closed.
+        with contextlib.suppress(RuntimeError):  # The event loop is closed, so do nothing.
             self._thread.loop.call_soon_threadsafe(work)
 
     def connect(self, address: str) -> grpc.aio.Channel:
-        """Open a gRPC channel to another engine. Only the transfer thread may call this."""
+        """Open a gRPC channel to another engine. Only the transfer thread may call this method."""
         return make_channel(address, credentials=self._credentials, max_message_bytes=_MAX_MESSAGE_BYTES)
 
     @property
     def num_pulls(self) -> tuple[int, int]:
-        """Number of open pulls by other engines, and number of open pulls by this engine."""
+        """Two numbers: of open pulls by other engines, and of open pulls by this engine."""
         return self._servicer.num_pulls, 0 if self._peers is None else self._peers.num_pulls
 
     async def _start(self) -> None:

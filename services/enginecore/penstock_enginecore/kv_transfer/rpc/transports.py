@@ -1,4 +1,4 @@
-"""Transports for the bytes of blocks: flow control, senders and receivers."""
+"""Transports for the bytes of KV blocks between engines: flow control, senders and receivers."""
 
 import zlib
 from collections import deque
@@ -16,13 +16,15 @@ from penstock_common.types.kv_transfer import STATE_GROUP, BlockName
 # Flow control.
 
 MESSAGE_BYTES = 1024 * 1024
-"""Approximate number of bytes of blocks per message."""
+"""Approximate number of bytes of block content in one message."""
 WINDOW_BYTES = 32 * 1024 * 1024
-"""Maximum number of bytes that are sent but not acknowledged."""
+"""Maximum number of bytes that are sent but not yet acknowledged on one stream."""
 
 
 class Window:
-    """Flow control window of a stream. A block larger than the window is sent alone."""
+    """Flow control window of a stream. A block larger than the window is sent when no other bytes are
+    unacknowledged.
+    """
 
     def __init__(self, limit: int = WINDOW_BYTES) -> None:
         self._limit = limit
@@ -31,7 +33,7 @@ class Window:
 
     @property
     def num_under_way(self) -> int:
-        """Number of bytes that are sent but not acknowledged."""
+        """Number of bytes that are sent but not yet acknowledged."""
         return self.num_sent - self.num_acknowledged
 
     def has_room(self, size: int) -> bool:
@@ -43,8 +45,8 @@ class Window:
         self.num_sent += size
 
     def acknowledged(self, num_bytes: int) -> None:
-        """Record the total number of acknowledged bytes. Raises InvalidArgument if it decreases, or exceeds the bytes
-        sent.
+        """Record the total number of acknowledged bytes. Raises InvalidArgument if the number decreases, or exceeds the
+        number of bytes sent.
         """
         if not self.num_acknowledged <= num_bytes <= self.num_sent:
             raise InvalidArgument(
@@ -63,8 +65,8 @@ log = get_logger()
 
 
 class Sender(Protocol):
-    """Sends the blocks of one stream. ``name`` is the transport's name in the protocol. ``agent`` is the value of
-    ``Opened.nixl_agent``.
+    """Interface of objects that send the blocks of one stream. ``name`` is the transport's name in the protocol.
+    ``agent`` is the value of the field ``Opened.nixl_agent``.
     """
 
     name: str
@@ -74,14 +76,14 @@ class Sender(Protocol):
         """Yield the messages that transfer a block."""
 
     def acknowledged(self, num_bytes: int) -> None:
-        """Record the total number of acknowledged bytes."""
+        """Record the total number of bytes that the receiver has acknowledged."""
 
     def close(self) -> None:
-        """Free the stream's memory."""
+        """Free the memory that the stream uses."""
 
 
 class GrpcSender:
-    """Sends blocks in messages of about 1 MiB: inline, or in chunks if they are larger."""
+    """Sends blocks in gRPC messages of about 1 MiB. Larger blocks are sent in several chunks."""
 
     name = GRPC
     agent = b""
@@ -90,7 +92,7 @@ class GrpcSender:
         self._last_id = 0
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
-        """Yield the chunks of a block, if it needs chunks, and then the block's message."""
+        """Yield the chunks of a block, if the block is too large for one message, and then the block's message."""
         block = block_message(fetch_id, name, data)
         if len(data) <= MESSAGE_BYTES:
             block.data.inline = data
@@ -109,24 +111,26 @@ class GrpcSender:
         """Do nothing, because this sender keeps no memory."""
 
     def close(self) -> None:
-        """Do nothing, because no memory is held."""
+        """Do nothing, because this sender keeps no memory."""
 
 
 class SharedSlots(Protocol):
-    """A sender's interface to shared memory, such as an ``Arena``. ``name`` names the memory."""
+    """Interface through which a sender uses slots of memory that other processes can read, such as an ``Arena``.
+    ``name`` is the name of the memory.
+    """
 
     name: str
 
     def put(self, data: bytes) -> int | None:
-        """Copy bytes to a slot. Return its offset, or None if no slot is free. Raises OSError."""
+        """Copy ``data`` to a slot. Return the slot's offset, or None if no slot is free. Raises OSError."""
 
     def give_back(self, offset: int) -> None:
         """Free the slot at this offset."""
 
 
 class SlotSender(GrpcSender):
-    """Puts blocks into memory slots that another process reads. If all slots are in use, blocks are sent in messages.
-    States of recurrent layers are always sent in messages, because they do not fit into the slots.
+    """Sends blocks by putting them into memory slots that the receiver reads. If all slots are in use, blocks are sent
+    in gRPC messages. States of recurrent layers are always sent in messages, because they do not fit into the slots.
     """
 
     def __init__(self, name: str, arena: SharedSlots, agent: bytes = b"") -> None:
@@ -136,7 +140,8 @@ class SlotSender(GrpcSender):
         self._arena = arena
         self._num_sent = 0
         self._unread: deque[tuple[int, int]] = deque()
-        """Slots in use. Each entry also has the total number of bytes sent on the stream, including the slot's block.
+        """Slots in use, in the order of use. Each entry also has the total number of bytes that were sent on the stream
+        up to the end of the slot's block.
         """
 
     def messages(self, fetch_id: int, name: BlockName, data: bytes) -> Iterator[pb.PullResponse]:
@@ -157,18 +162,18 @@ class SlotSender(GrpcSender):
         yield pb.PullResponse(block=block)
 
     def acknowledged(self, num_bytes: int) -> None:
-        """Free the slots of acknowledged blocks."""
+        """Free the slots whose blocks the receiver has acknowledged."""
         while self._unread and self._unread[0][0] <= num_bytes:
             self._arena.give_back(self._unread.popleft()[1])
 
     def close(self) -> None:
-        """Free all slots. If a reader reads a slot after this, it detects a wrong checksum."""
+        """Free all slots. If the receiver reads a slot that was reused after this call, it detects a wrong checksum."""
         while self._unread:
             self._arena.give_back(self._unread.popleft()[1])
 
 
 def block_message(fetch_id: int, name: BlockName, data: bytes) -> pb.Block:
-    """Build the message of a block, without its bytes."""
+    """Return the message for a block, without the bytes of the block."""
     return pb.Block(
         fetch_id=fetch_id,
         group=name.group,
@@ -184,8 +189,9 @@ def block_message(fetch_id: int, name: BlockName, data: bytes) -> pb.Block:
 class Receiver:
     """Receives the blocks of one stream.
 
-    ``shared`` copies bytes from shared memory, or is None without shared memory. ``closed`` is called when no more
-    blocks will arrive. ``state_bytes`` is the size of states of recurrent layers, or 0 for a model without them.
+    ``shared`` is the function that copies bytes from shared memory, or None without shared memory. ``closed`` is called
+    when no more blocks will arrive. ``state_bytes`` is the size in bytes of states of recurrent layers, or 0 for a
+    model without recurrent layers.
     """
 
     def __init__(
@@ -204,12 +210,12 @@ class Receiver:
         self._closed = closed
 
     def chunk(self, message: tensor_pb2.TensorChunk) -> None:
-        """Store a chunk of the next block."""
+        """Store a chunk of the next block until the block's message arrives."""
         take_chunk(self._chunks, message)
 
     async def data(self, block: pb.Block) -> Buffer | None:
-        """Return the bytes of a block, or None if they do not match the block's checksum. Raises RequestFailed for an
-        invalid message or a block of another size.
+        """Return the content of a block, or None if the content does not match the block's checksum. Raises
+        RequestFailed if the message is invalid or the block has an unexpected size.
         """
         self.check(block)
         return checked(payload(block.data, self._take, path="block.data", element_bytes=1, shared=self._shared), block)
@@ -225,10 +231,10 @@ class Receiver:
             )
 
     def close(self) -> None:
-        """End the stream. Idempotent."""
+        """Record that the stream has ended, and close shared memory. Idempotent."""
         self._closed()
 
 
 def checked(data: Buffer, block: pb.Block) -> Buffer | None:
-    """Return the bytes, or None if they do not match the block's checksum."""
+    """Return the content of a block, or None if the content does not match the block's checksum."""
     return data if zlib.crc32(data) == block.crc32 else None

@@ -205,7 +205,9 @@ def _unique(
     written = [writer.convert([Part({"enum": [value]}, place)], depth + 1) for value in values]
     rules = writer.rules
     if len(values) * high > _MAX_IN_ORDER:
-        raise SchemaError(place, f"is only supported up to {math.isqrt(_MAX_IN_ORDER)} values; there are {len(values)}")
+        raise SchemaError(
+            place, f"is only supported for up to {math.isqrt(_MAX_IN_ORDER)} different values, not {len(values)}"
+        )
     if _subsets(len(values), high) > _MAX_SUBSETS:
         return _in_order(writer, written, low, high, blanks)
     names = {
