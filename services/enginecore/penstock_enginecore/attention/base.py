@@ -1,4 +1,4 @@
-"""Paged attention: the interface of attention backends and its data types."""
+"""Interface of backends for paged attention, and the data types of this interface."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,19 +11,20 @@ import torch
 from penstock_enginecore.attention.kv_cache import NO_SCALES, SLOTS, KVCache, KVLayout, KVMemory, KVScales
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
-# Weighted sums of values, without masked values.
+# Weighted sums of attention values that leave out masked values.
 #
-# Zero times infinity or NaN is NaN. Therefore a zero weight does not remove a masked value: the product would spread
-# NaN to tokens that do not attend to it.
+# Zero times infinity or NaN is NaN. Therefore a weight of zero does not remove a masked value that is infinite or NaN:
+# the product would be NaN for tokens that do not attend to the value.
 
 
 def weighted_values(weights: torch.Tensor, values: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return ``weights`` times ``values``, or NaN where a query attends to a value that is infinite or NaN.
+    """Return the matrix product of ``weights`` and ``values``, with NaN where a query attends to a value that is
+    infinite or NaN.
 
     Args:
         weights: ``[..., queries, keys]``, 0 where ``visible`` is false.
         values: ``[..., keys, size]``.
-        visible: bool ``[queries, keys]``.
+        visible: Whether a query attends to a key, bool ``[queries, keys]``.
     """
     finite = values.isfinite()
     if finite.all():
@@ -38,17 +39,18 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Positions of a step's tokens. Requests follow one another in the flat batch. Arrays are on the host.
+    """Positions and KV cache slots of the tokens in a step. The tokens of all requests follow one another in one flat
+    batch. Arrays are on the host.
 
     Attributes:
-        query_start_loc: ``[requests + 1]``, first token of each request.
-        seq_lens: ``[requests]``, tokens of each request after this step.
-        block_table: int32 ``[requests, blocks]``.
-        slot_mapping: ``[tokens]``, slot in which each new token is stored.
-        block_size: Tokens per block.
-        key_ends: ``[tokens]``, the end of each query's keys, as a position in its request, or None for causal attention. An end
-            is greater than the query's position, at most the request's length, and never decreases. Windows and chunks
-            still apply.
+        query_start_loc: ``[requests + 1]``, index of the first token of each request in the flat batch.
+        seq_lens: ``[requests]``, number of tokens of each request after this step.
+        block_table: int32 ``[requests, blocks]``, block ids of each request.
+        slot_mapping: ``[tokens]``, slot of the KV cache in which each new token is stored.
+        block_size: Number of tokens per block.
+        key_ends: ``[tokens]``, the end of each query's keys, as a position in its request, or None for causal
+            attention. An end is greater than the query's position and at most the request's length. The ends never
+            decrease within a request. Attention windows and chunks also apply.
     """
 
     query_start_loc: IntArray
@@ -66,12 +68,12 @@ class AttentionMetadata:
     def positions(self) -> IntArray:
         """Return the position of each new token in its request, int64 ``[tokens]``."""
         ends = self.query_start_loc[1:]
-        first = self.seq_lens - ends  # a request's position of the flat batch's token 0
+        first = self.seq_lens - ends  # Position in the request that index 0 of the flat batch would have.
         positions: IntArray = np.arange(ends[-1]) + np.repeat(first, np.diff(self.query_start_loc))
         return positions
 
     def spans(self, request: int) -> IntArray | None:
-        """Return ``key_ends`` of a request's new tokens, or None if their attention is causal."""
+        """Return the part of ``key_ends`` for one request's new tokens, or None if their attention is causal."""
         if self.key_ends is None:
             return None
         start, end = self.query_start_loc[request : request + 2]
@@ -80,7 +82,7 @@ class AttentionMetadata:
         return None if (ends == np.arange(length - len(ends), length) + 1).all() else ends
 
     def slots(self, request: int, start: int, end: int) -> IntArray:
-        """Return the slots of tokens ``start`` to ``end`` of one request."""
+        """Return the KV cache slots of the tokens at positions ``start`` to ``end`` of one request."""
         positions = np.arange(start, end)
         blocks: IntArray = self.block_table[request, positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + positions % self.block_size
@@ -91,10 +93,11 @@ class AttentionParams:
     """Attention parameters of a layer.
 
     Attributes:
-        scaling: Factor of the scores.
-        sliding_window: Tokens that a query attends to, including itself.
+        scaling: Factor by which the attention scores are multiplied.
+        sliding_window: Number of tokens that a query attends to, including its own token. None means no limit.
         softcap: Scores become ``softcap * tanh(score / softcap)``.
-        sinks: ``[num_heads]``, an additional logit per head in the softmax, without a value.
+        sinks: ``[num_heads]``, an additional logit for each head, which takes part in the softmax but has no value
+            vector.
         attention_chunk: A query at position p attends to no key before ``p // attention_chunk * attention_chunk``.
     """
 
@@ -109,8 +112,8 @@ class AttentionParams:
 class StepPlan:
     """Data derived from the metadata of one KV cache group once per step, and shared by the layers of the group.
 
-    ``by_mask`` belongs to the backend. Its data is derived when the first layer with a mask attends. Keys are the
-    layer's sliding window and attention chunk.
+    Only the backend uses ``by_mask``. The key is a mask: a layer's sliding window and attention chunk. The data for a
+    mask is derived when the first layer with this mask computes attention.
     """
 
     metadata: AttentionMetadata
@@ -121,7 +124,7 @@ class StepPlan:
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """Slot in which each new token is stored, int64 ``[tokens]`` on the device."""
+        """KV cache slot in which each new token is stored, int64 ``[tokens]`` on the device."""
         if self._slot_mapping is None:
             self._slot_mapping = torch.from_numpy(self.metadata.slot_mapping).to(self.device)
         return self._slot_mapping
@@ -138,16 +141,16 @@ class AttentionBackend(Protocol):
     """Backend that stores keys and values in a paged cache and computes attention over them.
 
     In a step, ``plan`` is called once per KV cache group. Then ``write`` and ``attend`` are called once per layer, with
-    the group's plan. The backend itself must not store data of a step, because the next step may be planned while one
-    computes. ``keeps_float8`` is true if ``write`` and ``attend`` support a cache of ``FLOAT8`` with scales
-    (``cache.dtype: fp8``), like ``KVCache.write`` and ``gather``.
+    the plan of the layer's group. The backend object must not store data of a step, because the next step may be
+    planned while a step computes. ``keeps_float8`` is true if ``write`` and ``attend`` support a cache of dtype
+    ``FLOAT8`` with scales (``cache.dtype: fp8``), as ``KVCache.write`` and ``KVCache.gather`` do.
     """
 
     keeps_float8: bool = False
 
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all here
-        """Return the layout in which ``write`` and ``attend`` use a layer of ``spec``. Called when the layer's memory
-        is allocated.
+        """Return the memory layout that ``write`` and ``attend`` use for a layer with ``spec``. The method is called
+        when the layer's memory is allocated.
         """
         return SLOTS
 
@@ -165,14 +168,15 @@ class AttentionBackend(Protocol):
         return KVMemory(specs, self.layout, dtype, device, scales)
 
     def plan(self, metadata: AttentionMetadata, device: torch.device) -> StepPlan:
-        """Return the data that the layers of a group share in a step. Called on the host, before the first layer runs.
+        """Return the data that the layers of a group share in a step. The method is called on the host, before the
+        first layer runs.
 
-        A backend can copy data to the device here, and decide how to split the work.
+        In this method, a backend can copy data to the device, and decide how to split the work.
         """
         return StepPlan(metadata, device)
 
     def write(self, cache: KVCache, plan: StepPlan, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the step's new tokens: ``keys`` and ``values`` ``[tokens, num_kv_heads, head size]``."""
+        """Store ``keys`` and ``values`` ``[tokens, num_kv_heads, head size]`` of the step's new tokens in the cache."""
         cache.write(plan.slot_mapping, keys, values)
 
     def attend(
@@ -184,10 +188,10 @@ class AttentionBackend(Protocol):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Return causal attention of every request over its own tokens, ``[tokens, num_heads, head_size_v]`` in the
-        query's dtype.
+        """Return the result of causal attention of each request over its own tokens, ``[tokens, num_heads,
+        head_size_v]``, in the query's dtype.
 
-        The new tokens have been written already. ``query`` is ``[tokens, num_heads, head_size]``. ``key`` and ``value``
-        are the keys and values of the new tokens, ``[tokens, num_kv_heads, head size]``, so a backend need not read
-        them from the cache.
+        The caller has already stored the new tokens with ``write``. ``query`` is ``[tokens, num_heads, head_size]``.
+        ``key`` and ``value`` are the keys and values of the new tokens, ``[tokens, num_kv_heads, head size]``, so a
+        backend need not read them from the cache.
         """

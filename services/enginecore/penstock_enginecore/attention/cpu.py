@@ -1,16 +1,16 @@
 """Attention for CPUs, with torch's fused scaled dot product attention.
 
-Requests with one new token (decode) are batched. Decodes are sorted by length and grouped into buckets of similar length.
-The keys of a bucket are gathered into one padded tensor. Query heads that share a key head are placed along the query
-axis.
+Requests with one new token (decodes) are computed in batches. Decodes are sorted by the number of their keys and
+grouped into buckets of similar length. The keys of a bucket are gathered into one padded tensor. Query heads that share
+a key head are placed along the query dimension.
 
-Requests with several new tokens (prefill) run one by one. With a sliding window, only visible keys are gathered.
-Chunked attention is split into its chunks, each with ordinary attention over few keys. A request whose tokens attend to
-later keys has a separate mask.
+Requests with several new tokens (prefills) are computed one by one. With a sliding window, only keys inside the window
+are gathered. Chunked attention is split at the chunk boundaries. Each chunk is computed as ordinary attention over the
+keys of the chunk. A request whose tokens attend to later keys gets its own mask.
 
-The fused kernel masks by adding to scores, and multiplies masked values by zero, which is wrong for infinite values and
-NaN. Therefore a decode is padded with one of its own keys, and a prefill with such values is computed without the fused
-kernel, by selection.
+The fused kernel adds the mask to scores and multiplies masked values by zero, which is wrong for infinite values and
+NaN. Therefore a decode is padded with one of its own keys. A prefill with infinite values or NaN is computed without
+the fused kernel, and masked values are left out of the sums.
 """
 
 from collections.abc import Iterator
@@ -32,24 +32,27 @@ from penstock_enginecore.attention.kv_cache import KVCache
 from penstock_enginecore.core.kv_cache.spec import first_key
 
 _MAX_PADDING = 1.25
-"""Largest ratio between the longest and shortest request of a bucket."""
+"""Maximum ratio between the numbers of keys of the longest and the shortest request in a bucket."""
 _FREE_PADDING = 32
-"""Number of tokens by which other requests of a bucket may also be longer than its shortest request.
+"""Number of keys by which a request in a bucket may always be longer than the bucket's shortest request, even beyond
+``_MAX_PADDING``.
 
-This padding costs less than another kernel launch.
+Computing this much padding takes less time than another kernel launch.
 """
 _MAX_QUERIES = 512
-"""Queries per masked prefill call, which limits the rows of the mask."""
+"""Maximum number of queries in one call of the kernel for a prefill with a mask. It limits the number of rows of the
+mask.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodeBucket:
-    """Decodes of similar length.
+    """Decodes with similar numbers of keys, which are computed in one batch.
 
     Attributes:
-        tokens: int64 ``[batch]``, positions in the flat batch.
-        slots: int64 ``[batch * length]``. The end is padded with the request's last slot.
-        length: Keys of the longest request.
+        tokens: int64 ``[batch]``, indices of the requests' tokens in the flat batch.
+        slots: int64 ``[batch * length]``, slots of each request's keys, padded with the slot of the request's last key.
+        length: Number of keys of the longest request in the bucket.
         mask: bool ``[batch, 1, 1, length]``, false for padding, or None without padding.
     """
 
@@ -61,12 +64,14 @@ class _DecodeBucket:
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """Prefill of tokens ``start`` to ``end`` of the flat batch.
+    """Prefill of the tokens of one request with indices ``start`` to ``end`` in the flat batch.
 
     Attributes:
-        num_keys: Number of keys that the queries attend to.
-        slots: Slots of these keys in order, including the new tokens, or None if the keys are exactly the new tokens.
-        seen: int64 ``[2, queries]``, first key and end of keys of each query, or None for causal attention.
+        num_keys: Total number of keys to which the queries attend.
+        slots: Slots of these keys in order, including the keys of the new tokens. None if the keys are exactly those of
+            the new tokens.
+        seen: int64 ``[2, queries]``, the range of keys to which each query attends: first key and end. None for causal
+            attention.
     """
 
     start: int
@@ -83,7 +88,9 @@ class _Work:
 
 
 class CPUAttention(AttentionBackend):
-    """Attention backend for CPUs that batches decodes and runs prefills one by one; see the module's docstring."""
+    """Attention backend for CPUs that computes decodes in batches and prefills one by one. The docstring of the module
+    describes the method.
+    """
 
     def attend(
         self,
@@ -94,8 +101,8 @@ class CPUAttention(AttentionBackend):
         plan: StepPlan,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Compute attention. The work is planned when the first layer with a mask attends, because layers have
-        different masks.
+        """Compute attention. The work for a mask is planned when the first layer with this mask computes attention,
+        because layers may have different masks.
         """
         mask = (params.sliding_window, params.attention_chunk)
         work = plan.by_mask.get(mask)
@@ -152,7 +159,7 @@ def _plan_bucket(metadata: AttentionMetadata, requests: IntArray, lengths: IntAr
 def _plan_prefills(
     metadata: AttentionMetadata, request: int, window: int | None, chunk: int | None
 ) -> Iterator[_Prefill]:
-    """Yield the request's new tokens, split at chunk boundaries."""
+    """Yield one or more prefills for the request's new tokens, split at the boundaries of attention chunks."""
     start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
     length = int(metadata.seq_lens[request])
     position = length - (end - start)
@@ -164,7 +171,7 @@ def _plan_prefills(
         chunk_end = length if chunk is None else min(length, chunk_start + chunk)
         num_queries = chunk_end - position
         num_keys = chunk_end - chunk_start
-        if window is not None:  # the first query attends to `window` keys, including itself
+        if window is not None:  # The first query attends to `window` keys, including its own key.
             num_keys = min(num_keys, num_queries + window - 1)
         slots = None
         if num_keys != num_queries:
@@ -177,7 +184,9 @@ def _plan_prefills(
 def _plan_spans(
     metadata: AttentionMetadata, request: int, key_ends: IntArray, window: int | None, chunk: int | None
 ) -> _Prefill:
-    """Return the prefill of all new tokens of the request, which attend to keys up to ``key_ends`` ``[queries]``."""
+    """Return one prefill for all new tokens of the request. Token ``i`` attends to keys before position
+    ``key_ends[i]``.
+    """
     start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
     length = int(metadata.seq_lens[request])
     firsts = np.array([first_key(position, window, chunk) for position in range(length - (end - start), length)])
@@ -210,8 +219,8 @@ def _prefill(
     params: AttentionParams,
     seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the attention of ``query`` ``[queries, heads, head_size]``, the last tokens of ``keys`` ``[keys, kv_heads,
-    head_size]``.
+    """Return the result of attention for ``query`` ``[queries, heads, head_size]`` over ``keys`` ``[keys, kv_heads,
+    head_size]``. The queries belong to the last tokens of ``keys``.
 
     ``seen`` is as in ``_Prefill``.
     """
@@ -247,7 +256,9 @@ def _prefill(
 
 
 def _causal_mask(num_queries: int, num_keys: int, first_position: int, window: int | None) -> torch.Tensor:
-    """Return the visible keys, bool ``[num_queries, num_keys]``. Query 0 is at the position of key ``first_position``."""
+    """Return the mask of keys that each query sees, bool ``[num_queries, num_keys]``. Query 0 belongs to the same token
+    as key ``first_position``.
+    """
     query_position = torch.arange(first_position, first_position + num_queries)[:, None]
     key_position = torch.arange(num_keys)[None, :]
     visible = key_position <= query_position
@@ -257,7 +268,9 @@ def _causal_mask(num_queries: int, num_keys: int, first_position: int, window: i
 
 
 def _span_mask(seen: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return the keys in the range ``seen`` ``[2, queries]`` of each query, bool ``[queries, num_keys]``."""
+    """Return the mask of keys that are in the range ``seen`` ``[2, queries]`` of each query, bool ``[queries,
+    num_keys]``.
+    """
     key_position = torch.arange(num_keys)[None, :]
     firsts, ends = seen[:, :, None]
     mask: torch.Tensor = (key_position >= firsts) & (key_position < ends)
@@ -265,7 +278,9 @@ def _span_mask(seen: torch.Tensor, num_keys: int) -> torch.Tensor:
 
 
 def _is_tame(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> bool:
-    """Return whether values are finite, and scores too by Cauchy-Schwarz. Then masking by addition is correct."""
+    """Return whether all values are finite, and all scores are finite according to the Cauchy-Schwarz inequality. If
+    they are, adding the mask to the scores is correct.
+    """
     q, k, v = (torch.linalg.vector_norm(x, dtype=torch.float32) for x in (query, keys, values))
     return bool((q * k * scaling + v).isfinite())
 
@@ -280,7 +295,8 @@ def _weights(
     """Return the softmax weights, float32 ``[batch, heads, queries, keys]``, for inputs ``[batch, heads, queries, head
     size]``.
 
-    Used for soft caps, sinks and scores that are not finite, which the fused kernel does not support.
+    The function is used for soft caps, sinks, and scores or values that are not finite, because the fused kernel does
+    not support them.
     """
     scores = (query @ keys.transpose(-1, -2)).float() * params.scaling
     if params.softcap is not None:

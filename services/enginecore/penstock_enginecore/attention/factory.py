@@ -1,4 +1,4 @@
-"""Attention backends by their names in the configuration."""
+"""Creation of attention backends by their names in the configuration."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,9 @@ from penstock_enginecore.attention.cpu import CPUAttention
 from penstock_enginecore.attention.reference import ReferenceAttention
 
 TRITON = "triton"
-"""Triton kernels, whose results are checked for each model before they are used (``forward.cuda.attention``)."""
+"""Name of the backend with Triton kernels. The engine checks the kernels' results for each model before it uses them
+(``forward.cuda.attention``).
+"""
 _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
     "reference": ReferenceAttention,
     "cpu": CPUAttention,
@@ -20,14 +22,16 @@ _FACTORIES: dict[str, Callable[[], AttentionBackend]] = {
 
 
 def register_backend(name: str, factory: Callable[[], AttentionBackend]) -> None:
-    """Register a backend: ``model.attention_backend: name`` selects the result of ``factory``."""
+    """Register a backend. If the setting ``model.attention_backend`` is ``name``, the engine uses the backend that
+    ``factory`` returns.
+    """
     _FACTORIES[name] = factory
 
 
 def create_backend(
     name: str, device: torch.device, kernels: Callable[[AttentionBackend], AttentionBackend] | None = None
 ) -> AttentionBackend:
-    """Return the backend called ``name``. Raises ConfigError.
+    """Return the backend with the name ``name``. Raises ConfigError.
 
     "auto" selects the fastest backend for ``device``. If ``kernels`` is given, "auto" returns ``kernels(other)``. The
     backend ``other`` computes the layers that the kernels do not support. For "triton", the result is the backend for
@@ -49,8 +53,8 @@ def create_backend(
 
 
 def _misplaced(device: torch.device) -> str | None:
-    """Return the backend that this device cannot run. Triton's interpreter runs on any device, but is fast enough only
-    for tests.
+    """Return the name of the backend that this device cannot run, or None. Triton's interpreter runs kernels on any
+    device, but is fast enough only for tests.
     """
     if device.type != "cpu":
         return "cpu"

@@ -22,16 +22,18 @@ LARGEST_FLOAT8 = 448.0
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Order of elements in a layer's memory.
+    """Order of elements in the KV cache memory of a layer.
 
     A backend declares a layout for each layer (``AttentionBackend.layout``). Code that allocates, reads or moves the
-    memory uses this layout. Copies of whole tiles are valid.
+    memory uses this layout. Code may copy complete tiles without knowing the order inside them.
     """
 
     name: str
-    """Name of the layout. Equal names mean equal orders."""
+    """Name of the layout. Layouts with equal names have the same order of elements."""
     tile: int = 1
-    """Tokens whose elements are interleaved. Block sizes are multiples of this number."""
+    """Number of consecutive tokens whose elements are interleaved in memory. Block sizes must be multiples of this
+    number.
+    """
 
 
 SLOTS = KVLayout("slots")
@@ -50,7 +52,7 @@ class KVScales:
 
 UNSCALED = KVScales()
 NO_SCALES: Mapping[str, KVScales] = MappingProxyType({})
-"""Scales by layer name. Other layers are ``UNSCALED``."""
+"""Empty mapping of scales by layer name. Layers that are not in such a mapping are ``UNSCALED``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class KVCache:
     """Keys ``[num_slots, num_kv_heads * head_size]`` and values ``[num_slots, num_kv_heads * head_size_v]`` of one
     layer.
 
-    In layouts other than ``SLOTS``, the rows of a tile share their elements, or the layout defines the shape. In
-    ``FLOAT8``, elements are divided by their ``scales`` and clamped to the dtype's range. Other caches have no scales.
+    In layouts other than ``SLOTS``, the elements of a tile's tokens are interleaved in the tile's rows, or the layout
+    defines another shape. In a cache of dtype ``FLOAT8``, elements are stored divided by ``scales`` and clamped to the
+    dtype's range. Caches of other dtypes have no scales.
     """
 
     keys: torch.Tensor
@@ -69,8 +72,8 @@ class KVCache:
     scales: KVScales = UNSCALED
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values at ``slots`` (int64, flat), each ``[len(slots), num_kv_heads, head size]``, as float32
-        from ``FLOAT8``.
+        """Return the keys and values at ``slots`` (int64, flat), each ``[len(slots), num_kv_heads, head size]``. The
+        result is float32 if the cache's dtype is ``FLOAT8``.
 
         Raises ValueError for layouts other than ``SLOTS``.
         """
@@ -82,15 +85,15 @@ class KVCache:
         return keys.float() * self.scales.key, values.float() * self.scales.value
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new tokens: ``slots`` int64 ``[tokens]``, ``keys`` and ``values`` ``[tokens, num_kv_heads, head
-        size]``.
+        """Store ``keys`` and ``values`` ``[tokens, num_kv_heads, head size]`` of new tokens at ``slots``, int64
+        ``[tokens]``.
 
         Raises ValueError for layouts other than ``SLOTS``.
         """
         self._check_layout()
         for cache, new, scale in ((self.keys, keys, self.scales.key), (self.values, values, self.scales.value)):
             numbers = stored(new, cache.dtype, scale).reshape(len(slots), -1)
-            if cache.dtype == FLOAT8:  # torch does not support index_copy_ for this dtype
+            if cache.dtype == FLOAT8:  # torch does not support index_copy_ for FLOAT8.
                 cache, numbers = cache.view(torch.uint8), numbers.view(torch.uint8)
             cache.index_copy_(0, slots, numbers)
 
@@ -100,8 +103,8 @@ class KVCache:
 
 
 def stored(numbers: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Convert ``numbers`` for a cache of ``dtype``. For ``FLOAT8`` they are divided by ``scale`` and clamped. NaN stays
-    NaN.
+    """Convert ``numbers`` to the form in which a cache of ``dtype`` stores them. For ``FLOAT8``, the numbers are
+    divided by ``scale`` and clamped. NaN stays NaN.
     """
     if dtype != FLOAT8:
         return numbers
@@ -117,17 +120,17 @@ class LayerCache:
 
 
 LayerCaches = dict[str, LayerCache]
-"""Caches by attention module name. Empty if nothing is allocated."""
+"""KV caches of the layers, by the name of the attention module. Empty if no memory is allocated."""
 
 
 LayoutOf = Callable[[KVCacheSpec, torch.dtype], KVLayout]
 """Type of ``AttentionBackend.layout``."""
 Width = KVTensorWidth | KVCacheSpec
-"""Object with the number of elements of a token's keys and values."""
+"""Object with the number of elements in the keys, and in the values, of one token."""
 
 
 Empty = Callable[[int, int, torch.dtype], torch.Tensor]
-"""Function that returns an uninitialized tensor ``[rows, columns]`` of a dtype on the device."""
+"""Function that returns an uninitialized tensor ``[rows, columns]`` of the given dtype on the device."""
 
 
 class KVMemory:
@@ -135,7 +138,7 @@ class KVMemory:
 
     Args:
         specs: KV cache specs by layer name.
-        layout: Returns the layout of a layer.
+        layout: Function that returns the layout of a layer.
         dtype: The dtype of the cache.
         scales: Scales of an fp8 cache by layer name.
     """
@@ -156,14 +159,14 @@ class KVMemory:
         self._place: Empty = self._anywhere
 
     def place(self, empty: Empty) -> None:
-        """Let ``allocate`` create tensors with ``empty``."""
+        """Set the function ``empty``, with which ``allocate`` creates tensors."""
         self._place = empty
 
     def allocate(self, config: KVCacheConfig) -> LayerCaches:
-        """Allocate the whole cache. Returns no caches for a model without attention over a cache.
+        """Allocate the KV caches of all layers. The result is empty for a model whose attention uses no cache.
 
-        The i-th layers of all groups use the same memory, which is as wide as the widest of these layers. This is
-        possible, because no block belongs to two groups. Raises ValueError for a block size that a layout does not
+        The i-th layers of all groups use the same memory, which is as wide as the widest of these layers. Sharing is
+        possible because no block belongs to two groups. Raises ValueError for a block size that a layout does not
         support.
         """
         if not self._specs:
@@ -192,9 +195,10 @@ class KVMemory:
     def _memory(
         self, widths: Sequence[Width], block_size: int, num_blocks: int, empty: Empty
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]`` of each width.
+        """Return memory for keys ``[num_slots, key_width]`` and values ``[num_slots, value_width]``, for each of
+        ``widths``.
 
-        Only the null block is cleared. Attention never reads a slot that its request has not written.
+        Only the null block is filled with zeros. Attention never reads a slot that its request has not written.
         """
         memory = []
         for width in widths:
@@ -210,7 +214,7 @@ class KVMemory:
         return torch.empty(rows, columns, dtype=dtype, device=self._device)
 
     def _view(self, spec: KVCacheSpec, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
-        """Return a layer's view of memory, which may be wider than the layer."""
+        """Return the part of ``keys`` and ``values`` that a layer uses. The memory may be wider than the layer."""
         layout = self._layout(msgspec.structs.replace(spec, block_size=block_size), self._dtype)
         if block_size % layout.tile:
             raise ValueError(
@@ -220,13 +224,15 @@ class KVMemory:
 
 
 def num_groups(caches: LayerCaches) -> int:
-    """Return the number of groups up to the last one with layers in ``caches``. Other stages may have more groups."""
+    """Return the number of groups up to the last group that has layers in ``caches``. Other pipeline stages may have
+    more groups.
+    """
     return 1 + max((layer.group for layer in caches.values()), default=-1)
 
 
 def block_memory(layers: LayerCaches, num_blocks: int) -> list[torch.Tensor]:
-    """Return the memory of a KV cache as tensors uint8 ``[num_blocks, bytes]``. A row has one block's data of all
-    layers that use this memory.
+    """Return the memory of a KV cache as tensors uint8 ``[num_blocks, bytes]``. Row ``i`` of a tensor has the data of
+    block ``i`` for all layers that share this memory.
 
     Raises RuntimeError if the memory cannot be split into blocks.
     """
@@ -244,30 +250,31 @@ def block_memory(layers: LayerCaches, num_blocks: int) -> list[torch.Tensor]:
 
 
 def block_order(layers: LayerCaches) -> str:
-    """Return a description of the order of a block's elements: the distinct layouts and dtypes of its layers."""
+    """Return a text that describes the order of a block's elements: the distinct layouts and dtypes of the layers."""
     caches = [layer.cache for layer in layers.values()]
     orders = (f"{cache.layout.name}/{cache.layout.tile} {cache.keys.dtype}" for cache in caches)
     return ", ".join(dict.fromkeys(orders)).replace("torch.", "")
 
 
 def num_bytes(layers: LayerCaches) -> int:
-    """Return the bytes of a KV cache. Memory that layers share counts once."""
+    """Return the size of a KV cache in bytes. Memory that several layers share counts once."""
     tensors = [tensor for layer in layers.values() for tensor in (layer.cache.keys, layer.cache.values)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 HEADS = KVLayout("heads")
-"""Layout ``[blocks, num_kv_heads, block_size, head size]`` of keys and values. The tokens of a head of a block are
-contiguous.
+"""Layout ``[blocks, num_kv_heads, block_size, head size]`` of keys and values. Within a block, the tokens of each head
+are contiguous.
 """
 
 
 class KVArena(KVMemory):
-    """Allocator of an arena ``[blocks, layers, 2, num_kv_heads, block_size, head size]``.
+    """Allocator that puts the keys and values of all layers into one tensor, the arena: ``[blocks, layers, 2,
+    num_kv_heads, block_size, head size]``.
 
     Keys and values of a layer are views of the arena, in the layout ``HEADS``. If layers of several groups share
-    memory, a block has as many parts as the largest group has layers.
+    memory, the number of ``layers`` in the shape is the number of layers in the largest group.
     """
 
     def __init__(
@@ -282,8 +289,8 @@ class KVArena(KVMemory):
     def _memory(
         self, widths: Sequence[Width], block_size: int, num_blocks: int, empty: Empty
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return keys and values ``[num_blocks, block_size * width]`` of each width, in one piece of memory with a
-        cleared null block.
+        """Return memory for keys and values ``[num_blocks, block_size * width]``, for each of ``widths``. All of this
+        memory is in one tensor, in which the null block is filled with zeros.
         """
         sizes = [block_size * part for width in widths for part in (width.key_width, width.value_width)]
         arena = empty(num_blocks, sum(sizes), self._dtype)
@@ -292,7 +299,7 @@ class KVArena(KVMemory):
         return list(zip(parts[::2], parts[1::2], strict=True))
 
     def _view(self, spec: KVCacheSpec, block_size: int, keys: torch.Tensor, values: torch.Tensor) -> KVCache:
-        """Return a layer's view of a part, which may be wider than the layer."""
+        """Return the part of ``keys`` and ``values`` that a layer uses. Both may be wider than the layer."""
 
         def heads(part: torch.Tensor, head_size: int) -> torch.Tensor:
             own = part[:, : spec.num_kv_heads * block_size * head_size]

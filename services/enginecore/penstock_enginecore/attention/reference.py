@@ -1,4 +1,6 @@
-"""Reference implementation of attention: short code, one request at a time, float32 scores, any device."""
+"""Reference implementation of attention: short code that computes one request at a time, with float32 scores, on any
+device.
+"""
 
 import torch
 
@@ -8,7 +10,7 @@ from penstock_enginecore.core.kv_cache.spec import first_key
 
 
 class ReferenceAttention(AttentionBackend):
-    """Attention backend that reads all keys and values from the cache and materializes the scores."""
+    """Attention backend that reads all keys and values from the cache and stores the complete matrix of scores."""
 
     keeps_float8 = True
 
@@ -44,9 +46,10 @@ def _attend_one(
     params: AttentionParams,
     key_ends: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the attention of ``query``, the last tokens of ``keys``, which begin at position ``first``.
+    """Return the result of attention for ``query`` over ``keys``.
 
-    ``key_ends`` is int64 ``[queries]``; see ``AttentionMetadata``.
+    The queries belong to the last tokens of ``keys``. The first query has the position ``first``. ``key_ends`` is int64
+    ``[queries]``, as in ``AttentionMetadata``.
     """
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape

@@ -1,1 +1,3 @@
-"""States of recurrent layers: models whose layers have a recurrent state beside, or instead of, keys and values."""
+"""States of recurrent layers, for models in which all or some layers have a recurrent state instead of keys and
+values.
+"""

@@ -1,4 +1,6 @@
-"""Calls of recurrent layers, the states that a step reads and writes, and the interface that computes them."""
+"""Calls that recurrent layers make in a forward pass, the states that a step reads and writes, and the interface of
+code that computes the calls.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,12 +17,12 @@ from penstock_enginecore.states.core.spec import SPAN, ZERO_SLOT, Decay, StateSt
 
 @dataclass(frozen=True, slots=True)
 class ConvCall:
-    """Causal convolution of a layer, over each channel separately.
+    """Call of a layer for a causal convolution over each channel separately.
 
     Attributes:
         mixer: The module that calls.
         inputs: ``[tokens, channels]``.
-        weight: ``[channels, kernel]``. The last tap belongs to the newest input.
+        weight: ``[channels, kernel]``. The last weight of each channel is for the newest input.
         bias: ``[channels]``, or None.
         activation: Name of transformers' activation function, or None.
     """
@@ -34,11 +36,11 @@ class ConvCall:
 
 @dataclass(frozen=True, slots=True)
 class ScanCall:
-    """Linear recurrence of a layer, in float32.
+    """Call of a layer for a linear recurrence in float32.
 
     The state S ``[heads, key size, value size]`` changes with every token: ``S = exp(decay) * S + key * update``. The
-    output is ``query * S``. With ``beta``, ``update`` is ``beta * (value - key * exp(decay) * S)``. Otherwise, ``update``
-    is ``value``.
+    output is ``query * S``. If ``beta`` is given, ``update`` is ``beta * (value - key * exp(decay) * S)``. Otherwise,
+    ``update`` is ``value``.
 
     With ``beta`` and a decay for each head, the recurrence is the gated delta rule (arXiv:2412.06464). With ``beta`` and a
     decay for each row of S, it is Kimi delta attention, KDA (arXiv:2510.26692). Without ``beta`` and ``rates``, it is the
@@ -50,7 +52,8 @@ class ScanCall:
         query: ``[tokens, key heads, key size]``.
         key: ``[tokens, key heads, key size]``. A key head serves ``heads / key heads`` consecutive heads.
         value: ``[tokens, heads, value size]``.
-        decay: ``[tokens, heads]``, or ``[tokens, heads, key size]`` for each row of the state. At most 0.
+        decay: ``[tokens, heads]``, or ``[tokens, heads, key size]`` for each row of the state. All numbers are at most
+            0.
         beta: ``[tokens, heads]``, or None.
         rates: ``[heads, key size]``, at least 0, or None. If given, row ``n`` of the state of a head decays by ``decay *
             rates[n]``, there is one key head, and ``value size`` is 1.
@@ -66,17 +69,19 @@ class ScanCall:
 
     @property
     def kind(self) -> Decay:
-        """Decays of the recurrence."""
+        """Kind of the decays of the recurrence."""
         if self.rates is not None:
             return "rate"
         return "row" if self.decay.dim() == 3 else "head"
 
 
 class StateContext(Protocol):
-    """Handler of the calls of recurrent layers in a forward pass."""
+    """Interface of objects that compute the calls of recurrent layers in a forward pass."""
 
     def convolve(self, call: ConvCall) -> torch.Tensor:
-        """Return the convolution with activation, ``[tokens, channels]`` in the dtype of the inputs."""
+        """Return the result of the convolution and its activation function, ``[tokens, channels]``, in the dtype of the
+        inputs.
+        """
 
     def scan(self, call: ScanCall) -> torch.Tensor:
         """Return the outputs of the recurrence, float32 ``[tokens, heads, value size]``."""
@@ -87,7 +92,7 @@ _context: ContextVar[StateContext | None] = ContextVar("penstock_state_context",
 
 @contextmanager
 def use_states(context: StateContext | None) -> Iterator[None]:
-    """Return a context in which calls of recurrent layers go to ``context``."""
+    """Return a context manager in which ``context`` handles the calls of recurrent layers."""
     token = _context.set(context)
     try:
         yield
@@ -96,19 +101,20 @@ def use_states(context: StateContext | None) -> Iterator[None]:
 
 
 def current_states() -> StateContext | None:
-    """Return the context that ``use_states`` set, or None."""
+    """Return the StateContext that ``use_states`` set, or None."""
     return _context.get()
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceStep:
-    """Tokens of one request in a step, and their states.
+    """The tokens of one request in a step, and the request's recurrent states.
 
     Attributes:
-        first: The request's first token in the flat batch.
-        start: Position of that token in the request.
-        count: Number of tokens.
-        state: The request's ring of open rows and its slots.
+        first: Index of the request's first token in the flat batch.
+        start: Position of the same token in the request.
+        count: Number of tokens of the request in the step.
+        state: The request's ring of open rows (stored inputs of tokens after the last closed state), and its slots of
+            states.
     """
 
     first: int
@@ -118,23 +124,26 @@ class SequenceStep:
 
     @property
     def base(self) -> int:
-        """Position of the closed state that the tokens start from."""
+        """Position of the closed state (the state at the end of a span) from which the computation of the tokens
+        starts.
+        """
         return span_start(self.start)
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """Position after the last token of the request in the step."""
         return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """States of a step's requests, in the order of the flat batch.
+    """States of all requests in a step, in the order of the flat batch.
 
     Attributes:
-        broken: Indices of requests whose new states have a number that is not finite. The forward pass adds them.
-        flags: Tensors on a device, ``[requests]``, that are not 0 for such requests. The forward pass adds them if
-            reading them would wait for the device.
+        broken: Indices of requests whose new states contain a number that is not finite. The forward pass adds the
+            indices.
+        flags: Tensors on a device, ``[requests]``, whose elements are not 0 for such requests. The forward pass adds
+            tensors instead of indices if reading the tensors would wait for the device.
     """
 
     sequences: Sequence[SequenceStep]
@@ -158,8 +167,8 @@ class StateMetadata:
 
     @classmethod
     def alone(cls, query_start_loc: IntArray, seq_lens: IntArray) -> "StateMetadata":
-        """Return states of a step without a scheduler, for probes. Request ``i`` owns the ring ``i`` and the slots
-        ``2 * i + 1`` and ``2 * i + 2``, which it writes in turn.
+        """Return the states of a step that no scheduler planned, for test runs of the model. Request ``i`` owns the
+        ring ``i`` and the slots ``2 * i + 1`` and ``2 * i + 2``. The request writes its two slots alternately.
         """
         sequences = []
         for i, (first, end) in enumerate(zip(query_start_loc[:-1].tolist(), query_start_loc[1:].tolist(), strict=True)):
@@ -173,7 +182,7 @@ class StateMetadata:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots for the requests of ``alone``."""
+        """Number of slots that the requests of ``alone`` need."""
         return 2 * len(self.sequences) + 1
 
 

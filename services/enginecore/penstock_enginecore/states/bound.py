@@ -1,4 +1,4 @@
-"""States of a model's recurrent layers, as its modules use them."""
+"""States of a model's recurrent layers, connected to the modules that use the states."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -15,26 +15,27 @@ from penstock_enginecore.states.rows import RowStates
 
 
 class HostStateKernels(Protocol):
-    """Kernels that compute recurrent layers on the host."""
+    """Interface of kernels that compute recurrent layers on the CPU."""
 
     def takes(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Return whether the kernels support states whose convolution inputs have this dtype and place."""
+        """Return whether the kernels support states whose convolution inputs have this dtype and are on this device."""
 
     def context(self, layers: Mapping[torch.nn.Module, StateLayer], step: StateMetadata) -> StateContext:
-        """Return the context of a step."""
+        """Return the StateContext for a step."""
 
 
 class BoundStates:
-    """States that the recurrent layers of a module use from step to step.
+    """Memory of states that the recurrent layers of a module use in all steps.
 
     Args:
         module: The module that contains the layers.
-        specs: Specs of the layers by module name. Empty for a model without recurrent layers.
+        specs: Specs of the states of the layers, by module name. Empty for a model without recurrent layers.
         dtype: The dtype of the computation.
         device: Device of the states.
-        kernels: Kernels of the device, or None to compute with torch.
-        from_start: Compute recurrences token by token, for sequences that begin in the step.
-        on_host: Kernels of the host, which are used if they support the states.
+        kernels: Kernels that compute on the device, or None to compute with torch.
+        from_start: Whether to compute recurrences token by token, without stored states. This works only for sequences
+            that begin in the step.
+        on_host: Kernels that compute on the CPU. They are used if they support the states.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class BoundStates:
         self._layers: Mapping[torch.nn.Module, StateLayer] = {}
 
     def bind(self, layers: StateLayers) -> None:
-        """Use these states from now on. An empty dictionary releases the current states."""
+        """Replace the memory of states. An empty dictionary releases the current memory."""
         self._layers = {self._modules[name]: layer for name, layer in layers.items()}
 
     def context(self, step: StateMetadata | None, num_tokens: int) -> StateContext | None:
-        """Return the context of a step's recurrent layers, or None for a model without them.
+        """Return the StateContext for the recurrent layers in a step, or None for a model without recurrent layers.
 
-        Raises RuntimeError if the step has no states, because its logits would be wrong.
+        Raises RuntimeError if the step has no states, because the logits would be wrong without states.
         """
         if not self.memory.specs:
             return None
@@ -80,9 +81,10 @@ class BoundStates:
         return TritonStates(self._kernels, self._layers, indices, step, self._device)
 
     def captured(self, indices: StateIndices) -> StateContext | None:
-        """Return the context of a step that only the device knows, or None for a model without recurrent layers.
+        """Return the StateContext for a step whose metadata is only on the device, or None for a model without
+        recurrent layers.
 
-        Raises RuntimeError without kernels, because torch needs the step on the host.
+        Raises RuntimeError if there are no kernels, because the torch implementation needs the metadata on the host.
         """
         if not self.memory.specs:
             return None

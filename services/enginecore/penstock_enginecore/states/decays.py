@@ -1,4 +1,6 @@
-"""Decays between the open rows of a request in torch: for each head, for each row of its state, or by constant rates."""
+"""Computation in torch of how much earlier tokens have decayed at later tokens of a request: one decay per head, per
+row of a head's state, or by constant rates.
+"""
 
 from typing import Protocol
 
@@ -8,37 +10,41 @@ _NEVER = float("-inf")
 
 
 class Decays(Protocol):
-    """Decays from the closed state and from all open rows to the new rows."""
+    """Interface of decays from the closed state, and from all open rows (inputs of the tokens after that state), to the
+    rows of new tokens.
+    """
 
     def pairs(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return the decayed products of the new rows' vectors ``[heads, new, key size]`` with the keys of all rows,
-        which are ``[heads, new, rows]``. Products with later rows are 0.
+        """Return the products ``[heads, new, rows]`` of the new rows' vectors ``[heads, new, key size]`` with the
+        decayed keys of all rows. Products with later rows are 0.
         """
 
     def read(self, vectors: torch.Tensor, closed: torch.Tensor) -> torch.Tensor:
-        """Return the products of vectors ``[heads, new, key size]`` with the decayed closed state, ``[heads, new, value
-        size]``.
+        """Return the products ``[heads, new, value size]`` of the new rows' vectors ``[heads, new, key size]`` with the
+        decayed closed state.
         """
 
 
 def between(new: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> Decays:
-    """Return the decays from the closed state and all rows to the new rows, which are the last rows.
+    """Return the decays from the closed state and from all rows to the new rows. The new rows are the last of all rows.
 
     Args:
-        new: Sums of decays of the new rows, ``[new, heads]`` or ``[new, heads, key size]``.
-        rows: Sums of decays of all rows, ``[rows, heads]`` or ``[rows, heads, key size]``.
+        new: Sums of the decays from the closed state to each new row, ``[new, heads]`` or ``[new, heads, key size]``.
+        rows: Sums of the decays from the closed state to each row, ``[rows, heads]`` or ``[rows, heads, key size]``.
         keys: Keys of all rows, ``[heads, rows, key size]``.
     """
     return _HeadDecays(new, rows, keys) if new.dim() == 2 else _RowDecays(new, rows, keys)
 
 
 def _later(new: int, rows: int, device: torch.device) -> torch.Tensor:
-    """Return which rows come after each new row, bool ``[new, rows]``."""
+    """Return a mask of the rows that come after each new row, bool ``[new, rows]``."""
     return torch.ones(new, rows, dtype=torch.bool, device=device).triu(rows - new + 1)
 
 
 class _HeadDecays:
-    """Decays of heads. Only differences to earlier rows enter, so no exponent is greater than 0."""
+    """Decays with one decay per head. The class uses only differences between a row's sum and an earlier row's sum, so
+    no exponent is greater than 0.
+    """
 
     def __init__(self, new: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
         lag = new.T[:, :, None] - rows.T[:, None, :]
@@ -54,7 +60,9 @@ class _HeadDecays:
 
 
 class _RowDecays:
-    """Decays of the rows of a state. A product of two vectors sums over products with different decays."""
+    """Decays with one decay per row of the state. In a product of two vectors, each of the summed products has a
+    different decay.
+    """
 
     def __init__(self, new: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor) -> None:
         lag = (new[:, None] - rows[None]).permute(2, 0, 1, 3)
@@ -73,17 +81,18 @@ class _RowDecays:
 def states_after(
     state: torch.Tensor, rates: torch.Tensor, keys: torch.Tensor, updates: torch.Tensor, decays: torch.Tensor
 ) -> torch.Tensor:
-    """Return the state of a selective scan after each token, from the state before them, one after the other.
+    """Return the state of a selective scan after each token. The states are computed one after the other, from the
+    state before the first token.
 
     Args:
-        state: ``[heads, key size]``.
+        state: State before the first token, ``[heads, key size]``.
         rates: ``[heads, key size]``.
         keys: ``[tokens, 1, key size]``.
         updates: ``[tokens, heads, 1]``.
         decays: Decays of the tokens, ``[tokens, heads]``.
 
     Returns:
-        ``[tokens, heads, key size]``.
+        The states, ``[tokens, heads, key size]``.
     """
     states = keys * updates
     factors = (decays[:, :, None] * rates).exp()

@@ -1,4 +1,6 @@
-"""Memory of states: closed states in slots, and open rows in a ring for each running request."""
+"""Memory of recurrent states: closed states in slots, and open rows (stored inputs of recent tokens) in a ring for each
+running request.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,17 +14,18 @@ from penstock_enginecore.states.core.spec import SPAN, StateNeeds, StatePoolConf
 
 @dataclass(frozen=True, slots=True)
 class StateLayer:
-    """Memory of one layer. Rings are indexed by request and by position modulo their length.
+    """Memory of the states of one layer. Rings are indexed by ring number and by position modulo the ring length.
 
     Attributes:
-        tails: Last inputs of the convolution before a closed state, oldest first: ``[slots, kernel - 1, channels]``.
-        inputs: Inputs of the convolution: ``[rings, ring length, channels]``.
+        tails: The last inputs of the convolution before each closed state, oldest first: ``[slots, kernel - 1,
+            channels]``.
+        inputs: Inputs of the convolution in open rows: ``[rings, ring length, channels]``.
         closed: Closed states, float32 ``[slots, heads, key size, value size]``, or None for a short convolution.
         keys: Keys of open rows, float32 ``[rings, ring length, key heads, key size]``, or None.
         updates: Updates of open rows, float32 ``[rings, ring length, heads, value size]``, or None.
-        decays: Sums of decays since the span began, float32 ``[rings, ring length, heads]``, or ``[rings, ring length,
-            heads, key size]`` if each row of the state decays by itself. With rates, the decay of each token instead of
-            sums. None for a short convolution.
+        decays: Sums of decays since the start of the span, float32 ``[rings, ring length, heads]``, or ``[rings, ring
+            length, heads, key size]`` if each row of the state has its own decay. If the layer has constant rates, the
+            decay of each token instead of a sum. None for a short convolution.
     """
 
     spec: StateSpec
@@ -35,8 +38,8 @@ class StateLayer:
 
     @property
     def slot_tensors(self) -> dict[str, torch.Tensor]:
-        """Tensors whose first dimension is the slot, by name. They are the closed states. There are always more slots
-        than rings.
+        """The tensors with closed states, by name. The first dimension of these tensors is the slot. There are always
+        more slots than rings.
         """
         parts = {part.name: getattr(self, part.name) for part in fields(self)}
         return {
@@ -52,14 +55,14 @@ class StateLayer:
 
 
 StateLayers = dict[str, StateLayer]
-"""Memory of layers by module name. Empty if nothing is allocated."""
+"""Memory of the states of each layer, by module name. Empty if no memory is allocated."""
 
 
 class StateMemory:
-    """Allocator of the states of a model.
+    """Allocator of the memory for the recurrent states of a model.
 
     Args:
-        specs: Specs by module name, in execution order.
+        specs: Specs of the layers' states by module name, in execution order.
         dtype: The dtype of the inputs of convolutions.
         device: Device of the memory.
     """
@@ -82,7 +85,9 @@ class StateMemory:
         )
 
     def allocate(self, config: StatePoolConfig) -> StateLayers:
-        """Allocate slots and rings. Only the zero slot is cleared, because no other slot is read before it is written."""
+        """Allocate the slots and rings. Only the zero slot is filled with zeros, because no other slot is read before
+        it is written.
+        """
         return {
             name: self._layer(spec, config.num_slots, config.num_requests, config.rows_per_request)
             for name, spec in self.specs.items()
@@ -113,14 +118,16 @@ class StateMemory:
 
 
 def slot_memory(layers: StateLayers) -> list[torch.Tensor]:
-    """Return the memory of closed states as tensors uint8 ``[slots, bytes]``. A row has one layer's part of a slot."""
+    """Return the memory of closed states as tensors uint8 ``[slots, bytes]``. Row ``i`` of a tensor is one layer's part
+    of slot ``i``.
+    """
     tensors = [tensor for layer in layers.values() for tensor in layer.slot_tensors.values()]
     return [tensor.view(len(tensor), -1).view(torch.uint8) for tensor in tensors]
 
 
 def slot_order(layers: StateLayers) -> str:
-    """Return a description of the content of a slot: the span, and the parts of each layer with dtypes and shapes.
-    Consecutive equal layers are described once.
+    """Return a text that describes the content of a slot: the size of a span, and the parts of each layer with dtypes
+    and shapes. Consecutive equal layers are described once.
     """
 
     def described(layer: StateLayer) -> str:
@@ -132,5 +139,5 @@ def slot_order(layers: StateLayers) -> str:
 
 
 def num_bytes(layers: StateLayers) -> int:
-    """Return the bytes of all states."""
+    """Return the total size in bytes of the memory of states."""
     return sum(tensor.untyped_storage().nbytes() for layer in layers.values() for tensor in layer.tensors())

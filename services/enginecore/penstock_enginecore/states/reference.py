@@ -1,4 +1,4 @@
-"""Recurrent layers token by token, for checks of the faster form."""
+"""Computation of recurrent layers token by token, to check the faster implementations."""
 
 import torch
 from torch.nn import functional
@@ -8,7 +8,7 @@ from penstock_enginecore.states.base import ConvCall, ScanCall, StateMetadata
 
 
 class ReferenceStates:
-    """``StateContext`` of sequences that begin in the step: nothing comes before them, and no state is stored.
+    """``StateContext`` for sequences that begin in the step, so that no state is read or stored.
 
     Raises ValueError for a sequence that began in an earlier step.
     """
@@ -19,7 +19,7 @@ class ReferenceStates:
         self._parts = [slice(s.first, s.first + s.count) for s in step.sequences]
 
     def convolve(self, call: ConvCall) -> torch.Tensor:
-        """Convolve each sequence after zeros."""
+        """Compute the convolution of each sequence, with zeros as the inputs before its first token."""
         before = call.weight.shape[1] - 1
         results = []
         for part in self._parts:
@@ -31,7 +31,7 @@ class ReferenceStates:
         return result.to(call.inputs.dtype)
 
     def scan(self, call: ScanCall) -> torch.Tensor:
-        """Compute each sequence from a state of zeros."""
+        """Compute the recurrence of each sequence, which starts from a state of zeros."""
         outputs = []
         for part in self._parts:
             beta = None if call.beta is None else call.beta[part]
@@ -42,7 +42,8 @@ class ReferenceStates:
 
 
 def recurrent(call: ScanCall, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute one sequence from ``state`` ``[heads, key size, value size]``, token by token.
+    """Compute the recurrence of one sequence token by token. ``state`` ``[heads, key size, value size]`` is the state
+    before the first token.
 
     Returns:
         The outputs ``[tokens, heads, value size]``, and the state after the last token.

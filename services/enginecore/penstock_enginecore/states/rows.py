@@ -1,4 +1,4 @@
-"""States of a step in torch: closed states and open rows. Any device."""
+"""Computation of recurrent layers in a step with torch, from closed states and open rows. It works on any device."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,25 +12,27 @@ from penstock_enginecore.states.decays import between, states_after
 from penstock_enginecore.states.memory import StateLayer
 
 _CHUNK = {"head": 64, "row": SPAN, "rate": SPAN}
-"""Maximum number of tokens that are computed at once, by the decays of the recurrence. Decays of pairs of tokens for each
-row of a state need much memory, and so do the states after each token.
+"""Maximum number of tokens of a request that are computed together, by the kind of decays. The kinds ``row`` and
+``rate`` need much memory, for the decays of all pairs of tokens and for the states after each token.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class _Taps:
-    """Places of the convolution's inputs in a step, for kernels of one size. Indices are int64 on the device.
+    """Indices that gather the inputs of convolutions with one kernel size in a step. Indices are int64 on the device.
 
-    The inputs before a request's first token come from its ring, or from the tail of its closed state. They stand before
-    the inputs of the request's tokens, so that every window of the convolution is one run of rows.
+    The inputs before a request's first token come from the request's ring, or from the tail of its closed state. These
+    inputs are put before the inputs of the request's tokens, so that every window of the convolution consists of
+    consecutive rows.
 
     Attributes:
-        from_ring: Sources in the rings ``[rings * length]``, ``[requests * (kernel - 1)]``.
-        from_tail: Sources in the tails ``[slots * (kernel - 1)]``, ``[requests * (kernel - 1)]``.
-        in_ring: Whether the ring is the source, bool ``[requests * (kernel - 1), 1]``.
-        sizes: Numbers of tokens of the requests.
-        windows: First row of each token's window, ``[tokens]``, or None for one request, whose windows are all rows.
-        of_writes: Inputs before each written state, oldest first, ``[writes, kernel - 1]``.
+        from_ring: Indices ``[requests * (kernel - 1)]`` into the rings ``[rings * length]``.
+        from_tail: Indices ``[requests * (kernel - 1)]`` into the tails ``[slots * (kernel - 1)]``.
+        in_ring: Whether an input comes from the ring and not from the tail, bool ``[requests * (kernel - 1), 1]``.
+        sizes: Number of tokens of each request.
+        windows: Index of the first row of each token's window, ``[tokens]``, or None if there is one request. In that
+            case, a window begins at every row.
+        of_writes: Indices of the inputs before each written state, oldest first, ``[writes, kernel - 1]``.
     """
 
     from_ring: torch.Tensor
@@ -42,13 +44,13 @@ class _Taps:
 
 
 class RowStates:
-    """``StateContext`` of an engine step.
+    """``StateContext`` that computes the recurrent layers in a step of the engine.
 
     Args:
-        layers: Memory of the layers by mixer.
+        layers: Memory of the layers' states, by the module that makes the calls.
         step: States of the requests.
         device: Device of the memory.
-        late: Report states that are not finite in ``StateMetadata.flags``, without waiting for the device.
+        late: Whether to report states that are not finite in ``StateMetadata.flags``, without waiting for the device.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class RowStates:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def convolve(self, call: ConvCall) -> torch.Tensor:
-        """Compute the convolution of all requests at once, and store the new inputs."""
+        """Compute the convolution of all requests together, and store the new inputs."""
         layer = self._layers[call.mixer]
         kernel = layer.spec.kernel
         taps = self._taps.get(kernel)
@@ -93,12 +95,12 @@ class RowStates:
         rings[self._kept_rows] = call.inputs[self._kept_tokens]
         tails = inputs[taps.of_writes]
         layer.tails[self._written_slots] = tails
-        if layer.closed is None:  # ``scan`` checks the states of other layers, which tails are part of.
+        if layer.closed is None:  # For other layers, ``scan`` checks the states.
             self._report(self._writers, tails.isfinite().flatten(1).all(1))
         return _convolved(inputs, taps.windows, call)
 
     def _report(self, writers: list[int], finite: torch.Tensor) -> None:
-        """Report the requests ``writers`` whose states are not finite. ``finite`` is bool ``[len(writers)]``."""
+        """Report those requests in ``writers`` whose states are not finite. ``finite`` is bool ``[len(writers)]``."""
         if self._flags is not None:
             for place, index in enumerate(writers):
                 self._flags[index].logical_or_(~finite[place])
@@ -114,7 +116,7 @@ class RowStates:
                 in_ring.append(position >= s.base)
                 from_ring.append(s.state.rows * length + position % length)
                 from_tail.append(s.state.closed * before + min(position - s.base, -1) + before)
-            first = s.first + index * before  # the row of the request's oldest input
+            first = s.first + index * before  # The index of the row with the request's oldest input.
             windows += range(first, first + s.count)
             of_writes += [range(first + end - s.start, first + end - s.start + before) for end, _ in s.state.writes]
         return _Taps(
@@ -132,7 +134,7 @@ class RowStates:
         output = torch.empty_like(call.value)
         if call.rates is None:
             updates, sums = torch.empty_like(call.value), torch.empty_like(call.decay)
-        else:  # rows have the token's own decay
+        else:  # Open rows have the decay of each token, not a sum.
             updates, sums = call.value, call.decay
         for index, sequence in enumerate(self.step.sequences):
             if call.rates is None:
@@ -154,7 +156,9 @@ class RowStates:
         updates: torch.Tensor,
         sums: torch.Tensor,
     ) -> None:
-        """Compute one request's tokens into ``output``, ``updates`` and ``sums`` of the flat batch."""
+        """Compute the recurrence of one request. Write the results for its tokens into ``output``, ``updates`` and
+        ``sums``, which have the tokens of the flat batch.
+        """
         if layer.closed is None:
             raise RuntimeError("a short convolution called a scan")
         state = sequence.state
@@ -186,11 +190,13 @@ class RowStates:
         index: int,
         output: torch.Tensor,
     ) -> None:
-        """Compute one request's tokens into ``output`` ``[tokens, heads, value size]`` of the flat batch, from its open
-        rows on, token by token.
+        """Compute the recurrence with constant rates of one request, token by token. The computation starts at the
+        first open row of the request. Write the results into ``output`` ``[tokens, heads, value size]``, which has the
+        tokens of the flat batch.
 
-        A sum over rows with rates would need an exponential for each number of the state and each row. Replaying the
-        rows needs as many, and gives each state by the same operations, wherever a step begins.
+        A sum over rows would need one exponential for each number of the state and each row. Computing the rows again
+        needs the same number of exponentials. In addition, each state results from the same operations, wherever a step
+        begins.
         """
         if layer.closed is None:
             raise RuntimeError("a short convolution called a scan")
@@ -204,7 +210,8 @@ class RowStates:
                 part_end = min(end, start + _CHUNK[call.kind])
                 part = slice(sequence.first + start - sequence.start, sequence.first + part_end - sequence.start)
                 states = states_after(state, rates, call.key[part], call.value[part], call.decay[part])
-                # One product for each token: a product for all tokens may sum in another order.
+                # Compute a separate product for each token, because one product for all tokens may sum in another
+                # order.
                 reads = [after @ query for after, query in zip(states, call.query[part, 0], strict=True)]
                 output[part, :, 0] = torch.stack(reads)
                 state, start = states[-1], part_end
@@ -216,7 +223,8 @@ class RowStates:
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """Open rows of a request: keys ``[rows, key heads, key size]``, updates ``[rows, heads, value size]`` and sums of
-    decays since the closed state ``[rows, heads]`` or ``[rows, heads, key size]``. With rates, the decays of the tokens.
+    decays since the closed state ``[rows, heads]`` or ``[rows, heads, key size]``. If the layer has constant rates,
+    ``sums`` has the decay of each token instead.
     """
 
     keys: torch.Tensor
@@ -224,24 +232,26 @@ class _Rows:
     sums: torch.Tensor
 
     def none(self) -> "_Rows":
-        """Return no rows."""
+        """Return an empty set of rows with the same shapes."""
         return _Rows(self.keys[:0], self.updates[:0], self.sums[:0])
 
 
 def _open_rows(layer: StateLayer, sequence: SequenceStep, length: int) -> _Rows:
-    """Return the rows between the closed state and the request's first token."""
+    """Return the open rows between the closed state and the request's first token in the step."""
     if layer.keys is None or layer.updates is None or layer.decays is None:
         raise RuntimeError("a short convolution has no open rows")
     ring = sequence.state.rows
     first = sequence.base % length
-    rows = slice(first, first + sequence.start - sequence.base)  # a span does not wrap around the end of a ring
+    # The rows of a span never wrap around the end of a ring.
+    rows = slice(first, first + sequence.start - sequence.base)
     return _Rows(layer.keys[ring, rows], layer.updates[ring, rows], layer.decays[ring, rows])
 
 
 def _advance(closed: torch.Tensor, rows: _Rows, new: _Rows, call: ScanCall, part: slice) -> tuple[_Rows, torch.Tensor]:
-    """Append the tokens of ``part`` to ``rows``. Return all rows, and the outputs ``[tokens, heads, value size]``.
+    """Append the rows of the tokens ``part`` to ``rows``. Return all rows, and the outputs ``[tokens, heads, value
+    size]`` for these tokens.
 
-    ``new`` has values instead of updates, and sums of decays since the first of its tokens.
+    ``new`` has values instead of updates, and sums of decays since the first token of ``part``.
     """
     repeats = closed.shape[0] // new.keys.shape[1]
     num_old, num_new = len(rows.keys), len(new.keys)
@@ -266,7 +276,7 @@ def _advance(closed: torch.Tensor, rows: _Rows, new: _Rows, call: ScanCall, part
 
 
 def _closed(closed: torch.Tensor, rows: _Rows) -> torch.Tensor:
-    """Return the state after ``rows``, as a new tensor ``[heads, key size, value size]``."""
+    """Return the state after the last of ``rows``, as a new tensor ``[heads, key size, value size]``."""
     repeats = closed.shape[0] // rows.keys.shape[1]
     sums = rows.sums if rows.sums.dim() == 3 else rows.sums[..., None]
     total = sums[-1]
@@ -276,13 +286,13 @@ def _closed(closed: torch.Tensor, rows: _Rows) -> torch.Tensor:
 
 
 def _by_head(keys: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Return ``[tokens, key heads, key size]`` as ``[heads, tokens, key size]``."""
+    """Return ``keys`` ``[tokens, key heads, key size]`` in the shape ``[heads, tokens, key size]``."""
     return keys.transpose(0, 1).repeat_interleave(repeats, dim=0) if repeats > 1 else keys.transpose(0, 1)
 
 
 def _convolved(inputs: torch.Tensor, windows: torch.Tensor | None, call: ConvCall) -> torch.Tensor:
-    """Return the convolution over ``inputs`` ``[rows, channels]`` for the windows that begin at ``windows`` ``[tokens]``,
-    or at every row. Sums are float32.
+    """Return the convolution of ``inputs`` ``[rows, channels]`` for the windows that begin at the rows ``windows``
+    ``[tokens]``. If ``windows`` is None, a window begins at every row. Sums are float32.
     """
     dtype, kernel = call.weight.dtype, call.weight.shape[1]
     given, weight = inputs.to(dtype).float(), call.weight.float()

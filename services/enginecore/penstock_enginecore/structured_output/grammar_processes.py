@@ -77,11 +77,13 @@ class Settings(msgspec.Struct, frozen=True):
     """Limits and options of the mask process.
 
     Attributes:
-        token_budget: Maximum CPU time for one token, in seconds. begin_budget: Maximum CPU time for all initial tokens
-        of a request, in seconds. patience: CPU time in seconds. If a token took more CPU time than this, the lane
-        ``SLOW`` handles the next token of its grammar. memory: Memory limit in bytes, in addition to the memory that
-        the process uses before the first grammar. kept: Maximum number of compiled grammars in the cache of the
-        process. forced: Whether to look for output text that a grammar requires next.
+        token_budget: Maximum CPU time for one token, in seconds.
+        begin_budget: Maximum CPU time for all initial tokens of a request, in seconds.
+        patience: CPU time in seconds. If a token took more CPU time than this, the lane ``SLOW`` handles the next token
+            of its grammar.
+        memory: Memory limit in bytes, in addition to the memory that the process uses before the first grammar.
+        kept: Maximum number of compiled grammars in the cache of the process.
+        forced: Whether to look for output text that a grammar requires next.
     """
 
     token_budget: float
@@ -148,8 +150,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """Message from a new mask process that it is ready.
 
     Attributes:
-        suspects: Numbers of the grammars on which the previous mask process was working when it ended. costly: Whether
-        the previous mask process ended because the first of ``suspects`` took too much CPU time.
+        suspects: Numbers of the grammars on which the previous mask process was working when it ended.
+        costly: Whether the previous mask process ended because the first of ``suspects`` took too much CPU time.
     """
 
     generation: int
@@ -163,10 +165,13 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind: Kind of the result. "unknown" means that the mask process does not have the compiled grammar of a Begin
             message.
-        taken: Total number of tokens that the grammar has accepted. cost: CPU time that the last token took, in
-        seconds. text: Error text if the kind is "failed". forced: Tokens of text that the grammar requires next. count:
-        Number of masks after draft tokens: the mask after the first draft token of ``turn``, after the first two, and
-        so on. turn: ``turn`` of the Draft message to which the result belongs.
+        taken: Total number of tokens that the grammar has accepted.
+        cost: CPU time that the last token took, in seconds.
+        text: Error text if the kind is "failed".
+        forced: Tokens of text that the grammar requires next.
+        count: Number of masks after draft tokens: the mask after the first draft token of ``turn``, after the first
+            two, and so on.
+        turn: ``turn`` of the Draft message to which the result belongs.
     """
 
     number: int

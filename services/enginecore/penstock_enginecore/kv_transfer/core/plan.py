@@ -16,9 +16,10 @@ class LoadPlan(NamedTuple):
 
     Attributes:
         num_blocks: Length of the prefix in blocks.
-        missing: Names of needed blocks that are not in the pool, in the order of their positions. there: Needed blocks
-        that are already in the pool, by group. state: Name of the recurrent state at the end of the prefix, if the
-        model has states and this state is not in the state pool.
+        missing: Names of needed blocks that are not in the pool, in the order of their positions.
+        there: Needed blocks that are already in the pool, by group.
+        state: Name of the recurrent state at the end of the prefix, if the model has states and this state is not in
+            the state pool.
     """
 
     num_blocks: int

@@ -17,10 +17,12 @@ class TierStats:
     engine started.
 
     Attributes:
-        host_usage: Fraction of host memory slots in use, in [0, 1]. None without a host memory tier. disk_usage:
-        Fraction of disk slots in use, in [0, 1]. None without a disk tier. num_saved_blocks: Number of blocks that were
-        saved to host memory. num_written_blocks: Number of blocks that were written to the disk. num_loaded_blocks:
-        Number of blocks that were loaded from each medium. block_bytes: Size of a block in bytes.
+        host_usage: Fraction of host memory slots in use, in [0, 1]. None without a host memory tier.
+        disk_usage: Fraction of disk slots in use, in [0, 1]. None without a disk tier.
+        num_saved_blocks: Number of blocks that were saved to host memory.
+        num_written_blocks: Number of blocks that were written to the disk.
+        num_loaded_blocks: Number of blocks that were loaded from each medium.
+        block_bytes: Size of a block in bytes.
     """
 
     host_usage: float | None

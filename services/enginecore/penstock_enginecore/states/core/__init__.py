@@ -1,1 +1,1 @@
-"""Accounting of states, without torch: slots, kept states and pool sizes."""
+"""Management of recurrent states without torch: slots, kept states and pool sizes."""

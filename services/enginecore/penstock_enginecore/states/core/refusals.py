@@ -1,4 +1,4 @@
-"""Settings that models with recurrent layers do not support yet."""
+"""Check for settings that models with recurrent layers do not support yet."""
 
 from penstock_common.errors import ConfigError
 from penstock_enginecore.config import EngineCoreConfig

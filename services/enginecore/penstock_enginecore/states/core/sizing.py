@@ -1,4 +1,6 @@
-"""Size of the state pool: running requests first, then kept states and KV blocks in proportion."""
+"""Size of the state pool. States of running requests get memory first. Kept states and KV blocks share the rest in a
+fixed proportion.
+"""
 
 import math
 from fractions import Fraction
@@ -8,12 +10,16 @@ from penstock_enginecore.config import CacheConfig
 from penstock_enginecore.states.core.spec import SLOTS_PER_REQUEST, SPAN, StateNeeds, StatePoolConfig
 
 _REQUESTS_SHARE = 4
-"""Running requests get at most one part in this many of the memory."""
+"""Inverse of the maximum share of memory that states of running requests get: 4 means a quarter."""
 _INTERVAL_WITHOUT_KEYS = 1024
-"""Tokens between kept states of models without attention, whose tokens take no other memory."""
+"""Number of tokens between kept states for models without attention. Such models have no KV blocks that would determine
+the interval.
+"""
 _MIN_KEPT = 1
 _MAX_KEPT = 2**17
-"""Maximum number of kept states. Models with very small states would have millions."""
+"""Maximum number of kept states. Without the limit, models with very small states would have millions of kept
+states.
+"""
 
 
 def size_states(
@@ -25,21 +31,22 @@ def size_states(
     rows: int,
     token_bytes: int,
 ) -> tuple[StatePoolConfig, int]:
-    """Return the size of the state pool, and the bytes that are left for KV blocks.
+    """Return the size of the state pool, and the number of bytes that are left for KV blocks.
 
-    Two slots and the open rows of each running request come first, with at most a quarter of the memory.
-    ``cache.state_share`` of the rest holds kept states. States that are smaller than the keys of a span get less.
+    Two slots and the open rows (stored inputs of recent tokens) of each running request get memory first, at most a
+    quarter. Kept states get the share ``cache.state_share`` of the rest. If a state is smaller than the keys and values
+    of a span of 16 tokens, kept states get less.
 
     Args:
         needs: Memory needs of the model's states.
         available_bytes: Memory for states and KV blocks.
         cache: Settings of the cache.
         max_num_seqs: Maximum number of running requests.
-        rows: Positions of a request's ring of open rows.
-        token_bytes: Bytes of keys and values of one token, or 0 for a model without attention.
+        rows: Number of positions in a request's ring of open rows.
+        token_bytes: Size in bytes of the keys and values of one token, or 0 for a model without attention.
 
     Raises:
-        ConfigError: Not even one request and one kept state fit. The message has the bytes.
+        ConfigError: The memory is too small for one request and one kept state. The message gives the needed size.
     """
     if cache.block_size != SPAN:
         raise ConfigError(
@@ -72,16 +79,18 @@ def size_states(
 
 
 def tier_share_of_states(cache: CacheConfig, *, slot_bytes: int, token_bytes: int, interval: int) -> Fraction:
-    """Return the share of a tier in host memory or on disk that holds states. The rest holds KV blocks.
+    """Return the share of a tier's space, in host memory or on disk, that stores recurrent states. The rest of the
+    space stores KV blocks.
 
-    States and KV blocks share a tier as they share the memory on the device: kept states get ``cache.state_share`` if
-    ``cache.state_interval`` is set. Otherwise they get the share with which both fill at the same rate.
+    States and KV blocks share a tier in the same proportion as the memory on the device. If ``cache.state_interval`` is
+    set, states get the share ``cache.state_share``. Otherwise states get the share with which the spaces for states and
+    for KV blocks fill at the same rate.
 
     Args:
         cache: Settings of the cache.
-        slot_bytes: Bytes of one state.
-        token_bytes: Bytes of keys and values of one token, or 0 for a model without attention.
-        interval: Tokens between kept states.
+        slot_bytes: Size of one state in bytes.
+        token_bytes: Size in bytes of the keys and values of one token, or 0 for a model without attention.
+        interval: Number of tokens between kept states of a sequence.
     """
     if not token_bytes:
         return Fraction(1)
@@ -91,7 +100,9 @@ def tier_share_of_states(cache: CacheConfig, *, slot_bytes: int, token_bytes: in
 
 
 def interval_of(needs: StateNeeds, token_bytes: int, share: float) -> int:
-    """Return the tokens between kept states, in whole blocks, that fill kept states and KV blocks at the same rate."""
+    """Return the number of tokens between kept states with which the spaces for kept states and for KV blocks fill at
+    the same rate. The number is a multiple of the block size.
+    """
     if not token_bytes:
         return _INTERVAL_WITHOUT_KEYS
     tokens = needs.slot_bytes * (1 - share) / (share * token_bytes)

@@ -1,4 +1,6 @@
-"""Slots of closed states: the two slots of each running request, and the kept states of the prefix cache."""
+"""Slots of closed states (states at the end of a span of tokens): the two slots of each running request, and the kept
+states of the prefix cache.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -16,10 +18,10 @@ _UNWRITTEN = -1
 
 
 class _Evictions:
-    """Counts evicted states, and reports states that are no longer findable to routers.
+    """Counts states that the pool evicts, and reports to routers the states that are no longer findable.
 
     Attributes:
-        elsewhere: Hashes of states that are findable on each medium besides the pool.
+        elsewhere: Hashes of the states that are findable on media outside the pool, by medium.
     """
 
     def __init__(self, events: KvEventLog) -> None:
@@ -28,13 +30,15 @@ class _Evictions:
         self._events = events
 
     def removed(self, blocks: Iterable[tuple[int, bytes, int]]) -> None:
-        """Record evicted states. Each is given as group, hash and slot."""
+        """Record that the pool evicted states. Each state is given as group, hash and slot."""
         for _, block_hash, _ in blocks:
             self.count += 1
             self.lost(block_hash)
 
     def lost(self, block_hash: bytes) -> None:
-        """Report a state that the pool or another medium has lost, unless another medium still has it."""
+        """Report to routers that a state was lost by the pool or another medium, unless another medium still has the
+        state.
+        """
         if not any(block_hash in hashes for hashes in self.elsewhere.values()):
             self._events.lost(KvMedium.STATE, block_hash)
 
@@ -46,11 +50,13 @@ class _States:
     """States of one running request.
 
     Attributes:
-        rows: Number of the request's ring of open rows.
-        own: The slots that the request owns.
-        ends: The positions of the states in ``own``, as scheduled.
-        shared: Slots that the request reads or has written for the prefix cache, by position of the state.
-        branch: Position at which another request's prefix differs, whose state is kept, or 0.
+        rows: Index of the request's ring of open rows.
+        own: The two slots that the request owns.
+        ends: The positions of the states in ``own`` after all scheduled steps.
+        shared: Slots of kept states that the request reads or has written for the prefix cache, by position of the
+            state.
+        branch: Position at which this request's tokens begin to differ from an earlier request's tokens, or 0. The
+            state at this position is kept.
     """
 
     __slots__ = ("branch", "ends", "own", "rows", "shared")
@@ -63,25 +69,26 @@ class _States:
         self.branch = branch
 
     def at(self, position: int) -> KVCacheBlock | None:
-        """Return the slot with the state at ``position``, or None."""
+        """Return the request's slot with the state at ``position``, or None if there is no such slot."""
         if (slot := self.shared.get(position)) is not None:
             return slot
         return self.own[self.ends.index(position)] if position in self.ends else None
 
 
 class StateSlots:
-    """Slots of closed states by request, and kept states by the hash of the prefix that they end.
+    """Slots of closed states (states at the end of a span of tokens), by request, and kept states, by the hash of the
+    prefix that ends at the state.
 
-    A request owns two slots and a ring of open rows from its start to its end, so no step can fail for lack of a slot.
-    Each step that completes a span writes the next closed state over the older of the two. States that later requests
-    may start from are written to a third slot, which the request references until its next span is complete. The pool
-    evicts kept states in LRU order.
+    A request owns two slots and a ring of open rows (stored inputs of recent tokens) from its start to its end, so no
+    step can fail for lack of a slot. Each step that completes a span writes the next closed state over the older of the
+    request's two states. A state from which later requests may start is written to a third slot. The request keeps a
+    reference to this slot until its next span is complete. The pool evicts kept states in LRU order.
 
-    A step in flight may still read or write slots of a request that ended. This is safe: a device runs its steps in
-    order, so it runs such a step before any step or copy that reuses the slots.
+    A step in flight may still read or write slots of a request that ended. Such accesses are safe, because a device
+    runs its steps in order: the step runs before any step or copy that reuses the slots.
 
-    The slots are also the ``BlockHolder`` of a connector, which copies kept states to other media and loads them again.
-    A request that waits for its start can reserve a kept state.
+    The class is also the ``BlockHolder`` of a KV connector, which copies kept states to other media and loads them
+    again. A request that waits for its start can reserve a kept state.
     """
 
     def __init__(self, config: StatePoolConfig, *, keeps: bool, events: KvEventLog) -> None:
@@ -90,7 +97,7 @@ class StateSlots:
         Args:
             config: Size of the pool.
             keeps: Whether prefix caching is enabled.
-            events: Log of states that are kept and evicted, for routers.
+            events: Log of events for routers, to which the class adds kept and evicted states.
         """
         self.config = config
         self._events = events
@@ -100,12 +107,12 @@ class StateSlots:
         self._free_rows = list(range(config.num_requests - 1, -1, -1))
         self._requests: dict[str, _States] = {}
         self._reserved: dict[str, KVCacheBlock] = {}
-        """Kept states that requests have reserved before their start, by request."""
+        """Slots of kept states that requests have reserved before their start, by request key."""
         self._num_recomputed_tokens = 0
 
     def longest(self, hashes: Sequence[bytes], num_blocks: int, lookup: Lookup | None = None) -> int:
-        """Return the largest number of blocks, at most ``num_blocks``, of a prefix whose state is kept, or can be loaded
-        according to ``lookup``.
+        """Return the length in blocks of the longest prefix, at most ``num_blocks`` blocks, whose state is kept or can
+        be loaded according to ``lookup``.
         """
         for count in range(num_blocks, 0, -1):
             block_hash = hashes[count - 1]
@@ -116,17 +123,19 @@ class StateSlots:
         return 0
 
     def missing(self, hashes: Sequence[bytes], num_blocks: int) -> BlockName | None:
-        """Return the name of the state after ``num_blocks`` blocks, or None if the pool has the state."""
+        """Return the name of the state at the end of ``num_blocks`` blocks, or None if the pool has this state."""
         if not num_blocks or self.pool.get(hashes[num_blocks - 1]) is not None:
             return None
         return BlockName(STATE_GROUP, hashes[num_blocks - 1])
 
     def admit(self, request: Request, num_computed_tokens: int, branch: int) -> bool:
-        """Give a starting request its slots and rows. Return False, and do nothing, if there are too few.
+        """Give a starting request its slots and its ring of open rows. If there are too few slots or rings, do nothing
+        and return False.
 
         Args:
             request: The request. Its ``block_hashes`` contain the hash of the cached prefix.
-            num_computed_tokens: Length of the cached prefix, whose state is kept, or 0.
+            num_computed_tokens: Length in tokens of the cached prefix, or 0. The state at the end of the prefix is
+                kept.
             branch: See ``ComputedBlocks.branch``.
         """
         found = self._kept_at(request, num_computed_tokens)
@@ -155,8 +164,8 @@ class StateSlots:
         return slot
 
     def reserve(self, request: Request, position: int) -> None:
-        """Reserve the kept state at ``position`` for a request that has not started, if there is one. Release the state
-        that the request had reserved before.
+        """Reserve the kept state at ``position`` for a request that has not started, if such a state exists. Release
+        the state that the request had reserved before.
         """
         index = position // SPAN - 1
         slot = self.pool.get(request.block_hashes[index]) if index >= 0 else None
@@ -171,7 +180,9 @@ class StateSlots:
             self.pool.free((slot,))
 
     def plan(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, StateStep]:
-        """Return the states that each request of a step reads and writes. Call it once per scheduled step."""
+        """Return the states that each request of a step reads and writes, by request. The method must be called exactly
+        once for each scheduled step.
+        """
         starts = {new.request_id: new.num_computed_tokens for new in output.new_requests}
         cached = output.cached_requests
         starts.update(zip(cached.request_ids, cached.num_computed_tokens, strict=True))
@@ -195,11 +206,12 @@ class StateSlots:
         return StateStep(states.rows, closed.block_id, writes)
 
     def _kept_ends(self, request: Request, states: _States, base: int, last: int) -> list[int]:
-        """Return the positions in ``(base, last]`` whose states the prefix cache keeps, with a slot each in ``shared``.
+        """Return the positions in ``(base, last]`` whose states the prefix cache keeps. Each of these positions has a
+        slot in ``shared``.
 
-        If slots are short, the end of the prompt and the branch come first, because later requests reuse them most. A
-        rejected draft may have completed a span of ``shared``. The step that completes the span again writes the same
-        slot.
+        If there are too few slots, the states at the end of the prompt and at the branch get slots first, because later
+        requests reuse these states most. If a rejected draft had completed a span with a slot in ``shared``, the step
+        that completes the span again writes to the same slot.
         """
         if not self._keeps:
             return []
@@ -213,7 +225,9 @@ class StateSlots:
         return sorted({end for end in wanted if end in states.shared})
 
     def settle(self, request: Request, num_processed_tokens: int) -> None:
-        """Make written states findable whose tokens are final, and release states that no later step reads."""
+        """Make the written states findable whose tokens are final. Release the request's references to states that no
+        later step reads.
+        """
         states = self._requests[request.key]
         base = span_start(num_processed_tokens)
         for end in sorted(states.shared):
@@ -224,7 +238,9 @@ class StateSlots:
                 self.pool.free([states.shared.pop(end)])
 
     def _keep(self, request: Request, slot: KVCacheBlock, end: int) -> None:
-        """Make the state at token ``end`` findable, unless another slot has the same state or the prefix has no hash."""
+        """Make the state at position ``end`` findable, unless another slot has the same state or the prefix has no
+        hash.
+        """
         index = end // SPAN - 1
         if not self._keeps or not 0 <= index < len(request.block_hashes):
             return
@@ -232,7 +248,9 @@ class StateSlots:
             self._events.kept(KvMedium.STATE, request.block_hashes[index])
 
     def free(self, request: Request, *, keep: bool) -> None:
-        """Release the slots and rows of a request. With ``keep``, its last closed state stays findable."""
+        """Release the slots and the ring of a request. If ``keep`` is true, the request's last closed state becomes
+        findable.
+        """
         self._release_reserved(request)
         states = self._requests.pop(request.key, None)
         if states is None:
@@ -243,7 +261,9 @@ class StateSlots:
         self._free_rows.append(states.rows)
 
     def keep_last(self, request: Request) -> None:
-        """Make the last closed state of a request findable, if the request runs. The request must end next."""
+        """Make the last closed state of a request findable, if the request is running. The caller must end the request
+        next.
+        """
         if (states := self._requests.get(request.key)) is not None:
             self._keep_last(request, states)
 
@@ -255,7 +275,7 @@ class StateSlots:
                 self._keep(request, slot, base)
 
     def forget(self) -> bool:
-        """Forget all kept states. Return False, and do nothing, while a request runs."""
+        """Forget all kept states. If any slot is in use, do nothing and return False."""
         kept = list(self.pool.hashes())
         if not self.pool.forget():
             return False
@@ -265,14 +285,14 @@ class StateSlots:
 
     @property
     def in_use(self) -> bool:
-        """Whether a request owns slots, or a slot is referenced for another reason."""
+        """Whether any slot is in use, because a request owns it or a reference keeps its content."""
         return self.pool.num_free_blocks < self.pool.num_usable_blocks
 
     # Copies of states to and from other media. See ``BlockHolder``.
 
     @property
     def num_spare(self) -> int:
-        """Number of free slots besides the slots for requests that can still start."""
+        """Number of free slots that are not reserved for requests that can still start."""
         return self.pool.num_free_blocks - SLOTS_PER_REQUEST * len(self._free_rows)
 
     def hold(self, place: Place) -> bool:
@@ -284,7 +304,7 @@ class StateSlots:
         self.pool.release(place.block_id)
 
     def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
-        """See ``BlockHolder``. Routers only get to know whether a state is findable on any medium."""
+        """See ``BlockHolder``. Routers learn only whether a state is findable on at least one medium."""
         hashes = self._evictions.elsewhere.setdefault(medium, set())
         if is_there:
             hashes.add(name.hash)
@@ -295,8 +315,8 @@ class StateSlots:
                 self._evictions.lost(name.hash)
 
     def lease(self, block_hash: bytes) -> KVCacheBlock | None:
-        """Add a reference to a kept state for a lease. Return None if the state is not kept, or if all free slots are
-        for requests that can still start.
+        """Add a reference to a kept state for a lease, and return the state's slot. Return None if the state is not
+        kept, or if all free slots are reserved for requests that can still start.
         """
         slot = self.pool.get(block_hash)
         if slot is None or (slot.ref_count == 0 and self.num_spare < 1):
@@ -305,15 +325,17 @@ class StateSlots:
         return slot
 
     def free_leased(self, slot: KVCacheBlock) -> None:
-        """Drop the reference of a lease."""
+        """Drop the reference that a lease had to a slot."""
         self.pool.free((slot,))
 
     def begin_load(self) -> int:
-        """Allocate a slot for a state that is loaded, and return the slot. ``num_spare`` must be positive."""
+        """Allocate a slot for a state that will be loaded, and return the slot's number. ``num_spare`` must be
+        positive.
+        """
         return self.pool.allocate(1)[0].block_id
 
     def arrived(self, slot: int, block_hash: bytes) -> None:
-        """Make a loaded state findable."""
+        """Make a state that was loaded into ``slot`` findable."""
         if self.pool.cache(self.pool.blocks[slot], block_hash):
             self._events.kept(KvMedium.STATE, block_hash)
 
@@ -322,7 +344,7 @@ class StateSlots:
         self.pool.free((self.pool.blocks[slot],))
 
     def stats(self) -> StateStats:
-        """Return the use of the pool. Thread-safe."""
+        """Return statistics of the use of the state pool. Thread-safe."""
         pool = self.pool
         return StateStats(
             num_slots=pool.num_usable_blocks,
