@@ -42,5 +42,5 @@ def test_prompts_with_images_are_embedded(family: str, sections: dict[str, Any],
 
 def test_models_with_towers_classify_nothing(tmp_path: Path) -> None:
     save_multimodal_model("llava", tmp_path)
-    with pytest.raises(ModelLoadError, match="it has towers, and such models classify nothing yet"):
+    with pytest.raises(ModelLoadError, match="models with vision or audio encoders cannot classify yet"):
         build_engine(tmp_path, model={"task": "classify"})

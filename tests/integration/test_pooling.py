@@ -336,14 +336,14 @@ def test_an_encoder_turned_into_a_decoder_is_refused(tmp_path: Path) -> None:
         is_decoder=True, vocab_size=40, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
     )
     BertLMHeadModel(config).save_pretrained(tmp_path)
-    assert "BertModel is not supported: its configuration makes a decoder of an encoder" in refused(
+    assert "BertModel is not supported: its configuration turns an encoder into a decoder" in refused(
         tmp_path, task="embed"
     )
 
 
 def test_a_decoder_that_asks_for_bidirectional_attention_is_refused(tmp_path: Path) -> None:
     save_pooling_model("llama", tmp_path, is_causal=False)
-    assert "asks for bidirectional attention" in refused(tmp_path, task="embed")
+    assert "sets bidirectional attention" in refused(tmp_path, task="embed")
 
 
 def test_classifying_without_a_head_is_refused(tmp_path: Path) -> None:
@@ -354,9 +354,9 @@ def test_classifying_without_a_head_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "modules", "message"),
     [
-        ("max", [], "sets the pooling mode max; supported is exactly one of cls, mean, lasttoken"),
+        ("max", [], "sets the pooling mode max; set exactly one of the supported modes cls, mean, lasttoken"),
         ("mean", ["LSTM"], "a module of type 'sentence_transformers.models.LSTM'"),
-        ("mean", ["Normalize", "Dense"], "after Pooling only Dense and a last Normalize"),
+        ("mean", ["Normalize", "Dense"], "after Pooling, only Dense and a last Normalize"),
     ],
 )
 def test_other_ways_to_pool_are_refused_by_name(mode: str, modules: list[str], message: str, tmp_path: Path) -> None:

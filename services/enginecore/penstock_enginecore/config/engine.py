@@ -1,9 +1,9 @@
-"""Configuration of an engine process, its sessions with frontends, and checks across sections.
+"""Configuration of an engine process and of its sessions with frontends, and checks that compare several sections.
 
 Each value is validated when its struct is built. ``penstock_common.config.loader`` refuses unknown keys. Each field has
-a description and a range, which also appear in ``--help``, docs/reference/settings.md and the chart. Flags and
-environment names derive from the field names. For example, ``scheduler.max_num_seqs`` is ``--scheduler.max-num-seqs``
-and ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
+a description and a range, which also appear in ``--help``, docs/reference/settings.md and the Helm chart. The names of
+flags and environment variables derive from the field names. For example, ``scheduler.max_num_seqs`` is
+``--scheduler.max-num-seqs`` and ``PENSTOCK_SCHEDULER__MAX_NUM_SEQS``.
 """
 
 import os
@@ -317,8 +317,8 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
 
     def _check_rank(self) -> None:
-        """Raise ConfigError if a data-parallel rank does not support a setting. A rank runs one step at a time, in one
-        worker.
+        """Raise ConfigError if a data-parallel rank does not support a setting. A data-parallel rank runs one step at a
+        time, in one worker.
         """
         executor, size = self.executor, self.data_parallel.size
         for name in ("tensor_parallel_size", "pipeline_parallel_size", "max_concurrent_batches"):
@@ -344,5 +344,7 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def name(self) -> str:
-        """The configured engine id, or a generated id that is unique even if hosts have equal names."""
+        """The configured engine id, or a generated id. A generated id is unique even if several hosts have the same
+        name.
+        """
         return self.engine_id or f"{os.uname().nodename}-{_OWN_NUMBER}"

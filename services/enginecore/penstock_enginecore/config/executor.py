@@ -76,7 +76,7 @@ class NodesConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 MAX_WORKERS = 64
-"""Maximum number of workers of one engine, over all stages."""
+"""Maximum number of workers of one engine, over all pipeline stages."""
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -241,12 +241,12 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_workers(self) -> int:
-        """Number of worker processes of the engine."""
+        """Number of workers of the engine: tensor-parallel size times pipeline stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def resolved_kind(self) -> str:
-        """The executor's name. If ``kind`` is auto, the name that auto selects."""
+        """Name of the executor. If ``kind`` is auto, the name of the executor that auto selects."""
         if self.kind != "auto":
             return self.kind
         return "multiproc" if self.num_workers > 1 else "uniproc"

@@ -13,7 +13,7 @@ from penstock_common.config.settings import ByteSize
 from penstock_common.errors import ConfigError
 
 _SPAN = 16
-"""Tokens between the states of recurrent layers, ``SPAN`` of ``states.core.spec``."""
+"""Number of tokens between states of recurrent layers. It equals ``SPAN`` of ``states.core.spec``."""
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,7 +133,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         check_fields("cache", self)
         if self.state_interval is not None and self.state_interval % _SPAN:
             raise ConfigError(
-                f"cache.state_interval is {self.state_interval}; it must be a multiple of {_SPAN}, the tokens of a block"
+                f"cache.state_interval is {self.state_interval}; it must be a multiple of {_SPAN}, the number of tokens "
+                "in a block"
             )
         if self.host_memory and not self.enable_prefix_caching:
             raise ConfigError(
@@ -277,11 +278,11 @@ class KvTransferConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def enabled(self) -> bool:
-        """Whether the engine sends and receives blocks."""
+        """Whether the engine sends KV blocks to other engines and receives KV blocks from them."""
         return self.transport != "off"
 
     def allows(self, address: str) -> bool:
-        """Return whether blocks may be pulled from ``address`` (host:port)."""
+        """Return whether this engine may pull KV blocks from ``address`` (host:port)."""
         try:
             host, _ = addresses.split(address)
         except ValueError:
@@ -308,7 +309,7 @@ def _matches(host: str, address: str, allowed: str) -> bool:
     if "/" in allowed:
         try:
             return ipaddress.ip_address(host) in ipaddress.ip_network(allowed)
-        except ValueError:  # The host is a name.
+        except ValueError:  # The host is a name, not an IP address.
             return False
     if allowed in (address, host):
         return True

@@ -14,7 +14,7 @@ from penstock_common.types.media import MODALITIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
 _DTYPES: Mapping[str, Dtype] = {"float": "float32", "half": "float16"}
-"""Aliases of data types, as in vLLM."""
+"""Data types by their aliases, which are the same as in vLLM."""
 Device = Literal["auto", "cpu", "cuda"]
 Task = Literal["auto", "generate", "embed", "classify"]
 LoadFormat = Literal["auto", "dummy"]
@@ -123,7 +123,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def name(self) -> str:
-        """The model name for clients."""
+        """Name of the model that clients use in requests."""
         return model_name(self.path, self.served_model_name)
 
 
@@ -194,7 +194,7 @@ class MultimodalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def receiver_cache_quota(self) -> int:
-        """Maximum bytes of cached media per session."""
+        """Maximum number of bytes of media that the engine caches for one session."""
         if self.receiver_cache_bytes is not None:
             return self.receiver_cache_bytes
         memory = host_memory()
@@ -246,5 +246,5 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def enabled(self) -> bool:
-        """Whether requests may use adapters."""
+        """Whether requests may use LoRA adapters."""
         return self.max_loras > 0

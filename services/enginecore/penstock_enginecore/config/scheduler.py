@@ -1,4 +1,4 @@
-"""Settings of the scheduler: limits of a step and of the queue."""
+"""Settings of the scheduler: limits of a step and of the waiting queue."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from msgspec import Meta
 from penstock_common.config.checks import check_fields
 
 STEP_TOKENS = 2048
-"""Default number of tokens per step, if neither the configuration nor the model sets it."""
+"""Default maximum number of tokens per step, if neither the configuration nor the model sets this number."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,5 +124,5 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def step_tokens(self) -> int:
-        """``max_num_batched_tokens``, or the largest default if it is unset."""
+        """Value of ``max_num_batched_tokens``, or the default ``STEP_TOKENS`` if the setting is unset."""
         return STEP_TOKENS if self.max_num_batched_tokens is None else self.max_num_batched_tokens

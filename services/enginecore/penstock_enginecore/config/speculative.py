@@ -11,7 +11,7 @@ from penstock_common.errors import ConfigError
 
 Method = Literal["", "prediction", "ngram", "suffix", "draft_model", "eagle", "eagle3", "mtp"]
 _WITH_MODEL = ("draft_model", "eagle", "eagle3")
-"""Methods that need a checkpoint of their own."""
+"""Methods of speculative decoding that need a separate checkpoint for the drafter."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,1 +1,1 @@
-"""Vision and audio encoders of an engine, and the scheduling of media."""
+"""Vision and audio encoders of an engine, and the scheduling of media (images, audio and video)."""

@@ -1,5 +1,5 @@
-"""Weights of a model's vision and audio encoders. When the engine sleeps, these weights are freed together with the
-model's other weights.
+"""Weights of a model's vision and audio encoders. When the engine sleeps, the engine frees these weights together with
+the model's other weights.
 """
 
 import torch
@@ -11,23 +11,23 @@ from penstock_enginecore.models.multimodal.base import MediaEncoder
 
 
 class Towers:
-    """Vision and audio encoder modules of a model. Empty if ``encoder`` is None."""
+    """Vision and audio encoder modules of a model. There are no modules if ``encoder`` is None."""
 
     def __init__(self, encoder: MediaEncoder | None) -> None:
         self._modules = [] if encoder is None else list(encoder.modules)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the encoders' parameters."""
+        """Size in bytes of the encoders' parameters."""
         return sum(map(module_bytes, self._modules))
 
     def weights(self) -> list[torch.Tensor]:
-        """Return parameters and buffers, in a fixed order."""
+        """Return the parameters and buffers of the encoders, in a fixed order."""
         return [tensor for module in self._modules for tensor in module_tensors(module)]
 
     def read(self, others: "Towers") -> None:
-        """Copy the weights of ``others``, which must come from the same checkpoint. Raises RuntimeError if shapes
-        differ.
+        """Copy the weights of ``others`` into these encoders. ``others`` must come from the same checkpoint. Raises
+        RuntimeError if shapes differ.
         """
         copy_weights(others.weights(), self.weights())
 

@@ -1,1 +1,1 @@
-"""Pooling: computes embeddings, classes and scores from hidden states."""
+"""Pooling: computation of embeddings, classes and scores from hidden states."""

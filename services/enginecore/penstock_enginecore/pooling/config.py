@@ -1,4 +1,6 @@
-"""Pooling config of a checkpoint: from its sentence-transformers files, or else the default for its architecture."""
+"""Pooling configuration of a checkpoint, from the checkpoint's sentence-transformers files, or else the default for its
+architecture.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Names of the pooling modes in older files."""
+"""Names of the flags that select a pooling mode in older files."""
 _STEPS = ("Transformer", "Pooling", "Dense", "Normalize")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU")
 _SEQUENCE_LENGTH_FILES = (
@@ -35,7 +37,9 @@ _SEQUENCE_LENGTH_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class DenseConfig:
-    """A linear layer after pooling: the layer's directory, and the torch activation after the layer."""
+    """Configuration of a linear layer after pooling: the directory with the layer's weights, and the torch activation
+    after the layer.
+    """
 
     directory: Path
     in_features: int
@@ -47,7 +51,7 @@ class DenseConfig:
 @dataclass(frozen=True, slots=True)
 class PoolingConfig:
     """Pooling configuration of a checkpoint. ``max_seq_length`` is the prompt length in tokens for which the checkpoint
-    was tuned, or None if its files do not have this number.
+    was tuned, or None if the checkpoint's files do not have this number.
     """
 
     mode: PoolingMode
@@ -57,13 +61,13 @@ class PoolingConfig:
 
 
 def is_sentence_transformer(directory: Path) -> bool:
-    """Return whether the directory has a sentence-transformers config."""
+    """Return whether the directory has configuration files of sentence-transformers."""
     return (directory / "modules.json").is_file()
 
 
 def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
-    """Return the pooling config of a checkpoint. Without pooling files, encoders use the mean of all tokens, and
-    decoders use the last token.
+    """Return the pooling configuration of a checkpoint. If the checkpoint has no pooling files, encoder models use the
+    mean of all tokens, and decoder models use the last token.
 
     Raises ModelLoadError, with the file and the value, if a value is not supported.
     """
@@ -73,11 +77,11 @@ def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
     kinds = [kind for kind, _ in steps]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise ModelLoadError(
-            f"modules.json lists {', '.join(kinds)}; served: Transformer, Pooling, then Dense, Normalize"
+            f"modules.json lists {', '.join(kinds)}; supported: Transformer, Pooling, then Dense, Normalize"
         )
     if "Normalize" in kinds[:-1] or not set(kinds[2:]) <= {"Dense", "Normalize"}:
         raise ModelLoadError(
-            f"modules.json lists {', '.join(kinds)}; after Pooling only Dense and a last Normalize are served"
+            f"modules.json lists {', '.join(kinds)}; after Pooling, only Dense and a last Normalize are supported"
         )
     return PoolingConfig(
         mode=_mode(steps[1][1] / "config.json"),
@@ -90,7 +94,9 @@ def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
 def _kind(module: Mapping[str, Any]) -> str:
     kind = str(module.get("type", "")).rpartition(".")[2]
     if kind not in _STEPS:
-        raise ModelLoadError(f"modules.json has a module of type {module.get('type')!r}; served: {', '.join(_STEPS)}")
+        raise ModelLoadError(
+            f"modules.json has a module of type {module.get('type')!r}; supported: {', '.join(_STEPS)}"
+        )
     return kind
 
 
@@ -100,7 +106,7 @@ def _mode(file: Path) -> PoolingMode:
     modes = [given] if isinstance(given, str) else list(given)
     if len(modes) != 1 or modes[0] not in _MODES:
         raise ModelLoadError(
-            f"{file} sets the pooling mode {' + '.join(modes)}; supported is exactly one of {', '.join(_MODES)}"
+            f"{file} sets the pooling mode {' + '.join(modes)}; set exactly one of the supported modes {', '.join(_MODES)}"
         )
     return _MODES[modes[0]]
 
@@ -110,12 +116,12 @@ def _dense(folder: Path) -> DenseConfig:
     config = _read(file, dict)
     activation = str(config.get("activation_function") or "Identity").rpartition(".")[2]
     if activation not in _ACTIVATIONS:
-        raise ModelLoadError(f"{file}: activation_function is {activation!r}; served: {', '.join(_ACTIVATIONS)}")
+        raise ModelLoadError(f"{file}: activation_function is {activation!r}; supported: {', '.join(_ACTIVATIONS)}")
     if config.get("use_residual"):
         raise ModelLoadError(f"{file}: use_residual is true, which is not supported")
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
-            raise ModelLoadError(f"{file}: {key} is {config[key]!r}; served: 'sentence_embedding'")
+            raise ModelLoadError(f"{file}: {key} is {config[key]!r}; supported: 'sentence_embedding'")
     return DenseConfig(
         directory=folder,
         in_features=int(config["in_features"]),
@@ -153,19 +159,19 @@ def _read(file: Path, kind: type) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer and its activation, in float32."""
+    """A linear layer after pooling and its activation, in float32."""
 
     linear: torch.nn.Linear
     activation: torch.nn.Module
 
     def __call__(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Map ``[..., in_features]`` to ``[..., out_features]``."""
+        """Apply the layer to a tensor ``[..., in_features]``. Return a tensor ``[..., out_features]``."""
         output: torch.Tensor = self.activation(self.linear(vectors))
         return output
 
 
 def load_dense(config: DenseConfig, device: torch.device) -> Dense:
-    """Read a layer's weights. Raises ModelLoadError."""
+    """Read the weights of a linear layer after pooling. Raises ModelLoadError."""
     try:
         weights = _read_dense(config)
         with torch.device(device):

@@ -32,7 +32,7 @@ from penstock_enginecore.pooling.config import (
     read_pooling_config,
 )
 
-# Classification heads: transformers' own modules, applied to hidden states that are already computed.
+# Classification heads. The engine applies the modules of transformers to hidden states that are already computed.
 
 Activation = Literal["none", "sigmoid", "softmax"]
 
@@ -44,7 +44,7 @@ class Head:
     """The classification head, which computes scores from hidden states.
 
     Attributes:
-        per_token: Whether the head classifies tokens, not prompts.
+        per_token: Whether the head classifies each token, and not the complete prompt.
         score_activation: Activation for scores of text pairs, or None if the model has more than one label.
     """
 
@@ -54,7 +54,8 @@ class Head:
     score_activation: Activation | None
 
     def __call__(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return float32 scores of a prompt: ``[num_labels]``, or ``[tokens, num_labels]`` for a head per token.
+        """Return the float32 scores of a prompt, ``[num_labels]``. If ``per_token`` is true, the shape is ``[tokens,
+        num_labels]``.
 
         ``token_ids`` is int64 ``[tokens]``, ``hidden`` is ``[tokens, hidden size]``.
         """
@@ -66,7 +67,7 @@ class Head:
 
 
 def activate(scores: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """Return scores ``[..., labels]`` after the activation."""
+    """Return the scores ``[..., labels]`` after the head's activation function."""
     if activation == "sigmoid":
         return scores.sigmoid()
     return scores.softmax(dim=-1) if activation == "softmax" else scores
@@ -76,7 +77,7 @@ def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
     """Split a classifier into the base model, which computes hidden states, and the head, which then accepts hidden
     states.
 
-    Raises ModelLoadError if the class does not separate the two.
+    Raises ModelLoadError if the model's class does not separate the base model and the head.
     """
     prefix = model.base_model_prefix
     backbone = getattr(model, prefix, None)
@@ -96,15 +97,15 @@ def split_head(model: PreTrainedModel) -> tuple[PreTrainedModel, Head]:
 
 
 def _activation(config: PretrainedConfig) -> Activation:
-    """Return the activation that transformers' text classification pipeline uses."""
+    """Return the activation function that transformers' text classification pipeline uses."""
     if config.problem_type == "regression":
         return "none"
     return "sigmoid" if config.problem_type == "multi_label_classification" or config.num_labels == 1 else "softmax"
 
 
 def _score_activation(config: PretrainedConfig) -> Activation:
-    """Return the activation that sentence-transformers' CrossEncoder uses: the activation in the config, or else
-    sigmoid.
+    """Return the activation function that sentence-transformers' CrossEncoder uses: the function that the configuration
+    names, or else sigmoid.
     """
     settings = getattr(config, "sentence_transformers", None) or {}
     named = settings.get("activation_fn") or getattr(config, "sbert_ce_default_activation_function", None)
@@ -119,7 +120,9 @@ def _score_activation(config: PretrainedConfig) -> Activation:
 
 
 class _Computed(torch.nn.Module):
-    """Replacement for the base model inside a classifier. The module returns the hidden states that were set on it."""
+    """Module that replaces the base model inside a classifier. The module returns the hidden states that were assigned
+    to it.
+    """
 
     def __init__(self, pooler: torch.nn.Module | None) -> None:
         super().__init__()
@@ -143,12 +146,12 @@ _POOLING_FILES = ("*.json", "*/config.json", "*/model.safetensors", "*/pytorch_m
 
 @dataclass(frozen=True, slots=True)
 class PoolingModel:
-    """A model in evaluation mode on its device.
+    """A pooling model in evaluation mode on its device.
 
     Attributes:
         module: The model that computes hidden states.
         head: Classification head, or None if the model only embeds.
-        dense: Linear layers after pooling.
+        dense: Linear layers that are applied after pooling.
         dtype: See ``LoadedModel``.
         precision: See ``LoadedModel``.
         max_len: Maximum prompt length in tokens.
@@ -178,8 +181,8 @@ class PoolingModel:
 
 
 def resolve_task(config: ModelConfig) -> ResolvedTask:
-    """Return the checkpoint's task, according to ``model.task``. Reads only the checkpoint's config. Raises
-    ModelLoadError.
+    """Return the task for which the engine uses the checkpoint, according to the setting ``model.task``. The function
+    reads only the checkpoint's configuration. Raises ModelLoadError.
     """
     if config.task != "auto":
         return config.task
@@ -201,16 +204,16 @@ def load_pooling_model(
     widen: bool = False,
     with_towers: bool = False,
 ) -> PoolingModel:
-    """Read config and weights of ``config.path`` and move the model to ``device``.
+    """Read the configuration and weights of the checkpoint ``config.path``, and move the model to ``device``.
 
-    If ``split`` is set, which removes parts of the layers, the weights are first loaded on the host. For ``widen`` and
-    ``with_towers``, see ``load_model``. Raises ModelLoadError.
+    If ``split`` is set, the weights are first loaded on the host, because ``split`` removes parts of the layers. The
+    parameters ``widen`` and ``with_towers`` are the same as in ``load_model``. Raises ModelLoadError.
     """
     hf_config = loader.read_config(config)
     if hf_config.get_text_config() is not hf_config:
         if task != "embed":
             raise ModelLoadError(
-                f"{_named(hf_config)} is not supported: it has towers, and such models classify nothing yet"
+                f"{_named(hf_config)} is not supported: models with vision or audio encoders cannot classify yet"
             )
         generates = loader.load_model(config, device, progress, split=split, widen=widen, with_towers=with_towers)
         return _without_head(generates, config, device)
@@ -226,7 +229,7 @@ def load_pooling_model(
     dtypes = resolve_dtypes(config.dtype, hf_config, device, widen=widen)
     progress(f"loading {model_class.__name__} from {config.path} as {dtypes.name}")
     attention_hook.register()
-    # Embedding uses the hidden states, not the output of BERT's pooler.
+    # Embeddings are computed from the hidden states, not from the output of BERT's pooler.
     optional = ("pooler.",) if task == "embed" else ()
     first = device if split is None else torch.device("cpu")
     loaded: Any = loader.load_weights(config, dtypes, first, progress, auto_class, optional, pools=True)
@@ -251,7 +254,7 @@ def load_pooling_model(
 
 
 def _without_head(model: loader.LoadedModel, config: ModelConfig, device: torch.device) -> PoolingModel:
-    """Return the layers of a generative model, with its vision and audio encoders."""
+    """Return the layers of a generative model without its output head, and the model's vision and audio encoders."""
     pooling = read_pooling_config(_directory(config), is_encoder=False)
     tuned = pooling.max_seq_length
     return PoolingModel(
@@ -274,7 +277,7 @@ def _classifier(hf_config: PretrainedConfig) -> Any:
 
 
 def _is_bare(hf_config: PretrainedConfig) -> bool:
-    """Return whether the checkpoint contains a base model without a head, such as Qwen3Model."""
+    """Return whether the checkpoint contains only a base model without a head, such as Qwen3Model."""
     return any(n.endswith("Model") and not n.endswith("HeadModel") for n in hf_config.architectures or ())
 
 
@@ -296,19 +299,19 @@ def _check(hf_config: PretrainedConfig, model_class: type[PreTrainedModel]) -> N
         return
     if (
         hf_config.model_type in FAMILIES
-    ):  # For example, RoBERTa's positions differ from the positions of other decoders.
+    ):  # Refuse such models. For example, RoBERTa's positions differ from the positions of other decoders.
         raise ModelLoadError(
-            f"{model_class.__name__} is not supported: its configuration makes a decoder of an encoder"
+            f"{model_class.__name__} is not supported: its configuration turns an encoder into a decoder"
         )
     check_supported(hf_config, model_class)
     if getattr(hf_config, "is_causal", True) is False or getattr(hf_config, "use_bidirectional_attention", False):
-        raise ModelLoadError(
-            f"{model_class.__name__} is not supported: its configuration asks for bidirectional attention"
-        )
+        raise ModelLoadError(f"{model_class.__name__} is not supported: its configuration sets bidirectional attention")
 
 
 def _directory(config: ModelConfig) -> Path:
-    """Return the directory with the pooling files. If the model is given by a hub id, download the files."""
+    """Return the directory with the pooling files. If ``config.path`` is the id of a model on the Hugging Face Hub,
+    download the files.
+    """
     directory = Path(config.path).expanduser()
     if directory.is_dir():
         return directory
@@ -318,8 +321,10 @@ def _directory(config: ModelConfig) -> Path:
                 config.path, revision=config.revision or None, allow_patterns=list(_POOLING_FILES)
             )
         )
-    except Exception as e:  # Errors of the hub (HTTP, offline, validation) have no common base class.
-        raise ModelLoadError(f"model.path {config.path!r}: the hub says: {loader.first_line(e)}") from e
+    except Exception as e:  # Errors of the Hugging Face Hub (HTTP, offline, validation) have no common base class.
+        raise ModelLoadError(
+            f"model.path {config.path!r}: the Hugging Face Hub returned an error: {loader.first_line(e)}"
+        ) from e
 
 
 def _max_len(hf_config: PretrainedConfig, config: ModelConfig, pooling: PoolingConfig | None) -> int:

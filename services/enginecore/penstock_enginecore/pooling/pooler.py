@@ -1,4 +1,4 @@
-"""Pooling: computes the result of a pooling request from hidden states."""
+"""Computation of the results of pooling requests from hidden states."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -13,27 +13,33 @@ from penstock_enginecore.pooling.embedder import Head, PoolingModel, activate
 # Accumulators of a prompt's hidden states. A prompt may be computed in several steps.
 
 PerToken = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function that maps token IDs ``[tokens]`` and hidden states ``[tokens, hidden size]`` to one row per token."""
+"""Function that gets token IDs ``[tokens]`` and hidden states ``[tokens, hidden size]``, and returns one row per
+token.
+"""
 
 
 class Accumulator(Protocol):
-    """Collects a prompt's hidden states in order, and returns the rows to pool."""
+    """Interface of objects that collect the hidden states of a prompt in order, and return the rows from which the
+    result is computed.
+    """
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add the next tokens: IDs int64 ``[tokens]``, hidden states ``[tokens, hidden size]``."""
+        """Add the next tokens of the prompt: their IDs, int64 ``[tokens]``, and hidden states ``[tokens, hidden
+        size]``.
+        """
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return token IDs and rows ``[rows, size]`` of all tokens that were added."""
+        """Return the collected rows ``[rows, size]`` and the token ID of each row."""
 
 
 class FirstToken:
-    """Keeps the first token, which BERT models call CLS."""
+    """Accumulator that keeps the hidden state of the first token, which BERT models call CLS."""
 
     def __init__(self) -> None:
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Keep the first token of the first call."""
+        """Keep the first token if no token was kept before."""
         if self._kept is None:
             self._kept = token_ids[:1], hidden[:1].clone()
 
@@ -43,8 +49,8 @@ class FirstToken:
 
 
 class LastToken:
-    """Keeps the last token that is not ``padding``. If all tokens are padding, keeps the first token, as transformers
-    does.
+    """Accumulator that keeps the hidden state of the last token that is not the padding token ``padding``. If all
+    tokens are padding, it keeps the first token, as transformers does.
     """
 
     def __init__(self, padding: int | None = None) -> None:
@@ -67,7 +73,7 @@ class LastToken:
 
 
 class Mean:
-    """Averages all tokens in float32."""
+    """Accumulator that averages the hidden states of all tokens in float32."""
 
     def __init__(self) -> None:
         self._sum: torch.Tensor | None = None
@@ -82,13 +88,15 @@ class Mean:
         self._last = token_ids[-1:]
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one row, with the ID of the last token. Raises RuntimeError before the first token."""
+        """Return one row with the mean, and the ID of the last token. Raises RuntimeError before the first token."""
         _, total = _given(None if self._sum is None else (self._last, self._sum))
         return self._last, total / self._count
 
 
 class EveryToken:
-    """Keeps one row per token. ``transform`` reduces the hidden states of each call immediately."""
+    """Accumulator that keeps one row per token. The function ``transform`` converts the hidden states of each call to
+    smaller rows immediately.
+    """
 
     def __init__(self, transform: PerToken) -> None:
         self._transform = transform
@@ -96,12 +104,12 @@ class EveryToken:
         self._rows: list[torch.Tensor] = []
 
     def add(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Reduce the hidden states, and keep the rows."""
+        """Convert the hidden states to rows, and keep the rows."""
         self._token_ids.append(token_ids)
         self._rows.append(self._transform(token_ids, hidden))
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one row per token."""
+        """Return the IDs and rows of all tokens that were added."""
         return torch.cat(self._token_ids), torch.cat(self._rows)
 
 
@@ -112,14 +120,16 @@ def _given(kept: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor
 
 
 class Pooler:
-    """Applies the model's pooling, its dense layers and its head. Results are float32."""
+    """Applies the model's pooling, its linear layers after pooling, and its classification head. Results are
+    float32.
+    """
 
     def __init__(self, model: PoolingModel) -> None:
         self._model = model
 
     @property
     def limits(self) -> PoolingLimits:
-        """Tasks and embedding sizes that requests may use."""
+        """Pooling tasks and embedding size that the model supports."""
         head = self._model.head
         if head is None:
             return PoolingLimits(
@@ -131,7 +141,9 @@ class Pooler:
         return PoolingLimits(tasks=frozenset(tasks))
 
     def begin(self, params: PoolingParams) -> Accumulator:
-        """Return an accumulator for the hidden states of one prompt. Pass the accumulator to ``finish`` at the end."""
+        """Return an accumulator for the hidden states of one prompt. The caller must pass the accumulator to ``finish``
+        after the last token.
+        """
         match params.task:
             case PoolingTask.EMBED:
                 return _ACCUMULATORS[self._model.pooling.mode]()
@@ -140,13 +152,14 @@ class Pooler:
             case PoolingTask.TOKEN_CLASSIFY:
                 return EveryToken(self._head)
             case _:
-                # An encoder's head selects rows from all tokens. A decoder's head uses the last token.
+                # The head of an encoder model selects rows from all tokens. The head of a decoder model uses the last
+                # token.
                 if self._model.is_encoder:
                     return EveryToken(lambda _, hidden: hidden)
                 return LastToken(self._model.module.config.pad_token_id)
 
     def finish(self, params: PoolingParams, gathered: Accumulator) -> Vectors:
-        """Return the result of a prompt whose hidden states were all added."""
+        """Return the pooling result of a prompt, after all its hidden states were added to the accumulator."""
         token_ids, rows = gathered.rows()
         match params.task:
             case PoolingTask.EMBED:
@@ -169,8 +182,8 @@ class Pooler:
         return dense[-1].out_features if dense else int(self._model.module.config.hidden_size)
 
     def _embedding(self, rows: torch.Tensor, params: PoolingParams) -> torch.Tensor:
-        """Return embeddings ``[rows, dimensions]`` of rows ``[rows, hidden size]``: apply dense layers, truncate, then
-        normalize.
+        """Return the embeddings ``[rows, dimensions]`` for pooled rows ``[rows, hidden size]``. The linear layers are
+        applied first, then the embeddings are truncated, then normalized.
         """
         rows = rows.float()
         for layer in self._model.dense:

@@ -22,21 +22,24 @@ NOT_SERVED_YET = (
     "data_parallel_rank",
     "resumable",
 )
-"""Request fields of features that are not supported yet."""
+"""Names of request fields for features that are not supported yet."""
 
 
 def request_from_proto(
     message: pb.EngineCoreRequest, embeds: PromptEmbeds | None = None, features: Sequence[MultiModalFeature] = ()
 ) -> EngineCoreRequest:
-    """Convert a request. ``embeds`` are the request's prompt embeddings, and ``features`` its media items.
+    """Convert a request message to the domain type. ``embeds`` has the request's prompt embeddings, and ``features``
+    has its media items.
 
-    Raises Unimplemented if a field that is not supported yet is set. Raises InvalidArgument if there are neither
+    Raises Unimplemented if a field that is not supported yet is set. Raises InvalidArgument if the request has neither
     sampling nor pooling parameters.
     """
     request.refuse_set(message, NOT_SERVED_YET)
     kind = message.WhichOneof("params")
     if kind is None:
-        raise InvalidArgument("sampling_params or pooling_params is required", field="sampling_params")
+        raise InvalidArgument(
+            "the request has neither sampling_params nor pooling_params; set one of them", field="sampling_params"
+        )
     pooling = from_message(message.pooling_params, PoolingParams, kind) if kind == "pooling_params" else None
     token_ids = list(message.prompt_token_ids)
     if embeds is not None and not token_ids:
@@ -65,12 +68,16 @@ def _reasoning(text: str) -> ReasoningTokens | None:
 
 
 def draining_to_proto(time_left: float) -> pb.Draining:
-    """Build the message that the engine refuses new requests. Running requests end after ``time_left`` seconds."""
+    """Return the message that tells that the engine refuses new requests. Running requests end after ``time_left``
+    seconds.
+    """
     return pb.Draining(deadline=time.time() + time_left, time_left=time_left)
 
 
 def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
-    """Build the frame of one step. This is a hot path: it runs once per step and frontend."""
+    """Return the frame (message) with the outputs of one step for one frontend. The function is a hot path: it runs
+    once per step and frontend.
+    """
     message = pb.EngineCoreOutputs(
         engine_index=outputs.engine_index,
         outputs=[output_to_proto(output) for output in outputs.outputs],
@@ -88,7 +95,9 @@ def outputs_to_proto(outputs: EngineCoreOutputs) -> pb.EngineCoreOutputs:
 
 
 def pooled_to_proto(output: EngineCoreOutput, ref: TensorRef | None) -> pb.EngineCoreOutputs:
-    """Build the frame of one output whose vectors were already sent in chunks. ``ref`` refers to the chunks."""
+    """Return the frame (message) with one pooling output whose vectors were already sent in chunks. ``ref`` refers to
+    the chunks.
+    """
     vectors = output.pooling_output
     alone = output_to_proto(msgspec.structs.replace(output, pooling_output=None))
     if vectors is not None:
@@ -97,7 +106,7 @@ def pooled_to_proto(output: EngineCoreOutput, ref: TensorRef | None) -> pb.Engin
 
 
 def output_to_proto(output: EngineCoreOutput) -> pb.EngineCoreOutput:
-    """Convert the output of one request."""
+    """Convert the output of one request to a message."""
     message = pb.EngineCoreOutput(
         request_id=output.request_id,
         attempt=output.attempt,

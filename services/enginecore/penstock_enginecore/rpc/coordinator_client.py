@@ -41,7 +41,7 @@ from penstock_enginecore.rpc import convert
 
 
 def report_to_proto(message: ToCoordinator) -> pb.EngineReport:
-    """Convert a message from a rank."""
+    """Convert a message from a data-parallel rank to a report for the coordinator."""
     match message:
         case StartWave():
             return pb.EngineReport(start_wave=to_message(message, data_parallel_pb2.GroupWave))
@@ -56,7 +56,7 @@ def report_to_proto(message: ToCoordinator) -> pb.EngineReport:
 
 
 def register_to_proto(engine: EngineRegistration) -> pb.Register:
-    """Build the registration message of an engine."""
+    """Return the message with which an engine registers."""
     group = engine.group and to_message(
         engine.group, pb.GroupRegistration, report=data_parallel.report_to_proto(engine.group.report)
     )
@@ -64,12 +64,14 @@ def register_to_proto(engine: EngineRegistration) -> pb.Register:
 
 
 def start_dp_wave_from_proto(message: pb.StartDpWave, rank: str) -> StartDpWave:
-    """Convert the coordinator's command to ``rank`` to join a wave."""
+    """Convert the coordinator's message that tells ``rank`` to join a wave (the steps that all ranks of the group run
+    together).
+    """
     return StartDpWave(rank, message.group_epoch, message.wave, data_parallel.pauses_from_proto(message.pauses))
 
 
 def named_from_proto(message: pb.Reconfigure, rank: str) -> Named:
-    """Convert the coordinator's command to ``rank`` to join a group."""
+    """Convert the coordinator's message that tells ``rank`` to join a data-parallel group."""
     command = from_message(
         message,
         Reconfigure,
@@ -89,25 +91,25 @@ Session = grpc.aio.StreamStreamCall[pb.EngineReport, pb.EngineCommand]
 
 
 class CoordinatorClient:
-    """Keeps the engine registered at the coordinator while ``run`` runs. Without a coordinator, the engine still serves
-    requests.
+    """Keeps the engine registered at the coordinator while ``run`` runs. While the coordinator cannot be reached, the
+    engine still serves requests.
 
     Only the engine's I/O loop may call the methods. The loop also calls the callbacks, possibly while a step runs, so
     callbacks must return without waiting.
 
-    Reports are sent every ``stats_interval`` if the load has changed. The coordinator can lengthen the interval. At
-    least three reports are sent per lease. Once the engine knows its lease, it also tries to reconnect at least three
-    times per lease. The engine is then connected again before a restarted coordinator first publishes its view of the
-    cluster.
+    Reports with the engine's load are sent every ``stats_interval`` if the load has changed. The coordinator can
+    lengthen the interval. At least three reports are sent within the duration of the engine's lease. After a lost
+    connection, the engine also tries to reconnect at least three times within this duration. The engine is then
+    connected again before a restarted coordinator first publishes its view of the cluster.
 
     Args:
-        config: Settings of the connection.
-        registration: Function that returns the engine's registration. Called for each connection.
+        config: Settings of the connection to the coordinator.
+        registration: Function that returns the engine's registration. It is called for each connection.
         stats: Function that returns the load for a report, or None before the first step.
         on_command: Function that is called with the coordinator's commands.
         on_registered: Function that is called with the engine's index and the duration of its lease in seconds.
-        on_group: Function that is called with commands for a rank. None if such commands are refused.
-        credentials: TLS credentials.
+        on_group: Function that is called with commands for a data-parallel rank. None if such commands are refused.
+        credentials: TLS credentials of the engine.
     """
 
     def __init__(
@@ -137,15 +139,17 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the engine is registered now."""
+        """Whether the engine is registered at the coordinator now."""
         return self._reconnector.connected
 
     async def run(self) -> None:
-        """Register, and register again whenever the connection is lost, until ``close``."""
+        """Register at the coordinator, and register again whenever the connection is lost, until ``close`` is
+        called.
+        """
         await self._reconnector.run()
 
     def draining(self, time_left: float) -> None:
-        """Tell the coordinator, now and after reconnects, that the engine refuses new requests until it exits.
+        """Tell the coordinator, now and after each reconnect, that the engine refuses new requests until it exits.
 
         ``time_left`` is the number of seconds until the remaining requests end with ABORT.
         """
@@ -153,16 +157,16 @@ class CoordinatorClient:
         self._wake.set()
 
     def tell(self, message: ToCoordinator) -> None:
-        """Send a message from a rank. Without a connection, the message is dropped, because the next registration
-        includes the rank's state.
+        """Send a message from a data-parallel rank to the coordinator. Without a connection, the message is dropped,
+        because the next registration includes the rank's state.
         """
         if self.connected:
             self._told.append(message)
             self._wake.set()
 
     async def close(self) -> None:
-        """Leave the cluster and end ``run``. This takes at most ``CLOSE_TIMEOUT``, even if the coordinator does not
-        react. Idempotent.
+        """Leave the cluster and end ``run``. The call takes at most ``CLOSE_TIMEOUT`` seconds, even if the coordinator
+        does not react. Idempotent.
         """
         self._wake.set()
         await self._reconnector.close(grace=CLOSE_TIMEOUT)
@@ -194,7 +198,7 @@ class CoordinatorClient:
         await call.write(pb.EngineReport(register=register_to_proto(registration)))
         first = await call.read()
         if not isinstance(first, pb.EngineCommand) or first.WhichOneof("message") != "registered":
-            raise Internal("the coordinator's answer to register is not registered")
+            raise Internal("the coordinator answered the message register with another message than registered")
         if not first.registered.lease_seconds > 0:
             raise Internal(f"registered.lease_seconds is {first.registered.lease_seconds}; it must be greater than 0")
         return first.registered
@@ -202,13 +206,13 @@ class CoordinatorClient:
     async def _write_until_over(
         self, call: Session, reader: asyncio.Task[None], heartbeat: float, engine_index: int
     ) -> None:
-        """Send reports until the stream or the client ends. Raises the stream's error."""
+        """Send reports until the stream ends or ``close`` is called. Raises the stream's error."""
         loop = asyncio.get_running_loop()
         sent: SchedulerStats | None = None
         told_loras: LoraHeld | None = None
         sent_at = -math.inf
         told_draining: float | None = None
-        # A write raises InvalidStateError if the stream has ended. The reader task gets the reason.
+        # A write raises InvalidStateError if the stream has ended. The task that reads from the stream gets the reason.
         with contextlib.suppress(asyncio.InvalidStateError):
             while not reader.done() and not self._reconnector.closing:
                 self._wake.clear()
@@ -233,9 +237,10 @@ class CoordinatorClient:
             reader.result()
 
     async def _leave(self, call: Session, reader: asyncio.Task[None]) -> None:
-        """Announce the shutdown, and wait until the coordinator has read it."""
+        """Tell the coordinator that the engine shuts down, and wait until the coordinator ends the stream."""
         await call.write(pb.EngineReport(notification=pb.NOTIFICATION_SHUTDOWN_COMPLETE))
-        with contextlib.suppress(grpc.aio.InternalError):  # The stream has ended. The reader task gets the reason.
+        # The stream has ended. The task that reads from the stream gets the reason.
+        with contextlib.suppress(grpc.aio.InternalError):
             await call.done_writing()
         await asyncio.wait({reader})
 
@@ -260,7 +265,7 @@ def _checked_interval(seconds: float) -> float:
 
 
 def _outputs(stats: SchedulerStats | None, engine_index: int) -> pb.EngineReport:
-    """Build a load report. Without statistics, the report only renews the lease."""
+    """Return a report with the engine's load. Without statistics, the report only renews the engine's lease."""
     outputs = enginecore_pb.EngineCoreOutputs(engine_index=engine_index, timestamp=time.monotonic())
     if stats is not None:
         outputs.scheduler_stats.CopyFrom(to_message(stats, stats_pb2.SchedulerStats))

@@ -1,5 +1,5 @@
-"""Frames with the outputs of a step for one frontend: encoding, splitting at the size limit, and batching of several
-frames in a message.
+"""Frames, which are messages with the outputs of one step for one frontend: encoding, splitting at the size limit, and
+batching of several frames in one gRPC message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,14 +24,14 @@ from penstock_common.types.outputs import (
 )
 from penstock_enginecore.rpc import convert
 
-# Encoding. If an output cannot be encoded, only its request ends.
+# Encoding of frames. If an output cannot be encoded, only the request of this output ends.
 
 
 class Encoded(NamedTuple):
-    """Outputs, and the frame that contains them.
+    """Outputs of a step, and the frame into which they were encoded.
 
     Attributes:
-        outputs: The outputs in the frame.
+        outputs: The outputs that the frame contains. Errors have replaced outputs that cannot be encoded.
         frame: The encoded message.
         broken: Ids of requests that end in this frame, because one of their outputs cannot be encoded.
     """
@@ -42,10 +42,10 @@ class Encoded(NamedTuple):
 
 
 def encoded(outputs: EngineCoreOutputs) -> Encoded:
-    """Encode outputs as a frame.
+    """Encode outputs of a step as a frame.
 
     If an output cannot be encoded, its request ends with an error. If the result of a utility call cannot be encoded,
-    the call fails. Cache events that cannot be encoded are dropped.
+    the call fails. Events of the prefix cache that cannot be encoded are dropped.
     """
     try:
         return Encoded(outputs, convert.outputs_to_proto(outputs), [])
@@ -61,7 +61,9 @@ def encoded(outputs: EngineCoreOutputs) -> Encoded:
 
 
 def unsendable(output: EngineCoreOutput, error: Exception) -> EngineCoreOutput:
-    """Return the final output of a request whose output cannot be encoded."""
+    """Return an error output that ends a request and replaces the request's output ``output``, which cannot be
+    encoded.
+    """
     failed = incident(error, request=output.request_id, doing="encoding an output of the request")
     return EngineCoreOutput(
         request_id=output.request_id,
@@ -98,18 +100,19 @@ def _sendable_events(events: list[KvCacheEvent]) -> list[KvCacheEvent]:
     return events
 
 
-# Batches of frames. Sending a message with several frames costs little more than sending a message with one frame.
+# Batches of frames. Sending one message with several frames takes little more time than sending a message with one
+# frame.
 
 MAX_BATCH_BYTES = 32 * 1024
-"""Maximum size in bytes of all frames in a message with several frames. A small limit avoids that later messages wait
-for a large message.
+"""Maximum total size in bytes of the frames in a message with several frames. The limit is small, so that later
+messages need not wait long for a large message.
 """
 _HEADER_BYTES = 8
-"""Maximum overhead in bytes per frame."""
+"""Maximum number of bytes that a message needs for each frame in addition to the size of the frame."""
 
 
 class FrameBatch:
-    """The frames of one message, in order. Frames can be added until ``make`` is called."""
+    """The frames of one message, in order. The sender can add frames until ``make`` is called."""
 
     __slots__ = ("_frames", "_made", "_num_bytes")
 
@@ -123,18 +126,18 @@ class FrameBatch:
         return bool(self._frames)
 
     def takes(self, num_bytes: int, max_bytes: int) -> bool:
-        """Return whether a frame of ``num_bytes`` bytes still fits into the message. ``max_bytes`` is the maximum size
-        of a message.
+        """Return whether a frame of ``num_bytes`` bytes can be added to the batch. ``max_bytes`` is the maximum size of
+        a message.
         """
         return not self._made and self._num_bytes + num_bytes + _HEADER_BYTES <= min(MAX_BATCH_BYTES, max_bytes)
 
     def add(self, frame: pb.EngineCoreOutputs, num_bytes: int) -> None:
-        """Append a frame."""
+        """Append a frame to the batch."""
         self._frames.append(frame)
         self._num_bytes += num_bytes + _HEADER_BYTES
 
     def make(self, _: Sequence[TensorRef]) -> pb.SessionResponse:
-        """Build the message. The sender calls this when it sends the message."""
+        """Return the message with all frames. The sender calls this method when it sends the message."""
         self._made = True
         if len(self._frames) == 1:
             return pb.SessionResponse(outputs=self._frames[0])
@@ -144,14 +147,14 @@ class FrameBatch:
 
 
 _FRAME_BYTES = 1024
-"""Maximum size of a frame in bytes, without its outputs and events."""
+"""Maximum size in bytes of a frame without its outputs and events."""
 _OUTPUT_BYTES = 256
 _EVENT_BYTES = 32
 _ENTRY_BYTES = 14
-"""Maximum size of a log-probability entry in bytes: two integers of up to 5 bytes, and a float."""
+"""Maximum size in bytes of one log-probability in a frame: two integers of up to 5 bytes, and a float."""
 _NUMBER_BYTES = 5
 _MEDIA_BYTES = 12
-"""Maximum size of a media item of a block in bytes, without its identifier."""
+"""Maximum size in bytes of a media item in a block's event, without the item's identifier."""
 _COLUMN_BYTES = 4
 _CHARACTER_BYTES = 4
 
@@ -160,7 +163,7 @@ class Frames(NamedTuple):
     """The result of ``split``.
 
     Attributes:
-        frames: Frames in order.
+        frames: The frames, in order.
         refused: Ids of requests with an output that is too large for any frame. An error replaces the output and ends
             the request.
     """
@@ -170,10 +173,10 @@ class Frames(NamedTuple):
 
 
 def split(outputs: EngineCoreOutputs, max_bytes: int) -> Frames:
-    """Split outputs into frames of up to ``max_bytes`` each, in order.
+    """Split the outputs of a step into frames of up to ``max_bytes`` bytes each, in order.
 
-    Log-probabilities that do not fit into one frame are split. The finish reason of a request is in the frame of its
-    last output. The statistics are in the last frame.
+    Log-probabilities that do not fit into one frame are split over several frames. The finish reason of a request is in
+    the frame with its last output. The statistics are in the last frame.
     """
     room = max_bytes - _FRAME_BYTES
     packed = _Packed(outputs, room)
@@ -198,7 +201,9 @@ def split(outputs: EngineCoreOutputs, max_bytes: int) -> Frames:
 
 
 def too_large(output: EngineCoreOutput, size: int, limit: int) -> EngineCoreOutput:
-    """Return the final output of a request whose output is too large for the frontend."""
+    """Return an error output that ends a request and replaces the request's output ``output``, which is too large for
+    the frontend.
+    """
     error = _error(f"an output of the request has {size} bytes", limit)
     return EngineCoreOutput(
         request_id=output.request_id,
@@ -210,7 +215,7 @@ def too_large(output: EngineCoreOutput, size: int, limit: int) -> EngineCoreOutp
 
 
 def output_bytes(output: EngineCoreOutput) -> int:
-    """Return an upper bound of an output's size in a message, in bytes."""
+    """Return an upper bound of the size in bytes that an output has in a frame."""
     size = _OUTPUT_BYTES + _CHARACTER_BYTES * len(output.request_id) + _NUMBER_BYTES * len(output.new_token_ids)
     size += _EVENT_BYTES * len(output.events) + _logprobs_bytes(output.new_logprobs)
     size += _logprobs_bytes(output.new_prompt_logprobs)
@@ -233,7 +238,7 @@ def _positions_bytes(logprobs: Logprobs, start: int, stop: int) -> int:
 
 
 def _pieces(output: EngineCoreOutput, room: int) -> Iterator[EngineCoreOutput]:
-    """Yield the output. If its log-probabilities make it larger than ``room`` bytes, yield several smaller outputs
+    """Yield ``output``. If the log-probabilities make it larger than ``room`` bytes, yield several smaller outputs
     instead.
     """
     if output_bytes(output) <= room:
@@ -270,7 +275,9 @@ def _pieces(output: EngineCoreOutput, room: int) -> Iterator[EngineCoreOutput]:
 
 
 def _cuts(logprobs: Logprobs, room: int) -> list[tuple[int, int]]:
-    """Return ranges of positions of up to ``room`` bytes each. A single position may be larger."""
+    """Divide the positions of ``logprobs`` into ranges, and return the ranges. The log-probabilities of a range have up
+    to ``room`` bytes. Those of a single position may have more.
+    """
     cuts, start = [], 0
     for stop in range(1, len(logprobs) + 1):
         if stop - start > 1 and _positions_bytes(logprobs, start, stop) > room:
@@ -281,7 +288,9 @@ def _cuts(logprobs: Logprobs, room: int) -> list[tuple[int, int]]:
 
 
 def _cut_columns(columns: TokenColumns, room: int) -> list[TokenColumns]:
-    """Split columns into parts of up to ``room`` bytes each. A single row may be larger."""
+    """Split columns (arrays with the new tokens of many requests) into parts of up to ``room`` bytes each. The tokens
+    of a single request may have more.
+    """
     if _columns_bytes(columns) <= room:
         return [columns]
     longest = max(columns.counts) if columns.counts else 1
@@ -293,7 +302,7 @@ def _columns_bytes(columns: TokenColumns) -> int:
 
 
 def _event_pieces(event: KvCacheEvent, room: int) -> list[KvCacheEvent]:
-    """Split an event about many blocks into as many events as necessary."""
+    """Split an event about many blocks into events of up to ``room`` bytes each."""
     if isinstance(event, AllBlocksCleared) or _event_bytes(event) <= room or len(event.block_hashes) < 2:
         return [event]
     half = len(event.block_hashes) // 2
@@ -327,10 +336,10 @@ def _event_bytes(event: KvCacheEvent) -> int:
 
 
 def _fitting(answer: UtilityOutput, room: int) -> UtilityOutput:
-    """Return the result of a utility call, or an error if the result is too large."""
+    """Return the answer to a utility call, or an error as the answer if the result has more than ``room`` bytes."""
     if len(answer.result) <= room:
         return answer
-    error = RequestError.from_exception(_error(f"the answer has {len(answer.result)} bytes", room))
+    error = RequestError.from_exception(_error(f"the answer to the utility call has {len(answer.result)} bytes", room))
     return UtilityOutput(call_id=answer.call_id, error=error)
 
 
@@ -339,7 +348,7 @@ def _error(what: str, limit: int) -> RequestFailed:
 
 
 class _Packed:
-    """Builder that fills one frame after the other."""
+    """Builder of frames, which fills one frame after the other with the parts of an ``EngineCoreOutputs``."""
 
     def __init__(self, outputs: EngineCoreOutputs, room: int) -> None:
         self._whole = outputs
@@ -371,7 +380,7 @@ class _Packed:
         self._current.utility_output = answer
 
     def close(self) -> list[EngineCoreOutputs]:
-        """Return all frames. The last frame gets the statistics and the remaining finished requests."""
+        """Return all frames. The last frame gets the statistics and the ids of the remaining finished requests."""
         self._make_room(sum(_CHARACTER_BYTES * len(request_id) + _NUMBER_BYTES for request_id in self._finished))
         self._current.finished_requests += self._finished
         self._current.scheduler_stats = self._whole.scheduler_stats

@@ -1,4 +1,4 @@
-"""Sessions of frontends with this engine. The sessions pass messages of the busy loop to the I/O thread."""
+"""Sessions of frontends with this engine. The sessions pass messages from the busy loop to the I/O thread."""
 
 import asyncio
 import itertools
@@ -39,16 +39,16 @@ from penstock_enginecore.rpc.request_tensors import FeatureReader, PromptReader
 from penstock_enginecore.rpc.traces import EngineTraces
 
 _WRAPPING_BYTES = 16
-"""Maximum number of bytes that a message adds to its frame."""
+"""Maximum number of bytes by which a message is larger than its frame."""
 
 
 class FrontendSession:
-    """Queued messages to one frontend, and readers of the tensors in its requests. Only the I/O thread may use the
-    object.
+    """Session of one frontend: the queued messages to the frontend, and the readers of the tensors in its requests.
+    Only the I/O thread may use the object.
 
-    The queue has no size limit. It contains only unread outputs of the frontend's requests, and the number of requests
-    is limited. No message exceeds the frontend's size limit (see ``rpc/frames.py``). Large vectors are sent in chunks
-    before their message.
+    The queue has no size limit. The queue contains only outputs of the frontend's requests that are not sent yet, and
+    the number of requests is limited. No message exceeds the frontend's size limit (see ``rpc/frames.py``). Large
+    vectors of pooling outputs are sent in chunks before the message with the output.
     """
 
     def __init__(
@@ -61,38 +61,39 @@ class FrontendSession:
             limits: Message size limits of the frontend.
             revision: Protocol revision of the stream.
             incarnation: The frontend's incarnation.
-            pool: Limit on the chunked tensors of all sessions together. Closing the session closes ``prompts.tensors``.
+            pool: Limit on the chunked tensors of all sessions together. The code that closes the session must also
+                close ``prompts.tensors``.
         """
         self._batches = revision >= COLUMNS_SINCE
         self._batch = FrameBatch()
         self.client_id = client_id
         self.incarnation = incarnation
         self.max_tensor_bytes = MAX_TENSOR_BYTES if revision >= ANNOUNCED_SINCE else MAX_UNANNOUNCED_BYTES
-        """Maximum size in bytes of the chunked tensors that the session stores."""
+        """Maximum total size in bytes of the chunked tensors that the session stores."""
         if pool is not None:
             self.max_tensor_bytes = min(self.max_tensor_bytes, pool.max_bytes)
         announced = revision >= ANNOUNCED_SINCE
         self.prompts = PromptReader(IncomingTensors(self.max_tensor_bytes, announced=announced, pool=pool))
         self.features: FeatureReader | None = None
-        """Reader for media, or None if the engine accepts none."""
+        """Reader of media in requests, or None if the engine accepts no media."""
         self._limits = limits
         self._outgoing: Outgoing[pb.SessionResponse] = Outgoing(_chunk)
         self._outgoing.limit(limits)
         self._ended: set[str] = set()
-        """Requests that ended for the frontend because an output could not be sent, but that have not ended in the
-        engine yet.
+        """Ids of requests that ended for the frontend because an output could not be sent, but that have not ended in
+        the engine yet.
         """
         self._arrived = asyncio.Event()
         self._closed = False
 
     def put(self, message: pb.SessionResponse) -> None:
-        """Queue a message."""
-        self._batch = FrameBatch()  # Later frames must be sent after this message.
+        """Queue a message to the frontend."""
+        self._batch = FrameBatch()  # Start a new batch, because later frames must be sent after this message.
         self._outgoing.put(lambda _: message)
         self._arrived.set()
 
     def put_outputs(self, outputs: EngineCoreOutputs, frame: pb.EngineCoreOutputs | None = None) -> list[str]:
-        """Queue the outputs of a step. ``frame`` is the encoded message, if it was already encoded.
+        """Queue the outputs of a step. ``frame`` is the frame with these outputs, if they were already encoded.
 
         Return the ids of requests that end now, because one of their outputs is too large or cannot be encoded.
         """
@@ -115,8 +116,8 @@ class FrontendSession:
         return refused
 
     def _put_frame(self, frame: pb.EngineCoreOutputs, size: int) -> None:
-        """Queue a frame. If the previous frame's message has not been sent and has space, the frame is added to that
-        message.
+        """Queue a frame. If the message with the previous frame has not been sent and has space, the frame is added to
+        that message.
         """
         if not self._batches or not self._batch.takes(size, self._limits.max_message_bytes - _WRAPPING_BYTES):
             self._batch = FrameBatch()
@@ -126,7 +127,9 @@ class FrontendSession:
         self._batch.add(frame, size)
 
     def _put_large(self, outputs: EngineCoreOutputs) -> list[str]:
-        """Remove large vectors from a step's outputs, and send them in chunks. Return the ids of requests that end now."""
+        """Remove outputs with large vectors from a step's outputs, and queue the vectors in chunks. Return the ids of
+        requests that end because their vectors are too large.
+        """
         most, refused = self._limits.max_tensor_bytes, []
         others: list[EngineCoreOutput] = []
         for output in outputs.outputs:
@@ -141,7 +144,7 @@ class FrontendSession:
                 tensors = (output.pooling_output.data,)
                 self._outgoing.put(make, partial(_given, tensors))
                 self._arrived.set()
-                # The request must not be finished before its vectors are sent.
+                # The frontend must not learn that the request has finished before its vectors are sent.
                 outputs.finished_requests = [i for i in outputs.finished_requests if i != output.request_id]
         outputs.outputs = others
         return refused
@@ -152,7 +155,7 @@ class FrontendSession:
         self._arrived.set()
 
     async def next(self) -> pb.SessionResponse | None:
-        """Return the next message, or None once the session is closed and empty."""
+        """Wait for the next message and return it, or return None once the session is closed and the queue is empty."""
         while True:
             while not self._outgoing:
                 if self._closed:
@@ -185,8 +188,8 @@ def _chunk(chunk: Chunk) -> pb.SessionResponse:
 
 
 def _without(outputs: EngineCoreOutputs, ended: set[str]) -> EngineCoreOutputs:
-    """Return the outputs, without outputs of requests that already ``ended`` for the frontend. If such a request's last
-    output is in ``outputs``, the request is removed from ``ended``.
+    """Return the outputs without outputs of requests in ``ended``, which have already ended for the frontend. If such a
+    request's last output is in ``outputs``, the request is removed from ``ended``.
     """
     left = [output for output in outputs.outputs if output.request_id not in ended]
     over = {output.request_id for output in outputs.outputs if output.finish_reason is not None} & ended
@@ -219,19 +222,21 @@ class Sessions:
             loop: The I/O loop.
             on_draining: Function that is called once on the I/O thread when the engine drains, with the remaining
                 seconds.
-            traces: Records every request and output for tracing, or None.
+            traces: Object that records requests and outputs for tracing, or None.
             max_message_bytes: Maximum size in bytes of a message that the server sends.
             limits: Limits on sessions and their tensors.
         """
         self.traces = traces
         self.on_refused: Callable[[str, list[str]], None] = lambda *_: None
-        """Callback on the I/O thread with a client id, and ids of requests that ended because an output could not be
-        sent.
+        """Callback for requests that ended because an output could not be sent. It is called on the I/O thread with the
+        client id and the request ids.
         """
         self.engine_index = 0
-        """The engine's index in its cluster, which every frame contains. 0 until a coordinator assigns the index."""
+        """The engine's index in its cluster, which every frame contains. The value is 0 until a coordinator assigns the
+        index.
+        """
         self.received = ReceiverCache(0)
-        """Media items that are cached for the sessions."""
+        """Cache of the media items that frontends have sent in all sessions."""
         self.tensors = TensorPool(limits.max_tensor_bytes)
         """Limit on the chunked tensors of all sessions."""
         self._max_sessions = limits.max_sessions
@@ -267,7 +272,7 @@ class Sessions:
         apply to the session.
 
         ``probe`` is the name of a shared-memory segment of the frontend, or empty if the frontend has no such segment.
-        If this engine can read the segment, both processes are on the same host.
+        If this engine can read the segment, the engine and the frontend are on the same host.
         """
         ready.max_tensor_bytes = min(ready.max_tensor_bytes, session.max_tensor_bytes)
         segments = SegmentReader(session.incarnation) if ready.shared_memory_id else None
@@ -298,7 +303,7 @@ class Sessions:
             session.close()
 
     def drop_stale(self) -> None:
-        """Drop partly received tensors that have stalled."""
+        """Drop partly received tensors of which no more chunks have arrived for too long."""
         for session in self._sessions.values():
             session.prompts.tensors.drop_stale()
 
@@ -310,11 +315,15 @@ class Sessions:
         self._post(partial(self._deliver, client_id, outputs))
 
     def broadcast(self, outputs: EngineCoreOutputs, to: Collection[str] | None = None) -> None:
-        """Send outputs to every connected frontend, or only to the frontends with the ids in ``to``."""
+        """Send outputs to every connected frontend. If ``to`` is given, send outputs only to the frontends whose ids
+        are in ``to``.
+        """
         self._post(partial(self._deliver_to_all, outputs, to))
 
     def start_wave(self, message: StartWave) -> None:
-        """Ask every frontend to tell the other ranks of the group that this rank waits for them to start a wave."""
+        """Ask every frontend to tell the other ranks of the data-parallel group that this rank waits for them. The
+        ranks then start to run steps together (a wave).
+        """
         self._post(
             partial(self._put_to_all, pb.SessionResponse(start_wave=to_message(message, data_parallel_pb2.GroupWave)))
         )
@@ -332,14 +341,16 @@ class Sessions:
         self._post(self._clear_media)
 
     def _post(self, work: Callable[[], None]) -> None:
-        """Run ``work`` on the I/O thread, after earlier work. The thread is woken only once for all queued work."""
+        """Queue ``work``, which the I/O thread runs after earlier work. The thread is woken only once for all queued
+        work.
+        """
         self._posted.append(work)
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._do_posted)
 
     def _do_posted(self) -> None:
-        self._woken = False  # Work that is posted after this line must wake the thread again.
+        self._woken = False  # Work that is queued after this line must wake the thread again.
         for _ in range(len(self._posted)):
             try:
                 self._posted.popleft()()

@@ -1,5 +1,5 @@
-"""Internal gRPC ports of an engine: the shared secret of the ports, and the thread with the event loop that serves a
-port.
+"""Internal gRPC ports of an engine, for other engines and nodes: the shared secret of the ports, and the thread with
+the event loop that serves a port.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ def own_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
 
 
 def checked_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
-    """Return the secret of the port ``purpose``, or None if no secret is configured. The port is about to listen on
-    ``server.host``.
+    """Return the secret of the port ``purpose``, which will listen on ``server.host``, or None if no secret is
+    configured.
 
     Raises ConfigError if the secret cannot be read. Also raises ConfigError if other machines can reach the port, but
     neither a secret nor client certificates authenticate callers.
@@ -38,17 +38,17 @@ def checked_secret(config: EngineCoreConfig, purpose: str) -> PortSecret | None:
     return secret
 
 
-# An asyncio loop in a separate thread.
+# An asyncio event loop in a separate thread.
 
 T = TypeVar("T")
 
 _ENDING = 2.0
-"""Seconds within which tasks must end when their loop stops."""
+"""Time in seconds within which tasks must end when their event loop stops."""
 
 
 class LoopThread:
-    """An asyncio loop in a daemon thread. Any other thread may call its methods. Pending work does not keep the process
-    alive.
+    """An asyncio event loop in a daemon thread. Any other thread may call the methods. Pending work of the loop does
+    not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -57,15 +57,15 @@ class LoopThread:
 
     @property
     def running(self) -> bool:
-        """Whether the thread has been started and not stopped."""
+        """Whether the thread has been started and has not been stopped."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread and its loop."""
+        """Start the thread and its event loop."""
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the loop, and wait for its result."""
+        """Run a coroutine on the event loop, and wait for the coroutine's result."""
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def stop(self) -> None:

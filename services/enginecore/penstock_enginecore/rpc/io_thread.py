@@ -40,7 +40,8 @@ log = get_logger()
 
 
 class IoThread:
-    """Owns the I/O loop. Its methods are called from the main thread and wait for their result.
+    """Owns the thread and the event loop for I/O. The main thread calls the methods, which wait until the loop has done
+    the work.
 
     Call order: ``start`` (opens the port, but serves no requests yet), ``attach`` (the model is loaded; serves
     requests), ``stop``.
@@ -48,25 +49,27 @@ class IoThread:
     Health service names:
 
     - The empty name and the service's own name: requests are accepted.
-    - ``startup``: the model is loaded.
-    - ``liveness``: the process makes progress. The status is NOT_SERVING while there is work but no step has ended for
-      ``wedged_after`` seconds, and permanently after the engine has failed.
+    - ``startup``: SERVING once the model is loaded.
+    - ``liveness``: SERVING while the process makes progress. The status is NOT_SERVING while there is work but no step
+      has ended for ``wedged_after`` seconds, and permanently after the engine has failed.
 
     Together, these names distinguish four states: loading (not started), serving, draining (started, alive, not
     accepting), and wedged or dead (not alive).
     """
 
     def __init__(self, config: EngineCoreConfig, config_file: ConfigFile[EngineCoreConfig] | None = None) -> None:
-        """Create the thread. ``config_file`` is watched for settings that can change at run time."""
+        """Create the object without starting the thread. ``config_file`` is watched for settings that can change at run
+        time.
+        """
         self._config = config
         self._config_file = config_file
         self._thread = LoopThread("io")
         self.registry = service_registry("enginecore")
-        """Registry with metrics of the process and its gRPC calls. Other parts of the engine register their metrics
-        here.
+        """Prometheus registry with metrics of the process and its gRPC calls. Other parts of the engine register their
+        metrics here.
         """
         self.certificates = Certificates()
-        """TLS certificates of the listeners and connections."""
+        """TLS certificates of the engine's listeners and connections."""
         self.registry.register(self.certificates)
         count_tasks(self.registry, self._thread.loop)
         self._tracer = make_tracer(config.tracing, service="enginecore", instance=config.name)
@@ -90,18 +93,18 @@ class IoThread:
         self.port = 0
 
     def start(self) -> None:
-        """Start to listen. Raises ConfigError if the port is in use."""
+        """Start the thread and listen on the port. Raises ConfigError if the port is in use."""
         self._thread.start()
         self._thread.run(self._start())
 
     def attach(self, busy_loop: BusyLoop, ready: EngineReady, rank: EngineRank | None = None) -> None:
-        """Accept sessions and register with the coordinator, now that the model is loaded. ``rank`` is set in a
-        data-parallel group.
+        """Accept sessions of frontends and register with the coordinator, now that the model is loaded. ``rank`` is set
+        for an engine in a data-parallel group.
         """
         self._thread.run(self._attach(busy_loop, ready, rank))
 
     def stop(self) -> None:
-        """Flush pending messages to frontends, leave the cluster and close the port. Idempotent."""
+        """Send the queued messages to frontends, leave the cluster and close the port. Idempotent."""
         if not self._thread.running:
             return
         self._thread.run(self._stop())
@@ -180,8 +183,8 @@ class IoThread:
             self._coordinator.draining(time_left)
 
     async def _watch(self, busy_loop: BusyLoop) -> None:
-        """Update the ``liveness`` health status, which is NOT_SERVING while the engine is wedged. Notify frontends of
-        changes.
+        """Update the ``liveness`` health status, which is NOT_SERVING while the engine is wedged. When it changes, send
+        the engine's load to frontends.
         """
         alive = True
         while True:
@@ -221,7 +224,9 @@ def _apply(config: EngineCoreConfig) -> None:
 
 
 def _allowed(peers: PeersConfig) -> dict[str, tuple[str, ...]]:
-    """Return the peers that may call each method. Only frontends may send requests; operators may query the engine."""
+    """Return, for each method, the kinds of peers that may call it. Only frontends may send requests. Operators may
+    query the engine.
+    """
     return {
         f"/{SERVICE_NAME}/Session": peers.frontends,
         f"/{SERVICE_NAME}/GetEngineInfo": peers.frontends + peers.operators,

@@ -1,4 +1,4 @@
-"""The client side of a node's session with the engine."""
+"""Client side of the session between a node (another host with workers of the engine) and the engine."""
 
 import asyncio
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from penstock_enginecore.rpc.internal_ports import own_secret
 from penstock_enginecore.rpc.node_listener import PORT_PURPOSE, shared_config
 
 _AGAIN = 0.5
-"""Seconds between two attempts to reach the engine."""
+"""Time in seconds between two attempts to reach the engine."""
 
 Session = grpc.aio.StreamStreamCall[pb.NodeReport, pb.NodeCommand]
 log = get_logger()
 
 
 class NodeOrders(Protocol):
-    """Handlers of the engine's commands to a node."""
+    """Interface of objects that carry out the engine's commands to a node."""
 
     def call(self, message: bytes) -> None:
         """Pass a message to all workers of the node."""
@@ -36,12 +36,12 @@ class NodeOrders(Protocol):
         """Prepare for the end of the workers, because the engine is about to stop them."""
 
     def dump_stacks(self) -> Mapping[int, str]:
-        """Return the stack traces of the workers' threads, by rank. May block."""
+        """Return the stack traces of the workers' threads, by rank. The call may block."""
 
 
 class NodeClient:
-    """Connects a node to its engine. Only one event loop may use the object, except for ``answer`` and ``give_up``,
-    which are thread-safe.
+    """Connects a node (a host with workers) to its engine. Only one event loop may use the object, except for
+    ``answer`` and ``give_up``, which are thread-safe.
 
     Raises ConfigError if the TLS files or the secret are invalid.
     """
@@ -86,8 +86,8 @@ class NodeClient:
             await asyncio.sleep(_AGAIN)
 
     async def serve(self, orders: NodeOrders) -> None:
-        """Carry out the engine's commands until the engine ends the session. Raises RequestFailed if the session ended
-        for another reason than the engine's command to stop the workers.
+        """Carry out the engine's commands until the session ends. Raises RequestFailed, unless the session ended
+        because the engine told the node to stop the workers.
         """
         writer = asyncio.create_task(self._write())
         try:
@@ -108,7 +108,7 @@ class NodeClient:
         self._report(pb.NodeReport(answer=pb.Answer(rank=rank, message=message)))
 
     def give_up(self, reason: str) -> None:
-        """Report that the workers have ended."""
+        """Report to the engine that the node's workers have ended."""
         self._report(pb.NodeReport(workers_ended=pb.WorkersEnded(reason=reason)))
 
     async def _try(self) -> pb.Attached:
@@ -121,7 +121,7 @@ class NodeClient:
             await session.write(pb.NodeReport(attach=self._attach))
             first = await session.read()
             if not isinstance(first, pb.NodeCommand) or first.WhichOneof("message") != "attached":
-                raise Internal("the engine's answer to attach is not attached")
+                raise Internal("the engine answered the message attach with another message than attached")
         except BaseException:
             await channel.close()
             raise

@@ -1,4 +1,6 @@
-"""The engine's side of sessions with its other nodes, and the comparison of settings between engine and nodes."""
+"""The engine's side of sessions with its other nodes (hosts with workers of the engine), and the comparison of the
+engine's settings with the nodes' settings.
+"""
 
 import asyncio
 import json
@@ -44,8 +46,8 @@ ENGINE_ONLY = frozenset(
         "wedged_after",
     )
 )
-"""Settings that do not affect workers. A node may have other values for these settings. All other settings are
-compared.
+"""Settings that do not affect workers. A node may have other values for these settings than the engine. All other
+settings must be equal.
 """
 NODE_ONLY = ("index", "leader", "port", "address", "timeout", "tls")
 """Settings of ``executor.nodes`` that may differ between nodes."""
@@ -53,7 +55,7 @@ _ABSENT = "nothing"
 
 
 def shared_config(config: EngineCoreConfig) -> dict[str, str]:
-    """Return the settings that affect workers, as JSON values by dotted key."""
+    """Return the settings that affect workers, as JSON values by dotted key, such as ``model.dtype``."""
     values = msgspec.to_builtins(config)
     for name in NODE_ONLY:
         del values["executor"]["nodes"][name]
@@ -65,7 +67,9 @@ def shared_config(config: EngineCoreConfig) -> dict[str, str]:
 
 
 def config_difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the first key whose values differ, with both values. Return None if all values are equal."""
+    """Return the first key whose values differ between the engine and a node, with both values. Return None if all
+    values are equal.
+    """
     for key in sorted({*ours, *theirs}):
         if ours.get(key) != theirs.get(key):
             return key, ours.get(key, _ABSENT), theirs.get(key, _ABSENT)
@@ -83,29 +87,35 @@ def _flatten(key: str, value: Any, into: dict[str, str]) -> None:
 
 SERVICE_NAME = "penstock.worker.v1.WorkerService"
 PORT_PURPOSE = "nodes"
-"""Purpose of the port. The key of the port is derived from the shared secret and this purpose."""
+"""Name of the port's purpose. The key that authenticates calls to the port is derived from the shared secret and this
+name.
+"""
 _STOP_TIMEOUT = 2.0
-"""Seconds to wait until all nodes have received the message that the engine stops."""
+"""Time in seconds to wait until all nodes have received the message that the engine stops."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger()
 
 
 class NodeEvents(Protocol):
-    """Callbacks for events of an engine's nodes. The listener's thread calls them, so they must not block."""
+    """Interface with callbacks for events of an engine's nodes. The listener's thread calls the methods, so they must
+    not block.
+    """
 
     def attached(self, index: int) -> None:
-        """Handle an attached node. Its workers are starting, and commands can now be sent to the node."""
+        """Handle a node that has attached to the engine. The node's workers are starting, and commands can now be sent
+        to the node.
+        """
 
     def answered(self, index: int, rank: int, message: bytes) -> None:
-        """Handle a worker's answer."""
+        """Handle a worker's answer to a command."""
 
     def stacks(self, index: int, texts: Mapping[int, str]) -> None:
         """Handle the stack traces of the node's worker threads, by rank."""
 
     def ended(self, index: int, reason: str) -> None:
-        """Handle the end of the node's workers, or the loss of the connection. Called once per node. If the listener
-        ended the session, it is not called.
+        """Handle the end of the node's workers, or the loss of the connection. The method is called once per node. If
+        the listener ended the session, the method is not called.
         """
 
 
@@ -113,12 +123,13 @@ Commands = asyncio.Queue[pb.NodeCommand | None]
 
 
 class NodeListener:
-    """Serves the nodes on an event loop in a separate thread. Other threads may call the methods. Commands are sent to
-    all nodes, in call order.
+    """Serves the sessions of nodes on an event loop in a separate thread. Other threads may call the methods. Each
+    command is sent to all nodes, in the order of the calls.
     """
 
     def __init__(self, config: EngineCoreConfig, meeting: str, events: NodeEvents) -> None:
-        """Create a listener. ``meeting`` is the host:port at which the workers of all nodes connect to each other.
+        """Create a listener. ``meeting`` is the address (host:port) at which the workers of all nodes connect to each
+        other.
 
         Raises ConfigError if the secret cannot be read. Also raises ConfigError if other machines can reach the port,
         but neither a secret nor certificates authenticate nodes.
@@ -135,25 +146,25 @@ class NodeListener:
         self.port = 0
 
     def start(self) -> None:
-        """Listen. Raises ConfigError if the port is in use."""
+        """Start to listen for nodes. Raises ConfigError if the port is in use."""
         self._thread.start()
         self._thread.run(self._start())
 
     def call(self, message: bytes) -> None:
-        """Send a message to all workers."""
+        """Send a message to all workers on other nodes."""
         self._tell(pb.NodeCommand(call=pb.Call(message=message)))
 
     def expect_ends(self) -> None:
-        """Tell nodes that the engine is about to stop the workers."""
+        """Tell all nodes that the engine is about to stop the workers."""
         self._tell(pb.NodeCommand(expect_ends=pb.ExpectEnds()))
 
     def dump_stacks(self) -> None:
-        """Ask nodes for the stack traces of their workers."""
+        """Ask all nodes for the stack traces of their workers."""
         self._tell(pb.NodeCommand(dump_stacks=pb.DumpStacks()))
 
     def end(self, error: str = "") -> None:
         """End all sessions without waiting. ``error`` is the reason, or empty if the workers were stopped on purpose.
-        Only the first call counts.
+        Only the first call has an effect.
         """
         self._soon(partial(self._end, error))
 
@@ -165,7 +176,7 @@ class NodeListener:
         self._thread.stop()
 
     async def session(self, requests: AsyncIterator[pb.NodeReport], context: Context) -> AsyncIterator[pb.NodeCommand]:
-        """Serve one stream of one node."""
+        """Serve the stream of one node."""
         index = self._admit(await first_message(requests, "attach"))
         commands = self._nodes[index] = Commands()
         log.info("a node is attached to this engine", node=index, peer=context.peer())
@@ -190,8 +201,8 @@ class NodeListener:
             raise Unavailable(self._over, reason="ENGINE_DEAD")
 
     async def _read(self, index: int, requests: AsyncIterator[pb.NodeReport]) -> str:
-        """Read reports until the node ends. Return the reason why its workers ended, or an empty string if the node
-        gave no reason.
+        """Read reports until the node ends the stream. Return the reason why the node's workers ended, or an empty
+        string if the node gave no reason.
         """
         async for report in requests:
             match report.WhichOneof("message"):
@@ -208,7 +219,7 @@ class NodeListener:
         return ""
 
     def _admit(self, first: pb.NodeReport | None) -> int:
-        """Return the node's index. Raises an error if the node cannot attach."""
+        """Check the first message of a node, and return the node's index. Raises an error if the node cannot attach."""
         if first is None or first.WhichOneof("message") != "attach":
             raise InvalidArgument("the first message must be attach", field="attach")
         attach, size = first.attach, self._config.executor.nodes.size
@@ -278,6 +289,6 @@ class _Servicer(service_pb2_grpc.WorkerServiceServicer):
     async def NodeSession(
         self, request_iterator: AsyncIterator[pb.NodeReport], context: Context
     ) -> AsyncIterator[pb.NodeCommand]:
-        """See ``NodeListener.session``."""
+        """Serve the stream of one node. See ``NodeListener.session``."""
         async for command in self._listener.session(request_iterator, context):
             yield command

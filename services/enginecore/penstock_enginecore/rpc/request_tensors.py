@@ -1,4 +1,6 @@
-"""Readers of media and prompt embeddings in requests. Their tensors are inline, in chunks or in shared memory."""
+"""Readers of the tensors of media and prompt embeddings in requests. A tensor is in the request itself (inline), in
+chunks, or in shared memory.
+"""
 
 import re
 from weakref import WeakValueDictionary
@@ -21,19 +23,21 @@ _IDENTIFIER = re.compile(r"[0-9a-f]{64}")
 
 
 class FeatureReader:
-    """Reads the media of one session's requests, and caches an item if the frontend requests this.
+    """Reads the media of one session's requests, and caches those items that the frontend asks the engine to cache.
 
-    After each request, the shared-memory segments and chunks of the request are freed, even if the request failed.
+    After each request, the request's shared-memory segments and chunks are freed, even if the request failed.
     """
 
     def __init__(self, tensors: IncomingTensors, kept: SessionFeatures, segments: SegmentReader | None) -> None:
-        """Create a reader. ``segments`` is None if shared memory is not accepted."""
+        """Create a reader. ``segments`` reads the frontend's shared memory, or is None if shared memory is not
+        accepted.
+        """
         self.kept = kept
         self._tensors = tensors
         self._take = taker(tensors)
         self._segments = segments
         self._shared_bytes = 0
-        """Number of bytes that the current request has in shared memory."""
+        """Number of bytes that the tensors of the current request have in shared memory."""
 
     def read(self, message: pb.EngineCoreRequest) -> list[MultiModalFeature]:
         """Return the media items of a request with their data.
@@ -84,7 +88,7 @@ class FeatureReader:
         return self._segments.read(reference.name, reference.offset, reference.size, field=field)
 
     def discard(self, message: pb.EngineCoreRequest) -> None:
-        """Drop the tensors of a request without reading them."""
+        """Drop the media tensors of a request without reading them."""
         for feature in message.mm_features:
             for tensor in feature.data.values():
                 kind = tensor.WhichOneof("payload")
@@ -96,7 +100,7 @@ class FeatureReader:
 
 class PromptReader:
     """Reads the prompt embeddings of one session's requests. Requests that refer to the same chunks get the same
-    object.
+    ``PromptEmbeds`` object.
     """
 
     def __init__(self, tensors: IncomingTensors) -> None:
@@ -124,7 +128,7 @@ class PromptReader:
         return embeds
 
     def discard(self, message: pb.EngineCoreRequest) -> None:
-        """Drop the prompt embeddings of a refused request."""
+        """Drop the prompt embeddings of a refused request without reading them."""
         kind = message.prompt_embeds.WhichOneof("payload")
         if kind == "shared_memory" and self.segments is not None:
             self.segments.discard(message.prompt_embeds.shared_memory.name)

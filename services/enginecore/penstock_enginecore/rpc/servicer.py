@@ -1,4 +1,4 @@
-"""The gRPC service ``penstock.enginecore.v1.EngineCoreService``."""
+"""Implementation of the gRPC service ``penstock.enginecore.v1.EngineCoreService``."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
-    """Serves frontends' sessions. Before ``attach``, the engine is loading and sessions are refused with UNAVAILABLE."""
+    """Serves the sessions of frontends. Before ``attach`` is called, the engine is loading its model, and sessions are
+    refused with UNAVAILABLE.
+    """
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
@@ -39,14 +41,14 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         self._ready: EngineReady | None = None
 
     def attach(self, busy_loop: BusyLoop, ready: EngineReady) -> None:
-        """Start serving, now that the engine is loaded."""
+        """Start to serve sessions, now that the model is loaded."""
         self._busy_loop, self._ready = busy_loop, ready
         self._sessions.on_refused = partial(busy_loop.abort, reason="an output of the request cannot be sent")
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.SessionRequest], context: Context
     ) -> AsyncIterator[pb.SessionResponse]:
-        """Serve one stream of one frontend. When the stream ends, the requests of the stream end as well."""
+        """Serve the stream of one frontend session. When the stream ends, the requests that it carried end as well."""
         busy_loop, ready = self._attached()
         hello = await _hello(request_iterator)
         revision = min(hello.protocol_revision, PROTOCOL_REVISION)
@@ -57,7 +59,8 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
         if hello.follows_cache:
             busy_loop.follow_cache(session.client_id)
         load = busy_loop.stats()
-        # The frontend exports the metrics of adapters from the start. All other statistics are sent with outputs.
+        # Send the statistics now, so that the frontend exports the metrics of adapters from the start. All other
+        # statistics are sent with outputs.
         if load.wedged or load.lora is not None:
             session.put_outputs(EngineCoreOutputs(scheduler_stats=load))
         reader = asyncio.create_task(self._read(request_iterator, session, busy_loop))
@@ -75,12 +78,14 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
     async def _read(
         self, requests: AsyncIterator[pb.SessionRequest], session: FrontendSession, busy_loop: BusyLoop
     ) -> None:
-        """Handle the frontend's messages. The session ends when the frontend stops sending or violates the protocol."""
+        """Handle the frontend's messages, until the frontend ends the stream or violates the protocol. Then the session
+        ends.
+        """
         try:
             async for message in requests:
                 try:
                     self._dispatch(message, session, busy_loop)
-                except RequestFailed:  # The frontend violated the protocol.
+                except RequestFailed:  # End the session, because the frontend violated the protocol.
                     raise
                 except Exception as e:
                     kind = message.WhichOneof("message")
@@ -155,7 +160,7 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
 
 
 def _features(message: pb.EngineCoreRequest, session: FrontendSession) -> list[MultiModalFeature]:
-    """Return a request's media. Raises RequestFailed."""
+    """Return a request's media items with their data. Raises RequestFailed."""
     if session.features is not None:
         return session.features.read(message)
     if message.mm_features:

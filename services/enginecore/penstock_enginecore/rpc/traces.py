@@ -1,4 +1,4 @@
-"""Tracing spans of the engine: queue, prefill and decode time of each traced request."""
+"""Tracing spans of the engine: one span each for the time in the queue, prefill and decode of each traced request."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,9 @@ Clock = Callable[[], float]
 
 
 class _Phase:
-    """A phase of a request, with the events in the phase. Times are on the engine's clock."""
+    """A phase of a request (queue, prefill or decode), with the events during the phase. Times are on the engine's
+    clock.
+    """
 
     __slots__ = ("began", "ended", "events", "name")
 
@@ -26,7 +28,9 @@ class _Phase:
 
 
 class _TracedRequest:
-    """State of a traced request, from its outputs so far. The last element of ``phases`` is in progress."""
+    """State of a traced request, according to its outputs so far. The last element of ``phases`` is the current
+    phase.
+    """
 
     __slots__ = ("headers", "num_cached", "num_prompt", "num_tokens", "number", "phases", "request_id")
 
@@ -40,14 +44,14 @@ class _TracedRequest:
         self.phases = [_Phase("engine.queue", now)]
 
     def take(self, output: EngineCoreOutput, timestamp: float) -> None:
-        """Record an output. ``timestamp`` is the end of its step."""
+        """Record an output of the request. ``timestamp`` is the time at which the step of the output ended."""
         self._take_events(output)
         if output.prefill_stats is not None:
             self.num_cached = output.prefill_stats.num_cached_tokens
         self.take_tokens(len(output.new_token_ids), timestamp)
 
     def take_tokens(self, count: int, timestamp: float) -> None:
-        """Record ``count`` new tokens at the end of a step."""
+        """Record that the request got ``count`` new tokens in a step that ended at ``timestamp``."""
         if count and not self.num_tokens:
             self._go_on("engine.decode", timestamp)
         self.num_tokens += count
@@ -63,7 +67,7 @@ class _TracedRequest:
                 phase.events.append((event.type.name.lower(), event.timestamp))
 
     def attributes(self, phase: _Phase, finish_reason: str) -> Iterator[tuple[str, Any]]:
-        """Yield span attributes according to OpenTelemetry's conventions for generative AI."""
+        """Yield the attributes of the span for a phase, according to OpenTelemetry's conventions for generative AI."""
         yield "gen_ai.request.id", self.request_id
         if phase.name == "engine.prefill":
             yield "gen_ai.usage.input_tokens", self.num_prompt
@@ -78,7 +82,8 @@ class _TracedRequest:
 
 
 class EngineTraces:
-    """Records spans of sampled requests, from the messages that the I/O thread handles. The busy loop is not involved.
+    """Records spans of requests whose traces are sampled, from the messages that the I/O thread handles. The busy loop
+    does no work for tracing.
 
     The spans of a request are recorded when the request ends. Only the I/O thread may use the object.
     """
@@ -98,7 +103,7 @@ class EngineTraces:
         return len(self._requests)
 
     def add(self, client_id: str, request: EngineCoreRequest) -> None:
-        """Trace a new request if its trace is sampled."""
+        """Begin to trace a new request, if its trace context is sampled."""
         try:
             if is_sampled(request.context.trace_context):
                 traced = _TracedRequest(request, self._clock())
@@ -109,7 +114,7 @@ class EngineTraces:
             incident(e, request=request.request_id, doing="tracing the request")
 
     def take(self, client_id: str, outputs: EngineCoreOutputs) -> None:
-        """Record a step's outputs."""
+        """Record the outputs of a step for one client."""
         if self._requests:
             if outputs.tokens is not None:
                 self._take_tokens(client_id, outputs.tokens, outputs.timestamp or self._clock())

@@ -1,1 +1,3 @@
-"""Samplers: rules of a request, filters, random draws, penalties, log-probabilities, verification of drafts."""
+"""Sampling of tokens from logits: rules of a request, filters, random draws, penalties, log-probabilities, and
+verification of draft tokens.
+"""

@@ -1,4 +1,4 @@
-"""Interface of samplers, its data types, and stateless random numbers."""
+"""Interface of samplers, the data types of this interface, and stateless random numbers."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -25,9 +25,9 @@ UInt64Array = npt.NDArray[np.uint64]
 
 
 def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
-    """Return four random 32-bit words per row.
+    """Return four random 32-bit words for each row.
 
-    ``counter`` ``[rows, 4]`` and ``key`` ``[rows, 2]`` have 32-bit words, low word first.
+    ``counter`` ``[rows, 4]`` and ``key`` ``[rows, 2]`` contain 32-bit words, the lowest word first.
     """
     c0, c1, c2, c3 = (counter[:, i] for i in range(4))
     k0, k1 = key[:, 0], key[:, 1]
@@ -41,8 +41,8 @@ def philox4x32(counter: UInt64Array, key: UInt64Array) -> UInt64Array:
 
 
 def uniforms(seeds: UInt64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) with 53 random bits per row, which depends only on the row's 64-bit seed and output
-    index.
+    """Return one number in [0, 1) with 53 random bits for each row. The number depends only on the row's 64-bit seed
+    and output index.
     """
     index = indices.astype(np.uint64)
     counter = np.zeros((len(index), 4), dtype=np.uint64)
@@ -54,20 +54,21 @@ def uniforms(seeds: UInt64Array, indices: npt.NDArray[np.int64]) -> npt.NDArray[
 
 
 class UniformsAhead:
-    """``uniforms`` of the same rows, step after step.
+    """Random numbers of ``uniforms`` for the same rows in one step after another.
 
-    Numbers are computed for several steps in one call, because numpy takes as long for one number as for hundreds.
+    The numbers for several steps are computed in one call, because numpy takes as long for one number as for hundreds
+    of numbers.
     """
 
     def __init__(self, seeds: UInt64Array) -> None:
-        """Prepare numbers for ``seeds`` ``[rows]``."""
+        """Prepare random numbers for rows with the seeds ``seeds`` ``[rows]``."""
         self._seeds = np.repeat(seeds, _AHEAD)
         self._first: npt.NDArray[np.int64] | None = None
         self._made: npt.NDArray[np.float64] = np.zeros((len(seeds), 0))
 
     def at(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return float64 ``[rows]`` for output ``indices`` ``[rows]``. The call is fastest if each index is one more
-        than in the last call.
+        """Return the random numbers, float64 ``[rows]``, for the output indices ``indices`` ``[rows]``. The call is
+        fastest if each index is one more than in the last call.
         """
         if self._first is not None and len(indices):
             step = int(indices[0] - self._first[0])
@@ -82,13 +83,15 @@ FloatArray = npt.NDArray[np.float64]
 
 _INT32_MAX = 2**31 - 1
 TEMPERATURE_MIN, TEMPERATURE_MAX = 1e-30, 1e30
-"""Limits of temperatures, which prevent division by zero or infinity in float32."""
+"""Lower and upper limit of temperatures. They prevent division by zero or infinity in float32."""
 
 
 class DrawSettings(NamedTuple):
-    """Sampling parameters of a batch's rows, ``[rows]`` each, on the host. A new filter needs a new column here.
+    """Sampling parameters of the rows in a batch, as arrays ``[rows]`` on the host. A new filter needs a new array in
+    this class.
 
-    A ``temperature`` of 0 is greedy. A ``top_k`` of 0, ``top_p`` of 1 and ``min_p`` of 0 disable the filter.
+    A ``temperature`` of 0 means greedy sampling. A ``top_k`` of 0, a ``top_p`` of 1 and a ``min_p`` of 0 disable the
+    respective filter.
     """
 
     temperature: FloatArray
@@ -98,32 +101,32 @@ class DrawSettings(NamedTuple):
 
     @classmethod
     def off(cls, rows: int) -> "DrawSettings":
-        """Return settings of greedy rows without filters."""
+        """Return the settings of ``rows`` greedy rows without filters."""
         return cls(np.zeros(rows), np.zeros(rows, dtype=np.int64), np.ones(rows), np.zeros(rows))
 
     def of(self, rows: npt.NDArray[np.int64] | slice) -> "DrawSettings":
-        """Return the settings of some rows."""
+        """Return the settings of the rows with indices ``rows``."""
         return DrawSettings._make(column[rows] for column in self)
 
     @property
     def drawn(self) -> npt.NDArray[np.bool_]:
-        """Whether a row is sampled randomly, bool ``[rows]``."""
+        """Whether each row is sampled randomly, bool ``[rows]``."""
         return self.temperature > 0
 
     @property
     def filtered(self) -> npt.NDArray[np.bool_]:
-        """Whether a row is sampled randomly with filters, bool ``[rows]``."""
+        """Whether each row is sampled randomly and with filters, bool ``[rows]``."""
         return self.drawn & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     @property
     def clipped_temperature(self) -> npt.NDArray[np.float32]:
-        """Temperature as a divisor, float32 ``[rows]``, neither 0 nor infinite."""
+        """Temperature of each row as a divisor, float32 ``[rows]``. The values are neither 0 nor infinite."""
         return self.temperature.clip(TEMPERATURE_MIN, TEMPERATURE_MAX).astype(np.float32)
 
     @property
     def max_distance(self) -> FloatArray:
-        """Largest distance below the peak that ``min_p`` allows, after division by the temperature. Infinity if
-        ``min_p`` is 0.
+        """Maximum distance that ``min_p`` allows between a logit and the largest logit of the row, after division by
+        the temperature. The value is infinity if ``min_p`` is 0.
         """
         with np.errstate(divide="ignore"):
             return (-np.log(self.min_p)).clip(min=0.0)
@@ -131,7 +134,7 @@ class DrawSettings(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowKinds:
-    """Properties of a batch's rows that stay the same from step to step.
+    """Properties of the rows in a batch that stay the same from step to step.
 
     Attributes:
         drawn: bool ``[rows]``, as in ``DrawSettings``.
@@ -147,7 +150,7 @@ class RowKinds:
 
     @classmethod
     def of(cls, settings: DrawSettings) -> "RowKinds":
-        """Return the kinds of rows with these settings."""
+        """Return the properties of rows with these settings."""
         drawn, filtered, plain = settings.drawn, settings.filtered, settings.clipped_temperature
         plain[filtered | ~drawn] = 0.0
         return cls(drawn, filtered, plain, bool(drawn.any()), bool(filtered.any()))
@@ -155,13 +158,13 @@ class RowKinds:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """Sampling inputs for rows of logits.
+    """Inputs for sampling one token from each row of logits.
 
     Attributes:
         settings: Sampling parameters of the rows.
-        uniforms: ``[rows]`` in [0, 1), on the host.
+        uniforms: Random numbers ``[rows]`` in [0, 1), on the host.
         rules: Rules that change logits.
-        known_kinds: Kinds of the settings, if known from an earlier step.
+        known_kinds: Properties of the rows, if they are known from an earlier step.
     """
 
     settings: DrawSettings
@@ -171,18 +174,17 @@ class SamplingInputs:
 
     @property
     def kinds(self) -> RowKinds:
-        """The kinds of the rows."""
+        """Properties of the rows, which are computed if ``known_kinds`` is not set."""
         return self.known_kinds or RowKinds.of(self.settings)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainDraws:
-    """Sampling parameters of rows without rules, on the host, ``[rows]`` each.
-
-    They are settings in the kernels' dtypes, and inputs of the random number.
+    """Sampling parameters of rows without rules, as arrays ``[rows]`` on the host: the settings in the dtypes that
+    kernels need, and the inputs of the random numbers.
 
     Attributes:
-        temperature: float32, 0 for greedy.
+        temperature: float32, 0 for greedy sampling.
         max_distance: float32, see ``DrawSettings``.
         top_k: int32, 0 for no limit.
         top_p: float64, 1 for no limit.
@@ -201,7 +203,7 @@ class PlainDraws:
 
     @classmethod
     def of(cls, settings: DrawSettings, seeds: UInt64Array, output_indices: npt.NDArray[np.int64]) -> "PlainDraws":
-        """Return the draws of rows with these settings."""
+        """Return the sampling parameters of rows with these settings."""
         drawn = settings.drawn
         return cls(
             np.where(drawn, settings.clipped_temperature, np.float32(0)),
@@ -219,8 +221,8 @@ class PlainDraws:
 class LaunchedTokens:
     """Tokens that a device is sampling.
 
-    ``results`` is int32 ``[2, at least num_rows]`` on the device. Row 0 has the tokens. Row 1 has, for each token's
-    row, the number of logits that are NaN or infinity, or 1 if all logits are minus infinity.
+    ``results`` is int32 ``[2, at least num_rows]`` on the device. ``results[0]`` has the sampled tokens. ``results[1]``
+    has, for each row of logits, the number of logits that are NaN or infinity, or 1 if all logits are minus infinity.
     """
 
     results: torch.Tensor
@@ -228,7 +230,7 @@ class LaunchedTokens:
 
     @property
     def token_ids(self) -> torch.Tensor:
-        """Tokens, int32 ``[num_rows]``."""
+        """The sampled tokens, int32 ``[num_rows]``, on the device."""
         return self.results[0, : self.num_rows]
 
 
@@ -238,8 +240,9 @@ class SampledTokens:
 
     Attributes:
         token_ids: int64 ``[rows]``.
-        num_nans: int64 ``[rows]``, number of a row's logits that are NaN or infinity, or None if no row has any. In rows without
-            rules whose logits are all minus infinity, all logits count. Logits that cannot be chosen do not count.
+        num_nans: int64 ``[rows]``, number of each row's logits that are NaN or infinity, or None if no row has such
+            logits. In rows without rules whose logits are all minus infinity, all logits count. Logits of tokens that
+            rules exclude do not count.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -247,21 +250,24 @@ class SampledTokens:
 
 
 class Sampler(Protocol):
-    """Samples tokens from logits. A row's token depends only on its logits, settings and uniform number."""
+    """Interface of objects that sample tokens from logits. The token of a row depends only on the row's logits,
+    settings and random number.
+    """
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
-        """Return one token per row of ``logits`` ``[rows, vocab]``, of any float dtype, on the sampler's device.
+        """Return one token for each row of ``logits`` ``[rows, vocab]``. ``logits`` may have any float dtype, and is on
+        the sampler's device.
 
-        Rules overwrite float32 logits, so callers that need the original logits must copy them first.
+        If ``logits`` is float32, rules overwrite it, so callers that need the original logits must copy them first.
         """
 
 
 class TokenLauncher(Protocol):
-    """Starts sampling on a device without waiting for the tokens."""
+    """Interface of objects that start sampling on a device without waiting for the tokens."""
 
     def launch(self, logits: torch.Tensor, draws: PlainDraws) -> LaunchedTokens:
-        """Start sampling the tokens that a ``Sampler`` would return for ``logits`` ``[rows, vocab]``, after the queued
-        work.
+        """Start to sample the tokens that a ``Sampler`` would return for ``logits`` ``[rows, vocab]``, after the work
+        that is already queued on the device.
 
-        Later work that overwrites ``logits`` may be launched immediately.
+        The caller may immediately launch later work that overwrites ``logits``.
         """

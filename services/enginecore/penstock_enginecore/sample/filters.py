@@ -1,20 +1,22 @@
-"""Filters (min_p, top_k, top_p), sampling from the remaining tokens, and a fast search for the largest logits of wide
-rows.
+"""Filters of sampling (min_p, top_k, top_p), sampling from the remaining tokens, and a fast search for the largest
+logits of wide rows.
 
-A row is represented by distances: how far each logit is below the row's peak, divided by the temperature. A token's
-weight is exp(-distance). A filter lowers a limit on the distance, so tokens that tie with the last kept token are kept
-too. The result depends neither on how a sort breaks ties nor on other rows.
+A row of logits is represented by distances: how far each logit is below the largest logit of the row (the peak),
+divided by the temperature. A token's weight is exp(-distance). A filter keeps the tokens up to a maximum distance, so
+tokens with the same logit as the last kept token are kept too. The result depends neither on the order in which a sort
+puts equal logits nor on other rows.
 
-Filters usually keep few tokens. So rows are processed in stages: the 128 likeliest tokens, the 1024 likeliest, then
-all. A row is complete at the first stage that certainly contains every token that the row's filters keep. This stage
-depends only on the row.
+Filters usually keep few tokens. So rows are processed in stages: first with the 128 likeliest tokens, then with the
+1024 likeliest, then with all tokens. A row's token is sampled at the first stage that certainly contains every token
+that the row's filters keep. This stage depends only on the row.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-# Search of wide rows in two steps, blocks first. On a CPU this is several times faster than torch's argmax and topk.
+# Search for the largest values of wide rows in two steps: first the maxima of blocks of columns, then the values in the
+# best blocks. On a CPU, this search is several times faster than torch's argmax and topk.
 
 _PEAK_BLOCK = 256
 _FEW = 256
@@ -22,10 +24,11 @@ _CPU_SLICE, _DEVICE_SLICE = 2**21, 2**27
 
 
 def row_slices(rows: torch.Tensor) -> list[slice]:
-    """Return slices of ``rows`` ``[rows, width]`` to process one after the other.
+    """Divide ``rows`` ``[rows, width]`` into slices that should be processed one after the other, and return the
+    slices.
 
-    On a CPU, temporary tensors of few rows fit into the caches and into memory that the process already has. On other
-    devices, the limit only prevents running out of memory.
+    On a CPU, slices are small, because temporary tensors of few rows fit into the CPU's caches and into memory that the
+    process already has. On other devices, the size of a slice is limited only to prevent running out of memory.
     """
     size = _CPU_SLICE if rows.device.type == "cpu" else _DEVICE_SLICE
     step = max(1, size // max(1, rows.shape[1]))
@@ -33,8 +36,8 @@ def row_slices(rows: torch.Tensor) -> list[slice]:
 
 
 def peak(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest value of each row, ``[rows]``, and the first column that has it, int64 ``[rows]``. NaN counts
-    as largest.
+    """Return the largest value of each row, ``[rows]``, and the first column with this value, int64 ``[rows]``. NaN
+    counts as the largest value.
     """
     maxima = block_maxima(rows, _PEAK_BLOCK)
     columns = block_columns(maxima.argmax(dim=-1, keepdim=True), _PEAK_BLOCK, rows.shape[1])
@@ -46,7 +49,7 @@ def peak(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def largest(rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ``count`` largest values of each row in descending order, and their columns, ``[rows, count]`` each.
 
-    These values are in the ``count`` blocks with the largest maxima.
+    The function searches only the ``count`` blocks with the largest maxima, which contain these values.
     """
     block = 64 if count <= _FEW else 32
     width = rows.shape[1]
@@ -73,39 +76,40 @@ def block_maxima(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def block_sums(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Return sums of blocks as in ``block_maxima``, in float64."""
+    """Return the sums of the same blocks as in ``block_maxima``, in float64."""
     sums = _blocks(rows, size).sum(dim=-1, dtype=torch.float64)
     rest = rows[:, sums.shape[1] * size :]
     return torch.cat([sums, rest.sum(dim=-1, keepdim=True, dtype=torch.float64)], dim=1) if rest.shape[1] else sums
 
 
 def _blocks(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a view ``[rows, blocks, size]`` of the complete blocks."""
+    """Return a view ``[rows, blocks, size]`` of all blocks that have ``size`` columns."""
     count = rows.shape[1] // size
     return rows[:, : count * size].view(len(rows), count, size)
 
 
 def block_columns(blocks: torch.Tensor, size: int, width: int) -> torch.Tensor:
-    """Return the columns of the blocks with numbers ``blocks`` ``[rows, n]``, as ``[rows, n * size]``. Beyond the end,
-    the last column is repeated.
+    """Return the column numbers ``[rows, n * size]`` of the blocks with numbers ``blocks`` ``[rows, n]``. If the last
+    block is shorter, its last column is repeated.
     """
     columns = blocks[:, :, None] * size + torch.arange(size, device=blocks.device)
     return columns.flatten(1).clamp_(max=width - 1)
 
 
-# Sampling of one token per row from weights and a uniform number, by inverting the cumulative distribution in order of
-# token ids.
+# Sampling of one token per row from the tokens' weights and a uniform random number, by inverting the cumulative
+# distribution in the order of token ids.
 #
-# In this order, a small error of a logit changes only few boundaries, and only slightly.
+# In this order, a small error of a logit changes only few boundaries of the distribution, and only slightly.
 
 _BLOCK = 256
 
 
 def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return token ids int64 ``[rows]``, for non-negative ``weights`` ``[rows, vocab]`` and ``uniforms`` float64
-    ``[rows, 1]`` in [0, 1).
+    """Return one sampled token id for each row, int64 ``[rows]``. ``weights`` ``[rows, vocab]`` must not be negative,
+    and ``uniforms`` has random numbers in [0, 1), float64 ``[rows, 1]``.
 
-    Blocks are summed first, so float64 sums cover only a part of the vocabulary.
+    The weights of blocks are summed first, so that cumulative float64 sums are needed only for a part of the
+    vocabulary.
     """
     before = block_sums(weights, _BLOCK).cumsum(dim=-1)
     target = _target(before[:, -1:], uniforms)
@@ -119,8 +123,8 @@ def draw(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 
 
 def draw_among(token_ids: torch.Tensor, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return token ids like ``draw``, if all tokens with any weight are among ``token_ids`` ``[rows, n]``, in any
-    order.
+    """Return the same token ids as ``draw``. All tokens with a positive weight must be among ``token_ids`` ``[rows,
+    n]``, in any order.
     """
     token_ids, order = token_ids.sort(dim=-1)
     weights = weights.gather(1, order)
@@ -129,8 +133,8 @@ def draw_among(token_ids: torch.Tensor, weights: torch.Tensor, uniforms: torch.T
 
 
 def _target(total: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Return ``uniforms`` times ``total``, limited to less than the total. A target that rounds up to the total would
-    be past the last token with any weight.
+    """Return ``uniforms`` times ``total``, limited to less than ``total``. A target that rounds up to the total would
+    be after the last token with a positive weight.
     """
     return torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
 
@@ -138,7 +142,7 @@ def _target(total: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
 def _invert(weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the first column whose cumulative weight exceeds ``target`` ``[rows, 1]``.
 
-    If rounding keeps every sum below the target, return the last column with any weight.
+    If rounding keeps every cumulative weight below the target, return the last column with a positive weight.
     """
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
@@ -149,23 +153,23 @@ _STAGES = (128, 1024)
 _MASS_BLOCK = 256
 _KEY_SHIFT = 16
 _KEYS = (0x7F800000 >> _KEY_SHIFT) + 1
-"""Number of different upper 16 bits of non-negative float32 numbers, including infinity. These bits have the order of
-the numbers.
+"""Number of different values of the upper 16 bits of non-negative float32 numbers, including infinity. As integers,
+these bits have the same order as the numbers.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class FilterInputs:
-    """Inputs of filtered sampling. Parameters are columns ``[rows, 1]``.
+    """Inputs of sampling with filters. Parameters have the shape ``[rows, 1]``.
 
     Attributes:
         logits: ``[rows, vocab]``.
-        peaks: float32, maxima of the rows, which must be finite.
+        peaks: float32, largest logit of each row, which must be finite.
         temperature: float32.
-        max_distance: float32, min_p as a limit on the distance, or infinity for no limit.
+        max_distance: float32, maximum distance to the peak that min_p allows, or infinity for no limit.
         top_k: int64, or the vocabulary's size for no limit.
         top_p: float64.
-        uniforms: float64.
+        uniforms: float64, random numbers in [0, 1).
     """
 
     logits: torch.Tensor
@@ -177,7 +181,7 @@ class FilterInputs:
     uniforms: torch.Tensor
 
     def rows(self, rows: torch.Tensor | slice) -> "FilterInputs":
-        """Return the inputs of some rows, given by int64 indices or a slice."""
+        """Return the inputs of the rows ``rows``, given by int64 indices or a slice."""
         return FilterInputs(
             self.logits[rows],
             self.peaks[rows],
@@ -189,12 +193,12 @@ class FilterInputs:
         )
 
     def distances(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return distances of ``logits`` ``[rows, n]``, float32, never negative."""
+        """Return the distances of ``logits`` ``[rows, n]`` from the peaks, float32. Distances are never negative."""
         return (self.peaks - logits.float()).div_(self.temperature)
 
 
 def draw_filtered(inputs: FilterInputs) -> torch.Tensor:
-    """Return sampled token ids int64 ``[rows]``."""
+    """Return one sampled token id for each row, int64 ``[rows]``, after applying the filters."""
     parts = row_slices(inputs.logits)
     if len(parts) == 1:
         return _draw_rows(inputs)
@@ -230,13 +234,14 @@ def _select(inputs: FilterInputs, rows: torch.Tensor) -> FilterInputs:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Result of sampling from the likeliest tokens, per row.
+    """Result of sampling each row from its likeliest tokens.
 
     Attributes:
-        token_ids: Sampled tokens. Invalid if ``few`` or ``many`` is true, because the filters may keep other tokens.
-        few: Whether the next stage may be sufficient.
-        many: Whether all tokens are needed.
-        mass: ``[rows, 1]``, weight of all tokens that pass min_p and top_k, or NaN if not computed.
+        token_ids: Sampled tokens. The token of a row is invalid if ``few`` or ``many`` is true, because the filters may
+            keep other tokens.
+        few: Whether the row is not complete, but the next stage may contain all tokens that the filters keep.
+        many: Whether the row must be sampled from all tokens.
+        mass: ``[rows, 1]``, total weight of all tokens that pass min_p and top_k, or NaN if it was not computed.
     """
 
     token_ids: torch.Tensor
@@ -246,7 +251,7 @@ class _Drawn:
 
 
 def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _Drawn:
-    """Sample from the ``count`` likeliest tokens."""
+    """Sample one token for each row from the ``count`` likeliest tokens of the row."""
     values, token_ids = largest(inputs.logits, count)
     distances = inputs.distances(values)
     weights = distances.neg().exp_()
@@ -255,7 +260,8 @@ def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _D
     kth = distances.gather(1, (inputs.top_k - 1).clamp(max=count - 1))
     limit = torch.where(has_top_k, torch.minimum(limit, kth), limit)
     has_top_p = inputs.top_p < 1
-    # Tokens that are not among the likeliest have at least the distance of the last of these, and at most its weight.
+    # Each token that is not among the likeliest has at least the distance of the last of the likeliest tokens, and at
+    # most its weight.
     last, weightless = distances[:, -1:], weights[:, -1:] == 0
     may_reach = torch.zeros_like(has_top_p)
     if bool(has_top_p.any()):
@@ -277,7 +283,7 @@ def _among_likeliest(inputs: FilterInputs, mass: torch.Tensor, count: int) -> _D
 
 
 def _mass(inputs: FilterInputs, limit: torch.Tensor) -> torch.Tensor:
-    """Return the weight of all tokens within ``limit`` ``[rows, 1]``, float64 ``[rows, 1]``."""
+    """Return the total weight, float64 ``[rows, 1]``, of all tokens up to the distance ``limit`` ``[rows, 1]``."""
     distances = inputs.distances(inputs.logits)
     return _kept_weights(distances, limit)[1]
 
@@ -294,7 +300,9 @@ def _from_all(inputs: FilterInputs) -> torch.Tensor:
 
 
 def _from_kept(inputs: FilterInputs) -> torch.Tensor:
-    """Sample from rows whose filters keep many tokens."""
+    """Sample one token for each row from all tokens that the filters keep. The function is used for rows whose filters
+    keep many tokens.
+    """
     vocab = inputs.logits.shape[1]
     distances = inputs.distances(inputs.logits)
     limit = inputs.max_distance.clone()
@@ -313,12 +321,14 @@ def _from_kept(inputs: FilterInputs) -> torch.Tensor:
 def _nucleus_limit(
     distances: torch.Tensor, weights: torch.Tensor, limit: torch.Tensor, wanted: torch.Tensor
 ) -> torch.Tensor:
-    """Return the smallest distance ``[1]`` within which the weights of a row ``[vocab]`` sum to ``wanted`` ``[1]``.
+    """Return the smallest distance ``[1]`` up to which the weights of the tokens in a row ``[vocab]`` sum to at least
+    ``wanted`` ``[1]``.
 
     The result is at most ``limit``.
 
-    On a CPU, a histogram of the distances finds the interval, and only tokens in it are sorted. On other devices the
-    row is sorted, because sorting is fast there, and sums of a histogram depend on the order of threads.
+    On a CPU, a histogram of the distances finds the interval that contains the result, and only the tokens in this
+    interval are sorted. On other devices, the complete row is sorted, because sorting is fast there, and sums in a
+    histogram would depend on the order of threads.
     """
     if distances.device.type != "cpu":
         distances, order = distances.sort()

@@ -1,8 +1,10 @@
-"""Rules that change the logits of single rows before sampling, including penalties, and the rules of each request.
+"""Rules that change the logits of single rows before sampling, including penalties, and the state of the rules of each
+request.
 
-The order is grammar, allowed tokens, bias, penalties, bans. Bans (bad words, and end tokens before min_tokens) have the
-same effect as before penalties, because penalties never change a logit of minus infinity. Bans are last because they
-may be lifted, see ``lift_bans``.
+The rules are applied in the order grammar, allowed tokens, bias, penalties, bans. Bans exclude bad words, and end
+tokens before min_tokens. Applying bans after penalties has the same effect as applying bans before penalties, because
+penalties never change a logit of minus infinity. Bans are applied last because they may have to be undone, see
+``lift_bans``.
 """
 
 from collections import defaultdict
@@ -24,7 +26,9 @@ FloatArray = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class PenaltyEntries:
-    """Logits to penalize, as parallel arrays: row, token id, repetition penalty, and the value to subtract afterwards."""
+    """Logits to penalize, as parallel arrays: row, token id, repetition penalty, and the value to subtract after
+    applying the repetition penalty.
+    """
 
     rows: IntArray
     token_ids: IntArray
@@ -33,10 +37,11 @@ class PenaltyEntries:
 
 
 class TokenCounts:
-    """Distinct tokens of a sequence and their counts in its output, updated token by token.
+    """Distinct tokens of a sequence, and how often each token occurs in the output. The counts are updated token by
+    token.
 
-    Memory and time per step are proportional to the number of distinct tokens, not to the size of the vocabulary. With
-    ``with_prompt``, the prompt's tokens are included, which only the repetition penalty uses.
+    Memory and time per step are proportional to the number of distinct tokens, not to the size of the vocabulary. If
+    ``with_prompt`` is true, the prompt's tokens are included. Only the repetition penalty needs the prompt's tokens.
     """
 
     def __init__(self, token_ids: IntArray, num_prompt_tokens: int, *, with_prompt: bool) -> None:
@@ -57,7 +62,7 @@ class TokenCounts:
         return later
 
     def append(self, token_id: int) -> None:
-        """Count an output token."""
+        """Count one more occurrence of a token in the output."""
         index = self._index.get(token_id)
         if index is None:
             index = self._index[token_id] = self._size
@@ -71,17 +76,19 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> IntArray:
-        """Distinct tokens."""
+        """Ids of the distinct tokens."""
         return self._token_ids[: self._size]
 
     @property
     def counts(self) -> IntArray:
-        """Number of times that each token occurs in the output; 0 for a token that is only in the prompt."""
+        """Number of times that each token in ``token_ids`` occurs in the output. The number is 0 for a token that is
+        only in the prompt.
+        """
         return self._counts[: self._size]
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Return whether any penalty has an effect."""
+    """Return whether any penalty in ``params`` has an effect."""
     return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
 
 
@@ -108,27 +115,27 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Positions of single logits, as parallel int64 arrays of rows and token ids."""
+    """Positions of single logits in a batch, as parallel int64 arrays of rows and token ids."""
 
     rows: IntArray
     token_ids: IntArray
 
     @classmethod
     def join(cls, by_row: Sequence[tuple[int, IntArray]]) -> "Entries":
-        """Return the entries for token ids by row."""
+        """Return the positions for pairs of a row and the token ids in this row."""
         lengths = [len(ids) for _, ids in by_row]
         rows = np.repeat(np.array([row for row, _ in by_row], dtype=np.int64), lengths)
         return cls(rows, np.concatenate([ids for _, ids in by_row]))
 
     def index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return an index into ``[rows, vocab]``."""
+        """Return the positions as an index into a tensor ``[rows, vocab]``."""
         return torch.from_numpy(self.rows).to(device), torch.from_numpy(self.token_ids).to(device)
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarRows:
-    """Grammar masks of ``rows``: ``bitmask`` int32 ``[len(rows), words]``, one bit per token, lowest first, set if the
-    token is allowed.
+    """Grammar masks of the rows with indices ``rows``. ``bitmask`` is int32 ``[len(rows), words]`` with one bit per
+    token, the lowest bit first. A bit is set if the token is allowed.
     """
 
     rows: IntArray
@@ -137,14 +144,14 @@ class GrammarRows:
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """Rules of a step. A rule is None if no row has it.
+    """Rules for all rows of a step. A rule is None if no row has this rule.
 
     Attributes:
         grammar: Grammar masks.
-        allowed: Entries of the only tokens that their rows may choose.
-        bias: Entries and the float32 values added to their logits.
-        penalties: Penalties.
-        banned: Tokens that may only be chosen if no other token is left.
+        allowed: Positions of the only tokens that may be chosen in the rows of these positions.
+        bias: Positions, and the float32 values that are added to the logits at these positions.
+        penalties: Positions of logits to penalize, with their penalties.
+        banned: Positions of tokens that may be chosen only if no other token is left in the row.
     """
 
     grammar: GrammarRows | None = None
@@ -158,17 +165,17 @@ class LogitRules:
 
     @property
     def rows(self) -> IntArray:
-        """Rows that have a rule, int64, unsorted, possibly repeated."""
+        """Indices of the rows that have a rule, int64, unsorted. An index may be repeated."""
         biased = None if self.bias is None else self.bias[0]
         rules = (self.grammar, self.allowed, biased, self.penalties, self.banned)
         return np.concatenate([np.zeros(0, dtype=np.int64), *(rule.rows for rule in rules if rule is not None)])
 
 
 def apply_rules(logits: torch.Tensor, rules: LogitRules, mask: "Masking | None" = None) -> torch.Tensor | None:
-    """Change ``logits`` float32 ``[rows, vocab]`` in place. Returns the previous logits of ``banned``, for
-    ``lift_bans``.
+    """Apply the rules to ``logits`` float32 ``[rows, vocab]`` in place. Return the logits that the banned tokens had
+    before they were banned, for ``lift_bans``.
 
-    ``mask`` replaces ``mask_grammar``.
+    If ``mask`` is given, it is used instead of ``mask_grammar``.
     """
     if rules.grammar is not None:
         (mask or mask_grammar)(logits, rules.grammar)
@@ -189,7 +196,8 @@ def apply_rules(logits: torch.Tensor, rules: LogitRules, mask: "Masking | None" 
 
 
 def lift_bans(logits: torch.Tensor, rules: LogitRules, before: torch.Tensor, rows: torch.Tensor) -> None:
-    """Undo the bans in ``rows`` (bool ``[rows]``), which have no other token left.
+    """Undo the bans in the rows for which ``rows`` (bool ``[rows]``) is true, because no other token is left in these
+    rows.
 
     An example is a grammar that allows only the end of the sequence while min_tokens forbids it.
     """
@@ -204,10 +212,10 @@ Masking = Callable[[torch.Tensor, GrammarRows], None]
 
 
 def mask_grammar(logits: torch.Tensor, grammar: GrammarRows) -> None:
-    """Keep only tokens whose bits are set."""
+    """Set the logits of tokens whose bits are not set in the grammar masks to minus infinity."""
     words = torch.from_numpy(np.ascontiguousarray(grammar.bitmask).view(np.uint8)).to(logits.device)
-    # Look up eight limits per byte and take the minimum. A masked fill is many times slower on a CPU, because it
-    # branches.
+    # Look up the upper limits of eight logits for each byte of a mask, and take the minimum of logit and limit. On a
+    # CPU, a masked fill is many times slower, because it branches.
     limits = _byte_limits(logits.device)[words.int()].flatten(1)[:, : logits.shape[1]]
     rows = torch.from_numpy(grammar.rows).to(logits.device)
     if len(rows) == len(logits) and bool((grammar.rows == np.arange(len(rows))).all()):
@@ -217,7 +225,7 @@ def mask_grammar(logits: torch.Tensor, grammar: GrammarRows) -> None:
 
 
 def keep_allowed(logits: torch.Tensor, allowed: Entries) -> None:
-    """Keep only the ``allowed`` tokens in the rows that have such tokens."""
+    """In the rows of ``allowed``, set the logits of all tokens except the ``allowed`` tokens to minus infinity."""
     index = allowed.index(logits.device)
     kept = logits[index]
     logits[torch.from_numpy(np.unique(allowed.rows)).to(logits.device)] = NEVER
@@ -238,7 +246,9 @@ def penalize(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
 
 
 def _byte_limits(device: torch.device) -> torch.Tensor:
-    """Return ``[256, 8]``: infinity for each set bit of the byte, lowest first, otherwise minus infinity."""
+    """Return a table ``[256, 8]`` with one row for each value of a byte: infinity for each bit of the byte that is set,
+    the lowest bit first, otherwise minus infinity.
+    """
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits == 1, np.float32(np.inf), np.float32(-np.inf))).to(device)
 
@@ -250,14 +260,16 @@ class BadWords:
 
     def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
         self._always = sorted({word[0] for word in words if len(word) == 1})
-        # Keyed by the token before the last one, so that few sequences are compared.
+        # The key is the last token but one of a sequence, so that few sequences must be compared with the output.
         self._by_token: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
         for word in words:
             if len(word) > 1:
                 self._by_token[word[-2]].append((word[:-1], word[-1]))
 
     def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
-        """Return the tokens that must not follow ``output`` ``[tokens]``."""
+        """Return the tokens that must not follow the output tokens ``output``, because they would complete a bad
+        word.
+        """
         banned = list(self._always)
         for rest, last in self._by_token.get(int(output[-1]), ()) if len(output) else ():
             if len(rest) <= len(output) and tuple(output[-len(rest) :].tolist()) == rest:
@@ -266,7 +278,7 @@ class BadWords:
 
 
 class RequestRules:
-    """State of a request's rules. ``token_ids`` are the prompt and the output so far."""
+    """State of the rules of one request. ``token_ids`` has the tokens of the prompt and of the output so far."""
 
     def __init__(
         self,
@@ -297,15 +309,15 @@ class RequestRules:
         eos_token_ids: frozenset[int],
         reasoning_budget: ReasoningBudget | None = None,
     ) -> Self | None:
-        """Return the rules of a request, or None if it has none."""
+        """Return the rules of a request, or None if the request has no rules."""
         listed = params.allowed_token_ids or params.logit_bias or params.bad_word_token_ids
         if listed or params.min_tokens > 0 or has_penalties(params) or reasoning_budget is not None:
             return cls(params, token_ids, num_prompt_tokens, eos_token_ids, reasoning_budget)
         return None
 
     def behind(self, output: npt.NDArray[np.integer], num_drafts: int) -> Self:
-        """Return the rules for the position after ``output`` ``[tokens]``, whose last ``num_drafts`` tokens are not
-        counted yet.
+        """Return the rules for the position after the output tokens ``output``. The last ``num_drafts`` of these tokens
+        are draft tokens that were not passed to ``append`` yet.
         """
         if self.counts is None or not num_drafts:
             return self
@@ -314,22 +326,22 @@ class RequestRules:
         return later
 
     def append(self, token_id: int) -> None:
-        """Record an output token."""
+        """Record an output token for penalties."""
         if self.counts is not None:
             self.counts.append(token_id)
 
     def allowed(self, output: npt.NDArray[np.integer]) -> IntArray:
-        """Return the only tokens that may follow ``output``, or an empty array if all tokens may follow. A token that
-        ends the reasoning has priority.
+        """Return the only tokens that may follow the output tokens ``output``, or an empty array if all tokens may
+        follow. If the reasoning budget forces the end of the reasoning, only that token may follow.
         """
         forced = self._forced(output)
         return self._allowed if forced is None else np.array([forced], dtype=np.int64)
 
     def banned(self, output: npt.NDArray[np.integer]) -> list[int]:
-        """Return the tokens that must not follow ``output`` ``[tokens]``: last tokens of bad words, and end tokens
-        below min_tokens.
+        """Return the tokens that must not follow the output tokens ``output``: last tokens of bad words, and end tokens
+        if the output has fewer than min_tokens tokens.
 
-        If the reasoning must end, no token is banned.
+        If the reasoning budget forces the end of the reasoning, no token is banned.
         """
         if self._forced(output) is not None:
             return []
@@ -343,7 +355,7 @@ class RequestRules:
 def join_rules(
     by_row: Sequence[tuple[int, RequestRules, npt.NDArray[np.integer]]], grammar: GrammarRows | None
 ) -> LogitRules:
-    """Return the rules of a step, from the rules and the output tokens of each row."""
+    """Combine the rules and the output tokens of single rows into the rules for all rows of a step."""
     allowed = [(row, only) for row, rules, output in by_row if len(only := rules.allowed(output))]
     biased = [(row, rules) for row, rules, _ in by_row if len(rules.bias)]
     counted = [(row, rules.params, c) for row, rules, _ in by_row if (c := rules.counts) and len(c.token_ids)]

@@ -1,8 +1,9 @@
-"""Sampling of tokens from logits, log-probabilities, logits split over ranks, and verification of draft tokens.
+"""Sampling of tokens from logits, computation of log-probabilities, sampling from logits that are split over ranks, and
+verification of draft tokens.
 
 The order of operations is grammar, allowed tokens, bias, bad words, min_tokens, penalties, temperature, min_p, top_k,
-top_p, sampling. Only operations that a batch needs are computed: greedy rows without rules need only an argmax. A row's
-token never depends on other rows.
+top_p, sampling. Only operations that a batch needs are computed. For example, greedy rows without rules need only an
+argmax. The token of a row never depends on other rows.
 """
 
 from collections.abc import Sequence
@@ -19,13 +20,13 @@ from penstock_enginecore.sample.base import FloatArray, SampledTokens, Sampler, 
 from penstock_enginecore.sample.filters import FilterInputs, draw_filtered, largest, peak, row_slices
 from penstock_enginecore.sample.rules import Entries, GrammarRows, LogitRules, apply_rules, lift_bans
 
-# Log-probabilities of the raw distribution, before grammar, bias, penalties and temperature.
+# Log-probabilities of the model's distribution before grammar, bias, penalties and temperature.
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities on the host, ``[rows, 1 + k]`` each: the chosen token, then the likeliest tokens in descending
-    order.
+    """Log-probabilities on the host, as arrays ``[rows, 1 + k]``: first the chosen token, then the k likeliest tokens
+    in descending order.
     """
 
     token_ids: torch.Tensor
@@ -33,7 +34,9 @@ class TokenLogprobs:
     ranks: torch.Tensor
 
     def add_to(self, logprobs: Logprobs, row: int, count: int) -> None:
-        """Append a row to ``logprobs`` as a position with its ``count`` likeliest tokens."""
+        """Append the log-probabilities of one row to ``logprobs`` as one more position, with the ``count`` likeliest
+        tokens.
+        """
         end = 1 + count
         logprobs.add(
             self.token_ids[row, :end].tolist(), self.logprobs[row, :end].tolist(), self.ranks[row, :end].tolist()
@@ -43,8 +46,8 @@ class TokenLogprobs:
 def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> TokenLogprobs:
     """Return log-probabilities of the tokens ``chosen`` int64 ``[rows]`` and of the ``count`` likeliest tokens.
 
-    ``logits`` is ``[rows, vocab]`` of any float dtype. A rank is 1 plus the number of tokens that are strictly
-    likelier.
+    ``logits`` is ``[rows, vocab]`` of any float dtype. The rank of a token is 1 plus the number of tokens that are
+    strictly likelier.
     """
     parts = [_part(logits[part], chosen[part, None], count) for part in row_slices(logits)]
     return TokenLogprobs(*(torch.cat(columns).cpu() for columns in zip(*parts, strict=True)))
@@ -64,42 +67,48 @@ def _part(logits: torch.Tensor, chosen: torch.Tensor, count: int) -> tuple[torch
 
 
 def _ranks(descending: torch.Tensor) -> torch.Tensor:
-    """Return ranks ``[rows, n]`` of values in descending order. Equal values have the rank of the first of them."""
+    """Return the ranks ``[rows, n]`` of values that are in descending order. Equal values get the rank of the first of
+    these values.
+    """
     ranks = torch.arange(descending.shape[1], device=descending.device).expand_as(descending).clone()
     ranks[:, 1:].masked_fill_(descending[:, 1:] == descending[:, :-1], 0)
     return ranks.cummax(dim=1).values + 1
 
 
 class SamplingKernels(Protocol):
-    """Kernels that may replace torch's operations for logits that they support."""
+    """Interface of kernels that replace torch's operations for logits that the kernels support."""
 
     def takes(self, logits: torch.Tensor) -> bool:
-        """Return whether the kernels support these logits."""
+        """Return whether the kernels support ``logits``."""
 
     def mask(self, logits: torch.Tensor, grammar: GrammarRows) -> None:
-        """Keep only tokens whose bits are set, in place, like ``rules.mask_grammar``."""
+        """Set the logits of tokens whose bits are not set to minus infinity, in place, as ``rules.mask_grammar``
+        does.
+        """
 
     def sample(
         self, logits: torch.Tensor, temperature: npt.NDArray[np.float32], uniforms: FloatArray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the largest value of each row and a column, int64, ``[rows]`` each.
+        """Return the largest value of each row, ``[rows]``, and a column of each row, int64 ``[rows]``.
 
-        The column is the first one with that value. If ``temperature`` is not 0 and the value is finite, the column is
-        sampled from the whole row with ``uniforms`` instead.
+        The column is the first column with the largest value. If ``temperature`` is not 0 and the largest value is
+        finite, the column is sampled from the complete row with ``uniforms`` instead.
         """
 
 
 class TorchSampler:
-    """``Sampler`` with torch's operations, for any device.
+    """``Sampler`` that uses torch's operations, for any device.
 
-    ``kernels`` find peaks and sample rows without filters, for logits that they support.
+    For logits that ``kernels`` supports, the kernels find the largest logits and sample rows without filters.
     """
 
     def __init__(self, kernels: SamplingKernels | None = None) -> None:
         self._kernels = kernels
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> SampledTokens:
-        """Apply the rules, find the peak of every row, which is the token of greedy rows, and sample the other rows."""
+        """Apply the rules, find the largest logit of every row, which determines the token of greedy rows, and sample
+        the tokens of other rows.
+        """
         kernels = self._kernels
         if inputs.rules:
             logits = logits.float()
@@ -116,7 +125,8 @@ class TorchSampler:
             peaks, token_ids = peak(logits)
             any_left, left = kinds.any_drawn, kinds.drawn
         finite = np.isfinite(peaks.float().cpu().numpy())
-        # If no token is allowed, or the peak is NaN, the row keeps the column of the first peak.
+        # If no token is allowed, or the largest logit is NaN, the row keeps the first column with the largest logit as
+        # its token.
         if any_left and len(drawn := np.flatnonzero(left & finite)):
             rows = torch.from_numpy(drawn).to(logits.device)
             everything = len(drawn) == len(logits)
@@ -127,13 +137,13 @@ class TorchSampler:
 
 
 def _num_nans(logits: torch.Tensor, peaks: torch.Tensor, rules: LogitRules) -> npt.NDArray[np.int64] | None:
-    """Return ``SampledTokens.num_nans`` for a batch in which some rows have no finite peak."""
+    """Return ``SampledTokens.num_nans`` for a batch in which the largest logit of some rows is not finite."""
     wrong = logits.isnan() | (logits == float("inf"))
-    if rules.penalties is not None:  # a repetition penalty near 0 turns finite logits into infinity
+    if rules.penalties is not None:  # A repetition penalty near 0 turns finite logits into infinity.
         wrong[Entries(rules.penalties.rows, rules.penalties.token_ids).index(logits.device)] = False
     counts: npt.NDArray[np.int64] = wrong.sum(dim=-1).cpu().numpy()
     nothing = (peaks == float("-inf")).cpu().numpy()
-    nothing[rules.rows] = False  # rules may leave no token
+    nothing[rules.rows] = False  # Rules may leave no token that can be chosen.
     counts[nothing] = logits.shape[1]
     return counts if counts.any() else None
 
@@ -141,7 +151,7 @@ def _num_nans(logits: torch.Tensor, peaks: torch.Tensor, rules: LogitRules) -> n
 def _filter_inputs(
     logits: torch.Tensor, peaks: torch.Tensor, inputs: SamplingInputs, rows: npt.NDArray[np.int64]
 ) -> FilterInputs:
-    """Return the filters' inputs. ``logits`` and ``peaks`` are already restricted to ``rows``."""
+    """Return the inputs of the filters for the rows ``rows``. ``logits`` and ``peaks`` contain only these rows."""
     vocab, settings = logits.shape[1], inputs.settings
     top_k = np.where(settings.top_k > 0, np.minimum(settings.top_k, vocab), vocab)
 
@@ -163,9 +173,9 @@ def _filter_inputs(
 
 
 class SplitSampler:
-    """``Sampler`` for complete logits, or for logits of which this rank has only some columns.
+    """``Sampler`` for complete logits, or for logits of which each tensor-parallel rank has only some columns.
 
-    If all rows are greedy and without rules, ranks exchange only their likeliest tokens. Otherwise they exchange all
+    If all rows are greedy and without rules, ranks exchange only their likeliest tokens. Otherwise ranks exchange all
     logits. Every rank samples and gets the same tokens.
     """
 
@@ -190,20 +200,23 @@ class SplitSampler:
         return peak(logits if own == logits.shape[-1] else logits[:, :own].contiguous())
 
 
-# Verification of draft tokens: drafts are accepted while they equal the sampled tokens.
+# Verification of draft tokens. A request's draft tokens are accepted up to the first one that differs from the sampled
+# token.
 #
-# A row samples the same token as without drafts, from its own logits, rules and random number. Therefore the output depends
-# neither on the drafts nor on their number (drafter-invariant speculative decoding; Daliri, Musco and Suresh, 2024).
+# For each row, the sampled token is the same as without drafts, because it depends only on the row's logits, rules and
+# random number. Therefore the output depends neither on the draft tokens nor on their number (drafter-invariant
+# speculative decoding; Daliri, Musco and Suresh, 2024).
 
 IntArray = npt.NDArray[np.int64]
 
 
 def final_runs(token_ids: IntArray, num_rows: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Return the next tokens of each request: its accepted drafts, and one more token.
+    """Return the next tokens of each request: its accepted draft tokens, and one more token.
 
     Args:
-        token_ids: int64 ``[rows]``, sampled tokens. A request has one row more than drafts, and row j follows ``drafts[i][:j]``.
-        num_rows: Rows of each request that may be used, at least 1.
+        token_ids: int64 ``[rows]``, sampled tokens. Request i has one row more than draft tokens. Row j of the request
+            has the token after ``drafts[i][:j]``.
+        num_rows: Number of rows of each request that may be used, at least 1.
         drafts: Draft tokens of each request.
     """
     runs, start = [], 0

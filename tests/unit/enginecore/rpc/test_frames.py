@@ -110,7 +110,7 @@ def test_an_answer_to_a_call_that_no_frame_holds_is_an_error() -> None:
     assert frame.utility_output is not None
     assert frame.utility_output.call_id == 3
     assert frame.utility_output.error is not None
-    assert frame.utility_output.error.message.startswith("the answer has 65536 bytes")
+    assert frame.utility_output.error.message.startswith("the answer to the utility call has 65536 bytes")
 
 
 def test_blocks_that_were_stored_together_are_told_in_a_chain() -> None:

@@ -1,1 +1,1 @@
-"""Media caches of the engine core, and scheduling of media encoding."""
+"""Caches of media in the engine core, and scheduling of the encoders."""

@@ -1,4 +1,4 @@
-"""The engine core's record of the media embeddings that workers cache, and utilities for operators."""
+"""The engine core's record of the media embeddings that workers cache, and utility methods for operators."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from penstock_enginecore.core.scheduler.base import Scheduler
 from penstock_enginecore.core.utility import utility
 from penstock_enginecore.media.core.receiver_cache import MediaInputs
 
-# A state machine. The inputs are claims and pins, and the outputs are evictions.
+# The record is a state machine without I/O. Its inputs are claims and pins of requests, and its outputs are evictions.
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Embeddings of one item.
+    """Record of the embeddings of one media item.
 
     Attributes:
-        num_users: Number of pins: how often the item occurs in running requests that still need it.
-        claims: Keys of waiting requests that need the item to start.
+        num_users: Number of pins: how often the item occurs in running requests that still need the item.
+        claims: Keys of waiting requests that need the item before they can start.
     """
 
     num_embeds: int
@@ -26,20 +26,20 @@ class _Rows:
 
 
 class EncoderCache:
-    """Tracks media items by identifier, up to ``capacity`` embeddings. The space for an item is reserved when the item
-    is queued for encoding.
+    """Tracks the media items in the encoder cache by identifier, up to ``capacity`` embeddings in total. The space for
+    an item is reserved when the item is queued for encoding.
 
     Items that running requests need (``pin``) are never evicted. Other items are evicted in least-recently-used order.
     An item that a waiting request needs to start (``claim``) is evicted only for a running request. Running requests
-    have priority, because they may have pinned items while other requests need space. Running requests never wait for
-    waiting requests, so one request can always proceed.
+    have priority over waiting requests, because the items that running requests have pinned occupy space that other
+    requests need. Running requests never wait for waiting requests, so at least one request can always proceed.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.num_embeds = 0
-        """Number of embeddings of all items."""
-        self._items: dict[str, _Rows] = {}  # least recently used first
+        """Total number of embeddings of all items in the cache."""
+        self._items: dict[str, _Rows] = {}  # In the order of use, the least recently used item first.
 
     def __len__(self) -> int:
         return len(self._items)
@@ -54,12 +54,12 @@ class EncoderCache:
 
     @property
     def not_pinned(self) -> list[str]:
-        """Items that no running request needs, least recently used first."""
+        """Identifiers of the items that no running request needs, least recently used first."""
         return [identifier for identifier, rows in self._items.items() if not rows.num_users]
 
     def is_wanted(self, identifier: str) -> bool:
-        """Return whether a running request needs an item or a waiting request has claimed it. False if the item is
-        unknown.
+        """Return whether a running request needs an item or a waiting request has claimed the item. The result is False
+        if the item is unknown.
         """
         rows = self._items.get(identifier)
         return rows is not None and bool(rows.num_users or rows.claims)
@@ -70,12 +70,12 @@ class EncoderCache:
         return () if rows is None else tuple(rows.claims)
 
     def room_for(self, num_embeds: int, *, urgent: bool) -> list[str] | None:
-        """Return the items to ``remove`` to free space for ``num_embeds`` embeddings. Return None if too few items can
-        be evicted.
+        """Return the items that the caller must ``remove`` to free space for ``num_embeds`` embeddings. Return None if
+        too few items can be evicted.
 
         Args:
             num_embeds: Number of embeddings to add.
-            urgent: Whether the space is for a running request. Running requests may also evict claimed items.
+            urgent: Whether the space is for a running request. For running requests, claimed items may also be evicted.
         """
         room = self.capacity - self.num_embeds
         going: list[str] = []
@@ -91,14 +91,16 @@ class EncoderCache:
         return None
 
     def add(self, identifier: str, num_embeds: int) -> None:
-        """Add an item. Raises ValueError if the item exists or the cache has too little space."""
+        """Add an item to the cache. Raises ValueError if the item is already in the cache or the cache has too little
+        space.
+        """
         if identifier in self._items or self.num_embeds + num_embeds > self.capacity:
             raise ValueError(f"item {identifier} is already in the cache, or the cache has too little space for it")
         self._items[identifier] = _Rows(num_embeds)
         self.num_embeds += num_embeds
 
     def remove(self, identifier: str) -> None:
-        """Remove an item. Raises ValueError if it is pinned."""
+        """Remove an item from the cache. Raises ValueError if the item is pinned."""
         if self._items[identifier].num_users:
             raise ValueError(f"item {identifier} is needed by a running request")
         self.num_embeds -= self._items.pop(identifier).num_embeds
@@ -108,23 +110,25 @@ class EncoderCache:
         self._touch(identifier).num_users += 1
 
     def unpin(self, identifier: str) -> None:
-        """Undo one ``pin``, because the request has computed that occurrence of the item, or does not run any more."""
+        """Undo one ``pin`` of an item, because the request has computed that occurrence of the item, or does not run
+        any more.
+        """
         rows = self._touch(identifier)
         if not rows.num_users:
             raise ValueError(f"item {identifier} is not pinned")
         rows.num_users -= 1
 
     def unpin_all(self) -> None:
-        """Remove all pins, because no request runs."""
+        """Remove all pins of all items, because no request runs."""
         for rows in self._items.values():
             rows.num_users = 0
 
     def claim(self, identifier: str, key: str) -> None:
-        """Record that a waiting request needs an item to start."""
+        """Record that a waiting request needs an item before it can start."""
         self._touch(identifier).claims.add(key)
 
     def unclaim(self, identifier: str, key: str) -> None:
-        """Remove a claim. Does nothing if the item is unknown."""
+        """Remove a request's claim on an item. If the item is unknown, do nothing."""
         if (rows := self._items.get(identifier)) is not None:
             rows.claims.discard(key)
 
@@ -134,10 +138,11 @@ class EncoderCache:
 
 
 def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> int:
-    """Return the cache size in embeddings. It is the configured size, or the number of embeddings of the largest item
-    if that is larger.
+    """Return the size of the encoder cache, as a number of embeddings. The size is the configured size, or the number
+    of embeddings of the largest possible item if that number is larger.
 
-    If 0 is configured, the size is twice the maximum number of tokens in a step. Returns 0 for a model without media.
+    If the configured size is 0, the maximum number of tokens in a step, times two, is used instead. The result is 0 for
+    a model without media.
     """
     if not model.media:
         return 0
@@ -145,7 +150,9 @@ def encoder_cache_size(configured: int, step_tokens: int, model: ModelInfo) -> i
 
 
 class MediaControl:
-    """Media utilities for operators. Frontends call them like the methods of ``EngineControl``."""
+    """Utility methods for media, for operators. Frontends call these methods by name, as they call the methods of
+    ``EngineControl``.
+    """
 
     def __init__(self, scheduler: Scheduler, inputs: MediaInputs) -> None:
         self._scheduler = scheduler
@@ -153,14 +160,14 @@ class MediaControl:
 
     @utility
     def reset_mm_cache(self) -> None:
-        """Drop the media inputs that are cached for frontends. Frontends send the inputs again when a request needs
-        them. Existing requests keep their inputs.
+        """Drop the media inputs (such as pixels) that the engine caches for frontends. Frontends send the inputs again
+        when a request needs them. Existing requests keep their inputs.
         """
         self._inputs.clear()
 
     @utility
     def reset_encoder_cache(self) -> None:
-        """Drop the embeddings of media. Embeddings that running requests still need stay until the requests have used
-        them.
+        """Drop the cached embeddings of media. Embeddings that running requests still need stay until the requests have
+        used them.
         """
         self._scheduler.reset_encoder_cache()

@@ -15,8 +15,8 @@ from penstock_enginecore.core.scheduler.state import SchedulerState
 from penstock_enginecore.core.scheduler.waiting_queue import FairQueue
 from penstock_enginecore.media.core.encoder_cache import EncoderCache
 
-# Progress of the workers' encoders. The queue repeats the computation of ``MediaEncoder.advance``, without
-# communication.
+# Progress of the workers' encoders. The queue determines the progress by repeating the computation of
+# ``MediaEncoder.advance``, so the engine needs no messages from workers.
 
 
 class _Item:
@@ -28,21 +28,22 @@ class _Item:
 
 
 class EncoderQueue:
-    """Queue of the items that are being encoded.
+    """Queue of the media items that are being encoded.
 
     A block is one encoder layer of one item. A step computes at least one block of the first item, and more blocks as
-    long as they fit into ``budget``. The cost of a block is the number of embeddings of its item.
+    long as they fit into ``budget``. The cost of a block is the number of embeddings of the block's item.
 
-    If an item failed or was removed after some of its blocks were counted, workers may be ahead of this queue. Workers
-    are never behind the queue: if a worker is ahead when a step begins, it is not behind when the step ends.
+    If an item failed or was removed after some of its blocks were counted, workers may have encoded more blocks than
+    this queue has counted. Workers never have encoded fewer blocks: if a worker is ahead of the queue when a step
+    begins, it is not behind the queue when the step ends.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_pending = 0
-        """Number of embeddings of the items in the queue."""
+        """Total number of embeddings of the items in the queue."""
         self.num_encoded = 0
-        """Number of embeddings of all items that were encoded since the engine started."""
+        """Total number of embeddings of the items that were encoded since the engine started."""
         self.is_used = False
         """Whether the current step encodes media."""
         self._items: dict[str, _Item] = {}
@@ -56,8 +57,8 @@ class EncoderQueue:
         return identifier in self._items
 
     def begin_step(self, *, waits: bool = False) -> list[str]:
-        """Begin a step. If ``waits`` is false, count the blocks that the step computes. Returns the items that are
-        encoded before the step's forward pass.
+        """Begin a step. If ``waits`` is false, count the blocks that the step computes. Return the items whose encoding
+        is complete before the step's forward pass.
         """
         self._left = self.budget
         self.is_used = False
@@ -65,7 +66,9 @@ class EncoderQueue:
         return self._advance() if self._items else []
 
     def add(self, identifier: str, num_embeds: int, num_blocks: int) -> bool:
-        """Append an item in the current step. Returns whether the item is encoded before the step's forward pass."""
+        """Append an item to the queue in the current step. Return whether its encoding is complete before the step's
+        forward pass.
+        """
         if identifier in self._items:
             raise ValueError(f"item {identifier} is being encoded already")
         self._items[identifier] = _Item(num_embeds, num_blocks)
@@ -73,7 +76,7 @@ class EncoderQueue:
         return identifier in self._advance()
 
     def remove(self, identifier: str) -> None:
-        """Remove an item. Does nothing if the item is not in the queue."""
+        """Remove an item from the queue. If the item is not in the queue, do nothing."""
         if (item := self._items.pop(identifier, None)) is not None:
             self.num_pending -= item.num_embeds
 
@@ -94,21 +97,21 @@ class EncoderQueue:
         return done
 
 
-# Waiting requests whose next item is not being encoded yet.
+# Queue of waiting requests whose next media item is not being encoded yet.
 
 
 class Wanted(NamedTuple):
-    """A waiting request, and the first item that it needs."""
+    """A waiting request, and the first media item that it needs."""
 
     request: Request
     feature: MultiModalFeature
 
 
 class MediaLine:
-    """Queue of waiting requests that need an item, in the order of the scheduling policy.
+    """Queue of waiting requests that need a media item to be encoded, in the order of the scheduling policy.
 
-    Tenants take turns by weight. The cost of a turn is the number of embeddings, so a tenant with many items does not
-    delay other tenants.
+    Tenants take turns by weight. The cost of a turn is the number of the item's embeddings, so a tenant with many items
+    does not delay other tenants.
     """
 
     def __init__(self, *, by_priority: bool, fair: bool) -> None:
@@ -122,16 +125,18 @@ class MediaLine:
         return iter(self._wanted)
 
     def add(self, wanted: Wanted) -> None:
-        """Add a request that is not in the queue."""
+        """Add a waiting request. The request must not be in the queue."""
         self._wanted[wanted.request.key] = wanted
         self._turns.add(wanted.request)
 
     def head(self) -> Wanted:
-        """Return the next request. The queue must not be empty."""
+        """Return the next request and its item, without removing them. The queue must not be empty."""
         return self._wanted[self._turns.peek().key]
 
     def take(self, identifier: str) -> list[Wanted]:
-        """Remove and return all requests that need an item. Encoding of the item begins for the first request."""
+        """Remove and return all requests that need the item ``identifier``. The engine begins to encode the item for
+        the first of these requests.
+        """
         head = self.head() if self._wanted else None
         taken = [wanted for wanted in self._wanted.values() if wanted.feature.identifier == identifier]
         for wanted in taken:
@@ -143,7 +148,7 @@ class MediaLine:
         return taken
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Does nothing if the request is not in the queue."""
+        """Remove a request from the queue. If the request is not in the queue, do nothing."""
         if request.key in self._wanted:
             self._turns.remove(request)
             del self._wanted[request.key]
@@ -153,27 +158,27 @@ class MediaLine:
 
 
 class EncoderWork(StepResource):
-    """Schedules encoders, and limits each request to tokens whose media embeddings exist before the step's forward
-    pass.
+    """Schedules the encoders, and limits the tokens of each request in a step to tokens whose media embeddings exist
+    before the step's forward pass.
 
-    A running request pins the items of its next chunk, in order of position, until the tokens of the items are
-    processed. A request with pinned items can therefore always proceed, and then frees the items. No request waits
-    forever, even with a small cache.
+    A running request pins the media items of its next chunk of tokens, in order of position, until the tokens of the
+    items are processed. A request with pinned items can therefore always proceed, and then frees the items. No request
+    waits forever, even if the cache is small.
 
     A waiting request starts once the first item that it needs is encoded. Until then, the request is held
     (``Hold.MEDIA``). First, the request waits in a queue for its turn and for space in the cache. Then the request
-    claims the item until the item is encoded. While other items are being encoded, no item is begun for a waiting
-    request, so that running and more urgent requests need not wait long.
+    claims the item until the item is encoded. While other items are being encoded, the engine begins to encode no item
+    for a waiting request, so that running and more urgent requests need not wait long.
 
-    Workers encode items in the order of ``encoder_starts``. ``EncoderQueue`` tracks the workers' progress. If an item
-    is encoded before a step's forward pass, that step can compute the item's tokens.
+    Workers encode items in the order in which ``encoder_starts`` lists them. ``EncoderQueue`` tracks the workers'
+    progress. If an item is encoded before a step's forward pass, that step can compute the item's tokens.
     """
 
     stats_name = "media"
 
     def __init__(self, state: SchedulerState) -> None:
-        """Create the resource for the model's media, ``context.media``, which must not be empty. Raises ConfigError if
-        the limits of a step are too small for the model.
+        """Create the resource for the media that the model accepts. ``context.media`` must not be empty. Raises
+        ConfigError if the limits of a step are too small for the model.
         """
         context = state.context
         self._infos = {info.modality: info for info in context.media}
@@ -185,9 +190,9 @@ class EncoderWork(StepResource):
         self._line = MediaLine(by_priority=context.config.by_priority, fair=context.config.fairness)
         self._claimed: dict[str, Wanted] = {}
         self._pins: dict[str, list[int]] = {}
-        """Indices of the features whose items a request has pinned, in order, by request."""
+        """For each request, by key: the indices of its media items that are pinned, in order."""
         self._starts: dict[str, EncoderStart] = {}
-        """Items that begin in the step that is being scheduled."""
+        """Items whose encoding begins in the step that is being scheduled, by identifier."""
         self._freed: dict[str, None] = {}
         self._num_queries = self._num_hits = self._num_to_ask = 0
         self._check()
@@ -212,8 +217,8 @@ class EncoderWork(StepResource):
                 )
 
     def added(self, request: Request) -> None:
-        """Set the spans of a new request that must be computed in one step, and count the embeddings that the request
-        needs.
+        """Record which spans of a new request must each be computed in one step, and count the embeddings that the
+        request needs.
         """
         if not request.mm_features:
             return
@@ -222,26 +227,26 @@ class EncoderWork(StepResource):
         ]
         self._num_to_ask += sum(feature.num_embeds for feature in request.mm_features)
 
-    # A step.
+    # Scheduling of a step.
 
     @property
     def has_work(self) -> bool:
         return bool(self._queue)
 
     def begin_slice(self, *, waits: bool) -> bool:
-        """Choose the items that the step encodes, and return whether the step encodes any. If ``waits``, the step
-        encodes nothing, not even items that are added later in the step.
+        """Begin a step of the encoders, and return whether the step encodes media. If ``waits`` is true, the step
+        encodes no items, not even items that are added later in the step.
         """
         for identifier in self._queue.begin_step(waits=waits):
             self._done(identifier)
         return self._queue.is_used
 
     def fit(self, request: Request, start: int, count: int, output: SchedulerOutput) -> int:
-        """Return how many of ``count`` tokens, starting at position ``start``, fit into the step without splitting a
+        """Return how many of ``count`` tokens, starting at position ``start``, the step can compute without splitting a
         span that must be computed in one step.
 
-        Returns 0 if the span does not fit into the step. If ``count`` is the limit of one request, the result may be
-        more than ``count``.
+        The result is 0 if the span does not fit into the step. The result may be more than ``count``, because a span
+        may exceed the limit on the tokens of one request.
         """
         if start >= request.media_end:
             return count
@@ -254,8 +259,8 @@ class EncoderWork(StepResource):
         return end - start if end - start <= self._budget.max_num_tokens - output.total_num_scheduled_tokens else 0
 
     def reach(self, request: Request, count: int, output: SchedulerOutput) -> int:
-        """Return how many of the next ``count`` tokens of a running request the step can compute. Pins the items of
-        these tokens and of the token after them.
+        """Return how many of the next ``count`` tokens of a running request the step can compute. Pin the media items
+        of these tokens, and the next item if the encoders have no other work.
         """
         start = request.num_computed_tokens
         if start >= request.media_end:
@@ -268,7 +273,8 @@ class EncoderWork(StepResource):
         for index, position in embeds_from(request.mm_features, start):
             feature = request.mm_features[index]
             if position >= start + count:
-                if index not in pins and not self._queue:  # Begin early, so that the next step need not wait.
+                # Begin to encode the next item early, so that the next step need not wait for it.
+                if index not in pins and not self._queue:
                     self._pin(request, index, pins, urgent=False)
                 break
             if index not in pins and not self._pin(request, index, pins, urgent=True):
@@ -279,7 +285,7 @@ class EncoderWork(StepResource):
 
     def claim(self, request: Request, start: int, count: int) -> int:
         """Return how many of ``count`` tokens, starting at position ``start``, a waiting request can compute in this
-        step. If the result is 0, the request is now held.
+        step. If the result is 0, the request has been given a hold.
         """
         if start >= request.media_end:
             return count
@@ -301,7 +307,7 @@ class EncoderWork(StepResource):
         return count
 
     def started(self, request: Request, num_computed: int, count: int) -> None:
-        """Pin the items of a request's first tokens."""
+        """Pin the media items of the first tokens that a starting request computes."""
         if not request.mm_features:
             return
         start = num_computed
@@ -311,13 +317,13 @@ class EncoderWork(StepResource):
         features = request.mm_features
         while (index := request.num_asked_media) < len(features) and features[
             index
-        ].end <= start:  # The item's tokens are in the cached prefix.
+        ].end <= start:  # All tokens of the item are in the cached prefix.
             self._num_to_ask -= features[index].num_embeds
             request.num_asked_media += 1
 
     def begin_waiting(self) -> None:
-        """Begin items for waiting requests, while no other item is being encoded. A small item never overtakes a large
-        item, because the large item could then wait forever.
+        """Begin to encode items for waiting requests, while no other item is being encoded. A small item never
+        overtakes a large item, because the large item could then wait forever for space.
         """
         while self._line:
             request, feature = self._line.head()
@@ -325,7 +331,7 @@ class EncoderWork(StepResource):
                 break
 
     def end_step(self, output: SchedulerOutput) -> None:
-        """Add to the output the items that the workers start to encode, and the items that they drop, in the step."""
+        """Add to the output the items that the workers start to encode in the step, and the items that they drop."""
         if self._starts:
             output.encoder_starts = list(self._starts.values())
             self._starts = {}
@@ -339,7 +345,7 @@ class EncoderWork(StepResource):
     # Changes of requests and items.
 
     def passed(self, request: Request) -> None:
-        """Unpin the items of a running request whose tokens are all processed."""
+        """Unpin those items of a running request whose tokens have all been processed."""
         pins = self._pins.get(request.key)
         while pins:
             feature = request.mm_features[pins[0]]
@@ -349,11 +355,11 @@ class EncoderWork(StepResource):
             del pins[0]
 
     def preempted(self, request: Request) -> None:
-        """Unpin the items of a preempted request."""
+        """Unpin the items of a preempted request, and remove its claim."""
         self._leave(request)
 
     def ended(self, request: Request) -> None:
-        """Unpin the items of a request. Do not encode items that only this request needs."""
+        """Unpin the items of a request that has ended, and stop the encoding of items that only this request needs."""
         self._leave(request)
 
     def _leave(self, request: Request) -> None:
@@ -375,11 +381,11 @@ class EncoderWork(StepResource):
         requests: Mapping[str, Request],
         end: Callable[[Request, RequestError], object],
     ) -> None:
-        """End the ``requests`` whose items could not be encoded. Call this before the results for the items' positions
-        are processed.
+        """End those ``requests`` that have an item that could not be encoded. The scheduler must call this method
+        before it processes the results for the items' positions.
 
         Args:
-            failures: Reasons of failures, by identifier of the item.
+            failures: Reasons why items could not be encoded, by identifier of the item.
             requests: Requests that have not ended, by key.
             end: Function that ends a request with an error.
         """
@@ -393,20 +399,20 @@ class EncoderWork(StepResource):
                 self._remove(identifier)
 
     def reset(self) -> None:
-        """Remove every item that no running request needs."""
+        """Remove every item that no running request needs from the cache and from the queue of the encoders."""
         for identifier in self._cache.not_pinned:
             self._remove(identifier)
 
     def workers_reset(self) -> None:
-        """Remove every item, because the state of the workers is unknown. Running requests wait until their items are
-        encoded again.
+        """Remove every item, because it is unknown which embeddings the workers still have. Running requests wait until
+        their items are encoded again.
         """
         self._pins.clear()
         self._cache.unpin_all()
         self.reset()
 
     def stats(self) -> MediaStats:
-        """Return counts and the current load. Thread-safe."""
+        """Return the statistics of media: counts and the current load. Thread-safe."""
         claimed = list(self._claimed.values())
         return MediaStats(
             pending_embeds=self._num_to_ask + self._queue.num_pending,
@@ -422,8 +428,8 @@ class EncoderWork(StepResource):
         return identifier in self._cache and identifier not in self._queue
 
     def _ask(self, request: Request, index: int) -> None:
-        """Count an item once, when its request needs it. Earlier items that are not counted yet need not be encoded any
-        more, and no longer count as future work.
+        """Count an item in the statistics once, when its request first needs the item. Earlier items of the request
+        that are not counted yet need not be encoded any more, and no longer count as future work.
         """
         if index < request.num_asked_media:
             return
@@ -443,9 +449,12 @@ class EncoderWork(StepResource):
         return True
 
     def _claim(self, request: Request, feature: MultiModalFeature) -> bool:
-        """Return whether a waiting request has a claim on an item that exists or is being encoded."""
+        """Return whether a waiting request now has a claim on the item ``feature``, which is in the cache or is being
+        encoded. Begin to encode the item if possible.
+        """
         claimed = self._claimed.get(request.key)
-        if claimed is not None and claimed.feature is not feature:  # The cached prefix of the request has changed.
+        # The request needs another item now, because its cached prefix has changed.
+        if claimed is not None and claimed.feature is not feature:
             self._unclaim(request.key)
         if feature.identifier not in self._cache and (self._line or not self._begin(request, feature, urgent=False)):
             return False
@@ -485,12 +494,14 @@ class EncoderWork(StepResource):
         return True
 
     def _done(self, identifier: str) -> None:
-        """Resume the requests that wait for an encoded item."""
+        """Release the hold of the requests that wait for an item, because the item is encoded."""
         for key in self._cache.claims(identifier):
             self._waiting.release(self._claimed[key].request, Hold.MEDIA)
 
     def _remove(self, identifier: str) -> None:
-        """Remove an item that no running request needs. Requests that have claimed the item return to the queue."""
+        """Remove an item that no running request needs. Waiting requests that have claimed the item return to the
+        queue.
+        """
         for key in self._cache.claims(identifier):
             claimed = self._claimed.pop(key)
             if claimed.request.hold & Hold.MEDIA:

@@ -1,4 +1,4 @@
-"""Cache of media tensors that frontends have sent, so that each tensor is sent only once per session."""
+"""Cache of media tensors that frontends have sent, so that a frontend sends each tensor only once per session."""
 
 import threading
 import weakref
@@ -11,26 +11,28 @@ from penstock_common.errors import FailedPrecondition, ResourceExhausted
 from penstock_common.types.media import MultiModalFeature, TensorData
 
 NOT_CACHED = "MEDIA_NOT_CACHED"
-"""Error reason: the request omits a tensor, but the session has not cached the tensor. The frontend sends the request
-again with the tensor.
+"""Error reason: the request omits a tensor that the session has not cached. The frontend then sends the request again
+with the tensor.
 """
 CACHE_FULL = "MEDIA_CACHE_FULL"
-"""Error reason: the request would exceed its session's quota. The frontend's record of the cache differs from the
-engine's.
+"""Error reason: caching the request's tensors would exceed the quota of the session. This happens if the frontend's
+record of the cache differs from the engine's record.
 """
 
 Tensors = dict[str, TensorData]
 
 
 class ReceivedFeature(msgspec.Struct, frozen=True):
-    """A received feature. ``keep`` says whether the engine must cache the feature's data for the session."""
+    """A media item in a received request. ``keep`` says whether the engine must cache the item's data for the
+    session.
+    """
 
     feature: MultiModalFeature
     keep: bool
 
 
 class _Item:
-    """Data of one identifier, and the number of sessions that cache it."""
+    """Tensors of one media item, and the number of sessions that cache the item."""
 
     __slots__ = ("data", "num_sessions")
 
@@ -40,23 +42,25 @@ class _Item:
 
 
 class MediaInputs(NamedTuple):
-    """Access to the cached media inputs: their size in bytes, and a function to drop them. Thread-safe."""
+    """Access to the media inputs that are cached for frontends: functions that return their size in bytes, and that
+    drop them. Thread-safe.
+    """
 
     num_bytes: Callable[[], int] = lambda: 0
     clear: Callable[[], None] = lambda: None
 
 
 class ReceiverCache:
-    """Caches the media tensors of all sessions. Each item is stored once. The cache never evicts items, because each
-    session's frontend decides which items to keep and to drop.
+    """Caches the media tensors of all sessions. Each item is stored once, even if several sessions cache it. The cache
+    never evicts items, because each session's frontend decides which items to keep and to drop.
 
-    Requests have references to their tensors, so a dropped tensor stays in memory until the requests that need it have
+    Requests refer to their tensors, so a dropped tensor stays in memory until the requests that need the tensor have
     ended. Only one thread may use the object, except for ``num_bytes``.
     """
 
     def __init__(self, quota: int) -> None:
-        """Create an empty cache. Each session may cache ``quota`` bytes. Items that other sessions also cache count
-        fully.
+        """Create an empty cache. Each session may cache ``quota`` bytes. The full size of an item counts for each
+        session that caches the item.
         """
         self.quota = quota
         self._items: dict[str, _Item] = {}
@@ -65,7 +69,9 @@ class ReceiverCache:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of tensors in host memory, including tensors that only unfinished requests use. Thread-safe."""
+        """Total size in bytes of media tensors in host memory, including tensors that only unfinished requests use.
+        Thread-safe.
+        """
         return self._bytes.total
 
     def __len__(self) -> int:
@@ -79,13 +85,13 @@ class ReceiverCache:
         return session
 
     def clear(self) -> None:
-        """Drop the items of all sessions."""
+        """Drop the cached items of all sessions."""
         for session in self._sessions:
             session.clear()
 
     def shared(self, identifier: str, data: Tensors) -> Tensors:
-        """Return the cached data of an item. If the item is not cached, return ``data``. Equal identifiers mean equal
-        content.
+        """Return the cached data of the item ``identifier``, or ``data`` if the item is not cached. Items with equal
+        identifiers have equal content.
         """
         item = self._items.get(identifier)
         if item is not None:
@@ -106,7 +112,7 @@ class ReceiverCache:
             del self._items[identifier]
 
     def kept(self, identifier: str) -> Tensors:
-        """Return the cached data of an item."""
+        """Return the cached data of an item. The item must be in the cache."""
         return self._items[identifier].data
 
 
@@ -116,22 +122,21 @@ class SessionFeatures:
     def __init__(self, cache: ReceiverCache) -> None:
         self._cache = cache
         self._sizes: dict[str, int] = {}
-        """Number of bytes of each item, by identifier."""
+        """Size in bytes of each item that the session has cached, by identifier."""
         self.num_bytes = 0
 
     @property
     def identifiers(self) -> frozenset[str]:
-        """Identifiers of the cached items."""
+        """Identifiers of the items that the session has cached."""
         return frozenset(self._sizes)
 
     def take(self, received: Sequence[ReceivedFeature]) -> list[MultiModalFeature]:
-        """Return a request's features with their data, in order. Cache the features with ``keep``.
+        """Return a request's media items with their data, in order. Cache the items whose ``keep`` is true.
 
-        A feature without data may refer to an earlier feature of the same request. If an error is raised, nothing is
-        cached.
+        An item without data may refer to an earlier item of the same request. If an error is raised, no item is cached.
 
         Raises:
-            FailedPrecondition: A feature without data is not cached (reason MEDIA_NOT_CACHED).
+            FailedPrecondition: An item has no data and is not cached (reason MEDIA_NOT_CACHED).
             ResourceExhausted: The session would exceed its quota (reason MEDIA_CACHE_FULL).
         """
         whole: list[MultiModalFeature] = []
@@ -172,24 +177,26 @@ class SessionFeatures:
         self.num_bytes = total
 
     def drop(self, identifiers: Iterable[str]) -> None:
-        """Drop items. Unknown identifiers are ignored."""
+        """Drop cached items of the session. Unknown identifiers are ignored."""
         for identifier in identifiers:
             if (size := self._sizes.pop(identifier, None)) is not None:
                 self.num_bytes -= size
                 self._cache.release(identifier)
 
     def clear(self) -> None:
-        """Drop all items."""
+        """Drop all cached items of the session."""
         self.drop(list(self._sizes))
 
 
 class _LivingBytes:
-    """Counts the bytes of tensors that are still referenced. Tensors may be freed on any thread."""
+    """Counts the bytes of tensors that are still in memory because an object refers to them. Tensors may be freed on
+    any thread.
+    """
 
     def __init__(self) -> None:
         self._lock = (
             threading.RLock()
-        )  # Reentrant, because garbage collection may free a tensor while the lock is held.
+        )  # The lock is reentrant, because garbage collection may free a tensor while the lock is held.
         self.total = 0
 
     def watch(self, tensors: Iterable[TensorData]) -> None:

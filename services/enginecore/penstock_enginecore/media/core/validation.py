@@ -1,4 +1,4 @@
-"""Validation of a prompt's media. Pure checks, safe on any thread."""
+"""Validation of the media items in a prompt. Pure checks, safe on any thread."""
 
 import re
 from collections import Counter
@@ -16,12 +16,12 @@ _IDENTIFIER = re.compile(r"[0-9a-f]{64}")
 
 
 def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping[str, int]) -> None:
-    """Check that ``model`` supports the request's media.
+    """Check that the request's media items are valid and that ``model`` supports them.
 
     Args:
         request: The request.
         model: The engine's model.
-        max_items: Maximum number of items in a prompt, by modality.
+        max_items: Maximum number of media items in a prompt, by modality.
 
     Raises:
         InvalidArgument: A field has an invalid value.
@@ -56,17 +56,17 @@ def check_media(request: EngineCoreRequest, model: ModelInfo, max_items: Mapping
 
 def _check_beside(request: EngineCoreRequest) -> None:
     if request.prompt_embeds is not None:
-        raise Unimplemented("mm_features is not served with prompt_embeds", field="mm_features")
+        raise Unimplemented("mm_features is not supported together with prompt_embeds", field="mm_features")
     if request.sampling_params.prompt_logprobs is not None:
         raise Unimplemented(
-            "sampling_params.prompt_logprobs is not served with mm_features: an embedding has no probability",
+            "sampling_params.prompt_logprobs is not supported with mm_features: only tokens have a probability",
             field="sampling_params.prompt_logprobs",
         )
 
 
 def _check_embeds(feature: MultiModalFeature, path: str, model: ModelInfo) -> None:
-    """Check embeddings in a request. The rows must have the model's width, and the numbers must be finite in the
-    model's dtype.
+    """Check the embeddings that a request gives for a media item. Each embedding must have the model's embedding
+    length, and the numbers must be finite in the model's dtype.
     """
     if others := sorted(feature.data.keys() - {EMBEDS}):
         raise InvalidArgument(
@@ -99,7 +99,9 @@ def _check_counts(features: Sequence[MultiModalFeature], max_items: Mapping[str,
 
 
 def _check_place(feature: MultiModalFeature, path: str, behind: int, prompt_length: int) -> None:
-    """Check an item's position in the prompt. ``behind`` is the first position at which the item may begin."""
+    """Check the position of a media item in the prompt. ``behind`` is the first position at which the item may
+    begin.
+    """
     if feature.offset < behind:
         raise InvalidArgument(
             f"{path}.offset is {feature.offset}; it must be at least {behind}, the end of the previous item",
