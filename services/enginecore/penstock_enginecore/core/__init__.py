@@ -1,1 +1,1 @@
-"""The engine's logic. A test enforces that this package imports no torch, no grpc and no generated stubs."""
+"""The engine's logic, which imports no torch, no grpc and no generated stubs. A test enforces this rule."""

@@ -225,7 +225,9 @@ def mask_grammar(logits: torch.Tensor, grammar: GrammarRows) -> None:
 
 
 def keep_allowed(logits: torch.Tensor, allowed: Entries) -> None:
-    """In the rows of ``allowed``, set the logits of all tokens except the ``allowed`` tokens to minus infinity."""
+    """Set the logits of all tokens except the ``allowed`` tokens to minus infinity, in the rows that have ``allowed``
+    tokens.
+    """
     index = allowed.index(logits.device)
     kept = logits[index]
     logits[torch.from_numpy(np.unique(allowed.rows)).to(logits.device)] = NEVER

@@ -154,8 +154,8 @@ class KvLoads(StepResource):
         self._rate = ComputeRate()
         self._loads = Loads()
         self._for: dict[int, tuple[Request, int]] = {}
-        """For each load, by its number: the request for which the load began, and the number of the request's prefix
-        blocks that were already in the pool. The request may have ended.
+        """Request for which each load began, and the number of the request's prefix blocks that were already in the
+        pool, by number of the load. The request may have ended.
         """
         self._others: dict[str, Request] = {}
         """Requests that wait for the load of another request, by key."""

@@ -57,7 +57,7 @@ class PeerLoads:
         self._missing: dict[str, set[BlockName]] = {}
         """Names of the blocks that were requested from the request's source but have not arrived, by request key."""
         self._asked: dict[int, tuple[set[BlockName], Sequence[Place]]] = {}
-        """For each load, by its number: the request's set in ``_missing``, and the places to load."""
+        """Set of the request in ``_missing``, and the places to load, by number of the load."""
 
     def opened(self, request: Request) -> None:
         """Handle a new request."""

@@ -190,7 +190,7 @@ class EncoderWork(StepResource):
         self._line = MediaLine(by_priority=context.config.by_priority, fair=context.config.fairness)
         self._claimed: dict[str, Wanted] = {}
         self._pins: dict[str, list[int]] = {}
-        """For each request, by key: the indices of its media items that are pinned, in order."""
+        """Indices of the media items that each request has pinned, in order, by request key."""
         self._starts: dict[str, EncoderStart] = {}
         """Items whose encoding begins in the step that is being scheduled, by identifier."""
         self._freed: dict[str, None] = {}
