@@ -68,8 +68,8 @@ class UtilityAnswers:
         self._send = send
 
     def answer(self, call: UtilityCall) -> None:
-        """Call the method and send its result. If the method returns a Future, send the outcome once the Future is
-        done.
+        """Call the utility method and send its result to the client. If the method returns a Future, send the outcome
+        once the Future is done.
         """
         try:
             result = self._utilities.call(call.method, call.arguments)
@@ -84,7 +84,7 @@ class UtilityAnswers:
             self._send_result(call, result)
 
     def send_outcome(self, call: UtilityCall, future: "Future[Any]") -> None:
-        """Send the result of a Future that is done."""
+        """Send the client the result of a Future that is done."""
         if (error := future.exception()) is not None:
             self._send_failure(call, error)
         else:
@@ -107,7 +107,8 @@ class UtilityAnswers:
 
 
 class BusyLoop:
-    """Runs the steps of an ``EngineCore``. Calls its ``control`` between steps.
+    """Runs the steps of an ``EngineCore``. Between steps, the loop calls the methods of ``control``, such as pause and
+    sleep.
 
     The health of the engine is judged by its progress. While ``has_work`` is true, each step must advance
     ``last_step_time``. If ``last_step_time`` does not advance for ``wedged_after`` seconds, the engine is wedged.
@@ -207,11 +208,13 @@ class BusyLoop:
 
     @property
     def wedged(self) -> bool:
-        """Whether the engine has work but no step has ended for ``wedged_after`` seconds. Health checks use only this."""
+        """Whether the engine has work but no step has ended for ``wedged_after`` seconds. Health checks use only this
+        property.
+        """
         return self.seconds_since_last_step() >= self._engine.config.wedged_after
 
     def stats(self) -> SchedulerStats:
-        """Return the engine's current load and its progress."""
+        """Return the engine's current load, and whether its steps make progress."""
         return msgspec.structs.replace(
             self._engine.scheduler.stats(),
             seconds_since_last_step=self.seconds_since_last_step(),
@@ -248,7 +251,8 @@ class BusyLoop:
         idle = not self._may_step
         block = idle and (self._engine.has_requests or bool(self._engine.leases) or not self._shutdown.leaves)
         self._idle = block
-        # Leases can end, and adapters can be loaded and freed, while no step runs. Send the engine's load here.
+        # Leases on KV blocks can end, and adapters can be loaded and freed, while no step runs. Send the engine's new load
+        # to frontends here.
         if block and (self._leases_ended or self._lora_changes != self._engine.loras.num_changes):
             self._leases_ended, self._lora_changes = False, self._engine.loras.num_changes
             self._sink.broadcast(EngineCoreOutputs(scheduler_stats=self.stats(), timestamp=self._clock()))
@@ -262,7 +266,7 @@ class BusyLoop:
             message = self._queues.get(block=False, timeout=None)
         self._drain_aborts()
         if self._group is not None:
-            # Take adapters that finished loading, because no step takes them while the ranks are idle.
+            # Handle LoRA adapters that have finished loading, because no step handles them while the ranks are idle.
             self._engine.loras.take()
             self._group.look()
 
@@ -392,7 +396,9 @@ class BusyLoop:
         self._sink.emit(client_id, frame)
 
     def _send_answer(self, client_id: str, answer: UtilityOutput) -> None:
-        """Send pending outputs, then the answer to a utility call. The call may have ended requests, for example."""
+        """Send pending outputs, then the answer to a utility call. Outputs may be pending because the call has ended
+        requests.
+        """
         self._emit(self._engine.scheduler.take_outputs())
         self._sink.emit(client_id, EngineCoreOutputs(utility_output=answer, timestamp=self._clock()))
 

@@ -172,7 +172,7 @@ class EngineControl:
 
     @utility
     def sleep(self, level: Literal[0, 1, 2] = 1, mode: Mode = "abort") -> Future[None]:
-        """Pause with the given ``mode``, then free device memory.
+        """Pause the engine with the given ``mode``, then free device memory.
 
         Level 0 frees no memory. Level 1 moves the weights to host memory and drops the KV cache. Level 2 drops the
         weights and the KV cache, and ``wake_up`` reads the weights from the checkpoint again.

@@ -107,8 +107,8 @@ def size_engine(
 ) -> KVCacheConfig:
     """Return the KV cache configuration for a loaded model, with up to ``max_steps`` steps in flight.
 
-    Also prepares the kernels and runs one forward pass. Raises ConfigError if the settings need more memory than is
-    available. The message gives the needed and the available size.
+    The function also prepares the kernels and runs one forward pass. Raises ConfigError if the settings need more
+    memory than is available. The message gives the needed and the available size.
     """
     progress("preparing kernels and running a forward pass of one token")
     specs = executor.kv_cache_specs()
@@ -188,7 +188,7 @@ number of tokens takes."""
 
 
 def _keep_nothing(scheduled: SchedulerOutput, error: Exception, stats: SchedulerStats) -> None:
-    """Do nothing. Used if failed steps are only logged and not saved."""
+    """Do nothing. The engine uses this function if failed steps are only logged and not saved."""
 
 
 class EngineCore:
@@ -207,7 +207,7 @@ class EngineCore:
         keep_failed_step: Saves a failed step for debugging.
         open_store: Opens the disk tier for KV blocks, if a disk tier is configured.
         media_inputs: Cache of media inputs for frontends.
-        progress: Called with progress messages.
+        progress: Function that is called with progress messages for the operator.
         monotonic_clock: Clock for timeouts and event timestamps.
         wall_clock: Clock for deadlines.
     """
@@ -255,7 +255,7 @@ class EngineCore:
             drafts=config.speculative.enabled,
         )
         self.controls = (self.loras, MediaControl(self.scheduler, self.media_inputs))
-        """Objects whose methods are utility methods, in addition to those of ``EngineControl``."""
+        """Objects with further utility methods, in addition to the methods of ``EngineControl``."""
         executor.initialize_kv_cache(self.kv_cache_config)
         if self.connector is not None:
             begin_connector(self.connector, config, executor, model, self.kv_cache_config, open_store)
@@ -277,7 +277,7 @@ class EngineCore:
         )
 
     def _scheduler_context(self, *, monotonic_clock: Clock, wall_clock: Clock) -> SchedulerContext:
-        """Build the scheduler's context."""
+        """Return the settings and objects that the scheduler needs."""
         config, model = self.config, self.model
         speculative = config.speculative
         return SchedulerContext(
@@ -306,7 +306,7 @@ class EngineCore:
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence this engine serves, in tokens."""
+        """Maximum length of a sequence that this engine serves, in tokens."""
         return self.kv_cache_config.max_model_len
 
     def warm_up(self) -> None:
@@ -375,9 +375,9 @@ class EngineCore:
         outputs by client id.
 
         If another step may be in flight and there is work, the engine starts a step before it waits for results. The
-        engine calls ``drain_aborts`` between sampling and update, to end requests that were cancelled meanwhile. After
-        the call, ``stalled`` is true if there was nothing to do. Calling ``step`` again is then useless until a message
-        or an event changes the engine's state.
+        engine calls ``drain_aborts`` before it processes the results of a step, to end requests that were cancelled
+        meanwhile. After the call, ``stalled`` is true if there was nothing to do. Calling ``step`` again is then
+        useless until a message or an event changes the engine's state.
 
         Raises EngineDeadError.
         """

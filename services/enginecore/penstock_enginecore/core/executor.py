@@ -1,4 +1,4 @@
-"""The executor protocol: how the busy loop drives the workers."""
+"""Protocol of executors: the interface through which the engine core runs steps on the workers."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -75,15 +75,15 @@ class Executor(Protocol):
         """
 
     def execute_dummy_batch(self) -> None:
-        """Run a forward pass of one dummy token after the steps in flight, and wait for it.
+        """Run a forward pass of one dummy token after the steps in flight, and wait until the pass is done.
 
         Other ranks of the data-parallel group compute their steps at the same time. If experts are distributed over the
         ranks, this rank only applies its experts to the other ranks' tokens. Raises errors of the forward pass.
         """
 
     def block_copier(self) -> BlockCopier:
-        """Return a copier for KV cache blocks. The KV cache must be allocated. The copier's methods return after the
-        copies are done.
+        """Return a copier for KV cache blocks. The KV cache must be allocated. The copier's methods return futures,
+        which complete when the copies are done.
         """
 
     def state_copier(self) -> BlockCopier:

@@ -78,7 +78,7 @@ class Hold(enum.Flag):
     GRAMMAR = enum.auto()
     """The request's output constraint is being compiled, or the mask of its next allowed tokens is being computed."""
     PAUSE = enum.auto()
-    """The request arrived while the engine was pausing."""
+    """The request arrived after a pause was requested, and waits for the end of the pause."""
     TRIAL = enum.auto()
     """A step with the request failed. ``StepTrial`` retries the step's requests in smaller subsets to find the
     cause.
@@ -148,13 +148,13 @@ class Request:
             finished.
         num_processed_tokens: Number of computed tokens for whose steps the results have been processed.
         num_placeholders: Number of output tokens that the steps in flight will sample.
-        valid_from_step: First step whose results count. The request was preempted after earlier steps, so their results
-            are ignored.
+        valid_from_step: Number of the first step whose results count for the request. The request was preempted after
+            earlier steps, so their results are ignored.
         sampled_step: Number of the last step that samples an output token for the request.
         num_charged_tokens: Number of tokens already charged to the tenant's share of the engine.
         num_uncharged_embeds: Number of computed media embeddings not yet charged to the tenant's share.
         max_drafts: Maximum number of tokens to draft for one step.
-        spec_token_ids: Drafts that follow the known tokens.
+        spec_token_ids: Draft tokens that follow the known tokens.
         unsettled: Whether a step in flight verifies drafts of the request, or the drafter is still running after a
             step. While ``unsettled`` is true, the number of tokens for the next step is unknown.
         draft_history: Record of accepted and rejected drafts, without tokens that a grammar forces.
@@ -375,7 +375,9 @@ def log_aborted(request_ids: Sequence[str], reason: str) -> None:
 
 
 def refusal(request_id: str, external_id: str, error: Exception, *, doing: str) -> RequestFailed:
-    """Log a refused request and return the error that ends it. An unexpected error becomes an incident."""
+    """Log a refused request and return the error that ends it. If the error is unexpected, it is logged as an
+    incident.
+    """
     if isinstance(error, RequestFailed):
         log_refused(request_id, external_id, error)
         return error

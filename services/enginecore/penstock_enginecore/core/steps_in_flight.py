@@ -187,7 +187,8 @@ class StepsInFlight:
         try:
             self._grammars.begin_drafts(scheduled)
             self._executor.execute_model(scheduled)
-            # The forward pass is running. The tokens that a grammar allows depend on the tokens of earlier steps.
+            # While the forward pass runs, process the results of earlier steps, because the tokens that a grammar
+            # allows depend on the tokens of these steps.
             if self._steps and self._scheduler.constrained(scheduled) and not self.finish_all(drain_aborts):
                 return False
             future = self._executor.sample_tokens(self._grammars.bitmask(scheduled))
@@ -281,7 +282,7 @@ class StepCounts:
         """Number of NaN or infinite logits at positions where tokens were sampled."""
 
     def count(self, scheduled: SchedulerOutput, results: ModelRunnerOutput) -> None:
-        """Count a finished step."""
+        """Count a finished step, its tokens and its NaN logits."""
         if scheduled.total_num_scheduled_tokens:
             self.tokens.observe(scheduled.total_num_scheduled_tokens)
         if results.num_nans_in_logits:

@@ -30,8 +30,8 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         device: The name of the device in torch, such as "cuda:0", or empty before the model is loaded.
-        total_memory: Bytes of device memory, or 0 on a CPU.
-        used_memory: Bytes of device memory that all processes use, or 0 on a CPU.
+        total_memory: Size of the device memory in bytes, or 0 on a CPU.
+        used_memory: Number of bytes of device memory that all processes together use, or 0 on a CPU.
         weight_bytes: Bytes used by this worker's weights.
         kv_cache_bytes: Bytes used by this worker's KV cache.
         step_broadcast: Histogram of the seconds that it took to send steps from the engine to the worker. None if the

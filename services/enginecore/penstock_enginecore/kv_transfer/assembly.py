@@ -65,8 +65,8 @@ def layout_of(
 
     Args:
         config: Configuration of the KV cache.
-        computes: Properties on which the engine's tokens depend, as ``variant.config_of`` returns them. The properties
-            include hashes of weights, but no paths.
+        computes: Properties on which the engine's tokens depend, as ``numerics_fingerprint.config_of`` returns them.
+            The properties include hashes of weights, but no paths.
         order: Text that describes the order of the numbers in a block.
         num_shards: Number of workers that store a part of each block.
         block_bytes: Size of a block in bytes.

@@ -172,8 +172,8 @@ def _ends(leases: Leases) -> dict[str, int]:
 def lease_families(
     leases: Leases, ready: EngineReady, *, num_pulls: tuple[int, int], num_slots_used: int
 ) -> Iterator[Metric]:
-    """Yield the metrics of leases. ``num_pulls`` has two numbers: of open pulls by other engines, and of open pulls by
-    this engine. ``num_slots_used`` is the number of slots in shared memory that are in use.
+    """Yield the metrics of leases. ``num_pulls`` has two numbers: the number of open pulls by other engines, and the
+    number of open pulls by this engine. ``num_slots_used`` is the number of slots in shared memory that are in use.
     """
     table = (
         Reading(

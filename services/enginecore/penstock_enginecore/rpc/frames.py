@@ -1,5 +1,5 @@
-"""Frames, which are messages with the outputs of one step for one frontend: encoding, splitting at the size limit, and
-batching of several frames in one gRPC message.
+"""Frames: messages with the outputs of one step for one frontend. This module encodes frames, splits them at the size
+limit, and puts several frames into one gRPC message.
 """
 
 from collections.abc import Iterator, Sequence
@@ -276,7 +276,7 @@ def _pieces(output: EngineCoreOutput, room: int) -> Iterator[EngineCoreOutput]:
 
 def _cuts(logprobs: Logprobs, room: int) -> list[tuple[int, int]]:
     """Divide the positions of ``logprobs`` into ranges, and return the ranges. The log-probabilities of a range have up
-    to ``room`` bytes. Those of a single position may have more.
+    to ``room`` bytes. The log-probabilities of a single position may have more.
     """
     cuts, start = [], 0
     for stop in range(1, len(logprobs) + 1):

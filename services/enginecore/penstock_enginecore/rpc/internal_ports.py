@@ -1,5 +1,5 @@
-"""Internal gRPC ports of an engine, for other engines and nodes: the shared secret of the ports, and the thread with
-the event loop that serves a port.
+"""Internal gRPC ports of an engine, for other engines and nodes: the shared secret of the ports, and the thread that
+serves a port.
 """
 
 import asyncio

@@ -248,8 +248,8 @@ def penalize(logits: torch.Tensor, penalties: PenaltyEntries) -> None:
 
 
 def _byte_limits(device: torch.device) -> torch.Tensor:
-    """Return a table ``[256, 8]`` with one row for each value of a byte: infinity for each bit of the byte that is set,
-    the lowest bit first, otherwise minus infinity.
+    """Return a table ``[256, 8]`` with one row for each value of a byte and one column for each bit, the lowest bit
+    first. An entry is infinity if the bit is set, otherwise minus infinity.
     """
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(np.where(bits == 1, np.float32(np.inf), np.float32(-np.inf))).to(device)

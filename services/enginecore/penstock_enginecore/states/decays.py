@@ -1,5 +1,5 @@
-"""Computation in torch of how much earlier tokens have decayed at later tokens of a request: one decay per head, per
-row of a head's state, or by constant rates.
+"""Computation in torch of how much earlier tokens have decayed at later tokens of a request. There is one decay per
+head, one per row of a head's state, or decays by constant rates.
 """
 
 from typing import Protocol

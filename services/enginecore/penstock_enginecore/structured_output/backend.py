@@ -195,10 +195,10 @@ class XgrammarBackend:
             check_constraint(constraint, self._config.max_constraint_bytes)
 
     def warm_up(self) -> "Future[None]":
-        """Check the tokenizer and start the processes, on a separate thread. Returns without waiting.
+        """Check the tokenizer and start the processes, on a separate thread. The call returns without waiting.
 
-        The future completes when the processes are ready. The future fails with a RequestFailed if the engine cannot
-        serve constraints.
+        The returned future completes when the processes are ready. If the engine cannot serve constraints, the future
+        fails with a RequestFailed.
         """
         if not self._eos_token_ids:
             return self._thread.submit(self._children.close)
@@ -217,11 +217,11 @@ class XgrammarBackend:
     def start(
         self, constraint: StructuredOutput, prior_token_ids: Sequence[int], changed: Callable[[], None]
     ) -> "Future[Grammar]":
-        """Compile the constraint if it is not cached, and start a grammar that has accepted ``prior_token_ids``.
-        Returns without waiting.
+        """Compile the constraint if it is not cached, and start a grammar that has accepted ``prior_token_ids``. The
+        call returns without waiting.
 
-        On an error, the future fails with a RequestFailed. If a step ran without the request because its mask was late,
-        ``changed`` is called when the mask has arrived. The call may come on any thread.
+        On an error, the returned future fails with a RequestFailed. If a step ran without the request because its mask
+        was late, ``changed`` is called when the mask has arrived. The call may come on any thread.
         """
         started: Future[Grammar] = Future()
         tokens = tuple(prior_token_ids)

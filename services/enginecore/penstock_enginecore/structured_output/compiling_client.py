@@ -34,8 +34,8 @@ _STARVED = 6
 gets only part of a core.
 """
 _LAST_MOMENT = 0.2
-"""Time in seconds to wait for a process to exit before the engine kills it, so that the engine learns the exit code of
-a process that ends without being killed.
+"""Time in seconds that the engine waits for a process to exit before it kills the process. A process that exits within
+this time has its own exit code.
 """
 
 

@@ -221,7 +221,7 @@ class GrammarFollower:
     # Thread-safe methods.
 
     def compiled(self, field: str, text: bytes) -> CompiledConstraint:
-        """Number a compiled, serialized grammar, for use with ``begin``."""
+        """Give a compiled, serialized grammar a number, for use with ``begin``."""
         return CompiledConstraint(next(self._grammars), field, text)
 
     def begin(

@@ -84,8 +84,8 @@ class Cutter:
     """Tokenizes text that a grammar requires next. At each place, it takes the longest token that fits. The model may
     tokenize the text differently, so the result is a guess.
 
-    If a longer token in the vocabulary begins with the text of the last token, the last token is dropped, because the
-    longer token may fit the text that follows.
+    If a longer token in the vocabulary begins with the text of the last token, the last token is dropped. The longer
+    token may fit the text that follows.
     """
 
     def __init__(self, tokens: Iterable[bytes]) -> None:

@@ -30,8 +30,8 @@ def main(channel: socket.socket) -> None:
     """Read the vocabulary from the file in the first packet. Then fork a process for each Fork message, and answer with
     the pid and pidfd of the new process, until ``channel`` is closed.
 
-    The packet of a Fork message carries two open files: the channel between the new process and the engine, and a pipe
-    to which the fork server writes the exit code of the new process.
+    The packet of a Fork message carries two open files. The first file is the channel between the new process and the
+    engine. The second file is a pipe to which the fork server writes the exit code of the new process.
     """
     detach(0)
     _, files, _, _ = socket.recv_fds(channel, MAX_PACKET, _FILES)

@@ -115,8 +115,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Message to the mask process: start the grammar of a request. ``number`` identifies the request's grammar, and
     ``grammar`` is the number of the compiled grammar.
 
-    The packet carries one or two open files: the initial tokens as int32, and the compiled grammar if the engine has
-    not sent it to the process yet.
+    The packet carries one or two open files. The first file has the initial tokens as int32. The second file has the
+    compiled grammar, if the engine has not sent it to the process yet.
     """
 
     generation: int

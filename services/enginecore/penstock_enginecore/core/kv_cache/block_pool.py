@@ -37,7 +37,9 @@ class KVCacheBlock:
 
 
 class FreeBlockQueue:
-    """A doubly linked list of free blocks. The head is reused first. Removing any block of the list takes O(1) time."""
+    """A doubly linked list of free blocks. The block at the head is reused first. Removing any block of the list takes
+    O(1) time.
+    """
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
         # Sentinels at both ends of the list. The block after _head is reused first.

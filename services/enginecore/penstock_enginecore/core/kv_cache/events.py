@@ -122,7 +122,7 @@ class KvEventLog:
                 self._add(BlockStored, medium, hashes)
 
     def record(self, on: bool) -> None:
-        """Start or stop recording. Stopping drops pending events. A log that is ``in_full`` always records."""
+        """Start or stop recording events. Stopping drops pending events. A log that is ``in_full`` always records."""
         self.recording = on or self._in_full
         if not self.recording:
             self.take()

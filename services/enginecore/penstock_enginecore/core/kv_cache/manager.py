@@ -55,8 +55,8 @@ class KVCacheManager:
         self.pool = BlockPool(config.num_blocks, len(groups), self._events)
         self.prefix_stats = PrefixCacheStats()
         self.external_stats = PrefixCacheStats()
-        """Statistics of lookups with the KV connector, if one is configured. Only tokens that were not in the block
-        pool are looked up there.
+        """Statistics of lookups with the KV connector, if one is configured. The connector looks up only tokens that
+        were not in the block pool.
         """
         self.reuses = enable_prefix_caching
         """Whether prefix caching is enabled."""
@@ -193,7 +193,8 @@ class KVCacheManager:
         states, hashes = self.states, request.block_hashes
         if states is None:
             return self._plan_load(request, hashes, lookup)
-        hashes = hashes[: (request.num_tokens - 1) // self.block_size]  # See get_computed_blocks.
+        # The last token is always computed, see get_computed_blocks.
+        hashes = hashes[: (request.num_tokens - 1) // self.block_size]
         plan = self._plan_load(request, hashes, lookup)
         while (kept := states.longest(hashes, plan.num_blocks, lookup)) < plan.num_blocks:
             plan = self._plan_load(request, hashes[:kept], lookup)
@@ -316,7 +317,7 @@ class KVCacheManager:
         return self._events.take()
 
     def findable(self, medium: KvMedium, name: BlockName, is_there: bool) -> None:
-        """Record that a block outside the pool became findable, or was lost."""
+        """Record that a block in a medium outside the pool, such as host memory, became findable or was lost."""
         if name.group == self._events.group:
             (self._events.kept if is_there else self._events.lost)(medium, name.hash)
 

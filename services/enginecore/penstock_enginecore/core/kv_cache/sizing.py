@@ -221,7 +221,7 @@ def _unit(num_bytes: int) -> tuple[int, str]:
 def size_without_kv_cache(
     scheduler: SchedulerConfig, *, requested_max_model_len: int | None, model_max_len: int
 ) -> KVCacheConfig:
-    """Return the configuration of a pool that never limits requests: any request fits into one block, and the pool has
+    """Return the configuration of a pool that never limits requests. Any request fits into one block, and the pool has
     more blocks than the maximum number of running requests.
 
     The blocks are only ids and use no memory. A prompt must fit into a step, so ``max_model_len`` is at most

@@ -118,7 +118,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 # Grouping of layers.
 
 MAX_GROUPS = 8
-"""Maximum number of groups. Each group costs a block table and an attention plan in every step."""
+"""Maximum number of KV cache groups. Each group needs a block table and an attention plan in every step."""
 
 
 class KVTensorWidth(NamedTuple):

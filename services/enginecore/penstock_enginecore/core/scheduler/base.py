@@ -90,7 +90,8 @@ class StepResource:
         Args:
             request: The request at the head of the queue.
             computed: The prefix blocks that are in the KV cache.
-            reserve: Returns the number of blocks to keep free if the request gets blocks for a given number of tokens.
+            reserve: Function that returns the number of blocks to keep free if the request gets blocks for a given
+                number of tokens.
 
         Returns:
             BLOCKED if a load has begun. NO_ROOM if the load needs more blocks than are free. None if the request should
@@ -328,7 +329,7 @@ class Scheduler(Protocol):
         """Drop the media embeddings that no running request needs."""
 
     def stats(self) -> SchedulerStats:
-        """Return the current load."""
+        """Return the scheduler's statistics, such as its current load."""
 
 
 SchedulerFactory = Callable[[SchedulerContext], Scheduler]

@@ -1,4 +1,4 @@
-"""Bisection that finds the request that makes a step fail. A state machine without I/O."""
+"""Bisection that finds the request that makes a step fail. The bisection is a state machine without I/O."""
 
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -14,10 +14,10 @@ class StepTrial:
 
     The requests of the failed step are the suspects. Each subset of suspects is tried in steps without other requests.
     If such a step fails, the subset is split in two. If a step with one suspect fails, that suspect is blamed. A
-    suspect passes the trial once it has made the progress of the failed step: as many of its tokens are processed as
-    after that step without the failure. The search needs about log2(n) failed steps for n requests. Usually two failed
-    steps are enough, because requests that began in the failed step are tried first. Steps of suspects alternate with
-    steps of all other requests, so a failure of suspects never affects other requests.
+    suspect passes the trial once as many of its tokens are processed as the failed step would have reached. The search
+    needs about log2(n) failed steps for n requests. Usually two failed steps are enough, because requests that began in
+    the failed step are tried first. Steps of suspects alternate with steps of all other requests, so a failure of
+    suspects never affects other requests.
 
     A subset is a dictionary. It maps the key of each suspect to the number of processed tokens at which the suspect
     passes.

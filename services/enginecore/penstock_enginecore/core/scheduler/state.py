@@ -129,7 +129,7 @@ class ClientOutputs:
         logprobs: Logprobs | None,
         prompt_logprobs: Logprobs | None,
     ) -> EngineCoreOutput:
-        """Add a full output for the request, with events and prefill statistics."""
+        """Add a full output (not columns) for the request, with events and prefill statistics."""
         output = EngineCoreOutput(
             request_id=request.request_id,
             attempt=request.attempt,
@@ -204,7 +204,7 @@ class SchedulerState:
     not refer to each other.
 
     Attributes:
-        context: The settings and collaborators with which the scheduler was created.
+        context: The settings and objects with which the scheduler was created.
         leases: Lease manager for KV blocks that another engine may still read.
         requests: All requests that have not ended.
         waiting: Requests without KV blocks, held or queued. A request is either in ``waiting`` or in ``running``.

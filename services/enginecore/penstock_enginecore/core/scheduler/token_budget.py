@@ -1,4 +1,4 @@
-"""The token budget of a step: its limits, the number of tokens that each request can compute, and the distribution of
+"""The token budget of a step: limits of a step, number of tokens that each request can compute, and distribution of
 decoding requests over the steps of a pipeline.
 """
 
@@ -16,7 +16,7 @@ _SMALLEST_PIECE = 256
 
 
 class EncoderTurn(Protocol):
-    """Interface to the encoder of media, which computes a slice of its work before a step."""
+    """Interface to the media encoders, which compute a slice of their work before a step."""
 
     @property
     def has_work(self) -> bool:

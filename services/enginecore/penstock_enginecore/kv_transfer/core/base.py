@@ -37,8 +37,8 @@ class BlockFacts(NamedTuple):
 
     Attributes:
         num_bytes: Size in bytes, over all layers.
-        order: Order of the numbers in a block.
-        numerics: Everything known that affects the computed values.
+        order: Text that describes the order of the numbers in a block.
+        numerics: Text that describes everything known that affects how keys and values are rounded.
     """
 
     num_bytes: int
@@ -60,8 +60,8 @@ class BlockCopier(Protocol):
 
     Attributes:
         block_bytes: Size of a block in bytes, over all layers and workers.
-        order: Order of the numbers in a block.
-        numerics: Everything known that affects the computed values.
+        order: Text that describes the order of the numbers in a block.
+        numerics: Text that describes everything known that affects how keys and values are rounded.
     """
 
     block_bytes: int

@@ -65,7 +65,7 @@ class SizeClass:
             self.host = HostTier(plan.copier, plan.num_host_slots, blocks, follow, keep)
 
     def where(self, name: BlockName) -> KvMedium | None:
-        """Return the fastest of this engine's tiers that has a block, or None."""
+        """Return the medium of the fastest of this engine's tiers that has a block, or None."""
         if self.host is not None and name in self.host.index:
             return KvMedium.HOST
         if self.disk is not None and name in self.disk.index:

@@ -226,7 +226,8 @@ class _Load:
 
 
 class TieredConnector:
-    """The ``KVConnector`` for host memory, disk and other engines. Call ``begin`` before the first step.
+    """The ``KVConnector`` for host memory, disk and other engines. The engine must call ``begin`` before the first
+    step.
 
     KV blocks and states of recurrent layers have separate tiers, because their sizes differ. ``wake`` is called on any
     thread when ``take_ended`` has events to process. ``observe`` gets every finished transfer from host memory or disk.

@@ -1,8 +1,8 @@
 """NIXL transport for KV blocks. The pulling engine reads blocks directly from the memory of the source engine, which
 may be on another host.
 
-Both engines register memory with a NIXL agent that is separate from the block pool. An abandoned read therefore cannot
-change a block of the pool. The target slot of a read is reused only after the read has ended.
+Both engines register separate memory, and not the block pool, with their NIXL agents. An abandoned read therefore
+cannot change a block of the pool. The target slot of a read is reused only after the read has ended.
 """
 
 import asyncio

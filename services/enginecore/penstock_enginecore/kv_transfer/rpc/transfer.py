@@ -355,7 +355,7 @@ class KvTransfer:
 
     @property
     def num_pulls(self) -> tuple[int, int]:
-        """Two numbers: of open pulls by other engines, and of open pulls by this engine."""
+        """Two numbers: the number of open pulls by other engines, and the number of open pulls by this engine."""
         return self._servicer.num_pulls, 0 if self._peers is None else self._peers.num_pulls
 
     async def _start(self) -> None:

@@ -34,7 +34,7 @@ class EncoderQueue:
     long as they fit into ``budget``. The cost of a block is the number of embeddings of the block's item.
 
     If an item failed or was removed after some of its blocks were counted, workers may have encoded more blocks than
-    this queue has counted. Workers never have encoded fewer blocks: if a worker is ahead of the queue when a step
+    this queue has counted. Workers never have encoded fewer blocks. If a worker is ahead of the queue when a step
     begins, it is not behind the queue when the step ends.
     """
 
@@ -167,8 +167,8 @@ class EncoderWork(StepResource):
 
     A waiting request starts once the first item that it needs is encoded. Until then, the request is held
     (``Hold.MEDIA``). First, the request waits in a queue for its turn and for space in the cache. Then the request
-    claims the item until the item is encoded. While other items are being encoded, the engine begins to encode no item
-    for a waiting request, so that running and more urgent requests need not wait long.
+    claims the item until the item is encoded. While other items are being encoded, no encoding begins for a waiting
+    request, so that running and more urgent requests need not wait long.
 
     Workers encode items in the order in which ``encoder_starts`` lists them. ``EncoderQueue`` tracks the workers'
     progress. If an item is encoded before a step's forward pass, that step can compute the item's tokens.

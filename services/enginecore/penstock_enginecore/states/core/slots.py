@@ -1,5 +1,5 @@
-"""Slots of closed states (states at the end of a span of tokens): the two slots of each running request, and the kept
-states of the prefix cache.
+"""Slots of recurrent states at the end of spans of tokens (closed states): two slots for each running request, and
+slots for kept states of the prefix cache.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,13 +76,13 @@ class _States:
 
 
 class StateSlots:
-    """Slots of closed states (states at the end of a span of tokens), by request, and kept states, by the hash of the
-    prefix that ends at the state.
+    """Slots of closed states (states at the end of a span of tokens). The class finds slots by request, and kept states
+    by the hash of their prefix.
 
-    A request owns two slots and a ring of open rows (stored inputs of recent tokens) from its start to its end, so no
-    step can fail for lack of a slot. Each step that completes a span writes the next closed state over the older of the
-    request's two states. A state from which later requests may start is written to a third slot. The request keeps a
-    reference to this slot until its next span is complete. The pool evicts kept states in LRU order.
+    From its start to its end, a request owns two slots and a ring of open rows (stored inputs of recent tokens). No
+    step can therefore fail for lack of a slot. Each step that completes a span writes the next closed state over the
+    older of the request's two states. A state from which later requests may start is written to a third slot. The
+    request keeps a reference to this slot until its next span is complete. The pool evicts kept states in LRU order.
 
     A step in flight may still read or write slots of a request that ended. Such accesses are safe, because a device
     runs its steps in order: the step runs before any step or copy that reuses the slots.
@@ -209,7 +209,7 @@ class StateSlots:
         """Return the positions in ``(base, last]`` whose states the prefix cache keeps. Each of these positions has a
         slot in ``shared``.
 
-        If there are too few slots, the states at the end of the prompt and at the branch get slots first, because later
+        If there are too few slots, the states at the end of the prompt and at the branch get slots first. Later
         requests reuse these states most. If a rejected draft had completed a span with a slot in ``shared``, the step
         that completes the span again writes to the same slot.
         """

@@ -1,9 +1,10 @@
 """Memory needs of recurrent layers, and the size of the state pool.
 
 A sequence is divided into spans of ``SPAN`` tokens at absolute positions. For each request and layer, memory holds the
-*closed state*, which is the state at the end of the last whole span, and *open rows*, which are the stored inputs of
-the tokens after that span. A closed state is written once and then only read. Rejected drafts are therefore overwritten
-by position, and a request that hits a cached prefix reads a closed state of another request in place.
+*closed state* and *open rows*. The closed state is the state at the end of the last whole span. Open rows are the
+stored inputs of the tokens after that span. A closed state is written once and then only read. Rejected drafts are
+therefore overwritten by position, and a request that hits a cached prefix reads a closed state of another request in
+place.
 """
 
 from typing import Literal

@@ -401,7 +401,7 @@ def _required(views: list[Schema]) -> set[str]:
 MAX_ONE_OF = 128
 """Maximum number of branches of a ``oneOf``. The limit exists because all pairs of branches are compared."""
 _MAX_NEGATION = 16
-"""Maximum nesting of negations."""
+"""Maximum depth to which negations may be nested."""
 
 Way = list[Part]
 """One way to fulfil a keyword: parts that a value must fulfil in addition to the other keywords of the schema."""

@@ -45,7 +45,9 @@ class Work:
     """Counts the steps of a translation, to limit the time that the translation of a schema takes."""
 
     def __init__(self, limit: int) -> None:
-        """Allow ``limit`` steps. A step is one transition of an automaton, which takes a few microseconds."""
+        """Create a counter that allows ``limit`` steps. A step is one transition of an automaton, which takes a few
+        microseconds.
+        """
         self._limit = limit
         self._left = limit
 

@@ -33,7 +33,7 @@ _REFUSED_FORMATS = {
     "token_dispatch": _NAMES_TOKENS,
 }
 MAX_CHOICES = 10_000
-"""Maximum number of options of a choice."""
+"""Maximum number of options in a choice constraint."""
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
