@@ -54,7 +54,7 @@ _GEMMA2 = {**_HEAD, **_WINDOW, **_UNTIED, "query_pre_attn_scalar": 16}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {**_HEAD, **_MOE, **_MIXED, "num_dense_layers": 1},
     "apertus": {},
-    "arcee": {},
+    "arcee": {**_HEAD},
     "axk1": {**_ROUTED_MOE, **_MLA},
     "cohere": {},
     "cohere2": {**_HEAD, **_MIXED},

@@ -37,10 +37,12 @@ _SPLIT_ATTENTION = {
     "model.layers.*.self_attn.o_proj": "rowwise",
 }
 FAMILIES: Mapping[str, Family] = {
+    "ArceeForCausalLM": _PLAIN,
     "DeepseekV2ForCausalLM": Family(deepseek_v2=True),
     "DeepseekV3ForCausalLM": _PLAIN,
     "Dots1ForCausalLM": _PLAIN,
     "Exaone4ForCausalLM": _PLAIN,
+    "ExaoneMoeForCausalLM": _PLAIN,
     "FlexOlmoForCausalLM": _PLAIN,
     "Gemma2ForCausalLM": _GEMMA,
     "Gemma3ForCausalLM": _GEMMA,
