@@ -23,7 +23,7 @@ from penstock_enginecore.models.plan_reader import (
     AttentionNames,
     PlanReader,
     embedding_scale,
-    is_gated,
+    is_dense,
     rotary_variant,
 )
 from penstock_enginecore.models.quantization.layers import QuantizedLinear
@@ -109,7 +109,7 @@ def hybrid_has_mixtures(module: Any) -> bool:
     layout = HYBRIDS.get(type(module).__name__)
     if layout is None or layout.mlp_names is not None:
         return False
-    return not all(is_gated(getattr(layer, layout.mlp)) for layer in module.model.layers)
+    return not all(is_dense(getattr(layer, layout.mlp)) for layer in module.model.layers)
 
 
 class _NoRotary(torch.nn.Module):
@@ -348,5 +348,4 @@ class _BlockReader(_RecurrentReader):
     def _block_mlp(self, mlp: Any) -> MLPPlan | OtherMixture:
         if hasattr(mlp, "experts"):
             return OtherMixture(f"{self._names[mlp]} has experts without gates")
-        self.expect(mlp, "MLP", ("up_proj", "down_proj", "act_fn"))
-        return MLPPlan((self.linear(mlp.up_proj),), self.linear(mlp.down_proj), self.activation(mlp, "act_fn"))
+        return self.mlp(mlp)

@@ -49,8 +49,8 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 """Activations by the class name of the activation module in transformers."""
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
-_GATED = (("gate_proj", "up_proj"), ("gate_up_proj",))
-"""Names of the linear layers of a gated MLP before its activation."""
+_BEFORE_ACTIVATION = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",))
+"""Names of the linear layers of an MLP before its activation. An MLP with only ``up_proj`` has no gate."""
 _IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "hidden_norm"})
 """Names of a layer's parts that inference does not use (dropout), or that belong to an EAGLE head."""
 
@@ -75,7 +75,7 @@ def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCa
 
 def has_mixtures(module: Any) -> bool:
     """Return whether the model's class is in ``FAMILIES`` and some of the model's MLPs are mixtures of experts."""
-    return is_known(module) and not all(map(is_gated, (layer.mlp for layer in _own_layers(module.model))))
+    return is_known(module) and not all(map(is_dense, (layer.mlp for layer in _own_layers(module.model))))
 
 
 def embedding_scale(embedding: Any) -> float | None:
@@ -219,20 +219,24 @@ class PlanReader:
         return self._names[attention]
 
     def mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan | OtherMixture:
-        """Return the plan of an MLP. An MLP whose parts differ from those of a gated MLP is a mixture of experts."""
-        if is_gated(mlp):
-            return self._mlp(mlp)
+        """Return the plan of an MLP. An MLP with other parts than those of ``mlp`` is a mixture of experts."""
+        if is_dense(mlp):
+            return self.mlp(mlp)
         try:
             return self._clamped_experts(mlp) if hasattr(mlp, "router") else self._experts(mlp)
         except UnsuitableError as e:
             return OtherMixture(str(e))
 
-    def _mlp(self, mlp: Any) -> MLPPlan:
-        projections = next(each for each in _GATED if hasattr(mlp, each[0]))
+    def mlp(self, mlp: Any) -> MLPPlan:
+        """Return the plan of a dense MLP with or without a gate."""
+        projections = next(each for each in _BEFORE_ACTIVATION if hasattr(mlp, each[0]))
         act = next((name for name in _ACTIVATION_NAMES if hasattr(mlp, name)), _ACTIVATION_NAMES[0])
         self.expect(mlp, "MLP", (*projections, "down_proj", act))
         gate_up = tuple(self.linear(getattr(mlp, name)) for name in projections)
-        return MLPPlan(gate_up, self.linear(mlp.down_proj), self.activation(mlp, act))
+        activation = self.activation(mlp, act)
+        if (projections == ("up_proj",)) != (activation == "relu2"):
+            raise UnsuitableError(f"{self._names[mlp]} has the activation {activation} and {', '.join(projections)}")
+        return MLPPlan(gate_up, self.linear(mlp.down_proj), activation)
 
     def _experts(self, mlp: Any) -> ExpertsPlan:
         """Return the plan of experts with softmax routing, or with DeepSeek's grouped routing and shared experts."""
@@ -251,7 +255,7 @@ class PlanReader:
             renormalize=not self._family.deepseek_v2 and sums_to_one(gate),
             activation=self.activation(experts, "act_fn"),
             grouped=self._routing(gate) if grouped else None,
-            shared=self._mlp(mlp.shared_experts) if grouped else None,
+            shared=self.mlp(mlp.shared_experts) if grouped else None,
         )
 
     def _clamped_experts(self, mlp: Any) -> ExpertsPlan:
@@ -344,10 +348,12 @@ def _own_layers(base: Any) -> list[Any]:
     return [layer for layer in base.layers if hasattr(layer, "self_attn")]
 
 
-def is_gated(mlp: torch.nn.Module) -> bool:
-    """Return whether ``mlp`` has only gate, up and down projections. Any other MLP is a mixture of experts."""
+def is_dense(mlp: torch.nn.Module) -> bool:
+    """Return whether ``mlp`` has only up and down projections, and possibly a gate projection. Any other MLP is a mixture
+    of experts.
+    """
     parts = mlp._modules.keys() - set(_ACTIVATION_NAMES)
-    return any(parts == {*each, "down_proj"} for each in _GATED)
+    return any(parts == {*each, "down_proj"} for each in _BEFORE_ACTIVATION)
 
 
 def rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:

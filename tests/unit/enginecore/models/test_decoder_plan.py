@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from penstock_enginecore.forward.cuda.mlp import mlp_of
 from penstock_enginecore.models import rope
 from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.plan_reader import plan_model
 from tests.fakes.models.fused_models import load_probed, save_varied_model
 from tests.fakes.models.tiny_models import SLIDING_WINDOW
+from tests.fakes.models.torch_kernels import TorchKernels
 
 
 def plan(architecture: str, path: Path, **changes: Any) -> ModelPlan:
@@ -92,10 +94,20 @@ def test_gpt_oss_has_sinks_and_experts_with_biases(tmp_path: Path) -> None:
     assert not found.rotary_twice
 
 
+def test_an_mlp_without_a_gate_has_the_squared_relu(tmp_path: Path) -> None:
+    mlp = plan("arcee", tmp_path).layers[0].mlp
+    assert isinstance(mlp, MLPPlan)
+    assert (len(mlp.gate_up), mlp.activation) == (1, "relu2")
+    with pytest.raises(UnsuitableError, match="the model's MLPs have no gate"):
+        mlp_of(mlp, 1.0, TorchKernels())
+    with pytest.raises(UnsuitableError, match=r"model\.layers\.0\.mlp has the activation silu and up_proj"):
+        plan("arcee", tmp_path, hidden_act="silu")
+
+
 def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(
         UnsuitableError,
-        match="CohereForCausalLM is not one of the supported classes: DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, ",
+        match="CohereForCausalLM is not one of the supported classes: ArceeForCausalLM, DeepseekV2ForCausalLM, ",
     ):
         plan("cohere", tmp_path)
 
