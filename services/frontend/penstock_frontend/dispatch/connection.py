@@ -147,7 +147,7 @@ class EngineConnection:
         """
         if not named and not self._lease_lost and self.session is not None:
             get_logger().warning(
-                "the coordinator does not list an engine; the frontend uses this engine while the engine responds",
+                "the coordinator does not list an engine; the frontend uses the engine until a probe of the engine fails",
                 engine=self.name,
             )
         self._lease_lost = not named

@@ -27,8 +27,8 @@ class Watchdog:
         if silent < self._config.silence:
             return ""
         if has_work:
-            return f"the engine has requests but has sent nothing for {silent:.1f} s"
-        return "the coordinator does not list the engine" if lease_lost else ""
+            return f"the engine had requests but sent nothing for {silent:.1f} s"
+        return "the coordinator did not list the engine" if lease_lost else ""
 
     def verdict(self, doubt: str, answer: SchedulerStats | None) -> str:
         """Return the reason why the engine counts as lost, or an empty string if the engine is healthy.
@@ -36,10 +36,10 @@ class Watchdog:
         ``answer`` is the engine's answer to the probe, or None after a timeout.
         """
         if answer is None:
-            return f"{doubt}, and the engine does not answer a probe within {self._config.probe_timeout:g} s"
+            return f"{doubt}, and the engine did not answer a probe within {self._config.probe_timeout:g} s"
         return wedged(answer) if answer.wedged else ""
 
 
 def wedged(stats: SchedulerStats) -> str:
-    """Return the error message for a wedged engine, which has work but completes no step."""
-    return f"wedged: the engine has work but has not finished a step for {stats.seconds_since_last_step:.1f} s"
+    """Return the reason why a wedged engine, which has work but completes no step, counts as lost."""
+    return f"wedged: the engine had work but finished no step for {stats.seconds_since_last_step:.1f} s"

@@ -14,8 +14,7 @@ def test_an_engine_is_probed_only_if_busy_and_silent_for_longer_than_a_step() ->
     assert watchdog.doubt(101.9, has_work=True, lease_lost=False) == ""
     assert watchdog.doubt(103.0, has_work=False, lease_lost=False) == ""
     assert (
-        watchdog.doubt(103.0, has_work=True, lease_lost=False)
-        == "the engine has requests but has sent nothing for 3.0 s"
+        watchdog.doubt(103.0, has_work=True, lease_lost=False) == "the engine had requests but sent nothing for 3.0 s"
     )
     watchdog.heard(103.0)
     assert watchdog.doubt(104.0, has_work=True, lease_lost=True) == ""
@@ -23,18 +22,18 @@ def test_an_engine_is_probed_only_if_busy_and_silent_for_longer_than_a_step() ->
 
 def test_an_idle_engine_whose_lease_has_expired_is_asked() -> None:
     watchdog = Watchdog(CONFIG, now=100.0)
-    assert watchdog.doubt(102.0, has_work=False, lease_lost=True) == "the coordinator does not list the engine"
+    assert watchdog.doubt(102.0, has_work=False, lease_lost=True) == "the coordinator did not list the engine"
 
 
 @pytest.mark.parametrize(
     ("answer", "verdict"),
     [
-        (None, "silent, and the engine does not answer a probe within 5 s"),
+        (None, "silent, and the engine did not answer a probe within 5 s"),
         (SchedulerStats(), ""),
         (SchedulerStats(seconds_since_last_step=9000.0), ""),
         (
             SchedulerStats(seconds_since_last_step=10.0, wedged=True),
-            "wedged: the engine has work but has not finished a step for 10.0 s",
+            "wedged: the engine had work but finished no step for 10.0 s",
         ),
     ],
 )
