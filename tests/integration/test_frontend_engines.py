@@ -84,8 +84,13 @@ async def test_a_lost_engine_is_told_with_the_sequences_that_moved_and_logged_on
     cluster = await until_states(frontend, {"a": control_pb2.ENGINE_STATE_DEAD, "b": control_pb2.ENGINE_STATE_SERVING})
     [lost] = cluster.lost_engines
     assert (lost.engine_id, lost.address, lost.num_moved) == ("a", a.address, 3)
-    about = [line["event"] for line in lines if a.address in f"{line.get('engine', '')} {line['event']}"]
-    assert about == ["engine lost"]
+    [line] = [line for line in lines if a.address in str(line)]
+    assert (line["event"], line["moved"], len(line["requests"])) == ("engine lost", 3, 1)
+    value = frontend.frontend._metrics.registry.get_sample_value
+    labels = {"model_name": frontend.frontend._metrics.model}
+    assert value("penstock:engines_connected", labels) == 1
+    assert value("penstock:engines_lost_total", {**labels, "cause": "disconnected"}) == 1
+    assert value("penstock:engines_lost_total", {**labels, "cause": "failed"}) == 0
     b.step()
     for call in calls:
         assert len([output for output in await collect(call) if output.finish_reason]) == 3
@@ -678,7 +683,10 @@ async def test_an_idle_engine_whose_lease_expired_and_that_does_not_answer_is_lo
         frontend.frontend._engines.follow_view(view(b))
         await until_states(frontend, {"b": control_pb2.ENGINE_STATE_SERVING})
     said = capsys.readouterr().out
-    assert "the coordinator does not list an engine; the frontend uses the engine until a probe of the engine fails" in said
+    assert (
+        "the coordinator does not list an engine; the frontend uses the engine until a probe of the engine fails"
+        in said
+    )
     assert "the coordinator did not list the engine, and the engine did not answer a probe within 1 s" in said
 
 

@@ -5,6 +5,7 @@ package may read the engines' state.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -35,6 +36,19 @@ class ModelLimits(NamedTuple):
     hidden_size: int | None = None
     embedding_size: int = 0
     media: tuple[MediaLimits, ...] = ()
+
+
+class LossCause(StrEnum):
+    """Cause of the loss of an engine: the label ``cause`` of ``penstock:engines_lost_total``."""
+
+    UNRESPONSIVE = "unresponsive"
+    """The engine did not answer a probe."""
+    WEDGED = "wedged"
+    """The engine answered a probe, but had work and completed no step."""
+    DISCONNECTED = "disconnected"
+    """The connection broke: the engine's process ended, or the network failed."""
+    FAILED = "failed"
+    """The engine reported a failure, ended the session, or sent wrong messages."""
 
 
 class RankLoad(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from penstock_common.observability.metrics import (
     service_registry,
 )
 from penstock_common.types.outputs import FinishReason
+from penstock_frontend.interfaces import LossCause
 from penstock_frontend.rpc.media_transport import TRANSPORTS, MediaCounts
 
 # The bucket bounds are the same as vLLM's, so that quantiles can be compared. vLLM's token buckets end at the model's
@@ -62,7 +63,13 @@ _OF_CALLS = (
         "penstock:engine_variants",
         "Engines that compute differently: 1 while all are the same, 0 without engines",
     ),
-    Instrument(Counter, "penstock:requests_moved", "Sequences that left their engine"),
+    Instrument(Gauge, "penstock:engines_connected", "Engines to which the frontend is connected"),
+    Instrument(Counter, "penstock:engines_lost", "Engines lost", ("cause",)),
+    Instrument(
+        Counter,
+        "penstock:requests_moved",
+        "Moves: how often a sequence left an engine to resume on another engine",
+    ),
     Instrument(
         Counter,
         "penstock:legs",
@@ -194,6 +201,8 @@ class FrontendMetrics(Instruments):
         self.registry = service_registry("frontend")
         self._of_sequences = Instruments(self.registry, _OF_SEQUENCES, more=["engine"], model_name=model_name)
         super().__init__(self.registry, _OF_CALLS, model_name=model_name)
+        for cause in LossCause:
+            self.series("penstock:engines_lost", cause)  # create the series with the value 0, so that rates are right
         self._engines: dict[str, EngineMetrics] = {}
 
     def engine(self, engine: str) -> EngineMetrics:

@@ -62,6 +62,7 @@ class Frontend:
                 on_gap=metrics.series("penstock:handover_gap_seconds").observe,
                 kv_events=kv_events,
                 certificates=self._certificates,
+                on_lost=lambda cause: metrics.series("penstock:engines_lost", cause).inc(),
             )
 
         assembly = assemble(
@@ -266,11 +267,13 @@ class Frontend:
         )
 
     def _on_change(self) -> None:
-        for load in self._engines.view.for_metrics():
+        connected = self._engines.view.connected
+        for engine in connected:
             self._metrics.engine(
-                load.engine
+                engine
             )  # create the time series of each engine, so that they have the value 0 before the first request
         self._llm.adapters.engines_changed()
+        self._metrics.series("penstock:engines_connected").set(len(connected))
         self._metrics.series("penstock:requests_held").set(self._engines.num_held)
         self._metrics.series("penstock:engine_variants").set(len(self._engines.view.variants()))
         if self._coordinator is not None:

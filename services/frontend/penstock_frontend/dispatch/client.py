@@ -29,13 +29,15 @@ from penstock_frontend.dispatch.kv_events import KvEventFeed
 from penstock_frontend.dispatch.pool import EnginePool
 from penstock_frontend.dispatch.prefix_caches import PrefixCaches
 from penstock_frontend.dispatch.router import Router
-from penstock_frontend.interfaces import ModelLimits, OutputHandler
+from penstock_frontend.interfaces import LossCause, ModelLimits, OutputHandler
 from penstock_frontend.rpc.engine_session import SessionEnd
 from penstock_frontend.rpc.media_transport import MediaCounts
 
 KEPT_SECONDS = 600.0
 MAX_KEPT = 20
 """Maximum number of engine losses that the frontend remembers. When there are more, it drops the oldest losses first."""
+_MAX_LOGGED_REQUESTS = 5
+"""Maximum number of moved requests that the log line about a lost engine names."""
 
 
 class LostEngine(msgspec.Struct, frozen=True):
@@ -84,6 +86,7 @@ class EngineEvents:
         kv_events: the feed that sends KV cache events to external gateways.
         caches: tracks the prefix cache of each engine. None if routing does not use prefix caches.
         lost: records lost engines.
+        on_lost: called with the cause of each loss.
         on_change: called whenever an engine may have started or stopped accepting requests.
     """
 
@@ -96,6 +99,7 @@ class EngineEvents:
         *,
         caches: CacheFollower | None,
         lost: LostEngines,
+        on_lost: Callable[[LossCause], None],
         on_change: Callable[[], None],
     ) -> None:
         self._dispatch = dispatch
@@ -104,6 +108,7 @@ class EngineEvents:
         self._kv_events = kv_events
         self._caches = caches
         self._lost = lost
+        self._on_lost = on_lost
         self._on_change = on_change
         self._variants: list[str] = []
         """Configuration hashes of the connected engines' variants at the last check. The list stays unchanged while no
@@ -134,8 +139,7 @@ class EngineEvents:
         if outputs.kv_events:
             self._cache_changed(connection, outputs.kv_events)
         if outputs.outputs or outputs.tokens is not None or outputs.finished_requests:
-            engine_id = connection.ready.engine_id if connection.ready else ""
-            self._dispatch.take(connection.address, engine_id, outputs)
+            self._dispatch.take(connection.address, _id_of(connection), outputs)
 
     def on_draining(self, connection: EngineConnection, time_left: float | None) -> None:
         """Handle a draining engine.
@@ -156,13 +160,27 @@ class EngineEvents:
             self._caches.down(connection)
         self._tell_variants()
         self._on_change()
-        why = f"engine {connection.name} is gone: {end.why}"
+        why = f"engine {connection.name} was lost: {end.why}"
         moved = self._dispatch.lose(connection.address, why, in_doubt=not end.by_engine)
-        if not connection.draining and not connection.closing:
-            engine_id = connection.ready.engine_id if connection.ready else ""
-            self._lost.add(engine_id, connection.address, end.why, moved)
+        if connection.draining:
+            get_logger().info("engine left", engine=connection.name, reason=end.why)
+        elif not connection.closing:
+            self._tell_loss(connection, end, moved)
         self._router.forget(connection.address)
         self._kv_events.gone(connection.address)
+
+    def _tell_loss(self, connection: EngineConnection, end: SessionEnd, moved: Sequence[str]) -> None:
+        """Log, record and count the loss of an engine. ``moved`` has the clients' id of each moved sequence."""
+        requests = list(dict.fromkeys(moved))[:_MAX_LOGGED_REQUESTS]
+        get_logger().warning(
+            "engine lost",
+            engine=connection.name,
+            reason=end.why,
+            moved=len(moved),
+            **({"requests": requests} if requests else {}),
+        )
+        self._lost.add(_id_of(connection), connection.address, end.why, len(moved))
+        self._on_lost(end.cause)
 
     def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
         """Handle the outcome of a lost connection to an engine. ``lives`` is True if the engine is alive, and False if
@@ -212,6 +230,10 @@ class EngineEvents:
         self._variants = hashes
 
 
+def _id_of(connection: EngineConnection) -> str:
+    return connection.ready.engine_id if connection.ready else ""
+
+
 _OF_GROUPS = ("pause", "resume")
 """Utility methods that all ranks of a data-parallel group must run together. A rank that joins later gets the current
 state of the group.
@@ -229,6 +251,7 @@ class GrpcEngineClient:
         on_moved: called with the number of sequences that have left their engine to resume on another engine.
         kv_events: receives the changes of the engines' prefix caches.
         certificates: records when the TLS certificates of the connections expire.
+        on_lost: called with the cause of each loss of an engine.
         on_planned: called for each decision whether a request runs on one engine or on two (disaggregated prefill).
         on_gap: called with the time from each planned handoff to the next engine's first output, in seconds.
     """
@@ -243,6 +266,7 @@ class GrpcEngineClient:
         on_moved: Callable[[int], None],
         kv_events: KvEventFeed,
         certificates: Certificates,
+        on_lost: Callable[[LossCause], None] = lambda _: None,
         on_planned: Planned = lambda *_: None,
         on_gap: Callable[[float], None] = lambda _: None,
     ) -> None:
@@ -287,6 +311,7 @@ class GrpcEngineClient:
                 kv_events,
                 caches=follower,
                 lost=self.lost,
+                on_lost=on_lost,
                 on_change=self._engines_changed,
             )
         )

@@ -16,6 +16,7 @@ from penstock_common.types.outputs import EngineCoreOutputs, EngineReady, Schedu
 from penstock_frontend.config import FrontendConfig
 from penstock_frontend.dispatch.journal import EngineFaultError
 from penstock_frontend.dispatch.watchdog import Watchdog, wedged
+from penstock_frontend.interfaces import LossCause
 from penstock_frontend.loop_yield import loop_time
 from penstock_frontend.rpc.engine_session import EngineSession, SessionEnd
 from penstock_frontend.rpc.media_transport import MediaTransport
@@ -186,7 +187,7 @@ class EngineConnection:
             max_message_bytes=self._config.server.max_message_bytes,
             follows_cache=self._config.routing.policy == "prefix_aware",
         )
-        end = SessionEnd("the session was closed", by_engine=False)
+        end = SessionEnd("the session was closed", LossCause.DISCONNECTED)
         try:
             ready = await session.open()
             if self._wedged and (load := await session.load(self._detection.probe_timeout)) and load.wedged:
@@ -194,9 +195,9 @@ class EngineConnection:
             self._up(session, ready)
             end = await self._run(session)
         except EngineFaultError as e:
-            end = SessionEnd(str(e), by_engine=True)
+            end = SessionEnd(str(e), LossCause.FAILED)
         except Exception as e:
-            end = SessionEnd(f"{type(e).__name__}: {e}", by_engine=True)
+            end = SessionEnd(f"{type(e).__name__}: {e}", LossCause.FAILED)
             raise
         finally:
             self._down(end)  # do this before closing, so that no further request is sent in this session
@@ -225,10 +226,6 @@ class EngineConnection:
             return  # the session ended before the engine was ready
         self.session = None
         self._in_doubt = not end.by_engine
-        if self.draining:
-            get_logger().info("engine left", engine=self.name, reason=end.why)
-        elif not self.closing:
-            get_logger().warning("engine lost", engine=self.name, reason=end.why)
         self._listener.on_down(self, end)
         self._on_lost(self)
 
@@ -257,7 +254,7 @@ class EngineConnection:
             answer = await session.load(self._detection.probe_timeout)
             if problem := watchdog.verdict(doubt, answer):
                 self._wedged = answer is not None
-                return SessionEnd(problem, by_engine=self._wedged)
+                return SessionEnd(problem, LossCause.WEDGED if self._wedged else LossCause.UNRESPONSIVE)
             self.heard()
 
     def _on_outputs(self, outputs: EngineCoreOutputs) -> None:

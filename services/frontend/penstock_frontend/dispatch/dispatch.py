@@ -223,8 +223,8 @@ class Dispatch:
         silent = [request_id for request_id in frame.finished_requests if request_id not in told]
         return [Refusal(entry, error, admitted=True) for entry in self._journal.lose(engine, silent)]
 
-    def lose(self, engine: str, why: str, *, in_doubt: bool = False) -> int:
-        """Handle the loss of an engine. Return the number of its sequences that resume on other engines.
+    def lose(self, engine: str, why: str, *, in_doubt: bool = False) -> list[str]:
+        """Handle the loss of an engine. Return the clients' id of each sequence that resumes on another engine.
 
         If ``in_doubt`` is True, only the connection is known to be lost, and the engine may still be alive. When the
         frontend knows whether the engine is alive, the caller must call ``acquit`` (alive) or ``accuse`` (dead).
@@ -240,9 +240,7 @@ class Dispatch:
         alone = is_one_call and num_there <= len(entries)
         blame = Blame.ALONE if alone else Blame.SHARED
         moved = self._move([(entry, why, blame) for entry in entries], in_doubt=in_doubt)
-        if moved:
-            get_logger().warning("engine lost; its requests resume on other engines", count=moved, reason=why)
-        return moved
+        return [entry.request.context.external_request_id for entry in moved]
 
     def acquit(self, engine: str) -> None:
         """Stop counting a lost connection against the engine's requests: the engine is alive, and only its connection
@@ -342,8 +340,10 @@ class Dispatch:
         asked = _USUAL_EXCLUSION if error.retry_after is None else error.retry_after
         return min(max(asked, _SHORTEST_EXCLUSION), self._hold_timeout)
 
-    def _move(self, entries: Iterable[tuple[JournalEntry, str, Blame]], *, in_doubt: bool = False) -> int:
-        """Move entries to other engines if their retry limits allow it. Return the number that moved.
+    def _move(
+        self, entries: Iterable[tuple[JournalEntry, str, Blame]], *, in_doubt: bool = False
+    ) -> list[JournalEntry]:
+        """Move entries to other engines if their retry limits allow it. Return the entries that moved.
 
         Each item of ``entries`` has the entry, the reason for the move, and how far the entry may have caused the move.
         """
@@ -362,7 +362,7 @@ class Dispatch:
             self._outputs.moved([entry.request_id for entry in moving])
             self._place(moving)
         self._try_next()
-        return len(moving)
+        return moving
 
     def _place(self, entries: Iterable[JournalEntry]) -> None:
         """Send entries to engines. All entries of a call go to the same engine. Hold entries that no engine accepts

@@ -91,6 +91,11 @@ class EngineLoads:
         return sorted(ready.engine_id for _, ready in self._ready() if capability in ready.capabilities)
 
     @property
+    def connected(self) -> Sequence[str]:
+        """Ids of the connected engines."""
+        return [ready.engine_id for _, ready in self._ready()]
+
+    @property
     def num_engines(self) -> int:
         return sum(candidate.accepting for candidate in self._pool.candidates())
 

@@ -46,6 +46,7 @@ from penstock_common.types.outputs import (
 )
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_common.types.request import EngineCoreRequest
+from penstock_frontend.interfaces import LossCause
 from penstock_frontend.rpc import session_messages
 from penstock_frontend.rpc.media_transport import MediaTransport, Probe
 from penstock_frontend.rpc.tensor_sender import MediaMirror, NotWrittenError, TensorSender
@@ -264,14 +265,15 @@ _OF_THE_NETWORK = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class SessionEnd(NamedTuple):
-    """Reason for the end of a session with an engine.
-
-    ``by_engine`` is True if the engine failed or ended the session. If ``by_engine`` is False, only the network may
-    have failed.
-    """
+    """Reason and cause of the end of a session with an engine."""
 
     why: str
-    by_engine: bool
+    cause: LossCause
+
+    @property
+    def by_engine(self) -> bool:
+        """True if the engine failed or ended the session. Otherwise the network may have failed."""
+        return self.cause in (LossCause.WEDGED, LossCause.FAILED)
 
 
 class EngineSession:
@@ -394,11 +396,12 @@ class EngineSession:
                 elif kind == "start_wave":
                     self._on_start_wave(wave_from_proto(response.start_wave, StartWave, ""))
                 elif kind == "engine_dead":
-                    return SessionEnd(f"the engine failed: {response.engine_dead.reason}", by_engine=True)
+                    return SessionEnd(f"the engine failed: {response.engine_dead.reason}", LossCause.FAILED)
         except grpc.aio.AioRpcError as e:
             why = f"the connection broke: {e.details() or e.code().name}"
-            return SessionEnd(why, by_engine=e.code() not in _OF_THE_NETWORK)
-        return SessionEnd("the engine closed the session", by_engine=True)
+            of_network = e.code() in _OF_THE_NETWORK
+            return SessionEnd(why, LossCause.DISCONNECTED if of_network else LossCause.FAILED)
+        return SessionEnd("the engine closed the session", LossCause.FAILED)
 
     def start_dp_wave(self, message: StartDpWave) -> None:
         """Ask the engine to start or join a wave. The engine must be a rank of a data-parallel group."""
