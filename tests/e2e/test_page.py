@@ -499,6 +499,8 @@ async def test_the_clusters_state_is_kept_up_to_date(tab: Tab, server: PageServe
         "cache",
     ]
     assert await tab.text("#totals") == "3 requests running, 2 waiting."
+    server.missing = ["engine-1"]
+    await tab.until("document.querySelector('#totals').textContent.endsWith(' Missing: engine-1.')")
 
 
 @pytest.mark.parametrize("dark", [False, True])

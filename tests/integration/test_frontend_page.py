@@ -59,6 +59,7 @@ async def test_the_state_names_the_model_and_its_engines(engine: FakeEngine, mod
                     "kv_cache_usage": 0.0,
                 }
             ],
+            "missing_engines": [],
         }
 
 
@@ -69,6 +70,18 @@ async def test_the_state_follows_an_engine_that_drains(engine: FakeEngine, model
         await until_states(server, {"engine-0": control_pb2.ENGINE_STATE_DRAINING})
         state = await state_of(server)
     assert (state["serving"], state["engines"][0]["state"]) == (False, "draining")
+
+
+async def test_the_state_names_a_lost_engine_until_the_engine_returns(engine: FakeEngine, model: Path) -> None:
+    async with FrontendServer(model, engines=[engine.address], http=HTTP) as server:
+        await server.until_health(serving=True)
+        port = int(engine.address.rpartition(":")[2])
+        await engine.kill()
+        await until_states(server, {"engine-0": control_pb2.ENGINE_STATE_DEAD})
+        assert (await state_of(server))["missing_engines"] == ["engine-0"]
+        await engine.start(port)
+        await until_states(server, {"engine-0": control_pb2.ENGINE_STATE_SERVING})
+        assert (await state_of(server))["missing_engines"] == []
 
 
 async def test_a_coordinator_that_does_not_answer_is_disconnected(model: Path) -> None:

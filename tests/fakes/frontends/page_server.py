@@ -32,7 +32,8 @@ class PageServer:
         broken: Error in the stream after the pieces.
         vectors: The next embeddings.
         requests: Received bodies.
-        abandoned: Set when a client leaves a stream. engines, serving, capabilities, limits: State of the cluster.
+        abandoned: Set when a client leaves a stream. engines, missing, serving, capabilities, limits: State of the
+            cluster.
     """
 
     def __init__(self, *, chat: bool = True, tools: bool = True, media: Sequence[str] = (), port: int = 0) -> None:
@@ -44,6 +45,7 @@ class PageServer:
         self.go_on = asyncio.Event()
         self.abandoned = asyncio.Event()
         self.engines = [EngineStatus(engine_id="engine-0", incarnation="1", address="127.0.0.1:50052")]
+        self.missing: list[str] = []
         self.serving = True
         self.capabilities: Sequence[str] = ("generate",)
         self.limits: ModelLimits | None = ModelLimits(2048, 4096)
@@ -55,6 +57,7 @@ class PageServer:
             media=media,
             serving=lambda: self.serving,
             coordinator=lambda: "connected",
+            missing=lambda: self.missing,
         )
         api = [Route(path, self._complete, methods=["POST"]) for path in ("/v1/completions", "/v1/chat/completions")]
         api.append(Route("/v1/embeddings", self._embed, methods=["POST"]))

@@ -238,6 +238,7 @@ class Servers:
             tools=bool(renderer.templates.source) and renderer.takes_tools,
             serving=lambda: self._assembly.llm.serving,
             coordinator=self._coordinator_state,
+            missing=self._assembly.engines.lost.missing,
         )
         return page.routes()
 

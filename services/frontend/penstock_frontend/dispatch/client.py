@@ -4,7 +4,6 @@ engines.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -34,8 +33,11 @@ from penstock_frontend.rpc.engine_session import SessionEnd
 from penstock_frontend.rpc.media_transport import MediaCounts
 
 KEPT_SECONDS = 600.0
+"""Seconds for which a loss is listed in any case."""
+MISSING_SECONDS = 86_400.0
+"""Seconds for which a loss is listed while the engine is missing."""
 MAX_KEPT = 20
-"""Maximum number of engine losses that the frontend remembers. When there are more, it drops the oldest losses first."""
+"""Maximum number of listed losses. Losses of engines that are not missing are dropped first, then the oldest losses."""
 _MAX_LOGGED_REQUESTS = 5
 """Maximum number of moved requests that the log line about a lost engine names."""
 
@@ -53,27 +55,53 @@ class LostEngine(msgspec.Struct, frozen=True):
 
 
 class LostEngines:
-    """Remembers lost engines for ten minutes, even if the frontend has connected to them again.
+    """Remembers lost engines for ten minutes, and then while they are missing, at most a day.
 
-    ``clock`` returns monotonic seconds.
+    A lost engine is missing until an engine with its id or its address connects. Under autoscaling, a new engine has
+    another id and another address. Therefore, an engine that was not connected when an engine was lost, and that is no
+    missing engine itself, replaces the missing engine that was lost first.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        """``clock`` returns monotonic seconds."""
         self._clock = clock
-        self._lost: deque[LostEngine] = deque(maxlen=MAX_KEPT)
+        self._lost: list[LostEngine] = []
+        self._missing: dict[LostEngine, frozenset[str]] = {}
+        """Losses of missing engines, the oldest first, each with the ids of the engines that stayed connected."""
 
-    def add(self, engine_id: str, address: str, why: str, num_moved: int) -> None:
-        """Record the loss of an engine, with the current time."""
-        self._lost.append(LostEngine(engine_id, address, why, self._clock(), num_moved))
+    def add(self, engine_id: str, address: str, why: str, num_moved: int, *, connected: Iterable[str] = ()) -> None:
+        """Record the loss of an engine, with the current time. ``connected`` are the ids of the other engines."""
+        lost = LostEngine(engine_id, address, why, self._clock(), num_moved)
+        self._lost.append(lost)
+        self._missing[lost] = frozenset(connected)
+        if len(self._lost) > MAX_KEPT:
+            self._drop(next((each for each in self._lost if each not in self._missing), self._lost[0]))
+
+    def joined(self, engine_id: str, address: str) -> None:
+        """Record that an engine has connected: a lost engine has returned, or a new engine replaces a lost engine."""
+        ended = [lost for lost in self._missing if engine_id == lost.engine_id or address == lost.address]
+        if not ended:
+            ended = [lost for lost, connected in self._missing.items() if engine_id not in connected][:1]
+        for lost in ended:
+            del self._missing[lost]
 
     def recent(self) -> list[tuple[LostEngine, float]]:
         """Return the losses of engines in the last ten minutes, latest first. Each item has the loss and the seconds
         since the loss.
         """
         now = self._clock()
-        while self._lost and now - self._lost[0].at > KEPT_SECONDS:
-            self._lost.popleft()
+        for lost in tuple(self._lost):
+            if now - lost.at > (MISSING_SECONDS if lost in self._missing else KEPT_SECONDS):
+                self._drop(lost)
         return [(lost, now - lost.at) for lost in reversed(self._lost)]
+
+    def missing(self) -> list[str]:
+        """Return the ids of the missing engines, the engine that was lost first at the beginning."""
+        return [lost.engine_id for lost, _ in reversed(self.recent()) if lost in self._missing]
+
+    def _drop(self, lost: LostEngine) -> None:
+        self._lost.remove(lost)
+        self._missing.pop(lost, None)
 
 
 class EngineEvents:
@@ -121,6 +149,7 @@ class EngineEvents:
         Forget the counts of the engine's earlier incarnations, and send held requests to the engine.
         """
         self._router.forget(connection.address)
+        self._lost.joined(_id_of(connection), connection.address)
         if self._caches is not None:
             self._caches.up(connection)
         self._tell_variants()
@@ -179,7 +208,8 @@ class EngineEvents:
             moved=len(moved),
             **({"requests": requests} if requests else {}),
         )
-        self._lost.add(_id_of(connection), connection.address, end.why, len(moved))
+        others = self._loads.connected
+        self._lost.add(_id_of(connection), connection.address, end.why, len(moved), connected=others)
         self._on_lost(end.cause)
 
     def on_fate(self, connection: EngineConnection, *, lives: bool) -> None:
@@ -273,7 +303,7 @@ class GrpcEngineClient:
         self._wait_timeout = config.engine_wait_timeout
         self._max_held = config.max_held_requests
         self.lost = LostEngines(time.monotonic)
-        """Engines that this frontend lost in the last ten minutes."""
+        """Engines that this frontend lost in the last ten minutes, and older losses of engines that are still missing."""
         self._waiting = TenantRoom()
         """New requests that wait for an engine."""
         self._tell_change = on_change

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
@@ -114,7 +115,8 @@ def _lost(clusters: Sequence[Cluster]) -> Iterable[Text]:
         ]
         moved = lost.num_moved + sum(other.num_moved for other in also)
         back = ", is back" if lost.engine_id in present else ""
-        text = f"{lost.engine_id} lost {_ago(lost.seconds_ago)} ago, {moved} request{'' if moved == 1 else 's'} moved{back}"
+        when = f"{_clock(lost.seconds_ago)}, {_ago(lost.seconds_ago)} ago"
+        text = f"{lost.engine_id} lost at {when}, {moved} request{'' if moved == 1 else 's'} moved{back}"
         yield Text(f"{text}: {lost.reason}", style="yellow" if back else "red")
 
 
@@ -128,8 +130,15 @@ def _refused(clusters: Sequence[Cluster]) -> Iterable[Text]:
         yield Text(f"{whose}: {count} refused in the last minute: {reason}", style="yellow")
 
 
+def _clock(seconds_ago: float) -> str:
+    """Return the local time of an event, in the form of the times of text logs."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() - seconds_ago))
+
+
 def _ago(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 EXIT_FAILED = 1

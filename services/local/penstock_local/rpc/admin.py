@@ -29,7 +29,7 @@ class Variant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LostEngine(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine that the frontend lost recently."""
+    """An engine that the frontend lost recently, or that is still missing."""
 
     engine_id: str
     address: str

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +18,9 @@ from penstock_local.cli import main
 from penstock_local.commands.status import device_of, drafts_of
 from penstock_local.serving.machine_resources import free_ports
 from tests.fakes.clients.terminal import CTRL_C, Terminal
+
+_AT = re.compile(r"at \d\d:\d\d:\d\d")
+"""Pattern for the clock time of a loss."""
 
 
 class FakeAdmin(service_pb2_grpc.AdminServiceServicer):
@@ -236,13 +241,16 @@ async def test_engines_that_were_lost_are_told_with_what_became_of_their_request
         )
     assert await server.run("--once") == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[-2:] == [
-        "engine-1 lost 12 s ago, 6 requests moved: it broke",
-        "engine-0 lost 5 min ago, 1 request moved, is back: it broke",
+    assert [_AT.sub("at TIME", line) for line in said[-2:]] == [
+        "engine-1 lost at TIME, 12 s ago, 6 requests moved: it broke",
+        "engine-0 lost at TIME, 5 min ago, 1 request moved, is back: it broke",
     ]
+    shown = time.strptime(_AT.findall(said[-2])[0], "at %H:%M:%S")
+    late = (time.localtime().tm_hour - shown.tm_hour) * 60 + time.localtime().tm_min - shown.tm_min
+    assert late % (24 * 60) < 5, "the time is that of this machine's clock, as in text logs"
     await server.run("--once", "--admin-address", server.address)
-    said = capsys.readouterr().out.splitlines()
-    assert "engine-1 lost 12 s ago, 12 requests moved: it broke" in said, "as two frontends have moved them"
+    said = _AT.sub("at TIME", capsys.readouterr().out).splitlines()
+    assert "engine-1 lost at TIME, 12 s ago, 12 requests moved: it broke" in said, "as two frontends have moved them"
     await server.run("--json")
     [first, _] = json.loads(capsys.readouterr().out)["lost_engines"]
     assert (first["engine_id"], first["num_moved"], first["reason"]) == ("engine-1", 6, "it broke")
@@ -253,7 +261,7 @@ async def test_a_lost_engine_is_told_also_where_no_engine_is_left(
 ) -> None:
     server.admin.lost.append(messages_pb2.LostEngine(engine_id="engine-0", reason="it broke", seconds_ago=3.0))
     assert await server.run("--once") == 1
-    assert "engine-0 lost 3 s ago, 0 requests moved: it broke" in capsys.readouterr().out
+    assert "engine-0 lost at TIME, 3 s ago, 0 requests moved: it broke" in _AT.sub("at TIME", capsys.readouterr().out)
 
 
 async def test_tenants_that_are_refused_are_told_with_how_often_and_why(
@@ -309,9 +317,9 @@ async def test_a_dead_engine_is_told_of_once(server: Server, capsys: pytest.Capt
         messages_pb2.LostEngine(engine_id="engine-1", address=dead.address, reason="it broke", seconds_ago=3.0)
     ]
     await server.run("--once")
-    said = capsys.readouterr().out
+    said = _AT.sub("at TIME", capsys.readouterr().out)
     assert said.count("engine-1") == 1
-    assert "engine-1 lost 3 s ago, 0 requests moved: it broke" in said
+    assert "engine-1 lost at TIME, 3 s ago, 0 requests moved: it broke" in said
     assert "serving · 1 engine ·" in said
     server.admin.engines = [dead]
     assert await server.run("--once") == 1

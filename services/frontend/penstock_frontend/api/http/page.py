@@ -51,6 +51,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: maximum number of tokens of prompt and output together. 0 while no engine is connected.
         coordinator: ``connected``, ``disconnected``, or ``none`` without a coordinator.
         engines: state of each engine.
+        missing_engines: ids of lost engines that have not returned.
     """
 
     model: str
@@ -62,6 +63,7 @@ class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     coordinator: str
     engines: list[EngineState]
+    missing_engines: list[str]
 
 
 class Page:
@@ -77,6 +79,7 @@ class Page:
         media: Collection[str],
         serving: Callable[[], bool],
         coordinator: Callable[[], str],
+        missing: Callable[[], list[str]],
     ) -> None:
         self._engines = engines
         self._model = model
@@ -85,6 +88,7 @@ class Page:
         self._media = sorted(media)
         self._serving = serving
         self._coordinator = coordinator
+        self._missing = missing
         self._html = importlib.resources.files("penstock_frontend").joinpath("page/index.html").read_bytes()
 
     def routes(self) -> list[Route]:
@@ -104,6 +108,7 @@ class Page:
             max_model_len=limits.max_model_len if limits else 0,
             coordinator=self._coordinator(),
             engines=[_engine_state(status) for status in self._engines.cluster()],
+            missing_engines=self._missing(),
         )
 
     async def _index(self, _: Request) -> Response:
