@@ -1,3 +1,3 @@
-"""Model parallelism: division of a model among several devices, and the connections between the workers that run the
-shards.
+"""Model parallelism: division of a model into shards for several devices, and the connections between the workers, each
+of which runs one shard.
 """
