@@ -179,7 +179,7 @@ def test_an_attention_bias_is_added(tmp_path: Path) -> None:
     ("changes", "cache", "reason"),
     [
         ({"mlp_bias": True}, CACHE, "a gate has a bias"),
-        ({"hidden_act": "gelu"}, CACHE, "the activation of model.layers.0.mlp is gelu"),
+        ({"hidden_act": "gelu"}, CACHE, "model.layers.0.mlp uses the activation function gelu"),
         ({"head_dim": 10}, CACHE, "a head size of 10 is not a multiple of"),
         ({"intermediate_size": 50}, CACHE, "intermediate_size 50 is not a multiple of"),
         ({}, {"block_size": 8, "num_blocks": 256}, "cache.block_size 8 is not a multiple of 16"),

@@ -102,7 +102,8 @@ def _foreign(method: str, given: dict[bytes, list[str]], host: str | None, rules
     """Return a refusal if the call comes from a page of another origin that is not allowed."""
     site, allowed = _last(given, b"sec-fetch-site"), rules.origins
     if site == "same-origin" or (allowed is not None and allowed.any):
-        # The browser has compared the page's origin with the called URL. A proxy may have changed Host after that.
+        # The browser has already compared the page's origin with the called URL. Comparing the origin with Host again
+        # could refuse the call wrongly, because a proxy may have changed Host.
         return None
     origins = given.get(b"origin", [])
     if not origins:

@@ -129,7 +129,9 @@ class UniprocExecutor:
         return self._worker.runner.draft()
 
     def step_seconds(self, num_tokens: int, passes: int) -> float:
-        """Wait for the worker to time forward passes. Returns the duration of the fastest pass in seconds."""
+        """Wait while the worker measures the duration of several forward passes. Returns the duration of the fastest
+        pass in seconds.
+        """
         return self._thread.call(partial(self._worker.runner.step_seconds, num_tokens, passes))
 
     def execute_dummy_batch(self) -> None:

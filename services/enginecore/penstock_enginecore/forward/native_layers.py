@@ -127,7 +127,7 @@ def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
         )
         return None if odd is None else f"the model's mixtures of experts compute in {str(odd).removeprefix('torch.')}"
     if mlp.activation not in _ACTIVATIONS:
-        return f"the activation of {layer.name}.mlp is {mlp.activation}"
+        return f"{layer.name}.mlp uses the activation function {mlp.activation}, which this decoder does not support"
     if (width := mlp.down.in_features) % library.lanes:
         return f"intermediate_size {width} is not a multiple of {library.lanes}"
     biased = mlp.activation != "relu2" and any(linear.bias is not None for linear in mlp.gate_up)

@@ -263,7 +263,7 @@ _TYPES: dict[str, Any] = {
 
 
 class CopiesAwaited:
-    """Copies whose results have not arrived from all workers. Thread-safe."""
+    """Copies of KV blocks or states for which not all workers have sent their results yet. Thread-safe."""
 
     def __init__(self, num_workers: int, send: Send) -> None:
         self._num_workers = num_workers

@@ -127,7 +127,7 @@ def check_weights(
         more = ", ..." if len(left) > _SHOWN else ""
         raise ModelLoadError(
             f"{where}: the files have {number} that {type(model).__name__} does not use: {', '.join(left[:_SHOWN])}{more}; "
-            f"{_remedy(left, model.config)}. If the model does not need them, name them in model.unused_weights"
+            f"{_remedy(left, model.config)}. If the model does not need these tensors, add their names to model.unused_weights"
         )
 
 

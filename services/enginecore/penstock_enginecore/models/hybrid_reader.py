@@ -156,7 +156,9 @@ class _RecurrentReader(PlanReader):
     def _activates(self, mixer: Any) -> bool:
         """Return True if the activation after the convolution is SiLU. Raises UnsuitableError for other activations."""
         if mixer.activation != "silu":
-            raise UnsuitableError(f"the activation of {self._names[mixer]} is {mixer.activation}")
+            raise UnsuitableError(
+                f"{self._names[mixer]} uses the activation function {mixer.activation}, which this decoder does not support"
+            )
         return True
 
 

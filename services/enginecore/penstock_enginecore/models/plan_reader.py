@@ -300,7 +300,9 @@ class PlanReader:
         """Return the activation in the attribute ``name`` of ``module``."""
         kind = type(getattr(module, name)).__name__
         if kind not in _ACTIVATIONS:
-            raise UnsuitableError(f"the activation of {self._names[module]} is {kind}")
+            raise UnsuitableError(
+                f"{self._names[module]} uses the activation function {kind}, which this decoder does not support"
+            )
         return _ACTIVATIONS[kind]
 
     def norm(self, norm: Any) -> Norm | None:

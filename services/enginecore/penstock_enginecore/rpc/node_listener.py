@@ -227,7 +227,8 @@ class NodeListener:
             raise Unavailable("the engine has ended", reason="ENGINE_DEAD")
         if attach.version != service_version():
             raise FailedPrecondition(
-                f"node {attach.index} has version {attach.version} and the engine {service_version()}; use one image for both",
+                f"node {attach.index} has version {attach.version}, but the engine has version {service_version()}; use the same "
+                "container image for the node and the engine",
                 reason="VERSIONS_DIFFER",
             )
         if differs := config_difference(self._shared, attach.config):

@@ -47,13 +47,16 @@ from penstock_enginecore.speculation.head import DraftHead, EagleHead
 
 
 class NativeHead(KernelDecoder):
-    """A ``HeadPass`` on the CPU kernels, which packs the weights of ``head``. Raises UnsuitableError.
+    """A ``HeadPass`` that computes the drafting head ``head`` with the CPU kernels, from packed copies of its weights.
 
     Args:
         embedding: The token embedding.
         calls: Attention calls of the head's layers.
         specs: KV cache needs of the head's layers.
         run: Function that runs a pass of the head's modules on test inputs.
+
+    Raises:
+        UnsuitableError: The CPU kernels cannot compute this head.
     """
 
     def __init__(

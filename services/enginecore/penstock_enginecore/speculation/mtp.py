@@ -199,7 +199,9 @@ def load_mtp(
     where = f"speculative.method is 'mtp', and model.path is {config.model.path!r}"
     module, kind = model.module, model.module.config.model_type
     if kind not in SERVED:
-        raise ModelLoadError(f"{where}, a {kind} model; mtp supports {', '.join(SERVED)}; {_OTHER}")
+        raise ModelLoadError(
+            f"{where}, which is a {kind} model; the method 'mtp' supports only the model types {', '.join(SERVED)}; {_OTHER}"
+        )
     if config.model.load_format == "dummy":
         raise ModelLoadError(f"{where}, but model.load_format is 'dummy', which reads no MTP layer; set it to 'auto'")
     progress(f"loading the MTP layer of {config.model.path}")

@@ -135,7 +135,8 @@ def prompts_file(options: BenchOptions) -> Dataset:
 
     Lines of a ``*.jsonl`` file are objects, other lines are texts.
 
-    Raises ConfigError naming the line.
+    Raises:
+        ConfigError: The file has no prompts, or a line is not valid. The message for a line has the line's number.
     """
     file = Path(options.prompts)
     lines = _read_prompts(file)

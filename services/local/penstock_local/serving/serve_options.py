@@ -427,8 +427,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         for key in _EACH_FRONTENDS_OWN:
             if key in self.settings.get("frontend", {}):
                 raise ConfigError(
-                    f"--set frontend.{key}: with --frontends {self.frontends} each frontend needs a different value, "
-                    "so the command sets it"
+                    f"--set frontend.{key} is not allowed with --frontends {self.frontends}, because each frontend needs a "
+                    "different value and the command sets these values; remove this --set"
                 )
 
     @property

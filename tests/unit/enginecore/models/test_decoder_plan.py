@@ -113,7 +113,7 @@ def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
 
 
 def test_an_activation_that_is_not_known_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsuitableError, match=r"the activation of model\.layers\.0\.mlp is NewGELUActivation"):
+    with pytest.raises(UnsuitableError, match=r"model\.layers\.0\.mlp uses the activation function NewGELUActivation"):
         plan("llama", tmp_path, hidden_act="gelu_new")
 
 

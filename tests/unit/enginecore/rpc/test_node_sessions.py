@@ -175,7 +175,7 @@ async def test_a_node_that_computes_otherwise_is_told_which_setting_differs(list
 @pytest.mark.asyncio
 async def test_a_node_of_another_version_is_refused(listener: NodeListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_client, "service_version", lambda: "0.0.9")
-    with pytest.raises(RequestFailed, match=r"node 1 has version 0.0.9 and the engine \d") as refused:
+    with pytest.raises(RequestFailed, match=r"node 1 has version 0.0.9, but the engine has version \d") as refused:
         await NodeClient(of_node(listener)).attach()
     assert refused.value.reason == "VERSIONS_DIFFER"
 

@@ -138,7 +138,7 @@ def test_several_frontends_need_a_system_that_shares_ports(monkeypatch: pytest.M
 
 
 def test_a_setting_that_each_frontend_must_have_its_own_of_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--set frontend.metrics.port: with --frontends 2"):
+    with pytest.raises(ConfigError, match=r"--set frontend.metrics.port is not allowed with --frontends 2"):
         ServeOptions(model="org/name", frontends=2, settings={"frontend": {"metrics.port": 9000}})
 
 

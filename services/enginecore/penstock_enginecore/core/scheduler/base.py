@@ -314,7 +314,7 @@ class Scheduler(Protocol):
 
     @property
     def drained(self) -> bool:
-        """Whether every request that arrived before the pause was requested has ended."""
+        """Whether all requests that were in the scheduler when the pause was requested have ended."""
 
     def preempt_all(self) -> None:
         """Preempt every running request. The requests are recomputed later."""

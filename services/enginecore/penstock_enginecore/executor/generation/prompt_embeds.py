@@ -25,8 +25,8 @@ class StepVectors:
     Attributes:
         indices: int64 ``[n]``: indices in the flat batch.
         rows: ``[n, hidden size]``: embeddings for these indices.
-        deepstack: ``[layers, n, hidden size]``: embeddings that are added at these indices after the first layers, or
-            None.
+        deepstack: ``[layers, n, hidden size]``: for each of the model's first layers, embeddings to add to the layer's
+            output at these indices. None if the model has no such embeddings.
     """
 
     indices: torch.Tensor

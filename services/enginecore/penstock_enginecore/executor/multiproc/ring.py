@@ -319,7 +319,9 @@ class RingClosed(PenstockError):  # noqa: N818 - it says what happened
 
 
 class RingTimeout(PenstockError):  # noqa: N818
-    """Raised if the other process of the ring did not write or read slots before the timeout. The call may be repeated."""
+    """Raised if a read or write ended at its timeout, because the other process of the ring did not write or read slots in
+    time. The caller may repeat the read or write.
+    """
 
 
 class RingError(PenstockError):

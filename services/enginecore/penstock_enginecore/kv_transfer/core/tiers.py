@@ -264,11 +264,11 @@ class TieredConnector:
             states: Tiers of states of recurrent layers, if the model has them.
         """
         if self._holder is None:
-            raise RuntimeError("begin was called before attach")
+            raise RuntimeError("begin() was called before attach(); call attach() first")
         self.blocks = SizeClass(blocks, self._holder, self._follow, self._clock)
         if states is not None:
             if self._state_holder is None:
-                raise RuntimeError("begin was called before attach_states")
+                raise RuntimeError("begin() was called before attach_states(); call attach_states() first")
             self.states = SizeClass(states, self._state_holder, self._follow, self._clock)
 
     def take_from(self, peers: PeerTier) -> None:
@@ -276,7 +276,7 @@ class TieredConnector:
         not called.
         """
         if self.blocks is None:
-            raise RuntimeError("take_from was called before begin")
+            raise RuntimeError("take_from() was called before begin(); call begin() first")
         self._peers = PeerLoads(peers, self.blocks.copier, None if self.states is None else self.states.copier)
 
     @property
@@ -286,7 +286,7 @@ class TieredConnector:
     def _class_of(self, name: BlockName) -> SizeClass:
         tiers = self.states if name.group == STATE_GROUP else self.blocks
         if tiers is None:
-            raise RuntimeError(f"{name} was used before begin was called")
+            raise RuntimeError(f"{name} was used before begin() was called with tiers for it; call begin() first")
         return tiers
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: ARG002 - a protocol

@@ -494,7 +494,7 @@ class EncoderWork(StepResource):
         return True
 
     def _done(self, identifier: str) -> None:
-        """Release the hold of the requests that wait for an item, because the item is encoded."""
+        """Release the hold of the requests that wait for an item to be encoded. Call this when the item is encoded."""
         for key in self._cache.claims(identifier):
             self._waiting.release(self._claimed[key].request, Hold.MEDIA)
 

@@ -171,7 +171,7 @@ def _add(nfa: Nfa, node: Node, start: int, end: int) -> None:
             sign = "^" if node.start else "$"
             raise RegexError(f"{sign} at position {node.position} is not at an end of the expression")
         case Lookahead():
-            raise RegexError(f"a lookahead, which is not supported here, at position {node.position}")
+            raise RegexError(f"a lookahead at position {node.position} is only supported directly after ^")
         case Group():
             for option in node.options:
                 first = nfa.add()

@@ -237,7 +237,7 @@ def _emit(node: Node, in_json: bool) -> str:
             "a character class matches no character, or only control characters that JSON strings cannot contain"
         )
     if isinstance(node, Lookahead):
-        raise RegexError(f"a lookahead, which is not supported here, at position {node.position}")
+        raise RegexError(f"a lookahead at position {node.position} is not supported in this expression")
     if isinstance(node, Anchor):
         raise RegexError(f"{'^' if node.start else '$'} at position {node.position} is not at an end of the expression")
     if isinstance(node, Repeat):

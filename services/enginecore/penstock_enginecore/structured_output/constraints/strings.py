@@ -164,7 +164,10 @@ class Texts:
                 raise
             return rules.add(f'"\\"" {in_json_string(shorter)} "\\""')
         if rule is None and high != self.high:
-            raise TooLargeError(f"the expressions and a length of {self.high} together need too many states")
+            raise TooLargeError(
+                f"the regular expressions of the string, together with its maximum length of {self.high}, need too many "
+                "automaton states; use simpler expressions or a smaller maximum length"
+            )
         return None if rule is None else rules.add(f'"\\"" {rule}')
 
     def _shortened(self, pattern: Group) -> Group | None:

@@ -249,7 +249,7 @@ class AdminServicer(service_pb2_grpc.AdminServiceServicer):
         return pb.LoadLoraResponse(lora=lora_info(loaded))
 
     async def UnloadLora(self, request: pb.UnloadLoraRequest, context: Context) -> pb.UnloadLoraResponse:
-        """Remove the name of a LoRA adapter."""
+        """Remove the name of a LoRA adapter, so that requests cannot use this name any more."""
         return pb.UnloadLoraResponse(lora=lora_info(await self._adapters.unload(request.name)))
 
     async def ListLoras(self, request: pb.ListLorasRequest, context: Context) -> pb.ListLorasResponse:

@@ -90,8 +90,10 @@ class Gate:
         fairness: Reread[FairnessConfig],
         on_refused: Callable[[ResourceExhausted, str, str], None],
     ) -> None:
-        """Create the gate for one HTTP listener. ``on_refused`` is called for each call that is refused at a limit,
-        with the error, the tenant and the id.
+        """Create the gate for one HTTP listener.
+
+        For each HTTP call that a limit refuses, ``on_refused`` is called with the error, the call's tenant and the
+        call's id.
         """
         self.on_refused = on_refused
         self._max_requests = config.max_requests

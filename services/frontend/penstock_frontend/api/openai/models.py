@@ -101,8 +101,9 @@ _NAMES = {"name": "lora_name", "path": "lora_path"}
 class LoadLoraAdapterRequest(msgspec.Struct, kw_only=True):
     """Request body of a call that loads a LoRA adapter.
 
-    ``lora_path`` is a directory on the engines' machines. ``load_inplace`` replaces an adapter with the same name and
-    other content. ``pinned``, a field of Penstock, keeps the adapter in the engines' memory.
+    ``lora_path`` is a directory on the engines' machines. If the name belongs to an adapter with other
+    content, the call replaces that adapter if ``load_inplace`` is true, and fails otherwise. ``pinned``, a field of
+    Penstock, keeps the adapter in the engines' memory.
     """
 
     lora_name: str
@@ -137,7 +138,9 @@ class LoraAdapters:
         return PlainText(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload(self, call: Call, given: Body) -> Answer:
-        """Remove the name of a LoRA adapter. Raises RequestFailed."""
+        """Remove the name of a LoRA adapter, so that requests cannot use this name any more. Raises RequestFailed if
+        the name is unknown or LoRA is off.
+        """
         body = await given.decode(UnloadLoraAdapterRequest)
         given.close()
         try:

@@ -419,7 +419,7 @@ class WorkerPool:
                 return None
 
     async def _work_for(self, worker: WorkerProcess) -> bool:
-        """Wait until there may be an item for the worker. Return False if the worker process ends before."""
+        """Wait until the queue may have an item for the worker. Return False if the worker process ends during the wait."""
         work, end = asyncio.ensure_future(self._work.wait()), asyncio.ensure_future(worker.ended())
         try:
             await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)

@@ -34,8 +34,8 @@ class LogprobsReader:
     none.
 
     The text of an entry is the text that the entry's token adds after another token, including leading spaces. The text
-    of a token that is part of a character is U+FFFD. The text of a special token is the token's name. The joined texts
-    of the chosen tokens therefore equal the output only if each character has a single token.
+    of a token that is only a part of a character is U+FFFD. The text of a special token is the token's name. The joined
+    texts of the chosen tokens therefore equal the output only if each character has a single token.
     """
 
     __slots__ = ("_num_prompt_left", "_tokenizer", "_wanted")

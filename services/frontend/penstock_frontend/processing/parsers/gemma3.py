@@ -22,8 +22,8 @@ class Gemma3ToolParser(Llama4PythonicToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for tool calls in this format, and has the marks around turns that Gemma
-        uses.
+        """Return whether the chat template asks for tool calls in this format, and contains Gemma's special token for
+        the start of a turn.
         """
         return "<start_of_turn>" in template and ("[func_name" in template or "tool_code" in template)
 

@@ -22,8 +22,8 @@ class GraniteToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template contains Granite's mark of tool calls, and the marks around turns that Granite
-        uses.
+        """Return whether the chat template contains Granite's mark of tool calls, and Granite's special token for the
+        start of a role name.
         """
         return _CALLS in template and "<|start_of_role|>" in template
 

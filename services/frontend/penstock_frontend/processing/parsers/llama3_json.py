@@ -32,8 +32,8 @@ class Llama3JsonToolParser(JsonToolParser):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for JSON with ``parameters``, and has the marks around headers that Llama
-        uses.
+        """Return whether the chat template asks for JSON with ``parameters``, and contains a special token with which
+        Llama begins a header.
         """
         return '"parameters": ' in template and any(header in template for header in _HEADERS)
 

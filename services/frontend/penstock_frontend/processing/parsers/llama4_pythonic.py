@@ -31,8 +31,8 @@ class Llama4PythonicToolParser(CallListReader):
 
     @classmethod
     def fits(cls, template: str) -> bool:
-        """Return whether the template asks for tool calls in this format, and has the marks around turns that Llama 4
-        uses.
+        """Return whether the chat template asks for tool calls in this format, and contains Llama 4's special token for
+        the start of a header.
         """
         return "[func_name" in template and "<|header_start|>" in template
 

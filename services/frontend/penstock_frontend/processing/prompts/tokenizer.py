@@ -412,8 +412,8 @@ class Tokenizer:
 
         The text includes a leading space, which is lost if the token is decoded alone.
 
-        Return U+FFFD for a token that is part of a character, the name of a special token, and ``""`` for an id without
-        a token.
+        For a token that is only a part of a character, return U+FFFD. For a special token, return the token's name. For
+        an id without a token, return ``""``.
         """
         text = self._texts.get(token_id)
         if text is None:

@@ -120,7 +120,9 @@ class Audio:
         return self._token
 
     def replacements(self, items: Sequence[ProcessedItem]) -> list[Replacement]:
-        """Return the replacement of each item in the prompt, which has one token for each embedding."""
+        """Return, for each item, the token ids that replace the item's placeholder in the prompt: one token id for each
+        embedding of the item.
+        """
         return [Replacement([self._token_id] * item.num_embeds) for item in items]
 
     def described(self, modality: Modality, data: Mapping[str, TensorData]) -> ProcessedItem:
