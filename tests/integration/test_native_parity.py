@@ -507,7 +507,8 @@ def test_an_engine_that_was_installed_without_kernels_serves_with_torch_and_says
     monkeypatch.setattr("penstock_enginecore.native.library._CAPABILITIES", {"none": ()})
     engine = build_engine(tmp_path, cache=CACHE)
     assert (
-        "computing without native kernels, which is slower reason=the package was built without kernels" in caplog.text
+        "computing with PyTorch instead of native kernels (slower) reason=the package was built without kernels"
+        in caplog.text
     )
     assert computing(engine) == "torch"
     assert greedy(engine) == expected

@@ -322,7 +322,7 @@ def test_a_state_with_a_flipped_bit_in_host_memory_is_recomputed(
     assert run.tokens["c"] == first_tokens
     assert loaded(engine)[KvMedium.HOST] == 0
     assert engine.scheduler.kv_cache.external_stats.hits == 0
-    assert "states in host memory are damaged" in caplog.text
+    assert "states of recurrent layers in host memory are damaged" in caplog.text
     settle(engine)
     engine.shutdown()
 

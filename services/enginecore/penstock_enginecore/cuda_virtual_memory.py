@@ -336,7 +336,10 @@ class KeptMemory:
         # frees it.
         host = torch.empty(region.num_bytes, dtype=torch.uint8)
         host.copy_(region.memory)
-        logger.info("copied weights to host memory: %s", in_units(region.num_bytes))
+        logger.info(
+            "copied the model's weights to host memory, because the engine goes to sleep: %s",
+            in_units(region.num_bytes),
+        )
         return host
 
 

@@ -79,7 +79,8 @@ def config_of(config: ModelConfig, loaded: Loaded) -> dict[str, str]:
         model = read_json(folder / "config.json")
     except (OSError, ValueError) as e:
         get_logger().warning(
-            "cannot read the checkpoint's files again, so this engine is treated as a separate variant",
+            "cannot read the checkpoint's files again, so the cluster treats this engine's weights "
+            "as different from all other engines' weights",
             reason=str(e),
         )
         return values | {"weights": f"unreadable: {type(e).__name__}"}

@@ -144,7 +144,7 @@ def _key(member: object, where: str) -> jwt.PyJWK | None:
     try:
         return jwt.PyJWK(member)
     except jwt.PyJWTError as e:
-        get_logger().warning("skipped a key of auth.jwt.jwks that is not supported", key=where, problem=str(e))
+        get_logger().warning("skipped an unsupported key of auth.jwt.jwks", key=where, problem=str(e))
         return None
 
 

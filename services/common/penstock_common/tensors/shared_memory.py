@@ -102,7 +102,8 @@ class SegmentWriter:
             self._fill(self._root / name, data)
         except OSError as e:
             get_logger().warning(
-                "cannot write to shared memory; tensors are sent in gRPC messages for 60 s", reason=str(e)
+                "cannot write a tensor to shared memory; for 60 s, this process sends tensors in gRPC messages",
+                reason=str(e),
             )
             self._tried_again_at = self._clock() + PAUSE
             return None

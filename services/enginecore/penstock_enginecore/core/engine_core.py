@@ -173,8 +173,8 @@ def _report_states(pool: StatePoolConfig, model: ModelInfo, max_num_seqs: int, p
     )
     if pool.num_requests < max_num_seqs:
         logger.warning(
-            "memory for recurrent states lowers the limit of running requests; set cache.kv_cache_memory to more "
-            "configured_max_num_seqs=%d max_num_seqs=%d",
+            "the engine lowers max_num_seqs, because the memory for states of recurrent layers is too small (to avoid this, "
+            "raise cache.kv_cache_memory) configured_max_num_seqs=%d max_num_seqs=%d",
             max_num_seqs,
             pool.num_requests,
         )

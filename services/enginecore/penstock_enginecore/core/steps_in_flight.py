@@ -99,7 +99,9 @@ class StepRecovery:
         try:
             self._executor.recover()
         except Exception as e:
-            logger.warning("executor cannot continue after a failed step: %s: %s", type(e).__name__, e)
+            logger.warning(
+                "the executor cannot recover from a failed step, so the engine stops: %s: %s", type(e).__name__, e
+            )
             raise self._dead(scheduled, error) from error
         stats = self._scheduler.stats()
         culprit = self._scheduler.step_failed(scheduled)
@@ -112,14 +114,15 @@ class StepRecovery:
         else:
             num_requests, name = len(scheduled.num_scheduled_tokens), type(error).__name__
             logger.warning(
-                "a step with %d requests failed (%s); the engine retries these requests in smaller groups",
+                "a step with %d requests failed (%s); the engine retries these requests in smaller groups, to find the "
+                "request that makes steps fail",
                 num_requests,
                 name,
             )
 
     def _dead(self, scheduled: SchedulerOutput, error: Exception) -> EngineDeadError:
         logger.error(
-            "a step failed, and the engine stops; scheduler output of the step, without token ids: %s",
+            "a step failed, and the engine stops; scheduler output of the failed step, without token ids: %s",
             summarize(scheduled),
             exc_info=error,
         )
@@ -337,7 +340,8 @@ class IterationLog:
         seconds = max(self._until - self._since, 1e-6)
         logger.info(
             "%.1f steps/s, %.0f tokens/s computed, %.0f tokens/s generated, %d requests running, %d requests waiting "
-            "(%d of them held), KV cache %.1f%% used, prefix cache hits %.1f%%, %d preemptions",
+            "(%d of them on hold, for example until a grammar or KV blocks are ready), "
+            "KV cache %.1f%% used, prefix cache hits %.1f%%, %d preemptions",
             self._steps / seconds,
             self._computed / seconds,
             self._sampled / seconds,

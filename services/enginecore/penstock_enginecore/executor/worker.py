@@ -376,8 +376,8 @@ def _collectives(meeting: Meeting, config: WorkerConfig, device: torch.device) -
     if device.type == "cpu":
         if config.engine.executor.collectives == "auto" and rank == 0:
             logger.warning(
-                "workers exchange results over sockets, which is many times slower than shared memory: this "
-                "package was built without a C++ compiler"
+                "workers exchange results over sockets, many times more slowly than over shared memory, because this "
+                "package was built without a C++ compiler; install the package again with a C++ compiler"
             )
         return host
     group = nccl_group(meeting, f"{name} on GPUs", rank, size, device)

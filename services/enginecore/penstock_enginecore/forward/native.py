@@ -522,7 +522,9 @@ def _attend(library: NativeLibrary, towers: Iterable[torch.nn.Module]) -> None:
     query, key, value = torch.randn(3, *_SEQUENCES, generator=torch.Generator().manual_seed(0))
     expected = scaled_dot_product_attention(query, key, value, scale=0.2).transpose(1, 2)
     if not distance(attention(query, key, value, 0.2), expected) <= TOLERANCES[torch.float32]:
-        logger.warning("attention of media encoders failed its check and uses PyTorch instead of native kernels")
+        logger.warning(
+            "the native kernel for the attention of media encoders failed its check, so PyTorch computes this attention"
+        )
         return
     for tower in towers:
         attend_by(tower, attention)

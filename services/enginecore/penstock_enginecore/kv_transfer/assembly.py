@@ -163,7 +163,9 @@ def _begin(
     states = None if engine.kv_cache_config.states is None else engine.executor.state_copier()
     fingerprint = _fingerprint(engine, ready, copier, states)
     if not fingerprint:
-        log.warning("KV transfer is off, because the weights have no hash and engines cannot recognize equal KV blocks")
+        log.warning(
+            "KV transfer is off: without a hash of the weights, engines cannot know whether their KV blocks are equal"
+        )
         return ready
     transfer.start()
     ends.callback(transfer.stop)

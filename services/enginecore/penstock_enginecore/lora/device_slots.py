@@ -436,7 +436,7 @@ class SlotMemory:
                 f"lora.max_loras is {count} and lora.max_lora_rank is {self._limits.max_rank}, so adapter slots need "
                 f"{in_units(self.num_bytes)} on {device}, which has less free memory; use smaller values"
             ) from e
-        logger.info("allocated slots for %d LoRA adapters, which use %s", count, in_units(self.num_bytes))
+        logger.info("allocated device memory for %d LoRA adapters, %s in total", count, in_units(self.num_bytes))
         self._table = torch.zeros(count, sum(columns), dtype=torch.int64, device=device)
         tables = torch.split(self._table, columns, dim=1)
         self.matrices = [

@@ -206,5 +206,5 @@ def open_backend(
     except KernelsError as e:
         if config.isa != "auto":
             raise
-        logger.warning("computing without native kernels, which is slower reason=%s", e)
+        logger.warning("computing with PyTorch instead of native kernels (slower) reason=%s", e)
         return None

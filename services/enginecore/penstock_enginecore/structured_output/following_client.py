@@ -349,7 +349,9 @@ class GrammarFollower:
         try:
             self._take_in(channel)
         except ConnectionResetError:
-            logger.warning("lost the connection to the process that computes grammar masks")
+            logger.warning(
+                "lost the connection to the process that computes grammar masks, so the engine kills this process"
+            )
         except Exception:
             logger.exception("stopping the process that computes grammar masks after an unexpected error")
         finally:

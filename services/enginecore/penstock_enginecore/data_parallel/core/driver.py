@@ -303,7 +303,7 @@ class GroupDriver:
             self._standstill.switching()
         self._apply(rank, effects)
         if opened and self._standstill.opened():
-            logger.info("the data-parallel group works again after a failure epoch=%d", rank.group.epoch)
+            logger.info("the data-parallel group of this rank works again after a failure epoch=%d", rank.group.epoch)
 
     def _joined(self, epoch: int) -> bool:
         """Switch the experts to the group of this epoch. Return False if the switch fails."""
@@ -319,10 +319,12 @@ class GroupDriver:
     def _broke(self, epoch: int, why: str, *, unprepared: bool = False) -> None:
         rank = self._rank
         if epoch == rank.standby.epoch and not rank.ready:
-            logger.warning("this rank cannot join the data-parallel group epoch=%d reason=%s", epoch, why)
+            logger.warning("this rank cannot join its data-parallel group epoch=%d reason=%s", epoch, why)
             self._apply(*rank.prepare_failed(epoch))
         elif epoch == rank.group.epoch:
-            logger.warning("a collective operation of the data-parallel group failed epoch=%d reason=%s", epoch, why)
+            logger.warning(
+                "a collective operation of this rank's data-parallel group failed epoch=%d reason=%s", epoch, why
+            )
             # Abort the group, because other ranks would wait for results that this rank does not compute.
             self.links.give_up_before(epoch + 1)
             self._standstill.lost()
@@ -428,7 +430,9 @@ class GroupDriver:
                 self._leave_experts()
                 self.links.open(group, self._meetings)
                 self._meetings = {rank: self._meetings[rank] for rank in group.members if rank in self._meetings}
-                logger.info("joined the data-parallel group epoch=%d ranks=%d", group.epoch, len(group.members))
+                logger.info(
+                    "this rank joined its data-parallel group epoch=%d ranks=%d", group.epoch, len(group.members)
+                )
             case Leave():
                 self._leave()
             case _:
@@ -442,7 +446,7 @@ class GroupDriver:
             self._scheduler.pause(PauseState.DRAINING)
 
     def _leave(self) -> None:
-        logger.info("left the data-parallel group")
+        logger.info("this rank left its data-parallel group")
         self._forward = None
         self._leave_experts()
         self.links.close()

@@ -159,7 +159,7 @@ class Drafting:
     def _fail(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
         logger.error(
-            "the drafter %s failed and is switched off; requests continue without speculative decoding",
+            "the drafter %s failed and is off until the engine restarts; requests continue without speculative decoding",
             self.drafter.name,
             exc_info=error,
         )

@@ -112,7 +112,7 @@ class GraphCapture:
         """
         before, begun = free(), self._clock()
         told = begun
-        logger.info("capturing decode steps as CUDA graphs, one graph for each step size count=%d", len(sizes))
+        logger.info("capturing decode steps as CUDA graphs (one graph for each step size) count=%d", len(sizes))
         for count, size in enumerate(sizes, 1):
             for adapted in self._variants:
                 self._forward.run(*blank_decodes(size, num_groups, block_size, self._room(), adapted=adapted))

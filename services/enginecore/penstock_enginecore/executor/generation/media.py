@@ -127,7 +127,7 @@ class EncoderRows:
             self._expected.pop(item.identifier, None)
 
     def _fail(self, identifier: str, failure: str, failures: dict[str, str]) -> None:
-        logger.warning("media item could not be encoded identifier=%s reason=%s", identifier, failure)
+        logger.warning("could not encode a media item identifier=%s reason=%s", identifier, failure)
         failures[identifier] = failure
         shape = self._expected.pop(identifier, 0), self._encoder.width
         self._rows[identifier] = torch.zeros(shape, dtype=self._dtype, device=self._device)

@@ -516,7 +516,7 @@ def slot_modules(
     else:
         if not (reason := why_not(kernels, dtype, device)):
             return adapted_modules(module, dtype, device, limits, kernels)
-    logger.warning("PyTorch computes the LoRA adapters instead of GPU kernels, which is slower reason=%s", reason)
+    logger.warning("computing LoRA adapters with PyTorch instead of Penstock's GPU kernels (slower) reason=%s", reason)
     return None
 
 

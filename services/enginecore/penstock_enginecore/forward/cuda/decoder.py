@@ -475,7 +475,10 @@ def proved_launcher(
         reason = f"{type(e).__name__}: {e}"
     if not reason:
         return launcher
-    logger.warning("sampling on the GPU failed its check, so the CPU samples tokens, which is slower reason=%s", reason)
+    logger.warning(
+        "sampling tokens on the CPU instead of the GPU (slower), because GPU sampling failed its check reason=%s",
+        reason,
+    )
     return None
 
 

@@ -114,7 +114,8 @@ class StepGraphs:
         except RuntimeError as e:
             self.failure = str(e)
             logger.warning(
-                "a step cannot be captured as a CUDA graph, so steps run without graphs, which is slower shape=%s reason=%s",
+                "cannot capture a step as a CUDA graph; this step and all other steps without a graph run kernel by kernel "
+                "(slower) shape=%s reason=%s",
                 shape,
                 e,
             )

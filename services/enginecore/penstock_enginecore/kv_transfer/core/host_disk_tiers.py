@@ -372,7 +372,7 @@ class DiskTier:
         now = self._clock()
         seconds, self._last_read = now - max(asked, self._last_read), now
         if (error := done.exception()) is not None:
-            logger.warning("cannot read KV blocks from the disk: %s", error)
+            logger.warning("cannot read KV blocks from the disk tier, so the engine recomputes these blocks: %s", error)
             over(batch, [], seconds)
             return
         whole = [(place, content) for place, content in zip(batch, done.result(), strict=True) if content is not None]
@@ -388,7 +388,9 @@ class DiskTier:
         contents: Sequence[bytes | None] = [None] * len(names) if failed else done.result()
         for name, content in zip(names, contents, strict=True):
             if content is None and not failed:
-                logger.warning("a state in host memory is damaged and is not written to the disk")
+                logger.warning(
+                    "a damaged state of recurrent layers in the host memory tier is not written to the disk tier"
+                )
             found = None if not content or self._off or generation != self._generation else self.index.take()
             if found is None or not content:
                 self._writing.discard(name)

@@ -179,7 +179,11 @@ class _PeerLoad:
             self._writing = more
             tell = self._has_ended and not more
         if error is not None:
-            logger.warning("cannot store KV blocks that another engine sent: %s: %s", type(error).__name__, error)
+            logger.warning(
+                "KV blocks that another engine sent cannot be copied to the KV cache, so this engine recomputes them: %s: %s",
+                type(error).__name__,
+                error,
+            )
         if more:
             self._write()
         elif tell:
@@ -491,7 +495,10 @@ class TieredConnector:
             of_slots = list(zip(places, slots, strict=True))
             load.arrived += [(place, KvMedium.HOST) for place, slot in of_slots if slot not in damaged]
             if damaged and tiers.host is not None:
-                logger.warning("states in host memory are damaged and are recomputed num_states=%d", len(damaged))
+                logger.warning(
+                    "states of recurrent layers in host memory are damaged, so the engine recomputes them num_states=%d",
+                    len(damaged),
+                )
                 tiers.host.dropped([place for place, slot in of_slots if slot in damaged])
         elif tiers.host is not None:
             tiers.host.fail(error)

@@ -74,14 +74,14 @@ class Offers:
         remove_orphans(self._root)
         self.shared_memory_id = shared_memory_id(self._root)
         if not self.shared_memory_id:
-            log.warning("shared memory is not usable; KV blocks are sent with another transport")
+            log.warning("KV transfer cannot use shared memory; this engine uses another transport for KV blocks")
             return
         size = self._config.arena
         try:
             self._arena = Arena(incarnation, size=size, slot_bytes=self._block_bytes, root=self._root)
         except OSError as e:
             log.warning(
-                "cannot allocate shared memory; KV blocks are sent with another transport",
+                "cannot allocate shared memory for KV transfer; this engine uses another transport for KV blocks",
                 reason=str(e),
                 kv_transfer_arena=size,
             )
@@ -101,7 +101,10 @@ class Offers:
         except Exception as e:  # NIXL backends raise various exceptions.
             if asked_for:
                 raise ConfigError(f"kv_transfer.transport is 'nixl', but NIXL cannot be used: {e}") from e
-            log.warning("NIXL is not available; KV blocks are sent with another transport", reason=str(e))
+            log.warning(
+                "KV transfer cannot use NIXL; this engine uses another transport for KV blocks",
+                reason=str(e),
+            )
 
     @property
     def num_slots_used(self) -> int:

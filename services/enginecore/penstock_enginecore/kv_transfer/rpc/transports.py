@@ -150,7 +150,7 @@ class SlotSender(GrpcSender):
         try:
             offset = None if name.group == STATE_GROUP else self._arena.put(data)
         except OSError as e:
-            log.warning("cannot write to shared memory; KV blocks are sent in gRPC messages", reason=str(e))
+            log.warning("cannot write a KV block to shared memory, so gRPC messages carry this block", reason=str(e))
             offset = None
         if offset is None:
             yield from super().messages(fetch_id, name, data)

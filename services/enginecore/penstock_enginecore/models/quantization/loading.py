@@ -320,8 +320,8 @@ def _tell(scheme: Scheme, weights: DenseWeights, kept: Sequence[Kept], dtype: to
         logger.info("%d linear layers%s keep their quantized weights (%s)", linears, experts, scheme.name)
     if stored:
         logger.warning(
-            "the checkpoint's weights are quantized (%s) and are dequantized at load: %s in the files become %s "
-            "in memory as %s",
+            "quantized weights of the checkpoint (%s) are dequantized at load: %s in the files become %s in memory, "
+            "as %s",
             scheme.name,
             in_units(stored),
             in_units(dense),

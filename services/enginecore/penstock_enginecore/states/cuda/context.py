@@ -125,7 +125,10 @@ class TritonStates:
 
 @functools.cache
 def _log_once(reason: str) -> None:
-    logger.warning("PyTorch computes calls of recurrent layers, which is slower reason=%s", reason)
+    logger.warning(
+        "computing some operations of recurrent layers with PyTorch instead of the state kernels (slower) reason=%s",
+        reason,
+    )
 
 
 def unknown_convolution(call: ConvCall) -> str:

@@ -172,7 +172,8 @@ def reasoning_of(parser: type[ReasoningParser] | None, tokenizer: Tokenizer) -> 
     begin, end = (tokenizer.token_id(tag) for tag in parser.tags)
     if begin is None or end is None:
         get_logger().warning(
-            "reasoning tags are not single tokens; constraints also apply to the reasoning", tags=list(parser.tags)
+            "the model's reasoning tags are not single tokens, so constraints on outputs also apply to the reasoning",
+            tags=list(parser.tags),
         )
         return None
     return Reasoning(parser, ReasoningTokens(begin, end))

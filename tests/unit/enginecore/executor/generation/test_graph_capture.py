@@ -75,7 +75,7 @@ def test_steps_are_captured_and_nothing_is_written_to_the_cache(
         assert torch.equal(part, kept)
     assert not newest.room_for(torch.zeros(1).numpy())[:-1].any()
     assert caplog.messages == [
-        "capturing decode steps as CUDA graphs, one graph for each step size count=3",
+        "capturing decode steps as CUDA graphs (one graph for each step size) count=3",
         "captured CUDA graphs for 2 of 3 step sizes in 3.0 s",
         "captured CUDA graphs for all 3 step sizes in 6.0 s; the graphs use 3.0 MiB",
     ]

@@ -504,7 +504,7 @@ def test_without_proved_kernels_plain_torch_adds_and_the_log_says_so(
     monkeypatch.setattr(adapter_kernels, "_kernels", lambda: Faulty("compiler"))
     assert slot_modules(*model, gpu, LIMITS) is None
     assert (
-        "PyTorch computes the LoRA adapters instead of GPU kernels, which is slower reason=the adapter kernels fail"
+        "computing LoRA adapters with PyTorch instead of Penstock's GPU kernels (slower) reason=the adapter kernels fail"
         in caplog.text
     )
 
@@ -513,7 +513,7 @@ def test_without_proved_kernels_plain_torch_adds_and_the_log_says_so(
 
     monkeypatch.setattr(adapter_kernels, "_kernels", missing)
     assert slot_modules(*model, gpu, LIMITS) is None
-    assert "which is slower reason=kernels cannot be compiled: No module named 'triton'" in caplog.text
+    assert "(slower) reason=kernels cannot be compiled: No module named 'triton'" in caplog.text
     monkeypatch.setattr(decoder, "why_not", lambda *_: "the adapter kernels fail")
     with pytest.raises(UnsuitableError, match="the adapter kernels fail"):
         decoder._build(probed, KernelsConfig(graphs=False), LIMITS)

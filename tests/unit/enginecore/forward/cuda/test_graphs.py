@@ -85,7 +85,7 @@ def test_where_capturing_fails_steps_are_launched_and_the_log_says_so_once(caplo
             assert steps.run(shape, lambda: result) is result
     assert log == ["capture"]
     [line] = caplog.messages
-    assert line.endswith("which is slower shape=a reason=operation not permitted when stream is capturing")
+    assert line.endswith("(slower) shape=a reason=operation not permitted when stream is capturing")
 
 
 @pytest.fixture

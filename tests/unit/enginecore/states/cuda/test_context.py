@@ -54,10 +54,10 @@ def test_unknown_calls_run_on_torch_and_the_log_has_the_reason_once(caplog: pyte
             assert torch.equal(step.convolve(conv), expected.convolve(conv))
         assert torch.equal(step.scan(wide(scan)), expected.scan(scan))
     assert [record.getMessage() for record in caplog.records] == [
-        "PyTorch computes calls of recurrent layers, which is slower reason=the state kernels do not compute the "
-        "activation 'gelu'",
-        "PyTorch computes calls of recurrent layers, which is slower reason=the state kernels do not know the input "
-        "'gate' of recurrent layers",
+        "computing some operations of recurrent layers with PyTorch instead of the state kernels (slower) "
+        "reason=the state kernels do not compute the activation 'gelu'",
+        "computing some operations of recurrent layers with PyTorch instead of the state kernels (slower) "
+        "reason=the state kernels do not know the input 'gate' of recurrent layers",
     ]
     for tensor, same in zip(sequences.layer.tensors(), other.layer.tensors(), strict=True):
         assert torch.equal(tensor.nan_to_num(7e8), same.nan_to_num(7e8))
