@@ -120,7 +120,7 @@ class BaseClient(ABC):
     def _deadline(self, timeout: float | None) -> float | None:
         """Return the timeout of a call in seconds. This is ``timeout``, or the client's default. None means no limit.
 
-        Raises ValueError.
+        Raises ValueError if the timeout is not above 0.
         """
         wanted = self._timeout if timeout is None else timeout
         if wanted is not None and not wanted > 0:

@@ -76,7 +76,9 @@ def request_of(kind: type[M], allowed: Any, options: Mapping[str, Any], **fields
 
 
 def check_sampling(sampling: object) -> None:
-    """Check the type of the argument ``sampling``. Raises TypeError."""
+    """Check the type of the argument ``sampling``. Raises TypeError if ``sampling`` is neither None nor a
+    ``SamplingParams``.
+    """
     if sampling is None or isinstance(sampling, SamplingParams):
         return
     given = ", ".join(f"{name}={value!r}" for name, value in sampling.items()) if isinstance(sampling, dict) else "..."

@@ -27,7 +27,7 @@ class ConfigFile(Generic[T]):
     """
 
     def __init__(self, source: ConfigSource[T]) -> None:
-        """Read the config file. Raises ConfigError."""
+        """Read the config file. Raises ConfigError if the file cannot be read or a setting is not valid."""
         self._watched = bool(source.file)
         self._files = WatchedFiles([source.file], source.load, what="config")
         self._given = self.running = self._files.current()

@@ -133,7 +133,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
         super().server_bind()
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. Raises OSError."""
+        """Accept a connection. Raises OSError if the connection cannot be accepted."""
         try:
             return super().get_request()
         except OSError as e:

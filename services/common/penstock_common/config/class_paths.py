@@ -11,7 +11,8 @@ _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "Cannot allocat
 
 
 def load_target(field: str, name: str, known: Mapping[str, str], *, others: Sequence[str] = ()) -> Any:
-    """Import and return the object that a setting names. Raises ConfigError.
+    """Import and return the object that a setting names. Raises ConfigError if the name is unknown or the object cannot
+    be imported.
 
     Args:
         field: Name of the setting.

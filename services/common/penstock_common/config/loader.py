@@ -59,7 +59,7 @@ def load(
 
 
 def build(config_type: type[T], values: dict[str, Any], *, strict: bool = True) -> T:
-    """Build ``config_type`` from nested ``values``. Raises ConfigError.
+    """Build ``config_type`` from nested ``values``. Raises ConfigError if a value is not valid or a setting is unknown.
 
     If ``strict`` is false, numbers and booleans may be given as text.
     """
@@ -194,7 +194,9 @@ class ConfigSource(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     flags: Mapping[str, str]
 
     def load(self) -> T:
-        """Read the file and the environment now, and return the configuration. Raises ConfigError."""
+        """Read the file and the environment now, and return the configuration. Raises ConfigError if the file cannot be
+        read or a setting is not valid.
+        """
         return load(self.config_type, file=self.file, overrides=self.flags)
 
 

@@ -19,7 +19,8 @@ _ADVICE = {
 def server_credentials(
     config: TlsConfig, *, field: str, certificates: Certificates | None = None
 ) -> grpc.ServerCredentials:
-    """Return credentials that use the current files at each handshake. Raises ConfigError.
+    """Return credentials that use the current files at each handshake. Raises ConfigError if the TLS files cannot be
+    used.
 
     New files do not affect open connections. ``certificates`` receives the expiry times of these certificates.
     """

@@ -200,7 +200,7 @@ class TlsMaterial(msgspec.Struct, frozen=True):
 def watched_material(
     config: TlsConfig | ClientTlsConfig, *, field: str, certificates: Certificates | None = None
 ) -> WatchedFiles[TlsMaterial]:
-    """Watch the files of a connection or listener. Raises ConfigError.
+    """Watch the files of a connection or listener. Raises ConfigError if the files cannot be used.
 
     Args:
         config: TLS config with the paths.
@@ -240,7 +240,7 @@ def read_material(config: TlsConfig | ClientTlsConfig, *, field: str) -> TlsMate
 
 
 def server_context(config: TlsConfig, *, field: str, certificates: Certificates | None = None) -> ssl.SSLContext:
-    """Return the TLS context of a listener. Raises ConfigError.
+    """Return the TLS context of a listener. Raises ConfigError if the TLS files cannot be used.
 
     Each handshake uses the current files. ``certificates`` tracks the expiry.
     """

@@ -62,13 +62,17 @@ class KubernetesApi:
             await self._client.patch(Pod, pod, patch, patch_type=PatchType.MERGE)
 
     async def replicas(self, workload: Workload) -> int:
-        """Return the target number of engines, or of pods with ranks, of ``workload``. Raises KubernetesError."""
+        """Return the target number of engines, or of pods with ranks, of ``workload``. Raises KubernetesError if the
+        request to the Kubernetes API server fails.
+        """
         async with _failures(SCALING[workload.kind].get):
             scale = await self._client.get(_SCALES[workload.kind], workload.name)
         return (scale.spec.replicas if scale.spec else None) or 0
 
     async def set_replicas(self, workload: Workload, replicas: int) -> None:
-        """Set the target number that ``replicas`` returns. Raises KubernetesError."""
+        """Set the target number that ``replicas`` returns. Raises KubernetesError if the request to the Kubernetes API
+        server fails.
+        """
         patch = {"spec": {"replicas": replicas}}
         async with _failures(SCALING[workload.kind].patch):
             await self._client.patch(_SCALES[workload.kind], workload.name, patch, patch_type=PatchType.MERGE)

@@ -101,7 +101,7 @@ class PodApi(Protocol):
     """API that writes the annotation of a pod."""
 
     async def set_deletion_cost(self, pod: str, cost: int) -> None:
-        """Write the annotation of a pod. Raises KubernetesError."""
+        """Write the annotation of a pod. Raises KubernetesError if the request to the Kubernetes API server fails."""
 
 
 class CostWriter:

@@ -31,7 +31,8 @@ def register_backend(name: str, factory: Callable[[], AttentionBackend]) -> None
 def create_backend(
     name: str, device: torch.device, kernels: Callable[[AttentionBackend], AttentionBackend] | None = None
 ) -> AttentionBackend:
-    """Return the backend with the name ``name``. Raises ConfigError.
+    """Return the backend with the name ``name``. Raises ConfigError if the name is unknown or the backend does not
+    support ``device``.
 
     "auto" selects the fastest backend for ``device``. If ``kernels`` is given, "auto" returns ``kernels(other)``. The
     backend ``other`` computes the layers that the kernels do not support. For "triton", the result is the backend for

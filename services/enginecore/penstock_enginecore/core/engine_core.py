@@ -379,7 +379,7 @@ class EngineCore:
         meanwhile. After the call, ``stalled`` is true if there was nothing to do. Calling ``step`` again is then
         useless until a message or an event changes the engine's state.
 
-        Raises EngineDeadError.
+        Raises EngineDeadError if a step failed and the engine cannot recover.
         """
         self._log.begin()
         steps = self._steps
@@ -431,7 +431,7 @@ class EngineCore:
         """Process the results of all steps in flight. If a step failed, drop the results of later steps and return
         False.
 
-        Raises EngineDeadError.
+        Raises EngineDeadError if the engine cannot recover from the failure.
         """
         return self._steps.finish_all(drain_aborts)
 

@@ -258,7 +258,7 @@ class StepsInFlight:
 
     def finish_all(self, drain_aborts: DrainAborts) -> bool:
         """Process the results of all steps in flight. If a step failed, drop the results of later steps and return
-        False. Raises EngineDeadError.
+        False. Raises EngineDeadError if the engine cannot recover from the failure.
         """
         while self._steps:
             if not self.finish_oldest(drain_aborts):

@@ -406,7 +406,7 @@ def read_again(config: EngineCoreConfig, runner: GenerationRunner, device: torch
     """Read the checkpoint again into host memory, and copy its weights into the memory of the weights of ``runner`` on
     ``device``.
 
-    Raises ModelLoadError.
+    Raises ModelLoadError if the checkpoint cannot be read.
     """
     keep = kept_weights(device, config.kernels, config.model.attention_backend)
     towers = config.multimodal.enabled

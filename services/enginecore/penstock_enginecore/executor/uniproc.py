@@ -62,7 +62,7 @@ class UniprocExecutor:
         """Do nothing, because the worker runs in this process."""
 
     def load_model(self, progress: Progress) -> ModelInfo:
-        """Wait for the worker to load the weights. Raises ModelLoadError."""
+        """Wait for the worker to load the weights. Raises ModelLoadError if the checkpoint cannot be served."""
         return self._thread.call(partial(self._worker.load_model, progress))
 
     def kv_cache_specs(self) -> dict[str, KVCacheSpec]:

@@ -36,7 +36,7 @@ class Placement(msgspec.Struct, frozen=True):
     @classmethod
     def even(cls, num_layers: int, num_experts: int, size: int, slots: int) -> Self:
         """Return a placement that assigns the experts in order to the slots of all ranks, and starts again with the
-        first expert until all slots are used. Raises ConfigError.
+        first expert until all slots are used. Raises ConfigError if the number of slots is not valid.
         """
         check_slots(num_experts, size, slots)
         layer = tuple(slot % num_experts for slot in range(size * slots))

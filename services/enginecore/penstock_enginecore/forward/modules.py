@@ -156,7 +156,8 @@ def probe_model(
 ) -> ProbedModel:
     """Run one token through ``model`` and return the model with the KV cache specs of its layers.
 
-    ``cache_dtype`` is the dtype of the KV cache, or None for the model's dtype. Raises ModelLoadError.
+    ``cache_dtype`` is the dtype of the KV cache, or None for the model's dtype. Raises ModelLoadError if the model
+    cannot compute the token or is not supported.
     """
     _expect_no_padding(model.module)
     context, states, head = ProbeContext(), StateProbe(), Head(model.module)

@@ -187,7 +187,9 @@ class DiskFile:
 
 
 def _open(directory: Path, path: Path) -> int:
-    """Open the file and lock it against use by other engines. Raises ConfigError."""
+    """Open the file and lock it against use by other engines. Raises ConfigError if the directory cannot be written or
+    another engine uses the directory.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = open_private(path)

@@ -210,7 +210,9 @@ class AdapterFolder:
     @classmethod
     @contextmanager
     def at(cls, path: Path) -> Iterator["AdapterFolder"]:
-        """Open the directory while the ``with`` block runs. Raises LoraError."""
+        """Open the directory while the ``with`` block runs. Raises LoraError if the directory does not exist or cannot
+        be opened.
+        """
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError as e:

@@ -59,7 +59,8 @@ class LoraLimits:
 def read_adapter(
     path: Path | str, target: AdapterTarget, limits: LoraLimits, before: ReadBefore | None = None
 ) -> LoraAdapter:
-    """Read the adapter in the directory ``path``. Raises LoraError.
+    """Read the adapter in the directory ``path``. Raises LoraError if the adapter cannot be read or does not fit the
+    model or the limits.
 
     Args:
         path: Directory of the adapter.
@@ -123,7 +124,9 @@ def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarge
 
 
 def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
-    """Return the size of the adapter's matrices in memory, in bytes, from the file headers. Raises LoraError."""
+    """Return the size of the adapter's matrices in memory, in bytes, from the file headers. Raises LoraError if the
+    files cannot be read.
+    """
     with AdapterFolder.at(Path(path)) as folder:
         with folder.file(CONFIG_FILE) as (opened, _):
             parse_peft_config(opened.read(MAX_CONFIG_BYTES + 1), limits.max_rank)
@@ -134,7 +137,9 @@ def adapter_bytes(path: Path | str, limits: LoraLimits) -> int:
 
 
 def _layers(config: PeftConfig, tensors: PeftTensors, target: AdapterTarget) -> dict[str, ChosenLayer]:
-    """Return the linear layers that the adapter targets, by their names in the adapter's files. Raises LoraError."""
+    """Return the linear layers that the adapter targets, by their names in the adapter's files. Raises LoraError if
+    the adapter targets no layer, or a layer that cannot be adapted.
+    """
     naming = tensors.naming
     known = {name: naming.in_file(name) for name in (*target.linears, *target.unserved)}
     linear = {known[name] for name in target.all_linear}
@@ -157,7 +162,9 @@ def _check_headers(
     target: AdapterTarget,
     limits: LoraLimits,
 ) -> None:
-    """Check that the file has exactly the configured tensors, with the right dtypes and shapes. Raises LoraError."""
+    """Check that the file has exactly the configured tensors, with the right dtypes and shapes. Raises LoraError for
+    any difference.
+    """
     for layer, names in tensors.updates.items():
         if layer not in layers:
             raise _surplus(layer, next(iter(names.values())), tensors, target)

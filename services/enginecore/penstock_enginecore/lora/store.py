@@ -25,7 +25,7 @@ from penstock_enginecore.worker.failures import Failure
 from penstock_enginecore.worker.messages import Loaded, LoadLora
 
 ReadAdapter: TypeAlias = Callable[[str], LoraAdapter]
-"""Function that reads the adapter in a directory. Raises LoraError."""
+"""Function that reads the adapter in a directory. Raises LoraError if the adapter cannot be read or used."""
 MakeReader: TypeAlias = Callable[[PreTrainedModel, LoraConfig], ReadAdapter]
 """Function that creates a reader for adapters of a model. When the function is called, the model's weights must not be
 split among ranks or packed by kernels yet.

@@ -130,7 +130,8 @@ def load_model(
     widen: bool = False,
     with_towers: bool = False,
 ) -> LoadedModel:
-    """Read configuration and weights of ``config.path`` to ``device``. Raises ModelLoadError.
+    """Read configuration and weights of ``config.path`` to ``device``. Raises ModelLoadError if the checkpoint cannot
+    be served.
 
     Args:
         config: Settings of the model.
@@ -188,7 +189,7 @@ def load_model(
 
 def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.device) -> None:
     """Make the results of a token independent of the token's index in the flat batch, and check that they are
-    independent. Raises ModelLoadError.
+    independent. Raises ModelLoadError if a check fails.
     """
     install_query_scales(module)
     state_hook.install(module)
@@ -206,7 +207,7 @@ def _source(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_config(config: ModelConfig) -> PretrainedConfig:
-    """Return the checkpoint's configuration. Raises ModelLoadError."""
+    """Return the checkpoint's configuration. Raises ModelLoadError if the configuration is missing or not valid."""
     if problem := checkpoint.problem(
         config.path,
         trust_remote_code=config.trust_remote_code,
@@ -232,7 +233,9 @@ def _one_line(error: StrictDataclassError) -> str:
 def _model_class(
     hf_config: PretrainedConfig, config: ModelConfig, auto_class: Any = AutoModelForCausalLM
 ) -> type[PreTrainedModel]:
-    """Return the class that transformers' ``auto_class`` selects for a configuration. Raises ModelLoadError."""
+    """Return the class that transformers' ``auto_class`` selects for a configuration. Raises ModelLoadError if there is
+    no such class.
+    """
     named = ", ".join(hf_config.architectures or ()) or hf_config.model_type
     if type(hf_config) not in auto_class._model_mapping:
         if config.trust_remote_code and auto_class.__name__ in getattr(hf_config, "auto_map", {}):
@@ -246,7 +249,7 @@ def _model_class(
 
 def config_max_len(hf_config: PretrainedConfig, config: ModelConfig) -> int:
     """Return the length of the longest sequence in tokens, from the configurations of the checkpoint and the engine.
-    Raises ModelLoadError.
+    Raises ModelLoadError if neither configuration has a maximum length.
     """
     length = longest_sequence(hf_config, config.max_model_len) or config.max_model_len
     if length is None:

@@ -171,7 +171,7 @@ class Dense:
 
 
 def load_dense(config: DenseConfig, device: torch.device) -> Dense:
-    """Read the weights of a linear layer after pooling. Raises ModelLoadError."""
+    """Read the weights of a linear layer after pooling. Raises ModelLoadError if the weights cannot be read."""
     try:
         weights = _read_dense(config)
         with torch.device(device):

@@ -182,7 +182,7 @@ class PoolingModel:
 
 def resolve_task(config: ModelConfig) -> ResolvedTask:
     """Return the task for which the engine uses the checkpoint, according to the setting ``model.task``. The function
-    reads only the checkpoint's configuration. Raises ModelLoadError.
+    reads only the checkpoint's configuration. Raises ModelLoadError if the configuration cannot be read.
     """
     if config.task != "auto":
         return config.task
@@ -207,7 +207,8 @@ def load_pooling_model(
     """Read the configuration and weights of the checkpoint ``config.path``, and move the model to ``device``.
 
     If ``split`` is set, the weights are first loaded on the host, because ``split`` removes parts of the layers. The
-    parameters ``widen`` and ``with_towers`` are the same as in ``load_model``. Raises ModelLoadError.
+    parameters ``widen`` and ``with_towers`` are the same as in ``load_model``. Raises ModelLoadError if the checkpoint
+    cannot be served.
     """
     hf_config = loader.read_config(config)
     if hf_config.get_text_config() is not hf_config:

@@ -62,7 +62,9 @@ class HeadConfig:
 
 
 def read_head_config(directory: Path, kind: Kind, num_layers: int) -> HeadConfig:
-    """Read the config of the head in ``directory``, for a target of ``num_layers`` layers. Raises ModelLoadError."""
+    """Read the config of the head in ``directory``, for a target of ``num_layers`` layers. Raises ModelLoadError if the
+    head is of another kind or has settings that are not supported.
+    """
     given = _read(directory)
     named = str(given.get("speculators_model_type") or "")
     if (found := named or _kind_of(given)) and found != kind:

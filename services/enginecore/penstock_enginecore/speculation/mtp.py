@@ -195,7 +195,9 @@ def _stored(config: EngineCoreConfig, dtypes: Dtypes) -> dict[str, torch.Tensor]
 def load_mtp(
     config: EngineCoreConfig, model: LoadedModel, target: ForwardPass, forward: ForwardConfig, progress: Progress
 ) -> Eagle:
-    """Load the MTP layer in the files of ``model``, whose forward pass is ``target``. Raises ModelLoadError."""
+    """Load the MTP layer in the files of ``model``, whose forward pass is ``target``. Raises ModelLoadError if the
+    model or its files have no MTP layer that this method supports.
+    """
     where = f"speculative.method is 'mtp', and model.path is {config.model.path!r}"
     module, kind = model.module, model.module.config.model_type
     if kind not in SERVED:

@@ -291,7 +291,9 @@ class Frontend:
 
 
 async def run(config_file: ConfigFile[FrontendConfig]) -> None:
-    """Run the frontend until the process receives SIGTERM or SIGINT. Raises ConfigError."""
+    """Run the frontend until the process receives SIGTERM or SIGINT. Raises ConfigError if a setting or a file that a
+    setting names is not valid.
+    """
     frontend = Frontend(config_file.running)
 
     def apply(config: FrontendConfig) -> None:

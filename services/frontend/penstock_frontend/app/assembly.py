@@ -99,7 +99,8 @@ def assemble(
     tracer: Tracer | None = None,
     on_full: Callable[[], None] = lambda: None,
 ) -> Assembly[E]:
-    """Read the model's files, which may take a long time, and create the components. Raises ConfigError.
+    """Read the model's files, which may take a long time, and create the components. Raises ConfigError if a setting or
+    a file of the model is not valid.
 
     Args:
         config: the settings that the components need.
@@ -196,7 +197,7 @@ def check_chat_template(path: str, *, setting: str) -> None:
     """Check a chat template file as if it were the file in ``model.chat_template``. ``setting`` is the setting's name
     in error messages.
 
-    ``setting`` is the setting's name in error messages. Raises ConfigError.
+    Raises ConfigError if the file is not a valid chat template.
     """
     given_template(path, {}, setting=setting)
 
@@ -214,7 +215,7 @@ def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_med
     """Read those files of the model that a frontend needs. If ``tokenizer_path`` is set, read the tokenizer and the
     chat template from this path instead.
 
-    If ``tokenizer_path`` is set, read the tokenizer and the chat template from there. Raises ConfigError.
+    Raises ConfigError if a file cannot be used.
     """
     texts = msgspec.structs.replace(model, path=tokenizer_path or model.path)
     tokenizer, generation_config = load_model_files(texts, num_threads=num_threads)

@@ -350,10 +350,8 @@ class AdapterCalls:
         return any(each.adapter.digest == digest for each in pinned)
 
     async def _unpin(self, digest: bytes) -> None:
-        """Unpin a LoRA adapter on all engines that have it in memory. Raises the first error of an engine, unless it is
+        """Unpin a LoRA adapter on all engines that have it in memory. Raises the first error of an engine that is not
         NotFound.
-
-        Raises the first error other than NotFound.
         """
         for engine, answer in (await self._call("pin_lora", digest, False)).items():
             if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):

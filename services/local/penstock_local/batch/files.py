@@ -24,7 +24,7 @@ def is_url(path: str) -> bool:
 
 
 def open_input(path: str) -> BinaryIO:
-    """Open the input file. Raises ConfigError."""
+    """Open the input file. Raises ConfigError if the file cannot be opened."""
     try:
         if is_url(path):
             remote: BinaryIO = _fsspec().open(path, "rb").open()
@@ -89,7 +89,7 @@ class OutputFile:
         self._file.truncate(0)
 
     def finish(self) -> None:
-        """Sync the complete file to disk, and upload it if the path is a URL. Raises ConfigError."""
+        """Sync the complete file to disk, and upload it if the path is a URL. Raises ConfigError if the upload fails."""
         os.fsync(self._file.fileno())
         if not is_url(self.path):
             return

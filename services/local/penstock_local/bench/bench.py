@@ -204,7 +204,7 @@ def _show(report: Report, records: Sequence[Record], run: Run) -> None:
 
 
 def _check_writable(name: str, *, flag: str) -> None:
-    """Check before the load runs that the file can be written. Raises ConfigError."""
+    """Check before the load runs that the file can be written. Raises ConfigError if the file cannot be written."""
     file = Path(name)
     if name and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
         raise ConfigError(f"{flag}: cannot write {name!r}")

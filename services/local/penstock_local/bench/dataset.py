@@ -81,7 +81,7 @@ def read_text(file: Path, *, flag: str) -> str:
 
 
 def numbered_lines(file: Path, *, flag: str) -> list[tuple[int, str]]:
-    """Return the non-empty lines with their numbers, from 1. Raises ConfigError."""
+    """Return the non-empty lines with their numbers, from 1. Raises ConfigError if the file cannot be read."""
     return [(n, line) for n, line in enumerate(read_text(file, flag=flag).splitlines(), start=1) if line.strip()]
 
 

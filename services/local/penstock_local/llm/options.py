@@ -80,7 +80,7 @@ def engine_config(model: str, options: Mapping[str, Any], *, num_adapters: int =
 def adapter_paths(given: object) -> dict[str, str]:
     """Return absolute directories of LoRA adapters by name, from the argument ``lora``.
 
-    Empty for None. Raises ConfigError.
+    Empty for None. Raises ConfigError if the argument is not a mapping from valid names to directories.
     """
     if given is None:
         return {}
@@ -98,7 +98,7 @@ def adapter_paths(given: object) -> dict[str, str]:
 
 
 def media_config(domains: object, workers: object) -> MediaConfig:
-    """Build the media configuration. Raises ConfigError."""
+    """Build the media configuration. Raises ConfigError if an argument is not valid."""
     if isinstance(domains, str) or not isinstance(domains, Iterable):
         raise ConfigError(
             f"allowed_media_domains is {domains!r}; it must be a list of hosts, such as ['images.example.org']"
@@ -107,7 +107,9 @@ def media_config(domains: object, workers: object) -> MediaConfig:
 
 
 def media_limits(given: object) -> LimitsConfig:
-    """Build the media limits from the argument ``limit_mm_per_prompt``. Raises ConfigError."""
+    """Build the media limits from the argument ``limit_mm_per_prompt``. Raises ConfigError if the argument is not a
+    mapping from modalities to numbers.
+    """
     if given is None:
         return LimitsConfig()
     if not isinstance(given, Mapping):
@@ -118,7 +120,9 @@ def media_limits(given: object) -> LimitsConfig:
 
 
 def _speculation(given: object) -> dict[str, Any]:
-    """Build the section from the argument ``speculative_config``. Empty for None. Raises ConfigError."""
+    """Build the section from the argument ``speculative_config``. Empty for None. Raises ConfigError if the argument is
+    not valid.
+    """
     if given is None:
         return {}
     if not isinstance(given, Mapping):

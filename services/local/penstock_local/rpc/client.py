@@ -27,7 +27,9 @@ class TlsMismatchError(PenstockError):
 
 
 def make_client(address: str) -> AsyncClient:
-    """Return a client of a running server, with TLS files and API key from the environment. Raises ConfigError."""
+    """Return a client of a running server, with TLS files and API key from the environment. Raises ConfigError if the
+    address or the API key is not valid.
+    """
     try:
         return AsyncClient(address, key=api_key(), channel=connect(address))
     except ValueError as e:

@@ -87,7 +87,7 @@ def check(
 
 
 def check_configs(specs: Sequence[ProcessSpec]) -> None:
-    """Check the configuration of the services before any of them starts. Raises ConfigError."""
+    """Check the configuration of the services before any of them starts. Raises ConfigError if a setting is not valid."""
     kinds = {"penstock_coordinator": "coordinator", "penstock_enginecore": "engine", "penstock_frontend": "frontend"}
     # All services of one kind have the same settings, so check one service per kind.
     for spec in {spec.module: spec for spec in specs}.values():

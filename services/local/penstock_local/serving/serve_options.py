@@ -336,7 +336,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     def speculation(self) -> dict[str, Any]:
         """Return the ``speculative`` section of the engine configuration.
 
-        Empty if speculation is off. Raises ConfigError.
+        Empty if speculation is off. Raises ConfigError if the flags are not valid, or both kinds of flags are given.
         """
         section = speculation.of_flags(self.speculative, self.speculative_model, self.speculative_tokens)
         if not self.speculative_config:
@@ -346,7 +346,9 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
         return speculation.parse_config(self.speculative_config)
 
     def media_sections(self) -> Mapping[str, Any]:
-        """Return the media settings of the frontend configuration. Raises ConfigError."""
+        """Return the media settings of the frontend configuration. Raises ConfigError if ``--limit-mm-per-prompt`` is
+        not valid.
+        """
         hosts = [host.strip() for host in self.allowed_media_domains.split(",") if host.strip()]
         media = given(allowed_domains=hosts, workers=self.media_workers)
         if not self.takes_media:

@@ -50,7 +50,7 @@ def section_of(given: Mapping[str, Any], *, name: str = CONFIG_NAME) -> dict[str
 
 
 def parse_config(text: str) -> dict[str, Any]:
-    """Build the section from a JSON object with vLLM's keys. Raises ConfigError."""
+    """Build the section from a JSON object with vLLM's keys. Raises ConfigError if the text is not such an object."""
     try:
         given = json.loads(text)
     except (ValueError, RecursionError) as e:

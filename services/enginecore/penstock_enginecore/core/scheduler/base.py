@@ -348,7 +348,7 @@ def create_scheduler(context: SchedulerContext) -> Scheduler:
     """Create the scheduler of the setting ``scheduler.scheduler``, which is a registered name or
     ``package.module:Class``.
 
-    Raises ConfigError.
+    Raises ConfigError if the name is unknown or the class cannot be imported.
     """
     factory: SchedulerFactory = load_target("scheduler.scheduler", context.config.scheduler, _KNOWN)
     return factory(context)

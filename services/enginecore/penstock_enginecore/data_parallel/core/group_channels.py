@@ -261,7 +261,9 @@ class SharedExperts(Protocol):
         """Stop using the current group. The group computes no more steps."""
 
     def join(self, epoch: int, link: GroupLink) -> None:
-        """Use the group of this epoch for later steps. The epoch must be prepared. Raises UnpreparedError."""
+        """Use the group of this epoch for later steps. The epoch must be prepared. Raises UnpreparedError if the switch
+        to the group fails.
+        """
 
     def after_step(self) -> None:
         """Run the load balancer of the experts. All ranks call this method after the same steps. Raises

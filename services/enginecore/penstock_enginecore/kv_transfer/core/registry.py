@@ -46,7 +46,7 @@ def create_connector(context: ConnectorContext) -> PluggedConnector:
     """Create the connector of the setting ``kv_transfer.connector``, which is a registered name or
     ``package.module:Class``.
 
-    Raises ConfigError.
+    Raises ConfigError if the name is unknown or the class cannot be imported.
     """
     factory: ConnectorFactory = load_target("kv_transfer.connector", context.config.kv_transfer.connector, _KNOWN)
     return factory(context)
@@ -97,7 +97,9 @@ class StorePlan:
 
 
 OpenStore = Callable[[EngineCoreConfig, ModelInfo, KVCacheConfig, StorePlan], BlockStore]
-"""Function that opens a file of the disk tier. The KV cache must be allocated. Raises ConfigError."""
+"""Function that opens a file of the disk tier. The KV cache must be allocated. Raises ConfigError if the directory
+cannot be written or another engine uses the directory.
+"""
 
 
 def begin_connector(

@@ -122,7 +122,9 @@ class SharedSlots(Protocol):
     name: str
 
     def put(self, data: bytes) -> int | None:
-        """Copy ``data`` to a slot. Return the slot's offset, or None if no slot is free. Raises OSError."""
+        """Copy ``data`` to a slot. Return the slot's offset, or None if no slot is free. Raises OSError if the shared
+        memory cannot be written.
+        """
 
     def give_back(self, offset: int) -> None:
         """Free the slot at this offset."""

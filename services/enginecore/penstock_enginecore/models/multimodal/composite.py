@@ -190,7 +190,8 @@ class Composite:
     def encoder(
         self, towers: Any, directory: Path, max_tokens: int, device: torch.device, dtypes: Dtypes
     ) -> TowerEncoder | None:
-        """Return the media encoders on ``device``, or None if they are not loaded. Raises ModelLoadError.
+        """Return the media encoders on ``device``, or None if they are not loaded. Raises ModelLoadError if the
+        encoders cannot be served.
 
         Quantized weights of the encoders are converted to dense weights in the dtype of the computation. ``directory``
         has the processors' files, and ``max_tokens`` is the length of the longest prompt.

@@ -93,7 +93,9 @@ class ProcessorSettings:
         )
 
     def normalization(self, settings: Mapping[str, Any]) -> Normalization:
-        """Return the normalization of pixels that ``settings`` of images or video specify. Raises ModelLoadError."""
+        """Return the normalization of pixels that ``settings`` of images or video specify. Raises ModelLoadError if the
+        settings are not supported.
+        """
         known: dict[str, Any] = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         known |= {key: settings[key] for key in _KEYS if settings.get(key) is not None}
         for key in ("image_mean", "image_std"):
@@ -115,7 +117,9 @@ class ProcessorSettings:
 
 
 def _read(file: Path) -> Mapping[str, Any]:
-    """Return the settings in ``file``, or no settings if the file does not exist. Raises ModelLoadError."""
+    """Return the settings in ``file``, or no settings if the file does not exist. Raises ModelLoadError if the file
+    cannot be read or is not a JSON object.
+    """
     try:
         found = read_json(file)
     except FileNotFoundError:

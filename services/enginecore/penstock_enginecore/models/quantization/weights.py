@@ -55,7 +55,9 @@ class DequantizedTensor:
         return sum(stored_bytes(part) for part in self._parts.values())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the dequantized weight, or a slice of it, in the model's dtype. Raises ModelLoadError."""
+        """Return the dequantized weight, or a slice of it, in the model's dtype. Raises ModelLoadError if the stored
+        tensors do not fit the quantization scheme.
+        """
         try:
             whole = self._scheme.dequantize(self.read(), self._dtype)
         except ValueError as e:

@@ -31,7 +31,9 @@ _MAX_PLACES = 64
 
 
 def array(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) -> str:
-    """Return the grammar expression for arrays that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the grammar expression for arrays that fulfil all of ``facts``. Raises SchemaError if the schema cannot be
+    enforced or no array fulfils it.
+    """
     low, high = _sizes(facts, path)
     tuples = [(tuple_of(fact.keywords, fact.path), fact) for fact in facts]
     length = max((len(prefix) for (prefix, _), _ in tuples), default=0)

@@ -307,7 +307,7 @@ class Intersection:
 
     def countable(self) -> int:
         """Return the maximum length in characters up to which the grammar rules can count without more than
-        ``MAX_STATES`` states. Raises TooLargeError.
+        ``MAX_STATES`` states. Raises TooLargeError if the expressions need too many states.
         """
         return MAX_STATES // max(len(self._useful()), 1) - 1
 
@@ -316,7 +316,7 @@ class Intersection:
         are no such texts.
 
         The texts are written as in a JSON string and include the closing quote. ``add`` creates a rule from a body and
-        a name. Raises TooLargeError.
+        a name. Raises TooLargeError if the rules need too many states.
         """
         if self._start not in self._useful():
             return None

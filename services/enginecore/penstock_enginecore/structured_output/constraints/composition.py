@@ -84,7 +84,8 @@ class SchemaWriter(Protocol):
     work: Work
 
     def convert(self, parts: Sequence[Part], depth: int, path: str = "") -> str:
-        """Return a grammar expression for the values that fulfil all of ``parts``. Raises SchemaError.
+        """Return a grammar expression for the values that fulfil all of ``parts``. Raises SchemaError if the schemas
+        cannot be enforced or no value fulfils them.
 
         ``path`` is the path that errors name if no single part causes them. The default is the path of the first part.
         """
@@ -429,7 +430,8 @@ class Alternatives:
         """Return the ways to fulfil the first keyword of ``fact`` that can be fulfilled in several ways, or None if
         there is no such keyword.
 
-        ``alone`` is True if no other schema constrains the objects that the fact describes. Raises SchemaError.
+        ``alone`` is True if no other schema constrains the objects that the fact describes. Raises SchemaError if the
+        keyword cannot be enforced.
         """
         keywords, path = fact.keywords, fact.path
         if "anyOf" in keywords:

@@ -51,7 +51,7 @@ MAX_WORK = 500_000
 
 def schema_grammar(schema: Any, whitespace: JsonWhitespace = JsonWhitespace.DUMPS, work: Work | None = None) -> str:
     """Return the grammar of the JSON texts that ``schema`` accepts. The other arguments choose the whitespace.
-    ``schema`` is a result of ``parse``. Raises SchemaError.
+    ``schema`` is a result of ``parse``. Raises SchemaError if the schema cannot be enforced or no value fulfils it.
     """
     converter = _Converter(schema, whitespace, work or Work(MAX_WORK))
     root = converter.convert([Part(schema, "#")], 0)

@@ -82,7 +82,9 @@ class _Range:
 
 
 def numbers(rules: Rules, facts: Sequence[Fact], path: str, kind: str, spend: Spend) -> str:
-    """Return the grammar expression for the numbers, or integers, that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the grammar expression for the numbers, or integers, that fulfil all of ``facts``. Raises SchemaError if
+    the schema cannot be enforced or no number fulfils it.
+    """
     given = _Range(facts, kind)
     step = given.step
     if kind == "integer" and step is not None:

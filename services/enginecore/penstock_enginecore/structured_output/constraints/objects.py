@@ -118,7 +118,7 @@ class _Objects:
         return [part for part in parts if part.schema is not True]
 
     def written(self) -> str:
-        """Return the grammar expression for the object. Raises SchemaError."""
+        """Return the grammar expression for the object. Raises SchemaError if the schema cannot be enforced."""
         properties = self.declared()
         low, high = self._counts()
         with self._writer.inside() as blanks:
@@ -329,5 +329,7 @@ class _Objects:
 
 
 def object_(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) -> str:
-    """Return the grammar expression for objects that fulfil all of ``facts``. Raises SchemaError."""
+    """Return the grammar expression for objects that fulfil all of ``facts``. Raises SchemaError if the schema cannot
+    be enforced.
+    """
     return _Objects(writer, facts, path, depth).written()

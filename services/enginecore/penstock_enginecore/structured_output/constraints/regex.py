@@ -184,12 +184,16 @@ Node = CharSet | Anchor | Repeat | Group | Lookahead
 
 
 def parse(pattern: str) -> Group:
-    """Return a parsed regular expression. Raises RegexError."""
+    """Return a parsed regular expression. Raises RegexError if the expression is malformed or uses an unsupported
+    feature.
+    """
     return _Parser(pattern).parse()
 
 
 def whole(pattern: str) -> str:
-    """Return the grammar expression for the texts that ``pattern`` matches completely. Raises RegexError."""
+    """Return the grammar expression for the texts that ``pattern`` matches completely. Raises RegexError if the
+    expression is malformed or uses an unsupported feature.
+    """
     return _emit_options(parse(pattern), in_json=False, search=False)
 
 
@@ -197,7 +201,7 @@ def in_json_string(pattern: Group) -> str:
     """Return the grammar expression for the content of a JSON string in which ``pattern`` matches somewhere, as the
     keyword ``pattern`` of JSON Schema requires.
 
-    Raises RegexError.
+    Raises RegexError if the expression uses an unsupported feature.
     """
     return _emit_options(pattern, in_json=True, search=True)
 

@@ -97,7 +97,9 @@ class Texts:
             self.high = high if self.high is None else min(self.high, high)
 
     def written(self, rules: Rules, path: str, spend: Spend) -> str:
-        """Return the grammar expression for the JSON strings that fulfil the constraints. Raises SchemaError."""
+        """Return the grammar expression for the JSON strings that fulfil the constraints. Raises SchemaError if the
+        constraints cannot be enforced or no string fulfils them.
+        """
         if self.high is not None and self.low > self.high:
             raise UnfulfillableError(path, f"has minLength {self.low}, which is above maxLength {self.high}")
         for formats in ([name for name, _ in self.formats], []) if self.patterns else ([n for n, _ in self.formats],):
@@ -198,14 +200,18 @@ class Texts:
 
 
 def matches(text: str, patterns: Sequence[Group], spend: Spend, *, unwanted: Sequence[Group] = ()) -> bool:
-    """Return whether all of ``patterns`` and none of ``unwanted`` match somewhere in ``text``. Raises RegexError."""
+    """Return whether all of ``patterns`` and none of ``unwanted`` match somewhere in ``text``. Raises RegexError if an
+    expression is not supported.
+    """
     parts = [part for pattern in patterns for part in matchers(pattern, spend)]
     parts += [part for pattern in unwanted for part in matchers(pattern, spend, wanted=False)]
     return not parts or Intersection(parts, spend).accepts(text)
 
 
 def pattern_at(pattern: str, path: str) -> Group:
-    """Return the parsed regular expression at ``path``. Raises SchemaError."""
+    """Return the parsed regular expression at ``path``. Raises SchemaError if the expression is malformed or not
+    supported.
+    """
     try:
         return parse(pattern)
     except RegexError as e:

@@ -96,7 +96,8 @@ class ControlTokens:
 
 
 def find_control_tokens(tokenizer: Tokenizer, templates: ChatTemplates) -> ControlTokens | None:
-    """Return the control tokens of a model, or None if its tokenizer has none. Raises ConfigError.
+    """Return the control tokens of a model, or None if its tokenizer has none. Raises ConfigError if the tokenizer
+    cannot treat these tokens as plain text.
 
     After this call, the tokenizer can treat the texts of the control tokens as plain text.
     """

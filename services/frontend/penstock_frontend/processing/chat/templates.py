@@ -295,7 +295,8 @@ class ChatTemplates:
 def load_chat_templates(config: ModelConfig) -> ChatTemplates:
     """Load the chat templates of a model from a directory or hub id.
 
-    Templates in files of their own override templates in tokenizer_config.json. Raises ConfigError.
+    Templates in files of their own override templates in tokenizer_config.json. Raises ConfigError if a file cannot be
+    read or the template is not valid.
     """
     folder = resolve(config)
     if config.chat_template:
@@ -336,7 +337,8 @@ def given_template(
 ) -> ChatTemplates:
     """Load the template file that replaces the templates of the model.
 
-    ``setting`` is the name of the setting in error messages. Raises ConfigError.
+    ``setting`` is the name of the setting in error messages. Raises ConfigError if the file cannot be read, is empty,
+    or is not a valid template.
     """
     try:
         source = read_input(Path(path), _MAX_TEMPLATE_BYTES).decode()

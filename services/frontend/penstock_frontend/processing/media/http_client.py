@@ -189,7 +189,7 @@ class Wire:
         self.num_received = 0
 
     async def send(self, data: bytes) -> None:
-        """Send all of the data to the host. Raises OSError."""
+        """Send all of the data to the host. Raises OSError if the connection fails."""
         if self._tls is None:
             await asyncio.get_running_loop().sock_sendall(self._socket, data)
         else:
@@ -197,7 +197,9 @@ class Wire:
             await self._flush()
 
     async def read(self) -> bytes:
-        """Return the next bytes from the host, at most about 32 KiB. Return an empty result at the end. Raises OSError."""
+        """Return the next bytes from the host, at most about 32 KiB. Return an empty result at the end. Raises OSError
+        if the connection fails.
+        """
         if self._tls is None:
             return await self._receive()
         while True:
@@ -233,7 +235,7 @@ class Wire:
 
 
 async def connect(address: str, port: int, pace: Pace) -> Wire:
-    """Connect to an IP address. Raises OSError."""
+    """Connect to an IP address. Raises OSError if the connection fails."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -355,7 +357,7 @@ def _request(target: Target) -> bytes:
 T = TypeVar("T")
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Function that returns all IP addresses of a host name as texts. Raises OSError."""
+"""Function that returns all IP addresses of a host name as texts. Raises OSError if the name cannot be resolved."""
 
 _RESOLVING_THREADS = 8
 _HANDSHAKE_THREADS = 2
@@ -372,7 +374,9 @@ class Fetcher:
     """
 
     def __init__(self, config: MediaConfig, resolver: Resolver | None = None) -> None:
-        """Create the fetcher. ``resolver`` is used instead of the system's resolver for host names. Raises ConfigError."""
+        """Create the fetcher. ``resolver`` is used instead of the system's resolver for host names. Raises ConfigError
+        if the certificates of ``media.ca`` cannot be read.
+        """
         self._config = config
         self._private = config.private_networks
         self._resolver = resolver or self._resolve

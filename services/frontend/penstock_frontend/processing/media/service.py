@@ -186,7 +186,7 @@ class MediaService:
         resolver: Resolver | None = None,
     ) -> None:
         """Create the media service of a frontend. ``resolver`` is used instead of the system's resolver for host names.
-        Raises ConfigError.
+        Raises ConfigError if the certificates of ``media.ca`` cannot be read.
         """
         self.family = family
         self._limits = limits

@@ -65,7 +65,7 @@ def pick(*, tool: str, reasoning: str, template: str) -> Parsers:
     The name ``auto`` selects the first parser that fits the chat template. The parsers of plugins are tried after the
     built-in parsers.
 
-    Raises ConfigError.
+    Raises ConfigError if there is no parser with a given name.
     """
     tools, reasonings = _known()
     return Parsers(

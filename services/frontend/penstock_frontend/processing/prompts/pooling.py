@@ -276,7 +276,7 @@ def served(capabilities: Sequence[str]) -> str:
 def load_labels(config: ModelConfig) -> list[str]:
     """Return the names of the classes in config.json, in the order of the class indices.
 
-    Return an empty list if there are none. Raises ConfigError.
+    Return an empty list if there are none. Raises ConfigError if config.json or its names cannot be read.
     """
     file = resolve(config) / "config.json"
     try:

@@ -313,7 +313,8 @@ class Tokenizer:
 
     def hide(self, tokens: Sequence[str]) -> None:
         """Treat these tokens as plain text from now on. ``stand_in`` returns the text that produces such a token. This
-        method must be called before any text is tokenized. Raises ConfigError.
+        method must be called before any text is tokenized. Raises ConfigError if the tokenizer cannot treat a token as
+        plain text.
         """
         self._reader, self._stand_ins = hide(self._backend, tokens)
 
@@ -343,7 +344,7 @@ class Tokenizer:
         Return their names for ``GuardedText.named``.
 
         Clients cannot know these names. This method must be called once, after ``hide`` and before any text is
-        tokenized. Raises ConfigError.
+        tokenized. Raises ConfigError if the tokenizer cannot treat a token as plain text.
         """
         self._guarded_reader, names = hide(self._reader, tokens)
         return names
@@ -533,7 +534,9 @@ def load_model_files(config: ModelConfig, *, num_threads: int) -> ModelFiles:
 
 
 def resolve(config: ModelConfig) -> Path:
-    """Return the local directory of the model. For a hub id, download the model without weights. Raises ConfigError."""
+    """Return the local directory of the model. For a hub id, download the model without weights. Raises ConfigError if
+    the directory does not exist or the download fails.
+    """
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder
@@ -584,7 +587,9 @@ def _first_line(error: Exception) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Return an empty dict if the file does not exist. Raises ConfigError."""
+    """Read a JSON object from a file. Return an empty dict if the file does not exist. Raises ConfigError if the file
+    cannot be read or contains something else.
+    """
     try:
         data = files.read_json(path)
     except FileNotFoundError:

@@ -210,7 +210,9 @@ def checked(value: Any, field: str, *, least: int = 1, most: int | None = None) 
 
 
 def flag(kwargs: Mapping[str, Any], name: str) -> bool | None:
-    """Return the value of a boolean argument. Return None if the argument is not set. Raises ValueError."""
+    """Return the value of a boolean argument. Return None if the argument is not set. Raises ValueError if the value is
+    not a boolean.
+    """
     value = kwargs.get(name)
     if value is not None and not isinstance(value, bool):
         raise ValueError(f"processor_kwargs.{name} is {_shown(value)}; it must be true or false")
@@ -220,7 +222,8 @@ def flag(kwargs: Mapping[str, Any], name: str) -> bool | None:
 def size(kwargs: Mapping[str, Any], largest: Mapping[str, int], name: str = "size") -> dict[str, int] | None:
     """Return the value of a size argument, which is an object of integers. Return None if the argument is not set.
 
-    Only the names in ``largest`` are accepted. The values in ``largest`` are the limits. Raises ValueError.
+    Only the names in ``largest`` are accepted. The values in ``largest`` are the limits. Raises ValueError if the value
+    is not such an object.
     """
     value = kwargs.get(name)
     if value is None:

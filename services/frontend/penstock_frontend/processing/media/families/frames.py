@@ -88,7 +88,7 @@ class FrameVideos(NamedTuple):
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Process the frames of a video, which may have any size. Accepts the arguments ``fps`` and ``num_frames``.
-        Raises ValueError.
+        Raises ValueError if an argument is not valid.
         """
         base.check_names(kwargs, ("fps", "num_frames"))
         indices = Sampling(1, self.max_frames).indices(timestamps, kwargs)
@@ -102,7 +102,7 @@ class FrameVideos(NamedTuple):
 
         ``layout`` of the item is the number of frames.
 
-        Raises ValueError.
+        Raises ValueError if the tensor is missing, or has another shape or too many frames.
         """
         tensors.check_names(data, (_PIXELS,))
         count = tensors.taken(data, _PIXELS, (1, None, 3, *self.size)).shape[1]

@@ -97,7 +97,9 @@ Size = tuple[int, int]
 
 
 def pinpoints(checkpoint: Checkpoint) -> tuple[Size, ...]:
-    """Return the resolutions of all tile grids that the model allows. Raises ConfigError."""
+    """Return the resolutions of all tile grids that the model allows. Raises ConfigError if the configuration lists no
+    resolutions.
+    """
     given = checkpoint.image_processor.get("image_grid_pinpoints") or checkpoint.config.get("image_grid_pinpoints")
     if not isinstance(given, list) or not given:
         raise ConfigError(f"{checkpoint.folder}: image_grid_pinpoints is missing")
@@ -190,7 +192,9 @@ class LlavaNext(ImageFamily):
 
 
 def checked_size(data: Mapping[str, TensorData]) -> Size:
-    """Return the original size of an image from the tensor ``image_sizes``. Raises ValueError."""
+    """Return the original size of an image from the tensor ``image_sizes``. Raises ValueError if the width or the
+    height is below 1.
+    """
     height, width = tensors.numbers(data, "image_sizes", (1, 2))
     if height < 1 or width < 1:
         raise ValueError(f"image_sizes is {height}, {width}; both must be at least 1")

@@ -95,7 +95,9 @@ class Pixtral(ImageFamily):
 
 
 def longest_edge(checkpoint: Checkpoint) -> int:
-    """Return the maximum length of an image's longer edge in pixels. Raises ConfigError."""
+    """Return the maximum length of an image's longer edge in pixels. Raises ConfigError if the configuration's size is
+    not valid.
+    """
     size = checkpoint.image_processor.get("size", {"longest_edge": 1024})
     edges = [size] if isinstance(size, int) else list(size.values()) if isinstance(size, dict) else []
     if not edges or not all(isinstance(edge, int) for edge in edges):

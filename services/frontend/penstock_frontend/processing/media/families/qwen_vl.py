@@ -103,7 +103,7 @@ def image_grids(
 ) -> Grids:
     """Return the image format from the configuration of a processor. The defaults are those of the processor's class.
 
-    Raises ConfigError.
+    Raises ConfigError if a value in the configuration is not valid.
 
     ``default_pixels`` are the default minimum and the default maximum of the number of pixels.
     """
@@ -177,7 +177,7 @@ class VideoGrids(NamedTuple):
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
         """Process the frames of a video, which have one size. Accepts the arguments of images, ``fps`` and
-        ``num_frames``. Raises ValueError.
+        ``num_frames``. Raises ValueError if an argument is not valid or the video needs too many tokens.
         """
         arguments.check_names(kwargs, ("min_pixels", "max_pixels", "size", "fps", "num_frames"))
         of_images = {name: value for name, value in kwargs.items() if name not in ("fps", "num_frames")}
@@ -295,7 +295,7 @@ class VideoGrids(NamedTuple):
 
 def video_grids(checkpoint: Checkpoint) -> VideoGrids:
     """Return the video format from the configuration of the video processor. The defaults are those of its class.
-    Raises ConfigError.
+    Raises ConfigError if a value in the configuration is not valid.
     """
     settings = checkpoint.video_processor or checkpoint.image_processor
     of_all = checkpoint.model_type in _TIMED

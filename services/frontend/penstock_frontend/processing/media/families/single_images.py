@@ -55,7 +55,7 @@ class Images(Protocol):
         """Return the arguments for the image processor, from the arguments of a request and the values of the
         checkpoint.
 
-        Raises ValueError.
+        Raises ValueError if an argument is not valid.
         """
 
 
@@ -69,7 +69,9 @@ class Videos(Protocol):
         """Maximum number of embeddings of a video."""
 
     def video(self, frames: Sequence[Image], timestamps: Sequence[float], kwargs: Mapping[str, Any]) -> ProcessedItem:
-        """Process the frames of a video, which have one size, with their times. Raises ValueError."""
+        """Process the frames of a video, which have one size, with their times. Raises ValueError if an argument is not
+        valid.
+        """
 
     def item(self, data: Mapping[str, TensorData]) -> ProcessedItem:
         """Return the media item for the tensors of a processed video.

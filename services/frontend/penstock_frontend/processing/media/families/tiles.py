@@ -116,7 +116,7 @@ class Canvas(NamedTuple):
 
 def canvas(checkpoint: Checkpoint, rows_of_tile: int) -> Canvas:
     """Return the image format from the configuration of the image processor. The defaults are those of its class.
-    Raises ConfigError.
+    Raises ConfigError if a value in the configuration is not valid.
     """
     settings = checkpoint.image_processor
     return Canvas(
