@@ -252,8 +252,6 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     def may_call(self) -> bool:
         """True if the model may call tools. If the value is False, the prompt contains no tools, and the outputs are
         not parsed for tool calls.
-
-        Otherwise the prompt contains no tools, and outputs are not parsed for tool calls.
         """
         return bool(self.tools) and (bool(self.named_tool) or self.tool_choice != "none")
 

@@ -20,10 +20,8 @@ _MAX_THINGS = 64
 
 
 class LoggedOnce:
-    """Remembers which items were already logged for each client. If there are too many clients, it forgets the client
-    that was seen least recently.
-
-    When too many clients are remembered, it forgets the least recently seen client.
+    """Remembers which items were already logged for each client. If there are too many clients, the object forgets
+    the client that was seen least recently.
     """
 
     def __init__(self) -> None:
@@ -143,7 +141,7 @@ class WarningLog:
     def tell(self, kind: WarningKind, field: str, client: str) -> None:
         """Count a warning of a client. Log the warning if the client had no warning of this kind before.
 
-        Log the warning if the client had no warning of this kind before. The log never contains texts from clients.
+        The log never contains texts from clients.
         """
         if self._count is not None:
             self._count.labels(kind.value).inc()

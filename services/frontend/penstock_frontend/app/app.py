@@ -216,10 +216,8 @@ class Frontend:
         get_logger().info("frontend stopped")
 
     async def _drain(self) -> str:
-        """Serve calls until no more calls can arrive. Return the reason if the drain ended before, and an empty string
-        otherwise.
-
-        If the drain ends early, return the reason, else an empty string.
+        """Serve calls until no more calls can arrive. If the drain ends before that, return the reason, and otherwise an
+        empty string.
         """
         if self._living is None:  # startup failed, so no client has connected
             return ""

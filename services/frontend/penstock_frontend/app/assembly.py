@@ -205,8 +205,6 @@ def check_chat_template(path: str, *, setting: str) -> None:
 def check_parsers(*, tool: str, reasoning: str) -> None:
     """Check names of parsers as if they were the values of ``model.tool_parser`` and ``model.reasoning_parser``. Raises
     ConfigError for unknown names.
-
-    Raises ConfigError for unknown names.
     """
     registry.pick(tool=tool, reasoning=reasoning, template="")
 

@@ -149,8 +149,7 @@ class Servers:
         """Start the drain of all servers. During the drain, the servers serve calls while clients move to other
         frontends.
 
-        The servers serve calls while clients move to other frontends. gRPC connections still end at their maximum age,
-        because a started server cannot change this age.
+        gRPC connections still end at their maximum age, because a started server cannot change this age.
         """
         self.http.drain()
 

@@ -84,8 +84,6 @@ class ChatCalls:
     def _counts(self, rendered: GenerateRequest, prompt: str) -> Callable[[], ReasoningTokenCount] | None:
         """Return a function that creates, for one sequence, a counter of its reasoning tokens. Return None if the model
         has no reasoning parser.
-
-        Return None for a model without reasoning.
         """
         parser, known = self._parsers.reasoning, self._llm.inputs.reasoning
         if parser is None:

@@ -239,8 +239,6 @@ def _attributes(
 def _prompt(request: GenerateRequest | PoolingRequest) -> object:
     """Return the text or the token ids of a prompt as plain data, for the log. For pooling requests and mixed prompts,
     return a list of texts and token ids.
-
-    For pooling requests and mixed prompts, return a list of texts and token ids.
     """
     if isinstance(request, PoolingRequest):
         return [_whole(each) for each in request.inputs]

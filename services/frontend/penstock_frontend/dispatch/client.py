@@ -388,8 +388,6 @@ class GrpcEngineClient:
         """Wait at most ``engine_wait_timeout`` seconds until an engine accepts requests. Return the limits that every
         engine supports.
 
-        Return limits that every engine supports.
-
         Args:
             deadline: time at which the wait ends, in Unix seconds, or None.
             tenant: tenant of the request. If as many requests wait as ``max_held_requests`` allows, each tenant may

@@ -23,9 +23,7 @@ or ``two``, and the reason.
 
 class Plan(NamedTuple):
     """Engines to which a request may be sent. The chosen engine hands the request over after ``handoff_after_tokens``
-    output tokens. 0 means that it never hands the request over.
-
-    The engine hands the request over after this number of output tokens; 0: never.
+    output tokens. If this number is 0, the engine never hands the request over.
     """
 
     candidates: Sequence[Candidate]

@@ -1,7 +1,5 @@
 """Request parameters ``kv_transfer_params``, with which external gateways split a request between two servers. The
 format is that of vLLM's NIXL connector.
-
-The format is that of vLLM's NIXL connector.
 """
 
 from typing import Annotated, Any

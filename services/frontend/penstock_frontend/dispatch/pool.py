@@ -29,11 +29,6 @@ class Subset:
     Engines that accept requests come first. Among these, the engines with the highest hash of frontend and engine come
     first, so about the same number of frontends use each engine. If an engine joins or leaves, only some frontends
     change their selection, each by one engine (rendezvous hashing, Thaler and Ravishankar 1998).
-
-    Serving engines come first, then engines with the highest hash of frontend and engine.
-
-    With this hash, about the same number of frontends use each engine. If an engine joins or leaves, only some subsets
-    change, each by one engine (rendezvous hashing, Thaler and Ravishankar 1998).
     """
 
     def __init__(self, frontend: str, max_engines: int) -> None:
@@ -268,8 +263,6 @@ class EnginePool:
     def coordinator_lost(self) -> None:
         """Handle the loss of the coordinator. Until the frontend has a coordinator again, this pool itself announces
         waves to data-parallel groups.
-
-        Until a coordinator returns, this pool announces waves to groups itself.
         """
         self._groups.disconnected()
 

@@ -306,10 +306,6 @@ class PrefixCaches:
 
         ``answers`` has, by medium, the digests of the blocks in one byte string. If ``answers`` is None, the index
         knows only the blocks in events since ``begin``. Raises Internal if an answer does not consist of whole digests.
-
-        If ``answers`` is None, only blocks in events since ``begin`` are known.
-
-        Raises Internal if the answer does not consist of digests.
         """
         cache = self._caches.get(engine)
         if cache is None or cache.recorded is None:

@@ -259,8 +259,6 @@ class Engines(Protocol):
     def send(self, engine: str, request: EngineCoreRequest, *, first: bool) -> None:
         """Start a request on an engine that has a session. ``first`` is True if no other request of this frontend is on
         the engine.
-
-        ``first`` is True if the engine had no requests of this frontend before.
         """
 
     def abort_on(self, engine: str, request_ids: Sequence[str], reason: str) -> None:

@@ -36,8 +36,6 @@ from penstock_common.types.data_parallel import FirstRequest
 class ReceivedView:
     """Assembles the view of the cluster from the messages of one stream. Coordinators that do not support deltas send
     only complete views.
-
-    A coordinator that does not support deltas sends only complete views.
     """
 
     def __init__(self) -> None:

@@ -168,8 +168,6 @@ class OutgoingRequests:
     def _add(self, request: EngineCoreRequest, again: int) -> None:
         """Add a request to the queue. ``again`` is the number of times that this attempt of the request was already
         sent to the engine.
-
-        ``again`` is the number of times that this attempt of the request was already sent to the engine.
         """
         plain = _is_plain(request)
         if self._tensors is not None and not plain:

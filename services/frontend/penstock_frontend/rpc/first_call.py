@@ -57,7 +57,7 @@ class FirstCall(msgspec.Struct, frozen=True, kw_only=True):
 async def call(options: FirstCall) -> list[str]:
     """Make both calls. Return one line of text for each call.
 
-    Return one line of text per call. Raises CallError, and ConfigError if the certificate cannot be read.
+    Raises CallError, and ConfigError if the certificate cannot be read.
     """
     started = time.monotonic()
     try:
@@ -171,8 +171,6 @@ def _request(options: FirstCall, left: float, method: str, path: str, body: dict
 class _Pinned(http.client.HTTPSConnection):
     """HTTPS connection to a server whose certificate is known. The certificate need not contain the address of the
     server.
-
-    The address of the server need not be in the certificate.
     """
 
     def __init__(self, host: str, port: int, *, timeout: float, certificate: str) -> None:

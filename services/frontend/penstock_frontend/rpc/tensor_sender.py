@@ -268,8 +268,6 @@ class TensorSender:
     ) -> None:
         """Add the media items of a request to its message, which must be sent next. The message already has the
         embeddings of the prompt.
-
-        The message already has the prompt's embeddings.
         """
         queries, hits = self.mirror.num_queries, self.mirror.num_hits
         for sent in self.mirror.send(request.mm_features, plain=again >= MAX_RESENDS):
@@ -437,8 +435,6 @@ class TensorSender:
 def fill_feature(message: pb.MultiModalFeature, sent: Sent, places: Mapping[int, Place]) -> None:
     """Write a media item into its message. ``places`` has references to tensors that are not in the message, by the
     tensors' Python identity.
-
-    ``places`` has references to tensors that are not in the message, by the tensors' Python identity.
     """
     feature = sent.feature
     fill(message, feature, "data")
