@@ -171,7 +171,7 @@ def test_a_node_that_does_not_come_is_waited_for_as_long_as_it_was_said() -> Non
     lines: list[str] = []
     with pytest.raises(WorkersGone, match=r"nodes 1, 2 of 3 did not attach to port \d+ within 1 s"):
         executor.load_model(lines.append)
-    assert lines == ["waiting for nodes 1, 2 of 3"]
+    assert lines == ["waiting for nodes 1, 2 to attach; executor.nodes.size is 3"]
     executor.shutdown()
     until_gone(executor.pids)
 

@@ -268,7 +268,7 @@ class SpreadWorkers:
         ``executor.nodes.timeout``.
         """
         if self._missing():
-            progress(f"waiting for {self._missing()} of {self._nodes.size}")
+            progress(f"waiting for {self._missing()} to attach; executor.nodes.size is {self._nodes.size}")
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._missing(), self._nodes.timeout)
             missing = self._missing()

@@ -341,10 +341,9 @@ class Tokenizer:
     def guard(self, tokens: Sequence[str]) -> Mapping[str, str]:
         """Treat these tokens as plain text in every GuardedText from now on.
 
-        Return their names for ``GuardedText.named``.
-
-        Clients cannot know these names. This method must be called once, after ``hide`` and before any text is
-        tokenized. Raises ConfigError if the tokenizer cannot treat a token as plain text.
+        Return their names for ``GuardedText.named``, which clients cannot know. This method must be called once, after
+        ``hide`` and before any text is tokenized. Raises ConfigError if the tokenizer cannot treat a token as plain
+        text.
         """
         self._guarded_reader, names = hide(self._reader, tokens)
         return names
