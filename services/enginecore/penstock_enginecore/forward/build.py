@@ -348,7 +348,10 @@ def _dequantize(model: LoadedModel) -> None:
             f"weights do not fit when dequantized to {str(model.dtype).removeprefix('torch.')}: {first_line(e)}"
         ) from e
     if num_bytes:
-        logger.warning("dequantized the weights of linear layers and experts memory=%s", in_units(num_bytes))
+        logger.warning(
+            "dequantized the weights of linear layers and experts (only the fused decoder could use them) memory=%s",
+            in_units(num_bytes),
+        )
 
 
 def _log(computing: str, proven: Proven[object]) -> None:

@@ -341,7 +341,7 @@ class SpreadWorkers:
             try:
                 self._hear(*said)
             except Exception as e:  # Without this handler, callers would wait for the answer forever.
-                logger.exception("cannot process an answer from the workers of a node node=%d", index)
+                logger.exception("cannot handle an answer that the workers of a node sent node=%d", index)
                 self._fail_here(WorkersGone(f"answers of node {index} cannot be read: {e}"))
                 self._local.end(told=False)
 

@@ -215,7 +215,7 @@ class Workers:
         except RingClosed:
             return
         except Exception as e:  # Without this handler, callers would wait for the answer forever.
-            logger.exception("cannot process an answer from a worker process worker=%d", rank)
+            logger.exception("cannot handle an answer that a worker process sent worker=%d", rank)
             self._failed(WorkersGone(f"answers of worker {rank} cannot be read: {e}"))
 
     def _watched(self) -> WorkersGone | None:

@@ -85,4 +85,7 @@ def test_layers_that_no_decoder_takes_are_dequantized_before_they_serve(
     with caplog.at_level(logging.WARNING):
         build_forward(model, config)
     assert quantized(model) == []
-    assert "dequantized the weights of linear layers and experts memory=0.1 MiB" in caplog.text
+    assert (
+        "dequantized the weights of linear layers and experts (only the fused decoder could use them) memory=0.1 MiB"
+        in caplog.text
+    )
