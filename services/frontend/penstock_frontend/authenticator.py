@@ -57,7 +57,7 @@ class Tokens:
     def principal(self, token: str) -> Principal:
         """Return the caller that a token identifies.
 
-        Raises Unauthenticated. The error message never contains the text of the token.
+        Raises Unauthenticated if the token is not valid. The error message never contains the text of the token.
         """
         claims = self._claims(token)
         scopes = _scopes(claims)

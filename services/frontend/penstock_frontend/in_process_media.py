@@ -45,9 +45,7 @@ class UnplacedPrompt(MixedPrompt, frozen=True):
 
 def unplaced(prompt: str | Sequence[int], data: object, kwargs: object, name: str) -> UnplacedPrompt:
     """Return a prompt together with the media of ``multi_modal_data`` and the ``mm_processor_kwargs``. Raises
-    InvalidArgument.
-
-    Raises InvalidArgument.
+    InvalidArgument if an argument is not valid.
     """
     field = f"{name}.multi_modal_data"
     if not isinstance(data, Mapping):

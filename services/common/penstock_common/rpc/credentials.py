@@ -54,7 +54,9 @@ class ClientCredentials:
     """
 
     def __init__(self, config: ClientTlsConfig, *, field: str, certificates: Certificates | None = None) -> None:
-        """Read the TLS files. Raises ConfigError. ``certificates`` receives the expiry times of these certificates."""
+        """Read the TLS files. Raises ConfigError if the files cannot be used. ``certificates`` receives the expiry
+        times of these certificates.
+        """
         self._watched = watched_material(config, field=field, certificates=certificates) if config.enabled else None
         self._server_name = config.server_name
 

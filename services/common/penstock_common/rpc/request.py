@@ -43,7 +43,9 @@ def context_from_proto(message: pb.EngineCoreRequest) -> RequestContext:
 
 
 def _deadline(message: pb.EngineCoreRequest) -> float | None:
-    """Return the deadline in seconds since the Unix epoch, by the clock of this machine. Raises InvalidArgument."""
+    """Return the deadline in seconds since the Unix epoch, by the clock of this machine. Raises InvalidArgument if the
+    time left is not finite.
+    """
     if not message.HasField("time_left"):
         return message.deadline if message.HasField("deadline") else None
     if not math.isfinite(message.time_left):

@@ -128,7 +128,7 @@ def to_rank(message: StartDpWave | Reconfigure, meetings: Mapping[str, str]) -> 
 def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
     """Return the statistics of a report, or None if the report only renews the lease.
 
-    Raises InvalidArgument or Unimplemented.
+    Raises InvalidArgument or Unimplemented if the report has fields that only frontends accept.
     """
     present = {field.name for field, _ in outputs.ListFields()}
     for name in () if present <= PLAIN_FIELDS else REQUEST_FIELDS:
@@ -178,7 +178,9 @@ def hello(report: pb.FrontendReport | None) -> pb.FrontendHello:
 
 
 def subscription(hello: pb.FrontendHello) -> tuple[Subscription, bool]:
-    """Return the subscription of a frontend, and whether the frontend supports deltas. Raises InvalidArgument."""
+    """Return the subscription of a frontend, and whether the frontend supports deltas. Raises InvalidArgument if a name
+    is not valid or there are too many pools.
+    """
     views = hello.views
     if len(views.pools) > MAX_POOLS:
         raise InvalidArgument(

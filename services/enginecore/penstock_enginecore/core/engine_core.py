@@ -318,7 +318,9 @@ class EngineCore:
     # Requests.
 
     def preprocess(self, client_id: str, request: EngineCoreRequest) -> Request:
-        """Validate a request and hash its prompt. Thread-safe. Raises InvalidArgument or Unimplemented."""
+        """Validate a request and hash its prompt. Thread-safe. Raises InvalidArgument or Unimplemented if the request
+        is not valid or needs an unsupported feature.
+        """
         validate_request(request, self._limits)
         constraint = request.sampling_params.structured_output
         if constraint is not None:
@@ -398,8 +400,9 @@ class EngineCore:
     def step_together(self, drain_aborts: DrainAborts, *, begin: bool = True) -> None:
         """Run one forward pass together with all ranks of the group, even if there is nothing to compute.
 
-        ``begin`` says whether waiting requests may start in this pass. Raises EngineDeadError. Raises CollectiveBroken
-        if the connection to other ranks is lost or the step failed on this rank.
+        ``begin`` says whether waiting requests may start in this pass. Raises EngineDeadError if a step failed and the
+        engine cannot recover. Raises CollectiveBroken if the connection to other ranks is lost or the step failed on
+        this rank.
         """
         self._log.begin()
         self._steps.take_drafts(wait=True)

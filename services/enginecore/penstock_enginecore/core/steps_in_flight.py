@@ -213,8 +213,8 @@ class StepsInFlight:
         """Wait for the oldest step and process its results. If the step failed, recover from the failure and return
         False. In that case, no step is in flight any more.
 
-        Raises EngineDeadError. Raises CollectiveBroken if the connection to other ranks was lost during the step. In
-        that case, the step is rolled back.
+        Raises EngineDeadError if the engine cannot recover from the failure. Raises CollectiveBroken if the connection
+        to other ranks was lost during the step. In that case, the step is rolled back.
         """
         scheduled, future = self._steps.popleft()
         try:

@@ -275,7 +275,8 @@ class ExpertBalancer:
 
     def after_step(self) -> int:
         """Count the tokens of a step, and move experts if necessary. Return the number of experts that moved to this
-        rank, which computes them from the next step on. Raises CollectiveBroken.
+        rank, which computes them from the next step on. Raises CollectiveBroken if the connection to another rank is
+        lost.
         """
         if not self._config.window:
             return 0

@@ -280,7 +280,7 @@ class SpreadExperts:
         """Compute tokens of other ranks in a step in which this rank has no tokens. Call this method instead of
         ``begin_step`` and the layers. Returns the token count of each rank.
 
-        Raises CollectiveBroken.
+        Raises CollectiveBroken if the connection to another rank is lost.
         """
         counts = self.begin_step(0)
         if any(counts):

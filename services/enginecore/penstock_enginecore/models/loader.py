@@ -380,7 +380,9 @@ def _dense_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def _kv_scales(config: ModelConfig, hf_config: PretrainedConfig) -> Mapping[str, KVScales]:
-    """Return the KV cache scales in the files of a quantized checkpoint. Raises ModelLoadError."""
+    """Return the KV cache scales in the files of a quantized checkpoint. Raises ModelLoadError if the files or the
+    scales cannot be used.
+    """
     if config.load_format == "dummy" or quantization_of(hf_config) is None:
         return NO_SCALES
     with open_tensors(weight_files(config)) as stored:

@@ -303,11 +303,15 @@ class SocketLink:
         self._timeout = timeout
 
     def connect(self) -> None:
-        """Connect to all ranks of the group, see ``GroupLink``. Raises CollectiveBroken."""
+        """Connect to all ranks of the group, see ``GroupLink``. Raises CollectiveBroken if not all ranks can be reached
+        in time.
+        """
         self.collectives.connect(self._meeting, self._timeout)
 
     def exchange(self, row: bytes) -> list[bytes]:
-        """Exchange rows with all ranks of the group, see ``GroupLink``. Raises CollectiveBroken."""
+        """Exchange rows with all ranks of the group, see ``GroupLink``. Raises CollectiveBroken if the connection to a
+        rank is lost.
+        """
         return self.collectives.exchange(row)
 
     def abort(self) -> None:

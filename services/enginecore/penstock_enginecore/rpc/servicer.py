@@ -160,7 +160,9 @@ class EngineCoreServicer(service_pb2_grpc.EngineCoreServiceServicer):
 
 
 def _features(message: pb.EngineCoreRequest, session: FrontendSession) -> list[MultiModalFeature]:
-    """Return a request's media items with their data. Raises RequestFailed."""
+    """Return a request's media items with their data. Raises RequestFailed if the engine accepts no media or the media
+    cannot be read.
+    """
     if session.features is not None:
         return session.features.read(message)
     if message.mm_features:

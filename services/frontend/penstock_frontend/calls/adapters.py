@@ -110,7 +110,7 @@ class AdapterCalls:
         adapter.
 
         If the digest is not known yet, an engine must read the adapter first, so at least one engine must accept
-        requests. Raises RequestFailed.
+        requests. Raises RequestFailed if no adapter has this name or no engine can read the adapter.
         """
         name = self.adapters.asked_for(context.model, context.lora)
         if not name:
@@ -186,7 +186,9 @@ class AdapterCalls:
 
     @_to_its_end
     async def pin(self, name: str, *, pinned: bool) -> AdapterInfo:
-        """Pin a LoRA adapter in the memory of every engine, or unpin it. Raises RequestFailed."""
+        """Pin a LoRA adapter in the memory of every engine, or unpin it. Raises RequestFailed if the name is unknown or
+        an engine fails to pin the adapter.
+        """
         self._check_enabled()
         async with self._changing:
             named = self.adapters.named(name)

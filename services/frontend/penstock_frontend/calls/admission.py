@@ -231,9 +231,9 @@ def demand_of(request: GenerateRequest | ChatRequest | PoolingRequest) -> Demand
 
 
 def check_deadline(deadline: float | None) -> None:
-    """Check that a request's deadline has not passed. Raises DeadlineExceeded if it has.
+    """Check that a request's deadline has not passed. Raises DeadlineExceeded if the deadline has passed.
 
-    Raises DeadlineExceeded. ``deadline`` is in seconds since the Unix epoch.
+    ``deadline`` is in seconds since the Unix epoch.
     """
     if deadline is not None and (late := time.time() - deadline) >= 0.0:
         raise DeadlineExceeded(f"the request's deadline passed {late:.3f} s before the request started")

@@ -50,7 +50,7 @@ class ChatCalls:
         """Yield the outputs of a chat request that ``AsyncLLM.accept`` has accepted.
 
         The output kind of the request decides whether each yielded output is a new piece or the whole output so far.
-        Raises RequestFailed.
+        Raises RequestFailed if the request is refused or fails.
         """
         check_deadline(request.context.deadline)
         self._llm.inputs.check_model(request.context.model, request.context.lora)

@@ -172,7 +172,7 @@ class AsyncLLM:
 
         The output kind of the request decides whether each yielded output is a new piece or the whole output so far.
         The request is released before its last output is yielded. When the client reads the last output, the request
-        therefore no longer counts against the limits. Raises RequestFailed.
+        therefore no longer counts against the limits. Raises RequestFailed if the request is refused or fails.
         """
         try:
             request = live.request = live.observed.begin(request)
@@ -208,7 +208,7 @@ class AsyncLLM:
     async def run_pooling(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
         """Return the results for all inputs of a pooling request, and the id of the request.
 
-        ``abortable`` has the same meaning as in ``accept``. Raises RequestFailed.
+        ``abortable`` has the same meaning as in ``accept``. Raises RequestFailed if the request is refused or fails.
         """
         live = self.accept(request.context.external_request_id, demand_of(request), abortable=abortable)
         get_logger().debug(
@@ -290,7 +290,7 @@ class AsyncLLM:
     async def prompt_ids(self, request: GenerateRequest) -> list[int]:
         """Return the token ids of a rendered conversation. The ids include the placeholder tokens of its media.
 
-        Raises RequestFailed.
+        Raises RequestFailed if the request is refused or fails.
         """
         prompt = request.prompt
         if isinstance(prompt, MixedPrompt):

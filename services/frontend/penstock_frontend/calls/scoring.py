@@ -23,7 +23,7 @@ class ScoringCalls:
         """Return the scores of the pairs of query and document.
 
         If the model is a cross-encoder, engines compute the scores. For other models, a score is the cosine of the
-        embeddings of query and document. Raises RequestFailed.
+        embeddings of query and document. Raises RequestFailed if the request is refused or fails.
         """
         self._llm.inputs.check_model(request.context.model, request.context.lora)
         if await self._llm.reads_pairs(request.context):

@@ -11,7 +11,7 @@ from penstock_common.errors import ConfigError
 
 
 class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Flags of ``penstock batch``: input, output and backend. Raises ConfigError."""
+    """Flags of ``penstock batch``: input, output and backend. Raises ConfigError if a flag is not valid."""
 
     IDLE_WITH: ClassVar[Mapping[str, tuple[str, ...]]] = {"retry_errors": ("overwrite",)}
 

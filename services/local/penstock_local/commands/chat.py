@@ -107,7 +107,8 @@ class Conversation:
 
         Media are written as names.
 
-        Raises SaveError. A file that this conversation did not write is never overwritten.
+        Raises SaveError if the file cannot be written. A file that this conversation did not write is never
+        overwritten.
         """
         messages = [
             {"role": turn.role, "content": turn.content}

@@ -25,7 +25,8 @@ from penstock_local.llm.runtime import Runtime
 class BeamSearchParams(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=NamesReplacements
 ):
-    """Parameters of a beam search with ``beam_width`` sequences of up to ``max_tokens`` tokens. Raises InvalidArgument.
+    """Parameters of a beam search with ``beam_width`` sequences of up to ``max_tokens`` tokens. Raises InvalidArgument
+    if a parameter is not valid.
 
     A score is the sum of log-probabilities divided by the length to the power of ``length_penalty``. Values above 0
     favor long sequences.
@@ -45,7 +46,9 @@ class BeamSearchParams(
 
 
 def beam_search_params(given: object) -> BeamSearchParams:
-    """Convert a mapping to search parameters, or return parameters unchanged. Raises InvalidArgument."""
+    """Convert a mapping to search parameters, or return parameters unchanged. Raises InvalidArgument if the mapping is
+    not valid.
+    """
     if isinstance(given, BeamSearchParams):
         return given
     if not isinstance(given, Mapping):
@@ -87,7 +90,7 @@ class BeamSearch:
         }
 
     async def run(self, prompt: Prepared) -> BeamSearchOutput:
-        """Search for continuations of a prompt. Raises RequestFailed."""
+        """Search for continuations of a prompt. Raises RequestFailed if the prompt has media or a request fails."""
         if isinstance(prompt.request.prompt, MixedPrompt):
             raise Unimplemented(
                 "beam search does not support prompts with media; use generate", field="multi_modal_data"

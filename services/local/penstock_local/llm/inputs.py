@@ -351,7 +351,7 @@ class Requests:
         return Inputs(_made(paired(inputs, sampling), request), inputs.total)
 
     def single(self, prompt: Prompt, sampling: Sampling, kind: OutputKind, context: RequestContext) -> GenerateRequest:
-        """Create one generation request. Raises InvalidArgument."""
+        """Create one generation request. Raises InvalidArgument if the prompt is empty or not valid."""
         request = next(self.generate(prompt, sampling, context, name="prompt").each, None)
         if request is None:
             raise InvalidArgument("prompt is empty", field="prompt")

@@ -313,7 +313,9 @@ class _Stream:
 
 
 def _opening(first: pb.PullRequest | None, source: PullSource) -> pb.Open:
-    """Validate and return the first message of the stream. Raises RequestFailed."""
+    """Validate and return the first message of the stream. Raises RequestFailed if the message is not valid or names
+    another engine process.
+    """
     if first is None or first.WhichOneof("message") != "open":
         raise InvalidArgument("the first message must be open", field="open")
     opening = first.open

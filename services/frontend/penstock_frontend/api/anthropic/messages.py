@@ -63,7 +63,7 @@ class Messages:
         self._chat = chat
 
     async def create(self, call: Call, given: Body) -> Answer:
-        """Generate the next message of a conversation. Raises RequestFailed."""
+        """Generate the next message of a conversation. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(MessagesBody)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)
@@ -90,7 +90,9 @@ class Messages:
         return await _whole(writer, generation)
 
     async def count(self, call: Call, given: Body) -> Answer:
-        """Return the number of prompt tokens of a conversation. Raises RequestFailed."""
+        """Return the number of prompt tokens of a conversation. Raises RequestFailed if the request is refused or
+        fails.
+        """
         body = await given.decode(ConversationBody)
         self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)

@@ -71,7 +71,7 @@ class AnthropicModels:
         )
 
     async def get(self, call: Call, given: Body) -> Answer:
-        """Return the model with this name. Raises NotFound."""
+        """Return the model with this name. Raises NotFound if there is no such model."""
         del given
         name = call.path["name"]
         if not name:

@@ -180,7 +180,9 @@ def template_kwargs(body: ConversationBody) -> dict[str, Any]:
 
 
 def format_constraint(body: ConversationBody) -> Constraint | None:
-    """Return the output constraint in ``output_config.format``. Return None if there is none. Raises InvalidArgument."""
+    """Return the output constraint in ``output_config.format``. Return None if there is none. Raises InvalidArgument if
+    the format is not valid.
+    """
     format_ = body.output_config.format if body.output_config is not None else None
     if format_ is None:
         return None
@@ -322,7 +324,7 @@ _MODES = {"auto": "auto", "any": "required", "none": "none"}
 
 def tools_of(bodies: Sequence[ClientToolBody] | None) -> ServedTools:
     """Return the tools of a body as domain types. Tools that Anthropic runs or defines have other types, and are left
-    out. Raises InvalidArgument.
+    out. Raises InvalidArgument if a tool is not valid.
     """
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):
@@ -335,7 +337,9 @@ def tools_of(bodies: Sequence[ClientToolBody] | None) -> ServedTools:
 
 
 def choice_of(choice: ToolUseChoiceBody | None, *, tools: bool) -> ToolChoice:
-    """Return the tool choice of a body. ``tools`` is True if the body has tools. Raises InvalidArgument."""
+    """Return the tool choice of a body. ``tools`` is True if the body has tools. Raises InvalidArgument if the tool
+    choice is not valid.
+    """
     if choice is None:
         return ToolChoice("auto")
     if choice.type == "tool":

@@ -61,7 +61,9 @@ def prediction_of(message: pb.GenerateRequest | pb.ChatRequest) -> Prediction | 
 
 
 def object_of(text: str, field: str) -> dict[str, Any] | None:
-    """Return the JSON object that a field contains as text, or None if the field is empty. Raises InvalidArgument."""
+    """Return the JSON object that a field contains as text, or None if the field is empty. Raises InvalidArgument if
+    the text is not a JSON object.
+    """
     if not text:
         return None
     try:
@@ -191,7 +193,8 @@ Message: TypeAlias = pb.GenerateRequest | pb.ChatRequest | pb.EmbedRequest | pb.
 
 
 def context_of(message: Message, metadata: Mapping[str, str], time_left: float | None) -> RequestContext:
-    """Return the request context of a message and its call. Raises InvalidArgument.
+    """Return the request context of a message and its call. Raises InvalidArgument if a field or a header of the call
+    is not valid.
 
     ``time_left`` is the number of seconds until the deadline of the call.
     """

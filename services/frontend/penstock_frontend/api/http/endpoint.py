@@ -215,7 +215,9 @@ def _announced(headers: Headers) -> int | None:
 
 
 def _deadline(text: str | None) -> float | None:
-    """Return the deadline that the headers set, in seconds since the Unix epoch, or None. Raises InvalidArgument."""
+    """Return the deadline that the text of a timeout header sets, in seconds since the Unix epoch, or None. Raises
+    InvalidArgument if the text is not valid.
+    """
     if text is None:
         return None
     try:

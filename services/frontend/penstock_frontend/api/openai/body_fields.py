@@ -58,7 +58,7 @@ def refuse_fields(body: msgspec.Struct, *names: str) -> None:
 
 
 def check_range(name: str, value: float | None, low: float, high: float) -> None:
-    """Check that ``value`` is None or in the range from ``low`` to ``high``. Raises InvalidArgument.
+    """Check that ``value`` is None or in the range from ``low`` to ``high``, and raise InvalidArgument otherwise.
 
     If ``high`` is only the maximum of a 32-bit field, errors about too small values do not mention it.
     """

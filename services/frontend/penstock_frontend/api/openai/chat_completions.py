@@ -290,7 +290,7 @@ class ChatCompletions:
         self._chat = chat
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Generate the next message of a conversation. Raises RequestFailed."""
+        """Generate the next message of a conversation. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(ChatCompletionRequest)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)

@@ -180,7 +180,7 @@ class Completions:
         self._limits = limits
 
     async def __call__(self, call: Call, raw: Body) -> Answer:
-        """Generate continuations of the prompts. Raises RequestFailed."""
+        """Generate continuations of the prompts. Raises RequestFailed if the request is refused or fails."""
         body = await raw.decode(CompletionRequest)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         _check(body)
@@ -243,7 +243,7 @@ class _Making:
         self._prediction = predicted_text(body.prediction)
 
     async def sources(self, given: Sequence[Given]) -> list[Source[RequestOutput]]:
-        """Return one request for each prompt. Raises RequestFailed.
+        """Return one request for each prompt. Raises RequestFailed if the body is not valid.
 
         If a limit does not allow all of the requests, the error is raised before any prompt is tokenized.
         """

@@ -32,7 +32,8 @@ def context_of(call: Call, prefix: str, body: ContextFields) -> RequestContext:
     """Return the context of the requests of a body. For fields that the body does not set, the headers of the call are
     used.
 
-    ``prefix`` is the prefix of the request id and of the answer's id. Raises InvalidArgument.
+    ``prefix`` is the prefix of the request id and of the answer's id. Raises InvalidArgument if a field of the body is
+    not valid.
     """
     check_range("priority", body.priority, -_INT32, _INT32 - 1)
     return msgspec.structs.replace(

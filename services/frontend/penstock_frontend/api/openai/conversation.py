@@ -117,7 +117,7 @@ class ToolChoiceObject(AllowedToolBody, frozen=True, kw_only=True):
 
 
 def tools_of(bodies: Sequence[ToolBody] | None) -> ServedTools:
-    """Return the tools of a body as domain types. Raises InvalidArgument."""
+    """Return the tools of a body as domain types. Raises InvalidArgument if a tool is not valid."""
     tools = ServedTools()
     for index, body in enumerate(bodies or ()):
         path = f"tools[{index}]"
@@ -137,7 +137,7 @@ def tools_of(bodies: Sequence[ToolBody] | None) -> ServedTools:
 
 
 def choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice:
-    """Return the tool choice of a body. Raises InvalidArgument."""
+    """Return the tool choice of a body. Raises InvalidArgument if the tool choice is not valid."""
     if choice is None:
         return ToolChoice("auto")
     if isinstance(choice, str):
@@ -172,14 +172,14 @@ def call_of(body: ToolCallBody, path: str) -> ToolCall:
 
 
 def function_call(call_id: str, body: FunctionCallBody, path: str) -> ToolCall:
-    """Return the function call of a message as a domain type. Raises InvalidArgument."""
+    """Return the function call of a message as a domain type. Raises InvalidArgument if the function call is not valid."""
     if not body.name:
         raise InvalidArgument(f"{path}.name is empty", field=f"{path}.name")
     return ToolCall(id=call_id, name=body.name, arguments=arguments_text(body.arguments, f"{path}.arguments"))
 
 
 def mode_of(text: str, field: str) -> str:
-    """Return the mode of a tool choice as a domain value. Raises InvalidArgument."""
+    """Return the mode of a tool choice as a domain value. Raises InvalidArgument if the mode is unknown."""
     if text not in MODES:
         raise InvalidArgument(f"{field} is {quoted(text)}; known: auto, none, required", field=field)
     return MODES[text]
@@ -283,7 +283,7 @@ class MediaIoBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def fps(self) -> float:
-        """Frame rate of videos, in frames per second. Raises InvalidArgument."""
+        """Frame rate of videos, in frames per second. Raises InvalidArgument if the value is not valid."""
         return check_fps(self.video.fps, "media_io_kwargs.video.fps")
 
 
@@ -295,7 +295,7 @@ class MediaOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def options_of(processor_kwargs: dict[str, Any] | None, io: MediaIoBody | None) -> MediaOptions:
-    """Return the media options of a body. Raises InvalidArgument."""
+    """Return the media options of a body. Raises InvalidArgument if an option is not valid."""
     return MediaOptions(processor_kwargs=processor_kwargs or {}, fps=io.fps if io is not None else DEFAULT_FPS)
 
 
@@ -448,7 +448,8 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def effort_kwargs(effort: str | None, field: str) -> dict[str, Any]:
-    """Return the variables of the chat template for a reasoning effort. Raises InvalidArgument.
+    """Return the variables of the chat template for a reasoning effort. Raises InvalidArgument if the effort is
+    unknown.
 
     The effort ``none`` turns reasoning off, if the template supports this.
     """

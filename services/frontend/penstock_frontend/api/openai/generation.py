@@ -202,7 +202,7 @@ async def prepare(
     names: Mapping[str, str],
 ) -> Prompt:
     """Return a prompt, ready for a request. If the answer or the truncation needs token ids, the prompt is tokenized
-    here, and truncated to its last ``keep`` tokens. Raises RequestFailed.
+    here, and truncated to its last ``keep`` tokens. Raises RequestFailed if the prompt is empty or not valid.
     """
     names = {"text": field, "token_ids.ids": field, "token_ids": field, "prompt": field, **names}
     if not given:

@@ -60,7 +60,7 @@ class Models:
         return ModelList(data=[self._describe(), *map(self._adapter, adapters), *filter(None, aliases)])
 
     async def get(self, call: Call, given: Body) -> Answer:
-        """Return the model or LoRA adapter with this name. Raises NotFound."""
+        """Return the model or LoRA adapter with this name. Raises NotFound if there is no such model."""
         name = call.path["name"]
         if not name:
             raise NotFound(f"name is not set; known: {self._model.name}", field="name")
@@ -126,7 +126,9 @@ class LoraAdapters:
         self._adapters = adapters
 
     async def load(self, call: Call, given: Body) -> Answer:
-        """Load a LoRA adapter on every engine, and register the adapter's name. Raises RequestFailed."""
+        """Load a LoRA adapter on every engine, and register the adapter's name. Raises RequestFailed if the adapter is
+        refused or an engine fails to load it.
+        """
         body = await given.decode(LoadLoraAdapterRequest)
         given.close()
         try:

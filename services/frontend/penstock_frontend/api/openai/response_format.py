@@ -158,7 +158,9 @@ def _one(given: ResponseFormat, values: dict[str, str], head: str, *names: str, 
 
 
 def _check_fields(given: ResponseFormat, values: dict[str, str], head: str, fields: Sequence[str]) -> None:
-    """Check that the type of the format allows all values that are set. Raises InvalidArgument."""
+    """Check that the type of the format allows all values that are set. Raises InvalidArgument if the type does not
+    allow a value.
+    """
     for field in values:
         if field not in fields:
             raise InvalidArgument(

@@ -75,7 +75,7 @@ class Tokenization:
         self._chat = chat
 
     async def tokenize(self, call: Call, given: Body) -> Answer:
-        """Return the token ids of a text or of a conversation. Raises RequestFailed."""
+        """Return the token ids of a text or of a conversation. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(TokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
         request = await self._request(body)
@@ -91,7 +91,7 @@ class Tokenization:
         )
 
     async def detokenize(self, call: Call, given: Body) -> Answer:
-        """Return the text that token ids stand for. Raises RequestFailed."""
+        """Return the text that token ids stand for. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(DetokenizeRequest)
         self._llm.inputs.check_model(body.model or "")
         try:

@@ -262,7 +262,7 @@ class FieldPolicy:
 
     async def check(self, body: bytes, kind: type, client: str) -> None:
         """Check the fields of a body that was decoded as ``kind``. ``client`` is the name of the caller, from
-        ``client_of``. Raises InvalidArgument.
+        ``client_of``. Raises InvalidArgument if unknown fields are refused and the body has such a field.
         """
         # Check a large body in a thread, so that the event loop can serve other requests.
         large = len(body) > _LARGE

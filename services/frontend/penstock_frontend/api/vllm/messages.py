@@ -29,7 +29,8 @@ from penstock_frontend.dispatch.kv_gateway import answer_of
 def context_of(
     message: pb.GenerateRequest | pb.EmbedRequest, metadata: Mapping[str, str], time_left: float | None
 ) -> RequestContext:
-    """Return the request context of a message and its call. Raises InvalidArgument.
+    """Return the request context of a message and its call. Raises InvalidArgument if a field or a header of the call
+    is not valid.
 
     ``time_left`` is the number of seconds until the deadline of the call.
     """
@@ -138,7 +139,8 @@ def _sampling(message: pb.SamplingParams, *, stream: bool) -> dict[str, Any]:
 
     In this protocol, 0 means unset for most fields. Unset ``n``, ``top_p`` and ``repetition_penalty`` are 1. The answer
     has only token ids. Text is produced only to find stop strings. The token that completes a stop string is included,
-    because gateways cut the text themselves and the token may begin before the stop string. Raises InvalidArgument.
+    because gateways cut the text themselves and the token may begin before the stop string. Raises InvalidArgument if a
+    parameter is not valid.
     """
     stop = tuple(message.stop)
     unset = {field.name for field in _SAME_NAMES if field.has_presence and not message.HasField(field.name)}

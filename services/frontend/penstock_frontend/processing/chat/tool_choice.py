@@ -36,7 +36,7 @@ def tool_constraint(
     For ``auto`` and ``none``, the result is None. The constraint requires arguments that match the tool's schema, in
     the call format of ``parser``. If ``reasoning`` is set, the constraint also allows reasoning before the calls.
     Callers set it for reasoning formats that engines do not handle themselves. ``prompt`` shows whether the prompt has
-    already begun the reasoning. Raises InvalidArgument.
+    already begun the reasoning. Raises InvalidArgument if the tool choice cannot be enforced.
     """
     check_choice(tools, choice, named)
     if not named and choice != "required":

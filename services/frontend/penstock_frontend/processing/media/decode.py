@@ -122,7 +122,8 @@ MIN_RATE, MAX_RATE = 1000, 384_000
 def open_image(data: bytes, limits: DecodeLimits) -> Image:
     """Open an image file without decoding its pixels.
 
-    The size of the returned image is known and within the limits. Raises TooLarge, Unreadable.
+    The size of the returned image is known and within the limits. Raises TooLarge if the image exceeds a limit, and
+    Unreadable if the file cannot be read.
     """
     if (kind := image_format(data)) is None:
         raise Unreadable("is not a JPEG, PNG, WebP or GIF file")
@@ -193,7 +194,8 @@ class VideoFrames(Sequence[Image]):
 def decode_sound(data: bytes, sampling_rate: int, limits: DecodeLimits) -> npt.NDArray[np.float32]:
     """Decode an audio file to mono samples at ``sampling_rate`` Hz.
 
-    A mono sample is the mean of all channels. Raises TooLarge, Unreadable.
+    A mono sample is the mean of all channels. Raises TooLarge if the sound exceeds a limit, and Unreadable if the file
+    cannot be read.
     """
     if (kind := sound_format(data)) is None:
         raise Unreadable("is not a WAV, FLAC, Ogg or MP3 file")

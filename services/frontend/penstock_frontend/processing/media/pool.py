@@ -173,7 +173,9 @@ class WorkerProcess:
         return self._process.poll() is None
 
     async def set_up(self, setup: Setup) -> None:
-        """Wait until the worker has created the model's processor. Raises NoWorker, WorkerLost."""
+        """Wait until the worker has created the model's processor. Raises NoWorker if the creation fails, and WorkerLost
+        if the worker process ends.
+        """
         with self._lost_if_broken():
             await asyncio.get_running_loop().sock_sendall(self._channel, framed(setup))
             ready = decode_ready(await self._head())

@@ -91,7 +91,7 @@ class Embeddings:
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Compute the embeddings of the inputs. Raises RequestFailed."""
+        """Compute the embeddings of the inputs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(EmbeddingRequest)
         check_range("dimensions", body.dimensions, 1, _INT32 - 1)
         truncation = truncation_of(body)

@@ -120,7 +120,8 @@ class PoolingUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | None:
-    """Return whether embeddings are normalized. Return None if the model's setting applies. Raises InvalidArgument.
+    """Return whether embeddings are normalized. Return None if the model's setting applies. Raises InvalidArgument if
+    both fields are set and differ.
 
     vLLM has two names for this field.
     """

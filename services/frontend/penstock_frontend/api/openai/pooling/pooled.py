@@ -87,7 +87,7 @@ class Pooling:
         self._pace = Pace(NUMBERS_PER_TURN)
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Compute the results of the inputs. Raises RequestFailed."""
+        """Compute the results of the inputs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(PoolingBody)
         truncation = truncation_of(body)
         check_range("dimensions", body.dimensions, 1, _INT32_MAX)
@@ -188,7 +188,7 @@ class Classifications:
         self._labels = labels
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Compute the classes of the inputs. Raises RequestFailed."""
+        """Compute the classes of the inputs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(ClassificationBody)
         truncation = truncation_of(body)
         context = context_of(call, "classify", body)

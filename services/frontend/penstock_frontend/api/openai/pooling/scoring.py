@@ -72,7 +72,7 @@ class Scores:
         self._scoring = scoring
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Compute the scores of the pairs. Raises RequestFailed."""
+        """Compute the scores of the pairs. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(ScoreBody)
         truncation = truncation_of(body)
         context = context_of(call, "score", body)
@@ -192,7 +192,7 @@ class Reranking:
         self._scoring = scoring
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Rank the documents by their score for the query. Raises RequestFailed."""
+        """Rank the documents by their score for the query. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(RerankBody)
         truncation = truncation_of(body)
         check_range("top_n", body.top_n, 0, _INT32_MAX)

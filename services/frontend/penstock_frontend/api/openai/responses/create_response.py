@@ -62,7 +62,7 @@ class ResponseCreation:
         self._store = store
 
     async def __call__(self, call: Call, given: Body) -> Answer:
-        """Generate the response to a conversation. Raises RequestFailed."""
+        """Generate the response to a conversation. Raises RequestFailed if the request is refused or fails."""
         body = await given.decode(ResponseBody)
         model = self._llm.inputs.check_model(body.model or "", body.lora or "")
         check(body)

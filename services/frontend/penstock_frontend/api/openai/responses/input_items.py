@@ -87,7 +87,7 @@ _SHOWN = (
 
 
 def call_of(item: InputItem, path: str) -> ToolCall:
-    """Return the tool call of an item as a domain type. Raises InvalidArgument."""
+    """Return the tool call of an item as a domain type. Raises InvalidArgument if the item is not valid."""
     call_id, kind = item.call_id or item.id or "", item.type or ""
     if kind in ("function_call", "custom_tool_call"):
         if not item.name:
@@ -199,7 +199,9 @@ def template_kwargs(body: ResponseBody) -> dict[str, Any]:
 
 
 def format_constraint(format_: FormatBody | None) -> Constraint | None:
-    """Return the output constraint in ``text.format``. Return None if there is none. Raises InvalidArgument."""
+    """Return the output constraint in ``text.format``. Return None if there is none. Raises InvalidArgument if the
+    format is not valid.
+    """
     head, field = "text.format", "text.format.schema"
     match format_.type if format_ else "text":
         case "text":
@@ -374,7 +376,7 @@ SERVED = ("function", "custom", "namespace")
 
 
 def tools_of(bodies: Sequence[FunctionTool] | None) -> ServedTools:
-    """Return the tools of a body as domain types. Raises InvalidArgument.
+    """Return the tools of a body as domain types. Raises InvalidArgument if a tool is not valid.
 
     A tool in a namespace becomes a function whose name begins with the name of the namespace.
     """
@@ -385,7 +387,7 @@ def tools_of(bodies: Sequence[FunctionTool] | None) -> ServedTools:
 
 
 def choice_of(choice: str | ToolChoiceBody | None) -> ToolChoice:
-    """Return the tool choice of a body. Raises InvalidArgument."""
+    """Return the tool choice of a body. Raises InvalidArgument if the tool choice is not valid."""
     if choice is None:
         return ToolChoice("auto")
     if isinstance(choice, str):

@@ -209,7 +209,7 @@ class StoredResponses:
         self._store = store
 
     async def get(self, call: Call, given: Body) -> Answer:
-        """Return the current state of a response. Raises NotFound."""
+        """Return the current state of a response. Raises NotFound if no response with this id is stored."""
         if call.query.get("stream") == "true":
             raise Unimplemented(
                 "stream is true, but a stored response cannot be streamed; set stream to false", field="stream"
@@ -221,7 +221,7 @@ class StoredResponses:
         return cast(Response, msgspec.Raw(self._store.get(tenant, response_id).response))
 
     async def delete(self, call: Call, given: Body) -> Answer:
-        """Delete a response. Raises NotFound."""
+        """Delete a response. Raises NotFound if no response with this id is stored."""
         tenant, response_id = _whose(call)
         self._store.delete(tenant, response_id)
         return DeletedResponse(id=response_id)
