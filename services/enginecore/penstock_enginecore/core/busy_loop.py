@@ -100,7 +100,7 @@ class UtilityAnswers:
 
     def _send_failure(self, call: UtilityCall, error: BaseException) -> None:
         if not isinstance(error, RequestFailed):
-            logger.error("utility call failed method=%s", call.method, exc_info=error)
+            logger.error("a call of one of this engine's utility methods failed method=%s", call.method, exc_info=error)
             error = Internal(f"{call.method} failed: {''.join(traceback.format_exception_only(error)).strip()}")
         answer = UtilityOutput(call_id=call.call_id, error=RequestError.from_exception(error))
         self._send(call.client_id, answer)

@@ -259,7 +259,8 @@ def round_weights(module: Any) -> None:
     """
     error = round_linears(module, but=module.get_output_embeddings())
     logger.info(
-        "rounded the weights of all linear layers except the output head to 8-bit integers max_difference_percent=%.2g",
+        "rounded the weights of all linear layers except the output head to 8-bit integers (the difference is the "
+        "norm of a layer's rounding errors, relative to the norm of its weights) max_difference_percent=%.2g",
         100 * error,
     )
 
