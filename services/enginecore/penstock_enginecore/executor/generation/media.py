@@ -289,8 +289,8 @@ class MediaPrompts:
             ends[prompt.positions[low:high] - first] = prompt.ends[low:high]
             if ends.max() > end:
                 raise RuntimeError(
-                    f"a step ends at position {end} of a prompt, inside a group of embeddings that must be in one step, because "
-                    f"they attend to each other; the group's embeddings end at position {ends.max()}"
+                    f"a step ends at position {end} of a prompt, inside a group of embeddings that attend to each other "
+                    f"and must be in one step; the group's embeddings end at position {ends.max()}"
                 )
         return whole
 
