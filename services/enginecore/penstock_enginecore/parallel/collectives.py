@@ -41,7 +41,10 @@ def host_store(meeting: Meeting) -> Store:
         raise ValueError(
             f"torch groups are only for processes of one host, but the processes meet at the address {meeting.at}"
         )
-    store = FileStore(f"/proc/{os.getpid()}/fd/{meeting.at}", -1)
+    # torch opens the path again when it destroys the store. If the descriptor had been closed, its number could belong
+    # to a pipe or a socket, and torch would end or block the process. So a copy stays open until the process ends.
+    own = os.dup(meeting.at)
+    store = FileStore(f"/proc/{os.getpid()}/fd/{own}", -1)
     store.set_timeout(_TIMEOUT)
     return store
 

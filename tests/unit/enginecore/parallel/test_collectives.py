@@ -1,6 +1,8 @@
 """Collectives between GPUs, tested without a GPU: torch's calls are the same for every backend, and the tests use gloo."""
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from penstock_common.errors import ConfigError
 from penstock_enginecore.parallel.collectives import DeviceCollectives, NcclCollectives, gloo_group, nccl_group
 from penstock_enginecore.parallel.meeting import Meeting
 from tests.fakes.engines.thread_collectives import thread_ranks
+from tests.fakes.patience import PATIENCE
 
 
 class Recorder:
@@ -38,6 +41,23 @@ def on_ranks(size: int, do: Any) -> list[Any]:
         found = list(pool.map(lambda rank: do(NcclCollectives(groups[rank], rank, size)), range(size)))
     os.close(store)
     return found
+
+
+def test_a_group_may_be_destroyed_after_its_descriptor_was_closed() -> None:
+    """torch opens the store's file again at the end. In a child process, because an error would abort the process."""
+    program = """
+import os
+import torch
+from penstock_enginecore.parallel.collectives import gloo_group
+from penstock_enginecore.parallel.meeting import Meeting
+store = os.memfd_create("store")
+group = gloo_group(Meeting(store), "test", 0, 1)
+os.close(store)
+reused = os.pipe()
+assert store in reused
+del group
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
