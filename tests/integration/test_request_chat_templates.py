@@ -73,7 +73,7 @@ async def test_a_requests_template_is_used_where_the_setting_is_on(engine: FakeE
         ({"chat_template": "a" * (MAX_TEMPLATE + 1)}, "chat_template", f"the limit is {MAX_TEMPLATE}"),
         ({"chat_template": "{% if a %}" * 2000}, "chat_template", "chat_template, "),
         ({"chat_template": OWN, "tools": TOOLS}, "tools", "the request's chat_template does not show tools"),
-        ({"chat_template": 3}, "chat_template", "chat_template: expected"),
+        ({"chat_template": 3}, "chat_template", "chat_template is an integer; it must be a string or null"),
     ],
 )
 async def test_a_wrong_template_is_refused_with_line_and_cause(

@@ -142,7 +142,7 @@ def test_a_wrong_file_is_an_error_that_names_the_key(tmp_path: Path, yaml_text: 
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.yaml: No such file"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml cannot be read: No such file"):
         load(Outer, file=tmp_path / "absent.yaml", environ={})
 
 

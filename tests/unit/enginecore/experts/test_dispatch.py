@@ -152,7 +152,7 @@ def test_a_placement_that_is_not_what_a_rank_holds_is_refused() -> None:
 def test_steps_before_a_group_or_before_a_model_was_looked_at_are_errors() -> None:
     layer = DispatchedExperts(0, EXPERTS, Experts([6, 1]), [6, 1])
     experts = SpreadExperts([layer], "allgather")
-    with pytest.raises(RuntimeError, match="the experts are used without a data-parallel group"):
+    with pytest.raises(RuntimeError, match="this rank is in no data-parallel group"):
         experts.begin_step(1)
     with pytest.raises(RuntimeError, match="expert layer 0 has never run"):
         layer.take_part()

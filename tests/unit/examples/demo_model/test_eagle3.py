@@ -168,7 +168,7 @@ def test_layouts_are_made_of_each_other(demo: SimpleNamespace, head: torch.nn.Mo
 def test_what_is_refused(demo: SimpleNamespace, head: torch.nn.Module, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="safeailab, speculators, but is 'other'"):
         demo.eagle3_files.save_head(head, tmp_path, "other", MODEL)
-    with pytest.raises(ValueError, match="2 different tokens; the draft vocabulary has 700"):
+    with pytest.raises(ValueError, match="2 different tokens; the draft vocabulary needs 700"):
         head.set_vocabulary([3, 4])
     demo.eagle3_files.save_head(head, tmp_path, "speculators", MODEL)
     config = json.loads((tmp_path / "config.json").read_text())

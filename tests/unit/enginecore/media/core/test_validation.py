@@ -85,7 +85,7 @@ def test_features_unsupported_with_media_are_refused():
     assert (type(scored), scored.field) == (Unimplemented, "sampling_params.prompt_logprobs")
     embeds = PromptEmbeds(dtype="float32", num_tokens=30, hidden_size=4, data=bytes(16 * 30), is_token=b"")
     request = msgspec.structs.replace(make_request(30, mm_features=[feature]), prompt_embeds=embeds)
-    with pytest.raises(Unimplemented, match="not served with prompt_embeds"):
+    with pytest.raises(Unimplemented, match="not supported together with prompt_embeds"):
         check_media(request, model_of(SERVED), {})
 
 

@@ -226,11 +226,11 @@ def test_no_rows() -> None:
         ({"weight": by_blocks(2, 8, 64, 24)}, "blocks have 24 columns"),
         (
             {"weight": Int4Weight(*of_4_bits(2, 8, 64).tensors, 32, 32)},
-            "halves of 32 columns do not divide blocks of 32 columns in rows of 64",
+            r"tiles of 2 \* 32 columns do not divide blocks of 32 columns in rows of 64 columns",
         ),
         (
             {"weight": Mxfp4Weight(*of_4_bit_floats(2, 8, 64).tensors, 64)},
-            "halves of 64 columns do not divide blocks of 32 columns in rows of 64",
+            r"tiles of 2 \* 64 columns do not divide blocks of 32 columns in rows of 64 columns",
         ),
         (
             {"weight": Float8Weight(by_row(2, 8, 64).numbers, torch.zeros(2, 3, 8), 64)},

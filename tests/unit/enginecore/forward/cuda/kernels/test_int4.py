@@ -70,8 +70,8 @@ def test_no_rows() -> None:
         ({"x": torch.zeros(2, 48)}, r"\[8, 32\] and \[2, 8\] and \[2, 8\] does not fit rows of 48 elements"),
         ({"out": torch.zeros(2, 9)}, r"an output of \[2, 9\] does not fit 2 rows of 8 elements"),
         ({"out": torch.zeros(8, 2).t()}, "tensors are not contiguous"),
-        ({"half": 8}, "halves of 8 columns do not divide blocks of 32 columns in rows of 64"),
-        ({"half": 32}, "halves of 32 columns do not divide blocks of 32 columns in rows of 64"),
+        ({"half": 8}, r"tiles of 2 \* 8 columns do not divide blocks of 32 columns in rows of 64 columns"),
+        ({"half": 32}, r"tiles of 2 \* 32 columns do not divide blocks of 32 columns in rows of 64 columns"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(change: dict[str, Any], said: str) -> None:

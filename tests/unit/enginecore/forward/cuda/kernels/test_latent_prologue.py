@@ -129,8 +129,11 @@ def test_the_decoder_launches_them() -> None:
             {"product": torch.zeros(2, 30)},
             r"the product has shape \[2, 30\], which does not match a cache of \[3, 1, 16, 24\], a latent of 16, 8 rotated",
         ),
-        ({"positions": torch.zeros(3, dtype=torch.int32)}, r"positions have shape \[3\] and slots \[2\] for 2 tokens"),
-        ({"low": None}, "or norms"),
+        (
+            {"positions": torch.zeros(3, dtype=torch.int32)},
+            r"`positions` has shape \[3\] and `slots` has shape \[2\]",
+        ),
+        ({"low": None}, "or only one of `low` and the norm"),
         ({"product": torch.zeros(36, 2).t()}, "contiguous"),
     ],
 )
