@@ -30,7 +30,7 @@ CACHE = {"block_size": 16, "num_blocks": 128}
 # Width that gives heads of 16 numbers, for model types whose head size follows from the width.
 WIDTH = {"helium": 48}
 DECODERS = (
-    *("arcee", "exaone_moe"),
+    *("arcee", "exaone_moe", "hyperclovax"),
     *("dots1", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "granite", "llama"),
     *(
         "minimax_m2",

@@ -65,6 +65,7 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     "GraniteForCausalLM": _PLAIN,
+    "HyperCLOVAXForCausalLM": _PLAIN,
     "LlamaForCausalLM": _PLAIN,
     "MiniMaxM2ForCausalLM": _PLAIN,
     "MinistralForCausalLM": _PLAIN,

@@ -51,6 +51,8 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 _ACTIVATION_NAMES = ("act_fn", "activation_fn")
 _BEFORE_ACTIVATION = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",))
 """Names of the linear layers of an MLP before its activation. An MLP with only ``up_proj`` has no gate."""
+_NORMS_AFTER = ("post_norm1", "post_norm2")
+"""Names of HyperCLOVA X's norms of the outputs of attention and MLP. Without these norms, the modules are identities."""
 _IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "hidden_norm"})
 """Names of a layer's parts that inference does not use (dropout), or that belong to an EAGLE head."""
 
@@ -135,10 +137,11 @@ class PlanReader:
 
     def _layer(self, layer: Any, call: AttentionCall, rotary: int) -> LayerPlan:
         names = [f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
-        named = [name for name in names if hasattr(layer, name)]
+        named = [name for name in (*names, *_NORMS_AFTER) if hasattr(layer, name)]
         idle = _IDLE_PARTS & layer._modules.keys()
         self.expect(layer, "DecoderLayer", ("self_attn", "mlp", *named, *idle))
         first, second, third, last = (self.norm(getattr(layer, name, None)) for name in names)
+        after = [self.norm(getattr(layer, name, None)) for name in _NORMS_AFTER]
         around = third is not None or last is not None  # in other models, the second norm is before the MLP
         latent = hasattr(layer.self_attn, "kv_a_proj_with_mqa")
         return LayerPlan(
@@ -148,7 +151,7 @@ class PlanReader:
             attention=(self._latent if latent else self.attention)(layer.self_attn, call, rotary),
             mlp=self.mlp_or_experts(layer.mlp),
             norms_before=(first, third if around else second),
-            norms_after=(second if around else None, last),
+            norms_after=(second if around else after[0], last or after[1]),
             residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
         )
 

@@ -104,6 +104,13 @@ def test_an_mlp_without_a_gate_has_the_squared_relu(tmp_path: Path) -> None:
         plan("arcee", tmp_path, hidden_act="silu")
 
 
+def test_hyperclova_x_may_have_norms_after_attention_and_mlp(tmp_path: Path) -> None:
+    for name, has_norms in (("with", True), ("without", False)):
+        layer = plan("hyperclovax", tmp_path / name, use_post_norm=has_norms).layers[0]
+        assert [norm is not None for norm in layer.norms_before] == [True, True]
+        assert [norm is not None for norm in layer.norms_after] == [has_norms, has_norms]
+
+
 def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(
         UnsuitableError,
