@@ -80,7 +80,7 @@ class Tokens:
                 raise _wrong(f"its algorithm is not one of {', '.join(self._config.algorithms)}")
             key = self._keys.current().pick(header.get("kid"), algorithm)
             if key is None:
-                raise _wrong("no key of this server's key set fits it")
+                raise _wrong("this server's key set has no key with the key id and the algorithm of the token")
             claims: dict[str, Any] = jwt.decode(
                 token,
                 key,

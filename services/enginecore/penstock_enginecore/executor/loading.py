@@ -297,7 +297,7 @@ def load_runner(
         try:
             return _load_runner(config, device, progress, collectives, links, onlooker, kernels, rounded=rounded)
         except SpentError as e:
-            logger.warning("%s; loading the model again, because this kernel has already freed weights of the model", e)
+            logger.warning("%s; loading the model again, because weights were already freed", e)
             if not rounded:
                 kernels = msgspec.structs.replace(kernels, **{e.name: False})
             rounded = False

@@ -331,7 +331,7 @@ def _settle(*modules: torch.nn.Module) -> None:
     """Convert 16-bit weights that no kernel uses to the compute dtype."""
     if num_bytes := sum(map(settle, modules)):
         logger.info(
-            "converted 16-bit weights that no native kernel uses to the compute dtype memory=%s",
+            "converted the 16-bit weights without a native kernel to the compute dtype memory=%s",
             in_units(num_bytes),
         )
 

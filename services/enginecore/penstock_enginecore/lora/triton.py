@@ -51,7 +51,7 @@ def add_low_rank(
     shape, numbers = matrices.shape, matrices.numbers
     if x.shape[1] != shape.in_features or out.shape != (len(x), sum(shape.features)):
         raise ValueError(
-            f"input has shape {list(x.shape)} and output has shape {list(out.shape)}; the adapter's product is {shape}"
+            f"input has shape {list(x.shape)} and output has shape {list(out.shape)}, but the adapter has shape {shape}"
         )
     if not x.dtype == out.dtype == numbers.dtype:
         raise ValueError(f"input is {x.dtype} and output is {out.dtype}; both must be {numbers.dtype}")

@@ -1,3 +1,3 @@
-"""Calls of clients, independent of the protocol, with one file per kind of call. This package also decides whether a
+"""Handling of client calls for all protocols, with one file per kind of call. This package also decides whether a
 request is admitted.
 """

@@ -145,7 +145,7 @@ class Demo:
             (await self._stream(SEEDED_PROMPT, temperature=1.0, seed=seed, max_tokens=40)).text for seed in (7, 7, 8)
         ]
         if texts[0] != texts[1]:
-            raise DemoFailedError(f"seed 7 gave two texts: {texts[0]!r} and {texts[1]!r}")
+            raise DemoFailedError(f"two requests with seed 7 gave different texts: {texts[0]!r} and {texts[1]!r}")
         self._note(
             f"seed 7 twice: the same text; seed 8: {'another' if texts[2] != texts[0] else 'the same by chance'}"
         )

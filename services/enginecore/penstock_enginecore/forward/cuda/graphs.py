@@ -114,7 +114,7 @@ class StepGraphs:
         except RuntimeError as e:
             self.failure = str(e)
             logger.warning(
-                "cannot capture a step as a CUDA graph; this step and all other steps without a graph run kernel by kernel "
+                "cannot capture a step as a CUDA graph; each step that has no CUDA graph launches its kernels separately "
                 "(slower) shape=%s reason=%s",
                 shape,
                 e,

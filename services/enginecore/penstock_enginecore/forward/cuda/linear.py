@@ -248,10 +248,10 @@ def merged(linears: Sequence[Linear], kernels: "TritonKernels") -> Product:
     """
     biased = {linear._parameters["bias"] is not None for linear in linears}
     if len(biased) > 1:
-        raise UnsuitableError("only some of the linear layers of one product have a bias")
+        raise UnsuitableError("only some of the linear layers that one matrix product computes have a bias")
     quantized = [linear for linear in linears if isinstance(linear, QuantizedLinear)]
     if 0 < len(quantized) < len(linears):
-        raise UnsuitableError("only some of the linear layers of one product are quantized")
+        raise UnsuitableError("only some of the linear layers that one matrix product computes are quantized")
     bias = _whole(linears, "bias") if biased.pop() else None
     if quantized:
         return quantized_product(quantized, bias, kernels)

@@ -268,7 +268,7 @@ class _Converter:
 def _refuse_excluded(facts: Sequence[Fact], kind: type) -> None:
     for fact in facts:
         if any(isinstance(value, kind) for value in fact.keywords.get("!enum", ())):
-            raise SchemaError(fact.path, "excludes an array or object, which is not supported")
+            raise SchemaError(fact.path, "excludes an array or object; only other values can be excluded")
 
 
 def _add_texts(fact: Fact, texts: Texts) -> None:

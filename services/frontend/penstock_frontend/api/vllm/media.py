@@ -182,7 +182,7 @@ def _sizes(given: Mapping[str, TensorData], name: str, field: str, count: int) -
         numbers.byteswap()
     if len(numbers) != count:
         raise InvalidArgument(
-            f"{field} is split by {len(numbers)} sizes, but there are {count} placeholders; send one size per placeholder",
+            f"{field} has the sizes of {len(numbers)} parts, but there are {count} placeholders; send one size per placeholder",
             field=field,
         )
     return list(numbers)

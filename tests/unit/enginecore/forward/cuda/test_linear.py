@@ -50,7 +50,9 @@ def test_one_layer_is_its_own_product() -> None:
 
 def test_a_bias_on_some_of_the_layers_is_refused() -> None:
     linears = [*layers(bias=True), *layers(bias=False)]
-    with pytest.raises(UnsuitableError, match="only some of the linear layers of one product have a bias"):
+    with pytest.raises(
+        UnsuitableError, match="only some of the linear layers that one matrix product computes have a bias"
+    ):
         merged(linears, TorchKernels())
 
 

@@ -77,7 +77,9 @@ def test_one_layer_is_its_own_product() -> None:
 
 
 def test_layers_of_which_some_are_quantized_are_refused() -> None:
-    with pytest.raises(UnsuitableError, match="only some of the linear layers of one product are quantized"):
+    with pytest.raises(
+        UnsuitableError, match="only some of the linear layers that one matrix product computes are quantized"
+    ):
         merged([*layers("fbgemm"), torch.nn.Linear(COLUMNS, 8, bias=False)], TorchKernels())
 
 

@@ -84,7 +84,10 @@ def schema_refused(schema: Any) -> str:
         ({"oneOf": [{"type": "array", "items": {"type": "null"}}, {"type": "array"}]}, "0 and 1 may both fit"),
         ({"not": {"contains": {}}}, "#/not/contains is not supported in a negated schema"),
         ({"type": "number", "not": {"const": 1}}, "#/not excludes numbers, which is only supported for integers"),
-        ({"type": "array", "not": {"const": []}}, "#/not excludes an array or object, which is not supported"),
+        (
+            {"type": "array", "not": {"const": []}},
+            "#/not excludes an array or object; only other values can be excluded",
+        ),
         ({"type": "OBJECT"}, "#/type is 'OBJECT'; write 'object'"),
         ({"type": "boolean", "required": True}, "#/required must be a list of strings"),
     ],

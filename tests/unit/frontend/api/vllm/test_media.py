@@ -176,7 +176,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
             }
         },
         "mm_inputs.pixel_values",
-        "is split by 1 sizes, but there are 2 placeholders; send one size per placeholder",
+        "has the sizes of 1 parts, but there are 2 placeholders; send one size per placeholder",
     ),
     (
         {
