@@ -83,7 +83,7 @@ def test_the_log_tells_what_memory_dequantized_weights_take(tmp_path: Path, capl
     # Each of the 2 layers has 5 x 128 x 64 and 2 x 128 x 64 weights. Attention has 4 query heads and 2 key-value heads.
     [line] = [record.getMessage() for record in caplog.records if "quantized" in record.getMessage()]
     assert "(AWQ, 4 bits, groups of 32)" in line
-    assert "0.1 MiB in the files become 0.6 MiB in memory as float32" in line
+    assert "0.1 MiB in the files become 0.6 MiB in memory, as float32" in line
 
 
 @pytest.mark.parametrize(
