@@ -17,6 +17,7 @@ from penstock.inference.v1 import messages_pb2 as pb
 from penstock_common.rpc.channel import make_channel
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
 from tests.fakes.network.ports import free_port
+from tests.fakes.patience import PATIENCE
 from tests.fakes.systems.cluster import Answer, Cluster, read
 from tests.fakes.systems.rank_group import metric
 
@@ -74,7 +75,8 @@ def make_requests() -> list[pb.GenerateRequest]:
 
 async def answers(cluster: WithAdmin, requests: list[pb.GenerateRequest]) -> list[list[int]]:
     calls = [cluster.stub.Generate(request) for request in requests]
-    read_all: list[Answer] = await asyncio.gather(*map(read, calls))
+    async with asyncio.timeout(10 * PATIENCE):
+        read_all: list[Answer] = await asyncio.gather(*map(read, calls))
     return [answer.token_ids for answer in read_all]
 
 
@@ -86,10 +88,19 @@ async def reset(cluster: WithAdmin) -> None:
         assert (await admin.ResetEncoderCache(admin_pb.ResetEncoderCacheRequest())).num_engines_reset
 
 
-async def until_under_way(cluster: WithAdmin, engine: int) -> None:
-    """Wait until an engine runs a request."""
-    while not (await cluster.stats())[engine].num_running_reqs:
-        await asyncio.sleep(0.02)
+async def under_way(
+    cluster: WithAdmin, requests: list[pb.GenerateRequest], engine: int
+) -> asyncio.Task[list[list[int]]]:
+    """Send the requests, and return the task that waits for their answers once an engine runs one of them. If all
+    requests end before that, send them again.
+    """
+    running = asyncio.create_task(answers(cluster, requests))
+    async with asyncio.timeout(10 * PATIENCE):
+        while not (await cluster.stats())[engine].num_running_reqs:
+            if running.done():
+                running = asyncio.create_task(answers(cluster, requests))
+            await asyncio.sleep(0.02)
+    return running
 
 
 async def test_nobody_notices_what_happens_to_engines(cluster: WithAdmin) -> None:
@@ -100,9 +111,8 @@ async def test_nobody_notices_what_happens_to_engines(cluster: WithAdmin) -> Non
 
     moved = metric(cluster.frontend, "penstock:requests_moved_total")
     for kill in range(KILLS):
-        running = asyncio.create_task(answers(cluster, requests))
         engine = cluster.engines[kill % ENGINES]
-        await until_under_way(cluster, kill % ENGINES)
+        running = await under_way(cluster, requests, kill % ENGINES)
         await reset(cluster)
         if kill == 1:
             await cluster.coordinator.kill()
