@@ -11,7 +11,7 @@ projections that compute these inputs are summed as well.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -30,11 +30,6 @@ _WHOLE = frozenset({"dt_layernorm", "b_layernorm", "c_layernorm", "f_a_proj", "g
 """Names of layers that every rank computes completely."""
 _OF_HEADS = frozenset({"A_log", "D", "dt_bias"})
 """Names of parameters that have one number per head, or the same count of numbers for each head."""
-_DELTA = ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim")
-_DUALITY = ("num_heads", "n_groups", "head_dim", "ssm_state_size", "intermediate_size")
-_ROW_DELTA = ("num_heads", "head_dim", "qkv_dim", "conv_dim")
-_SELECTIVE = ("intermediate_size", "time_step_rank", "ssm_state_size")
-"""Names of the attributes that a mixer of this kind has, and by which it is recognized."""
 
 
 def check_mixers(module: PreTrainedModel, size: int) -> None:
@@ -43,10 +38,11 @@ def check_mixers(module: PreTrainedModel, size: int) -> None:
     """
     fields = fields_of(module.config)
     for name, mixer in find_mixers(module).items():
-        if (heads := _heads(mixer)) is None or heads.fits(size):
+        kind = _kind_of(mixer)
+        if kind is None or (heads := kind.heads(mixer)).fits(size):
             continue
         given = f"{name} has {heads.query} heads and {heads.kv} key heads"
-        if _is_selective(mixer):
+        if kind.share is _share_of_selective_scan:
             given = f"{name} has {heads.query} channels"
         elif fields is not None and fields.key_heads:
             given = f"config.json: {fields.heads} is {heads.query} and {fields.key_heads} is {heads.kv}"
@@ -141,38 +137,14 @@ class _Share:
     sizes: Mapping[str, int]
 
 
-def _heads(mixer: Any) -> Heads | None:
-    """Return the numbers of state heads and key heads of a mixer, or None for a short convolution."""
-    if _has(mixer, _DELTA):
-        return Heads(mixer.num_v_heads, mixer.num_k_heads)
-    if _has(mixer, _DUALITY):
-        return Heads(mixer.num_heads, mixer.n_groups)
-    if _has(mixer, _ROW_DELTA):
-        return Heads(mixer.num_heads, mixer.num_heads)
-    return Heads(mixer.intermediate_size, 1) if _is_selective(mixer) else None
-
-
-def _is_selective(mixer: Any) -> bool:
-    return _has(mixer, _SELECTIVE) and not hasattr(mixer, "num_heads")
-
-
-def _has(mixer: Any, attributes: tuple[str, ...]) -> bool:
-    return all(isinstance(getattr(mixer, attribute, None), int) for attribute in attributes)
-
-
 def _share(name: str, mixer: Any, collectives: Collectives) -> _Share:
-    heads = _heads(mixer)
-    if heads is None:
+    kind = _kind_of(mixer)
+    if kind is None:
         return _share_of_convolution(name, mixer, collectives)
-    own = heads.own(collectives.rank, collectives.size)
-    keys = heads.kv_heads(collectives.rank, collectives.size)
-    if _has(mixer, _DELTA):
-        share = _share_of_delta(mixer, own, keys)
-    elif _has(mixer, _DUALITY):
-        share = _share_of_duality(mixer, own, keys)
-    else:
-        return _share_of_row_delta(mixer, own) if _has(mixer, _ROW_DELTA) else _share_of_selective_scan(mixer, own)
-    if sum(map(len, share.channels)) != share.sizes["conv_dim"] or mixer.conv1d.in_channels != mixer.conv_dim:
+    heads, rank, size = kind.heads(mixer), collectives.rank, collectives.size
+    share = kind.share(mixer, heads.own(rank, size), heads.kv_heads(rank, size))
+    channels = getattr(mixer, kind.channels)
+    if sum(map(len, share.channels)) != share.sizes[kind.channels] or mixer.conv1d.in_channels != channels:
         raise _refusal(name, f"has a convolution of {mixer.conv1d.in_channels} channels")
     return share
 
@@ -220,7 +192,7 @@ def _share_of_delta(mixer: Any, heads: range, keys: range) -> _Share:
     return _Share(heads, num_heads, inputs, channels, values, sizes)
 
 
-def _share_of_row_delta(mixer: Any, heads: range) -> _Share:
+def _share_of_row_delta(mixer: Any, heads: range, keys: range) -> _Share:  # noqa: ARG001 - equal to heads
     """Return the share of a Kimi delta attention with ``heads``. Its queries, keys and values have the same size."""
     own = _run(0, heads, mixer.head_dim)
     channels = tuple(_run(segment * mixer.qkv_dim, own, 1) for segment in range(3))
@@ -232,7 +204,7 @@ def _share_of_row_delta(mixer: Any, heads: range) -> _Share:
     return _Share(heads, mixer.num_heads, inputs, channels, own, sizes)
 
 
-def _share_of_selective_scan(mixer: Any, channels: range) -> _Share:
+def _share_of_selective_scan(mixer: Any, channels: range, keys: range) -> _Share:  # noqa: ARG001 - all share one key
     """Return the share of a Mamba-1 layer with ``channels``."""
     whole = mixer.intermediate_size
     inputs = {"in_proj": (channels, _run(whole, channels, 1)), "dt_proj": (channels,)}
@@ -268,6 +240,59 @@ def _share_of_convolution(name: str, mixer: Any, collectives: Collectives) -> _S
     inner = range(collectives.rank * each, (collectives.rank + 1) * each)
     inputs = {"in_proj": tuple(_run(segment * whole, inner, 1) for segment in range(3))}
     return _Share(range(0), 0, inputs, (inner,), inner, {})
+
+
+class _Kind(NamedTuple):
+    """Kind of recurrent layer with heads.
+
+    Attributes:
+        attributes: Names of the attributes that a mixer of this kind has, and by which it is recognized.
+        heads: Function that returns the numbers of state heads and key heads of a mixer.
+        share: Function that returns the share of a rank with some state heads and key heads.
+        channels: Name of the attribute with the number of channels of the convolution.
+        lacks: Name of an attribute that a mixer of this kind does not have, or "".
+    """
+
+    attributes: tuple[str, ...]
+    heads: Callable[[Any], Heads]
+    share: Callable[[Any, range, range], _Share]
+    channels: str = "conv_dim"
+    lacks: str = ""
+
+
+_KINDS = (
+    _Kind(
+        ("num_v_heads", "num_k_heads", "head_v_dim", "head_k_dim"),
+        lambda mixer: Heads(mixer.num_v_heads, mixer.num_k_heads),
+        _share_of_delta,
+    ),
+    _Kind(
+        ("num_heads", "n_groups", "head_dim", "ssm_state_size", "intermediate_size"),
+        lambda mixer: Heads(mixer.num_heads, mixer.n_groups),
+        _share_of_duality,
+    ),
+    _Kind(
+        ("num_heads", "head_dim", "qkv_dim", "conv_dim"),
+        lambda mixer: Heads(mixer.num_heads, mixer.num_heads),
+        _share_of_row_delta,
+    ),
+    _Kind(
+        ("intermediate_size", "time_step_rank", "ssm_state_size"),
+        lambda mixer: Heads(mixer.intermediate_size, 1),
+        _share_of_selective_scan,
+        channels="intermediate_size",
+        lacks="num_heads",
+    ),
+)
+
+
+def _kind_of(mixer: Any) -> _Kind | None:
+    """Return the kind of a mixer, or None for a short convolution."""
+    for kind in _KINDS:
+        known = all(isinstance(getattr(mixer, attribute, None), int) for attribute in kind.attributes)
+        if known and not hasattr(mixer, kind.lacks or " "):
+            return kind
+    return None
 
 
 def _keep_channels(convolution: torch.nn.Conv1d, own: Ranges) -> None:
