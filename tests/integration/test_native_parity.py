@@ -17,6 +17,7 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.equivalence_check import TOLERANCES
 from penstock_enginecore.forward.native import NativeForward
+from penstock_enginecore.native.linear import PackedEmbedding
 from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.instruction_sets import runnable
@@ -149,6 +150,28 @@ def test_decoders_of_other_shapes_give_the_same_tokens(
     expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=64, **changes))
     engine = build_engine(tmp_path, cache=CACHE)
     assert "decoder" in computing(engine)
+    assert greedy(engine) == expected
+    engine.shutdown()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("architecture", "kernels"),
+    [("qwen3", {}), ("gemma3", {}), ("qwen3", {"decoder": False}), ("gemma3", {"decoder": False})],
+)
+def test_memory_contains_tied_weights_once(
+    architecture: str, kernels: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The embedding reads the packed weight of the head. gemma3 scales its embeddings."""
+    torch.set_num_threads(1)
+    model = save_narrow_model(architecture, tmp_path, dtype, hidden_size=64, vocab_size=331, tie_word_embeddings=True)
+    expected = expected_tokens(model)
+    engine = build_engine(tmp_path, cache=CACHE, kernels=kernels)
+    executor: Any = engine.executor
+    module = executor._worker.runner._model.module
+    embedding = module.get_input_embeddings()
+    assert isinstance(embedding, PackedEmbedding)
+    assert module.get_output_embeddings().packed is embedding.packed
     assert greedy(engine) == expected
     engine.shutdown()
 

@@ -68,6 +68,11 @@ int penstock_pack(void* context, const float* weight, const penstock::Linear* to
   return guarded([&] { static_cast<Context*>(context)->operators.pack(weight, *to); });
 }
 
+// Writes the rows `rows` [count] of a packed weight to `to` [count, k].
+int penstock_unpack(void* context, const penstock::Linear* from, const int64_t* rows, int64_t count, float* to) {
+  return guarded([&] { static_cast<Context*>(context)->operators.unpack(*from, rows, count, to); });
+}
+
 int penstock_linear(void* context, const penstock::Linear* linear, const float* x, int64_t rows, int64_t stride, float* out,
                     int64_t out_stride) {
   return guarded([&] { static_cast<Context*>(context)->operators.linear(*linear, x, rows, stride, out, out_stride); });

@@ -150,7 +150,9 @@ class Decoder {
 
   void embed(int64_t token, float* to) const {
     const int64_t n = model_.hidden, from = step_.token_ids[token] * n;
-    if (step_.embedding_kind == kFloat32) {
+    if (step_.embedding_kind == kPackedRows) {
+      unpack_row(*static_cast<const Linear*>(step_.embedding), step_.token_ids[token], to);
+    } else if (step_.embedding_kind == kFloat32) {
       std::memcpy(to, static_cast<const float*>(step_.embedding) + from, n * sizeof(float));
     } else {
       const uint16_t* row = static_cast<const uint16_t*>(step_.embedding) + from;

@@ -103,6 +103,35 @@ void pack_panel(const float* weight, int64_t n, int64_t k, Weight* packed, int64
   }
 }
 
+inline float kept_weight(float x) { return x; }
+
+inline float kept_weight(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float weight;
+  std::memcpy(&weight, &bits, sizeof weight);
+  return weight;
+}
+
+inline float kept_weight(int8_t x) { return x; }
+
+template <class Weight>
+void unpack_weights(const void* packed, int64_t k, int64_t row, float* to) {
+  constexpr int64_t kStep = kTogether<Weight>;
+  const Weight* from = static_cast<const Weight*>(packed) + row / kPanel * panel_size<Weight>(k) + row % kPanel * kStep;
+  for (int64_t i = 0; i < k; i += kStep, from += kPanel * kStep) {
+    __builtin_prefetch(from + 16 * kPanel * kStep);
+    for (int64_t j = 0; j < kStep && i + j < k; ++j) to[i + j] = kept_weight(from[j]);
+  }
+}
+
+// Writes the weights of the output feature `row` to `to` [k].
+inline void unpack_row(const Linear& linear, int64_t row, float* to) {
+  if (linear.kind == kFloat32) return unpack_weights<float>(linear.packed, linear.k, row, to);
+  if (linear.kind == kBfloat16) return unpack_weights<uint16_t>(linear.packed, linear.k, row, to);
+  unpack_weights<int8_t>(linear.packed, linear.k, row, to);
+  for (int64_t i = 0; i < linear.k; ++i) to[i] *= linear.scales[row];
+}
+
 // Applies a gated epilogue to the sums of a panel, and writes the output. This is a separate function, so that `finish` is small
 // enough to be inlined in each tile.
 __attribute__((noinline)) inline void finish_gated(const vf (*sums)[2], int rows, const Output& output, int64_t row, int64_t panel) {

@@ -9,6 +9,7 @@ constexpr int kChunk = 16;  // number of tokens of the KV cache that are stored 
 
 // Dtypes of the elements of packed weights.
 enum Kind : int64_t { kFloat32, kBfloat16, kInt8 };
+constexpr int64_t kPackedRows = 3;  // format of an embedding table that is a packed weight (Linear)
 
 // Linear layer y = x W^T + bias with `n` output features and `k` inputs. `packed` is W in panels (see gemm.h), with elements of
 // `kind`. `scales` [n, padded to panels] has the factor of the integers of each output feature, or is null for floats. `parts` is
@@ -318,7 +319,7 @@ struct Rotary {
 // Forward pass of a step, in one or more calls.
 // Before the first call, `x` [tokens, hidden] contains the embedded tokens. After the last call, `x` contains the last layer's
 // output before the final norm. If `embedding` [vocab, hidden] is not null, the kernels look up `token_ids` [tokens] in this table.
-// The table's elements have the dtype `embedding_kind` and are multiplied by `embedding_scale`. `positions` [tokens] are indices of
+// The table's elements have the dtype `embedding_kind`, or the table is a Linear (kPackedRows). They are multiplied by `embedding_scale`. `positions` [tokens] are indices of
 // rows of the rotary embeddings. `rows` [num_rows] are the indices of the tokens whose logits [num_rows, vocab] are needed. If
 // `keep_states` is 0, the last layer computes only these rows of `x`.
 // If MLPs are computed outside the kernels, a step needs several calls. A call computes the layers `first` to `last - 1` and the

@@ -29,6 +29,15 @@ class Operators {
     pool_.run(pack_job_);
   }
 
+  // Writes `count` rows of the packed weight `from` to `to` [count, k].
+  void unpack(const Linear& from, const int64_t* rows, int64_t count, float* to) {
+    pool_.prepare(1);
+    linear_ = from;
+    unpacked_rows_ = rows, unpacked_ = to;
+    num_tasks_ = count;
+    pool_.run(unpack_job_);
+  }
+
   void linear(const Linear& linear, const float* x, int64_t rows, int64_t stride, float* out, int64_t out_stride) {
     pool_.prepare(2);
     linear_ = linear;
@@ -142,6 +151,10 @@ class Operators {
     });
   }
 
+  void unpack(Cursor& cursor) {
+    cursor(num_tasks_, [this](int64_t i) { unpack_row(linear_, unpacked_rows_[i], unpacked_ + i * linear_.k); });
+  }
+
   // Returns whether the distance between input rows is a multiple of a page. All such rows map to the same few sets of the CPU
   // cache, which do not have room for all rows.
   bool conflicts() const { return rows_ > 4 && stride_ * sizeof(float) % 4096 == 0; }
@@ -241,6 +254,7 @@ class Operators {
   static constexpr int64_t kAlone = 65536;  // up to this number of logits, one thread masks rows faster than all threads
   Pool& pool_;
   const Pool::Job pack_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->pack(cursor); }, this};
+  const Pool::Job unpack_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->unpack(cursor); }, this};
   const Pool::Job linear_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->linear(cursor); }, this};
   const Pool::Job low_rank_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->low_rank(cursor); }, this};
   const Pool::Job grouped_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->grouped(cursor); }, this};
@@ -252,6 +266,8 @@ class Operators {
   const Pool::Job sample_job_{[](void* self, Cursor& cursor) { static_cast<Operators*>(self)->sample(cursor); }, this};
   Count num_copies_, num_tasks_, num_merges_;
   const float* packing_ = nullptr;
+  const int64_t* unpacked_rows_ = nullptr;
+  float* unpacked_ = nullptr;
   Linear linear_{};
   Buffer padded_;
   const float* x_ = nullptr;

@@ -8,6 +8,7 @@ unless the kernels round inputs of matrix products. The weights come from transf
 """
 
 import ctypes
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from penstock_enginecore.forward.native_inputs import (
     expect_no_media,
     give_media,
 )
-from penstock_enginecore.forward.native_layers import KernelDecoder, query_rows, unsuitable_part
+from penstock_enginecore.forward.native_layers import KernelDecoder, empty, query_rows, unsuitable_part
 from penstock_enginecore.lora.adapter import (
     AdaptedModules,
     LoraAdapter,
@@ -55,7 +56,7 @@ from penstock_enginecore.native.backend import NativeBackend, PackedLayers
 from penstock_enginecore.native.ffi_structs import Segment, Step
 from penstock_enginecore.native.ffi_structs import StateMemory as StateStruct
 from penstock_enginecore.native.library import NativeLibrary
-from penstock_enginecore.native.linear import MergedUpdate, PackedLinear, PackedUpdates
+from penstock_enginecore.native.linear import MergedUpdate, PackedEmbedding, PackedLinear, PackedUpdates
 from penstock_enginecore.native.states import StepArrays, memory_struct
 from penstock_enginecore.parallel.sharding import Part
 from penstock_enginecore.parallel.stages import Seams
@@ -215,7 +216,14 @@ def linear_candidate(
     """
 
     def build() -> _PackedModules[T]:
-        return _PackedModules(PackedLayers(module, library), run, serve)
+        model: Any = module if isinstance(module, PreTrainedModel) else None
+        head = None if model is None else model.get_output_embeddings()
+        tied = type(head) is torch.nn.Linear and head.weight is model.get_input_embeddings().weight
+        layers = PackedLayers(module, library)
+        packed = model.get_output_embeddings() if tied else None
+        if isinstance(packed, PackedLinear):
+            _share_table(library, model, packed)
+        return _PackedModules(layers, run, serve)
 
     return Candidate("linear", build, library.rounds_to, spends=True)
 
@@ -442,13 +450,29 @@ class NativeForward(KernelDecoder):
 
     def take_over(self) -> "NativeForward":
         """Free the modules' weights; see ``DecoderLayers.free``. The model's head module then uses the packed weight,
-        because MTP layers, which propose drafts, call this module.
+        because MTP layers, which propose drafts, call this module. So does the embedding module, if its table is the
+        weight of the head.
         """
         self._layers.free()
         if isinstance(self._plan.head, torch.nn.Linear) and self._layers.head is not None:
             head = PackedLinear(self._library, self._plan.head, packed=self._layers.head)
             self._module.set_output_embeddings(head)
+            if self._plan.head.weight is self._plan.embedding and _share_table(self._library, self._module, head):
+                self._embedding = EmbeddingLookup(self._module.get_input_embeddings())
+                self._plan = dataclasses.replace(self._plan, embedding=self._module.get_input_embeddings().weight)
+                empty(self._plan.head)
         return self
+
+
+def _share_table(library: NativeLibrary, module: Any, head: PackedLinear) -> bool:
+    """Replace the embedding of ``module`` by one that reads the packed weight of ``head``, so that memory contains tied
+    weights once. Returns false, and changes nothing, if the embedding does more than look up and scale.
+    """
+    own = module.get_input_embeddings()
+    known = EmbeddingLookup(own).rows(np.zeros(0, dtype=np.int64))
+    if known is not None:
+        module.set_input_embeddings(PackedEmbedding(library, head.packed, known.scale, own.weight.dtype))
+    return known is not None
 
 
 def _normed(norm: Norm, x: torch.Tensor) -> torch.Tensor:

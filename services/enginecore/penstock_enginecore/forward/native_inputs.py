@@ -15,7 +15,8 @@ from penstock_enginecore.models.dtypes import NarrowWeight
 from penstock_enginecore.models.plan_reader import embedding_scale
 from penstock_enginecore.native.attention import key_ends_of
 from penstock_enginecore.native.ffi_structs import Chain, Rotary, Step
-from penstock_enginecore.native.weights import KINDS
+from penstock_enginecore.native.linear import PackedEmbedding
+from penstock_enginecore.native.weights import KINDS, PACKED_ROWS, PackedWeight
 
 Turns = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of rotary positions, both float32 ``[positions, size]``."""
@@ -30,14 +31,21 @@ class EmbeddingRows:
     """Embedding table ``[vocab, hidden]`` in which the kernels look up tokens.
 
     Attributes:
-        weight: The table. This object keeps the memory of the table alive.
-        kind: Number that stands for the table's dtype in the kernels' interface.
+        table: The table. This object keeps the memory of the table alive.
+        count: Number of rows of the table.
+        kind: Number that stands for the table's format in the kernels' interface.
         scale: Factor that the kernels apply to the rows.
     """
 
-    weight: torch.Tensor
+    table: torch.Tensor | PackedWeight
+    count: int
     kind: int
     scale: float = 1.0
+
+    @property
+    def pointer(self) -> int:
+        """Address that the kernels need: that of the first element, or of the struct of a packed weight."""
+        return self.table.pointer if isinstance(self.table, PackedWeight) else self.table.data_ptr()
 
 
 class EmbeddingLookup:
@@ -45,8 +53,9 @@ class EmbeddingLookup:
 
     def __init__(self, embedding: Any) -> None:
         self._embedding = embedding
-        self._scale = embedding_scale(embedding)
-        known = self._scale is not None and embedding.max_norm is None
+        packs = isinstance(embedding, PackedEmbedding)
+        self._scale = embedding.scale if packs else embedding_scale(embedding)
+        known = packs or (self._scale is not None and embedding.max_norm is None)
         self._is_known = known and not embedding._forward_pre_hooks and not embedding._forward_hooks
 
     def rows(self, token_ids: IntArray) -> EmbeddingRows | None:
@@ -55,6 +64,10 @@ class EmbeddingLookup:
         Raises IndexError if a token id is out of range.
         """
         weight = self._embedding.weight
+        if isinstance(self._embedding, PackedEmbedding) and self._is_known:
+            packed = self._embedding.packed
+            _check(token_ids, packed.n, "a token id")
+            return EmbeddingRows(packed, packed.n, PACKED_ROWS, self._embedding.scale)
         scales_floats = weight.dtype == torch.float32
         scaled = type(self._embedding) is not torch.nn.Embedding
         weight = weight.kept if isinstance(weight, NarrowWeight) else weight
@@ -63,7 +76,7 @@ class EmbeddingLookup:
         if weight.dtype not in (torch.float32, torch.bfloat16) or not weight.is_contiguous():
             return None
         _check(token_ids, len(weight), "a token id")
-        return EmbeddingRows(weight, KINDS[weight.dtype], self._scale)
+        return EmbeddingRows(weight, len(weight), KINDS[weight.dtype], self._scale)
 
     def of(self, token_ids: IntArray) -> torch.Tensor:
         """Return the embeddings float32 ``[tokens, hidden]`` that the module computes."""
@@ -224,7 +237,7 @@ def expect_embeddings(embedding: EmbeddingRows | None, vocab_size: int) -> Embed
     """Return ``embedding``. Raises IndexError if the kernels cannot look up the embedding of every token that may be
     sampled.
     """
-    if embedding is None or vocab_size > len(embedding.weight):
+    if embedding is None or vocab_size > embedding.count:
         raise IndexError(f"the kernels cannot look up embeddings of {vocab_size} tokens")
     return embedding
 

@@ -3,6 +3,7 @@ unsupported plans.
 """
 
 import ctypes
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -413,7 +414,9 @@ class KernelDecoder:
         library.call("decoder_new", ctypes.byref(self._model), ctypes.byref(self._handle))
         library.free_with(self, self._handle, "decoder")
         self._embedding = embedding
-        makers = [partial(plan.turns, variant) for variant in plan.rotary_variants]
+        # The rotary embedding keeps a plan without the embedding table, so that the table can be freed.
+        slim = dataclasses.replace(plan, embedding=torch.nn.Parameter(torch.empty(0), requires_grad=False))
+        makers = [partial(slim.turns, variant) for variant in plan.rotary_variants]
         self._rotaries = Rotaries(makers, self._model.rotary_size, max_len)
 
     @property
@@ -460,7 +463,7 @@ class KernelDecoder:
             last=self._model.num_layers,
         )
         if embedding is not None:
-            step.embedding, step.embedding_kind = embedding.weight.data_ptr(), embedding.kind
+            step.embedding, step.embedding_kind = embedding.pointer, embedding.kind
             step.embedding_scale = embedding.scale * self.input_factor
         return step
 

@@ -208,6 +208,7 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, arguments in {
         "context_new": (ctypes.c_int, pointer),
         "pack": (pointer, pointer, pointer),
+        "unpack": (pointer, pointer, pointer, integer, pointer),
         "linear": (pointer, pointer, pointer, integer, integer, pointer, integer),
         "low_rank": (pointer, pointer, integer, integer, pointer, integer, pointer, integer),
         "grouped": (pointer, pointer),

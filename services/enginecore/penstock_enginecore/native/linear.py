@@ -199,3 +199,29 @@ class PackedLinear(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, float32 ``[..., out_features]``, for float32 inputs ``[..., in_features]``."""
         return multiply(self._library, self.packed, x, apart=self._apart)
+
+
+class PackedEmbedding(torch.nn.Module):
+    """Replacement for an embedding module whose table is also the weight of the output head (tied weights). It reads
+    its rows from the head's packed weight, so that memory contains the table once.
+
+    ``weight`` has no rows, so code that reads the weight does not work with this module.
+
+    Args:
+        packed: The packed weight of the head.
+        scale: Factor by which the replaced module multiplies its rows.
+        dtype: Dtype of the replaced module's output.
+    """
+
+    def __init__(self, library: NativeLibrary, packed: PackedWeight, scale: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(0, packed.k, dtype=dtype), requires_grad=False)
+        self.packed, self.scale = packed, scale
+        self._library = library
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings ``[..., hidden size]`` of int64 ``token_ids`` ``[...]``. Raises IndexError if a token id
+        is out of range.
+        """
+        rows = self.packed.rows(self._library, token_ids)
+        return (rows * self.scale if self.scale != 1 else rows).to(self.weight.dtype)

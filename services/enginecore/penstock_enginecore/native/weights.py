@@ -86,6 +86,8 @@ VECTORS = 64
 """Number of elements that is a multiple of the number of elements that torch's vectorized loops process at a time."""
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """Numbers that stand for dtypes of weights in the kernels' interface."""
+PACKED_ROWS = 3
+"""Number that stands for an embedding table that is a packed weight, in the kernels' interface."""
 
 
 class PackedWeight:
@@ -158,6 +160,18 @@ class PackedWeight:
             raise ValueError(
                 f"a weight of shape {list(weight.shape)} does not fit a packed weight of shape [{self.n}, {self.k}]"
             )
+
+    def rows(self, library: NativeLibrary, indices: torch.Tensor) -> torch.Tensor:
+        """Return the rows float32 ``[..., k]`` of the weight with the int64 ``indices`` ``[...]``. The rows are equal to
+        those of the weight that was packed. Raises IndexError if an index is out of range.
+        """
+        flat = indices.reshape(-1).contiguous()
+        if len(wrong := flat[(flat < 0) | (flat >= self.n)]):
+            raise IndexError(f"row {wrong[0]} is out of range: the weight has the rows 0 to {self.n - 1}")
+        out = torch.empty(len(flat), self.k)
+        if len(flat):
+            library.call("unpack", self.pointer, flat.data_ptr(), len(flat), out.data_ptr())
+        return out.view(*indices.shape, self.k)
 
     @property
     def layout(self) -> str:

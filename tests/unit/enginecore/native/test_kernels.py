@@ -76,6 +76,22 @@ def test_a_packed_product_equals_torchs_for_any_shape(
 
 
 @pytest.mark.parametrize("kept_as", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(5, 3), (33, 40), (130, 65)])
+def test_rows_of_a_packed_weight_are_those_of_the_weight(
+    library: NativeLibrary, n: int, k: int, kept_as: torch.dtype
+) -> None:
+    weight = kept(torch.randn(n, k), kept_as)
+    packed = PackedWeight(library, weight)
+    assert packed.dtype == kept_as
+    indices = torch.randint(0, n, (2, 7))
+    assert torch.equal(packed.rows(library, indices), weight[indices])
+    assert packed.rows(library, indices[:, :0]).shape == (2, 0, k)
+    for wrong in (-1, n):
+        with pytest.raises(IndexError, match=f"row {wrong} is out of range: the weight has the rows 0 to {n - 1}"):
+            packed.rows(library, torch.tensor([0, wrong]))
+
+
+@pytest.mark.parametrize("kept_as", KINDS)
 def test_a_rows_product_is_the_same_whatever_is_computed_beside_it(
     library: NativeLibrary, kept_as: torch.dtype
 ) -> None:
