@@ -90,6 +90,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
     "gemma3": {"sliding_window": 16},
+    "gemma4_shared": {"sliding_window": 16},
     "mistral": {"sliding_window": 12},
     "qwen2": {},
     "phi3": {},

@@ -82,9 +82,7 @@ def test_every_family_gives_equal_tokens_in_ragged_batches_chunks_and_prefix_hit
     architecture: str, tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
-    expected = expected_tokens(
-        save_tiny_model(architecture, tmp_path, hidden_size=WIDTH.get(architecture, 64), num_hidden_layers=2)
-    )
+    expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=WIDTH.get(architecture, 64)))
     engine = build_engine(tmp_path, cache=CACHE)
     assert ("decoder" if architecture in DECODERS else "linear") in computing(engine) or architecture == "gpt2"
     assert "attention, sampler" in computing(engine)
@@ -99,9 +97,7 @@ def test_every_family_gives_equal_tokens_in_ragged_batches_chunks_and_prefix_hit
 @pytest.mark.parametrize("architecture", QUICK_ARCHITECTURES)
 def test_a_bfloat16_checkpoint_of_every_family_gives_the_tokens_of_float32(architecture: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    expected = expected_tokens(
-        save_narrow_model(architecture, tmp_path, hidden_size=WIDTH.get(architecture, 64), num_hidden_layers=2)
-    )
+    expected = expected_tokens(save_narrow_model(architecture, tmp_path, hidden_size=WIDTH.get(architecture, 64)))
     engine = build_engine(tmp_path, cache=CACHE)
     assert ("decoder" if architecture in DECODERS else "linear") in computing(engine)
     assert greedy(engine) == expected

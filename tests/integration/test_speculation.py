@@ -110,7 +110,7 @@ def engine_of(path: Path, drafter: KnownDrafter | None = None, num_drafts: int =
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp(request.param)
-    save_tiny_model(request.param, path, hidden_size=64, num_hidden_layers=2)
+    save_tiny_model(request.param, path, hidden_size=64)
     return path
 
 
@@ -170,6 +170,19 @@ def test_every_request_ends_with_the_tokens_and_logprobs_that_it_has_without(
     assert (counts.num_accepted_tokens == 0) is (kind == "wrong")
     if setting == "few blocks":
         assert stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("kind", ["right", "by chance", "wrong"])
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4_shared"])
+def test_drafts_do_not_change_the_tokens_of_layers_that_share_keys(family: str, kind: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    save_tiny_model(family, tmp_path)
+    requests = requests_of()
+    plain, _ = run(engine_of(tmp_path), requests)
+    drafter = Reference(tmp_path, requests, plain).drafter(kind)
+    ended, stats = run(engine_of(tmp_path, drafter, scheduler={"max_num_batched_tokens": 16}), requests)
+    assert {key: each.token_ids for key, each in ended.items()} == {key: each.token_ids for key, each in plain.items()}
+    assert stats.spec_decoding_stats.num_draft_tokens > 0
 
 
 def test_right_drafts_take_as_few_steps_as_they_can(reference: Reference) -> None:

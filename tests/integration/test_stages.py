@@ -302,6 +302,17 @@ def test_what_cannot_be_dealt_out_is_refused(
         in_stages(tmp_path, num_stages, executor=executor, model=model)
 
 
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4_shared"])
+def test_layers_that_read_token_ids_are_refused_by_name(family: str, tmp_path: Path, streams: Streams) -> None:
+    name = type(save_tiny_model(family, tmp_path)).__name__
+    with pytest.raises(
+        ModelLoadError,
+        match=f"executor.pipeline_parallel_size is 2, but {name} cannot be split into stages: its layers read "
+        "embeddings of token ids; set executor.pipeline_parallel_size to 1",
+    ):
+        in_stages(tmp_path, 2)
+
+
 def test_a_model_that_mixes_its_layers_is_refused_by_name(
     tmp_path: Path, llama: Any, streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:

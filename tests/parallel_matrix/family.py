@@ -54,7 +54,7 @@ def layered(family: str) -> dict[str, Any]:
     """
     config = tiny_config(family)
     before = config.num_hidden_layers
-    if family in RECURRENT_ARCHITECTURES and before > 2:
+    if before > 2:
         return {}
     changes: dict[str, Any] = {"num_hidden_layers": NUM_LAYERS}
     if family in RECURRENT_ARCHITECTURES:

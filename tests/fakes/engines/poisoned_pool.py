@@ -33,16 +33,17 @@ class PoisonedPool:
 
     def _poisoned(self, batch: ForwardBatch, rows: Any, **named: Any) -> ForwardOutput:
         layers = self._runner._caches
-        unseen = self._unseen(batch.attention, len(next(iter(layers.values())).cache.keys))
+        of_group = self._unseen(batch.attention, len(next(iter(layers.values())).cache.keys))
         saved = []
         for layer in layers.values():
-            cache = layer.cache
-            parts = cache.keys, cache.values
+            cache, unseen = layer.cache, of_group[layer.group]
+            # A layer's tiles may lie anywhere in memory that is wider than the layer.
+            parts = [torch.empty(0).to(cache.keys).set_(part.untyped_storage()) for part in (cache.keys, cache.values)]
             before = [part.clone() for part in parts]
             plan = StepPlan(replace(batch.attention[0], slot_mapping=unseen), torch.device("cpu"))
             nan = (
                 torch.full((len(unseen), cache.num_kv_heads, part.shape[1] // cache.num_kv_heads), torch.nan)
-                for part in parts
+                for part in (cache.keys, cache.values)
             )
             self._writer.write(cache, plan, *(x.to(cache.keys.dtype) for x in nan))
             for part, old in zip(parts, before, strict=True):
@@ -53,11 +54,22 @@ class PoisonedPool:
         self.steps += 1
         return output
 
-    def _unseen(self, attention: Any, num_slots: int) -> Any:
-        seen = [np.zeros(0, dtype=np.int64)]
+    def _unseen(self, attention: Any, num_slots: int) -> list[Any]:
+        """Return the unseen slots of each group, without the blocks of which another group sees slots. In these blocks,
+        a layer of another width would write over seen slots.
+        """
+        seen = []
         metadata: AttentionMetadata
         for group, metadata in zip(self._groups, attention, strict=True):
+            slots = [np.zeros(0, dtype=np.int64)]
             for i, count in enumerate(np.diff(metadata.query_start_loc)):
                 length = int(metadata.seq_lens[i])
-                seen.append(metadata.slots(i, group.first_key(length - int(count)), length))
-        return np.setdiff1d(np.arange(num_slots), np.concatenate(seen))
+                slots.append(metadata.slots(i, group.first_key(length - int(count)), length))
+            seen.append(np.concatenate(slots))
+        size = attention[0].block_size
+        whole = [np.unique(slots // size)[:, None] * size + np.arange(size) for slots in seen]
+        left = []
+        for own in range(len(seen)):
+            others = [slots.reshape(-1) for i, slots in enumerate(whole) if i != own]
+            left.append(np.setdiff1d(np.arange(num_slots), np.concatenate([seen[own], *others])))
+        return left

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+)
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
@@ -71,6 +79,7 @@ def _families() -> dict[str, _Family]:
     sections = FakeEncoder(has_sections=True, num_deepstack=0, both_ways=False)
     deep = FakeEncoder(has_sections=True, num_deepstack=2, both_ways=False)
     spans = FakeEncoder(has_sections=False, num_deepstack=0, both_ways=True)
+    plain = FakeEncoder(has_sections=False, num_deepstack=0, both_ways=False)
     rope: dict[str, Any] = {"rope_parameters": dict(_SECTIONS)}
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     per_kind = {kind: {"rope_type": "default", "rope_theta": 100.0} for kind in kinds}
@@ -80,20 +89,28 @@ def _families() -> dict[str, _Family]:
         "layer_types": kinds,
         "rope_parameters": per_kind,
     }
+    shared: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": WINDOW,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+    }
     return {
         "qwen2_vl": _Family(for_causal_lm(Qwen2VLTextModel), Qwen2VLTextConfig(**_SIZES, **rope), sections),
         "qwen2_5_vl": _Family(for_causal_lm(Qwen2_5_VLTextModel), Qwen2_5_VLTextConfig(**_SIZES, **rope), sections),
         "qwen3_vl": _Family(for_causal_lm(Qwen3VLTextModel), Qwen3VLTextConfig(**_SIZES, **_HEAD, **rope), deep),
         "gemma3": _Family(Gemma3ForCausalLM, Gemma3TextConfig(**_SIZES, **_HEAD, **gemma), spans),
-        "llama": _Family(
-            LlamaForCausalLM,
-            LlamaConfig(**_SIZES),
-            FakeEncoder(has_sections=False, num_deepstack=0, both_ways=False),
-        ),
+        "llama": _Family(LlamaForCausalLM, LlamaConfig(**_SIZES), plain),
+        "gemma4": _Family(Gemma4ForCausalLM, Gemma4TextConfig(**{**_SIZES, **_HEAD, **shared}), plain),
     }
 
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llama")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3", "llama", "gemma4")
+WITHOUT_DECODER = ("gemma4",)
+"""Families that no decoder with kernels computes: layers share keys and values, and read embeddings of token ids."""
 
 
 def make(family: str) -> tuple[LoadedModel, Any]:

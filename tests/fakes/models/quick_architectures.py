@@ -12,6 +12,7 @@ KINDS = (
     "deepseek_v3",  # latent keys and values
     "gemma2",  # capped scores
     "gemma3",  # window layers and full-attention layers
+    "gemma4_shared",  # layers that share keys and values, embeddings in each layer
     "gpt2",  # learned positions
     "gpt_bigcode",  # one key head
     "gpt_oss",  # sinks

@@ -27,7 +27,8 @@ _COMMON = {
 }
 _HEAD = {"head_dim": 16}
 _WINDOW = {"sliding_window": SLIDING_WINDOW}
-_MIXED = {"layer_types": ["sliding_attention", "full_attention"], **_WINDOW}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_MIXED = {"layer_types": [_SLIDING, _FULL], **_WINDOW}
 _UNTIED = {"tie_word_embeddings": False}  # tied embeddings would mostly repeat the input token
 _ALL_HEADS = {"num_key_value_heads": 4}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -51,6 +52,17 @@ _MLA = {
 }
 _GEMMA2 = {**_HEAD, **_WINDOW, **_UNTIED, "query_pre_attn_scalar": 16}
 
+_SHARED_KEYS = {
+    **_HEAD,
+    **_WINDOW,
+    **_UNTIED,
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "layer_types": [_SLIDING, _FULL, _SLIDING, _SLIDING, _FULL],
+    "final_logit_softcapping": 30.0,
+}
+"""Layers 3 and 4 read the keys and values of layers 2 and 1."""
+
 _FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {**_HEAD, **_MOE, **_MIXED, "num_dense_layers": 1},
     "apertus": {},
@@ -69,6 +81,23 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {**_HEAD},
     "gemma2": _GEMMA2,
     "gemma3": {**_GEMMA2, "model_type": "gemma3_text"},
+    "gemma3n": {
+        **_SHARED_KEYS,
+        "model_type": "gemma3n_text",
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE - 16,
+        "laurel_rank": 8,
+        "altup_num_inputs": 3,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
+    },
+    "gemma4_shared": {
+        **_SHARED_KEYS,
+        "model_type": "gemma4_text",
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "use_double_wide_mlp": True,
+    },
     "glm": {**_HEAD},
     "glm4": {**_HEAD},
     "glm4_moe": {**_HEAD, **_ROUTED_MOE},

@@ -113,10 +113,14 @@ def stored(numbers: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Ten
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """KV cache of a layer, and the number of the group whose block table the layer uses."""
+    """KV cache of a layer, and the number of the group whose block table the layer uses.
+
+    If ``read_only`` is true, another layer writes the keys and values.
+    """
 
     cache: KVCache
     group: int
+    read_only: bool = False
 
 
 LayerCaches = dict[str, LayerCache]

@@ -33,8 +33,14 @@ def check_prompt_embeds(request: EngineCoreRequest, embeds: PromptEmbeds, hidden
         InvalidArgument: The embeddings are invalid. The error names the field.
         Unimplemented: The request uses a feature that does not work with embeddings.
     """
-    if hidden_size == 0 or request.pooling_params is not None:
+    if request.pooling_params is not None:
         raise Unimplemented("prompt_embeds is not supported by pooling engines", field="prompt_embeds")
+    if hidden_size == 0:
+        raise Unimplemented(
+            "prompt_embeds is not supported: the layers of the served model also read the token ids of the prompt; send "
+            "the prompt as token ids or text",
+            field="prompt_embeds",
+        )
     length = len(request.prompt_token_ids)
     if embeds.num_tokens != length:
         raise InvalidArgument(

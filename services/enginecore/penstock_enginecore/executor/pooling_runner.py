@@ -351,7 +351,7 @@ class PoolingRunner:
         if vectors is None:
             return batch
         embedded, deepstack = vectors.into(self._backbone.embed(batch.token_ids))
-        return replace(batch, embedded=embedded, deepstack=deepstack)
+        return replace(batch, embedded=embedded, deepstack=deepstack, replaced=vectors.indices)
 
     def _forget(self) -> None:
         self._batch = self._empty_batch(self._kv_cache)

@@ -2,9 +2,9 @@
 layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ from penstock_enginecore.lora.adapter import AdaptedModules, LoraAdapter, LoraSe
 from penstock_enginecore.models.attention_hook import AttentionContext, StepContext, use_context
 from penstock_enginecore.models.encoder import EncoderContext, check_encoder_calls, encoder_inputs
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.layer_embeddings import has_layer_embeddings, layer_inputs
+from penstock_enginecore.models.sharing import donor_names
 from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.pooling.embedder import PoolingModel
@@ -55,6 +57,7 @@ class BackboneBatch:
         rope_positions: Media input of decoders, as in ``ForwardBatch``.
         deepstack: Media input of decoders, as in ``ForwardBatch``.
         states: States of each prompt, for a model with recurrent layers.
+        replaced: Media input of decoders, as in ``ForwardBatch``.
     """
 
     token_ids: IntArray
@@ -67,6 +70,7 @@ class BackboneBatch:
     rope_positions: IntArray | None = None
     deepstack: torch.Tensor | None = None
     states: StateMetadata | None = None
+    replaced: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +80,12 @@ class BackboneSpecs:
     Attributes:
         attention: KV cache needs. Empty for an encoder, which has no KV cache.
         states: Specs of recurrent layers.
+        donors: Names of layers whose keys and values another layer shares, as in ``ProbedModel``.
     """
 
     attention: dict[str, KVCacheSpec]
     states: dict[str, StateSpec]
+    donors: Mapping[str, str] = field(default_factory=dict)
 
 
 class Backbone:
@@ -125,6 +131,7 @@ class Backbone:
             on_host=host_state_kernels,
         )
         self._model = model
+        self._donors = specs.donors
         self._backend = backend
         self._packed_bytes = packed_bytes
         self._slots = adapted
@@ -137,7 +144,7 @@ class Backbone:
         return module_bytes(self._model.module) + self._packed_bytes
 
     def bind(self, caches: LayerCaches) -> None:
-        self._caches = caches_by_module(self._model.module, caches)
+        self._caches = caches_by_module(self._model.module, caches, self._donors)
 
     @property
     def states(self) -> StateMemory:
@@ -219,7 +226,8 @@ def probe_specs(model: PoolingModel, device: torch.device, block_size: int) -> B
         raise ModelLoadError(unsupported(model.module, e)) from e
     if not model.is_encoder:
         attention = layer_specs(model.module, context.calls, block_size)
-        return BackboneSpecs(attention, state_specs(model.module, states))
+        donors = donor_names(model.module, context.calls)
+        return BackboneSpecs(attention, state_specs(model.module, states), donors)
     check_encoder_calls(model.module, context.calls)
     return BackboneSpecs({}, {})
 
@@ -258,6 +266,10 @@ def hidden_states(
         inputs = {"input_ids": torch.from_numpy(batch.token_ids)[None], **inputs}
     else:
         inputs = {"inputs_embeds": batch.embedded[None], **inputs}
+        base: Any = model.module.base_model
+        if not model.is_encoder and has_layer_embeddings(base):
+            token_ids = torch.from_numpy(batch.token_ids.copy()).to(device)
+            inputs |= layer_inputs(base, token_ids, batch.replaced)
     with use_context(context):
         output = model.module(**{name: tensor.to(device) for name, tensor in inputs.items()}, **arguments)
     hidden: torch.Tensor = output.last_hidden_state[0]

@@ -15,6 +15,7 @@ from penstock_enginecore.attention.kv_cache import KVMemory, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.lora.adapter import LoraSegment
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.layer_embeddings import has_layer_embeddings
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.sample.base import LaunchedTokens, PlainDraws
 from penstock_enginecore.states.base import StateMetadata
@@ -42,14 +43,16 @@ class MediaDemands:
         sections: Whether some steps have ``rope_positions``, for rotary embeddings with sections.
         num_deepstack: Number of layers in ``ForwardBatch.deepstack``, or 0 if steps have no ``deepstack``.
         spans: Whether some steps have ``key_ends``, for images with bidirectional attention.
+        layer_ids: Whether steps with ``embedded`` also need token ids, for embeddings in each layer.
     """
 
     sections: bool = False
     num_deepstack: int = 0
     spans: bool = False
+    layer_ids: bool = False
 
     def __bool__(self) -> bool:
-        return self.sections or self.num_deepstack > 0 or self.spans
+        return self.sections or self.num_deepstack > 0 or self.spans or self.layer_ids
 
     def __str__(self) -> str:
         """Return the names of the inputs, for error messages about unsupported inputs."""
@@ -57,6 +60,7 @@ class MediaDemands:
             "rotary positions in sections": self.sections,
             "embeddings added after the first layers": self.num_deepstack > 0,
             "images with bidirectional attention": self.spans,
+            "embeddings of token ids in each layer": self.layer_ids,
         }
         return " and ".join(name for name, is_so in named.items() if is_so)
 
@@ -72,8 +76,10 @@ def demands_of(model: LoadedModel) -> MediaDemands:
     if encoder is None:
         return NO_DEMANDS
     spans = any(info.attends_both_ways for info in encoder.media)
-    demands = MediaDemands(encoder.rope_positions is not None, encoder.num_deepstack, spans)
     base: Any = model.module.base_model
+    demands = MediaDemands(
+        encoder.rope_positions is not None, encoder.num_deepstack, spans, layer_ids=has_layer_embeddings(base)
+    )
     if demands.sections and not any(hasattr(module, "mrope_section") for module in base.modules()):
         raise ModelLoadError(
             f"cannot serve {type(base).__name__} with media: its rotary embedding does not support sections"
@@ -125,7 +131,7 @@ class ForwardBatch:
     """Tokens of a step, in flat arrays on the host that join the tokens of all requests.
 
     Attributes:
-        token_ids: int64 ``[tokens]``.
+        token_ids: int64 ``[tokens]``. Models with embeddings in each layer read the ids even if ``embedded`` is set.
         positions: int64 ``[tokens]``.
         attention: Attention metadata of each KV cache group.
         embedded: ``[tokens, hidden size]``, replaces the token ids if some inputs are embeddings. The caller creates
@@ -140,6 +146,8 @@ class ForwardBatch:
         deepstack: ``[layers, tokens, hidden size]`` on the device, added to the hidden states after each of the first layers.
             Only set together with ``embedded``.
         states: The recurrent states of each request, for a ``StatefulForward``.
+        replaced: int64 ``[n]`` on the device, indices of the tokens whose rows in ``embedded`` are not the embeddings of
+            their ids, or None if there are none.
     """
 
     token_ids: IntArray
@@ -152,6 +160,7 @@ class ForwardBatch:
     rope_positions: IntArray | None = None
     deepstack: torch.Tensor | None = None
     states: StateMetadata | None = None
+    replaced: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,8 @@ class Probe:
         """Return the batch with an image at the positions ``_SPAN``.
 
         If ``demands`` includes these inputs, the image's tokens have two-dimensional positions, attend to each other,
-        and get deepstack embeddings. The elements of these embeddings have a root mean square of 1.
+        get deepstack embeddings, and get embeddings that are not those of their ids. The elements of deepstack
+        embeddings have a root mean square of 1.
         """
         demands = self.demands
         if demands.spans:
@@ -111,6 +112,11 @@ class Probe:
             of_span = torch.stack([embedded.roll(1 + layer, 0)[_SPAN] for layer in range(len(rows))]).float()
             rows[:, _SPAN] = torch.nn.functional.normalize(of_span, dim=2).mul(of_span.shape[2] ** 0.5).to(rows.dtype)
             batch = replace(batch, embedded=embedded, deepstack=rows)
+        if demands.layer_ids:
+            embedded = forward.embed(batch.token_ids) if batch.embedded is None else batch.embedded
+            embedded[_SPAN] = embedded.roll(1, 0)[_SPAN]
+            replaced = torch.arange(_SPAN.start, _SPAN.stop, device=embedded.device)
+            batch = replace(batch, embedded=embedded, replaced=replaced)
         return batch
 
     @classmethod

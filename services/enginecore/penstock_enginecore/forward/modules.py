@@ -5,7 +5,7 @@ can use this forward pass.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import msgspec
@@ -22,8 +22,10 @@ from penstock_enginecore.lora.adapter import AdaptedModules, LoraAdapter, LoraSe
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext, use_context
 from penstock_enginecore.models.dtypes import num_bytes
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.layer_embeddings import has_layer_embeddings, layer_inputs
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.quantization.loading import dequantize_kept
+from penstock_enginecore.models.sharing import donor_names
 from penstock_enginecore.models.state_hook import StateProbe, state_specs
 from penstock_enginecore.models.support import ProbeContext, layer_specs
 from penstock_enginecore.states.base import use_states
@@ -108,7 +110,7 @@ class Head:
         hidden = states.output.last_hidden_state[:, rows]
         modules = self._module._modules
         base = modules[self._name]
-        modules[self._name] = _Replay(dataclasses.replace(states.output, last_hidden_state=hidden), base)
+        modules[self._name] = _Replay(replace(states.output, last_hidden_state=hidden), base)
         try:
             output = self._module(input_ids=rows[None], use_cache=False)
         finally:
@@ -139,6 +141,8 @@ class ProbedModel:
     separate_head: bool
     cache_dtype: torch.dtype
     states: dict[str, StateSpec]
+    donors: Mapping[str, str] = field(default_factory=dict)
+    """Names of layers whose keys and values another layer shares, by the name of the layer that only reads them."""
 
     @property
     def demands(self) -> MediaDemands:
@@ -170,13 +174,14 @@ def probe_model(
         raise ModelLoadError(unsupported(model.module, e)) from e
     dtype = cache_dtype or model.dtype
     specs = in_cache_dtype(layer_specs(model.module, context.calls, block_size), cache_dtype)
-    if dtype == FLOAT8 and (unknown := sorted(model.kv_scales.keys() - specs.keys())):
+    donors = donor_names(model.module, context.calls)
+    if dtype == FLOAT8 and (unknown := sorted(model.kv_scales.keys() - specs.keys() - donors.keys())):
         raise ModelLoadError(
             f"cache.dtype is 'fp8', but the checkpoint has scales for {unknown[0]}, which is not an attention "
             f"layer of {type(model.module).__name__}; set cache.dtype to 'auto'"
         )
     recurrent = state_specs(model.module, states)
-    return ProbedModel(model, device, context.calls, specs, head, separate, dtype, recurrent)
+    return ProbedModel(model, device, context.calls, specs, head, separate, dtype, recurrent, donors)
 
 
 def _expect_no_padding(module: PreTrainedModel) -> None:
@@ -244,6 +249,8 @@ class ModulesForward:
         self._head = probed.head
         self._backend = backend
         self._packed_bytes = packed_bytes
+        self._donors = probed.donors
+        self._has_layer_embeddings = has_layer_embeddings(self._module.base_model)
         self._caches: Mapping[torch.nn.Module, LayerCache] = {}
         self._kept_layers: Sequence[int] = ()
         self._adapted = adapted or AdaptedModules(self._module, head_of(self._module))
@@ -272,7 +279,7 @@ class ModulesForward:
         """Use the KV caches ``caches`` from now on. The keys of ``caches`` are the names of the attention modules."""
         if caches and isinstance(self._adapted, SlotModules):
             self._adapted.allocate()
-        self._caches = caches_by_module(self._module, caches)
+        self._caches = caches_by_module(self._module, caches, self._donors)
 
     def bind_states(self, layers: StateLayers) -> None:
         """Keep recurrent states in the memory ``layers`` from now on. The keys of ``layers`` are the names of the
@@ -298,6 +305,8 @@ class ModulesForward:
             inputs = {"input_ids": token_ids[None]}
         else:
             inputs = {"inputs_embeds": batch.embedded[None]}
+            if self._has_layer_embeddings:
+                inputs |= layer_inputs(self._module.base_model, self._to_device(batch.token_ids.copy()), batch.replaced)
         given: dict[str, Any] = {**inputs, **deepstack_inputs(batch.deepstack)}
         positions = batch.positions if batch.rope_positions is None else batch.rope_positions
         plans = [self._backend.plan(metadata, self.device) for metadata in batch.attention]
@@ -361,12 +370,17 @@ class ModulesForward:
         return to_device(array, self.device)
 
 
-def caches_by_module(module: torch.nn.Module, caches: LayerCaches) -> dict[torch.nn.Module, LayerCache]:
+def caches_by_module(
+    module: torch.nn.Module, caches: LayerCaches, donors: Mapping[str, str]
+) -> dict[torch.nn.Module, LayerCache]:
     """Return the KV caches by attention module. ``caches`` are KV caches by the name of the attention module in
-    ``module``.
+    ``module``. A layer in ``donors``, which is as in ``ProbedModel``, gets the KV cache of its donor.
     """
     modules = dict(module.named_modules())
-    return {modules[name]: cache for name, cache in caches.items()}
+    found = {modules[name]: cache for name, cache in caches.items()}
+    if caches:
+        found |= {modules[name]: replace(caches[donor], read_only=True) for name, donor in donors.items()}
+    return found
 
 
 def module_tensors(module: torch.nn.Module) -> list[torch.Tensor]:

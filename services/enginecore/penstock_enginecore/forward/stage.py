@@ -16,6 +16,7 @@ from penstock_enginecore.forward.equivalence_check import TOLERANCES, distance
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel
 from penstock_enginecore.lora.adapter import AdaptedForward
 from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.layer_embeddings import has_layer_embeddings
 from penstock_enginecore.models.placement import place
 from penstock_enginecore.parallel.stage_links import StageLinks
 from penstock_enginecore.parallel.stage_plan import deal_layers
@@ -100,6 +101,11 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
             "into stages: its media embeddings are added between layers; set executor.pipeline_parallel_size to 1, or "
             "set multimodal.enabled to false"
         )
+    if has_layer_embeddings(module.base_model):
+        raise ModelLoadError(
+            f"executor.pipeline_parallel_size is {links.num_stages}, but {type(module).__name__} cannot be split "
+            "into stages: its layers read embeddings of token ids; set executor.pipeline_parallel_size to 1"
+        )
     reference = ModulesForward(probed, create_backend("reference", probed.device), from_start=True)
     prompt = Probe.prompt(probed.model.vocab_size, demands)
     trace = trace_layers(module, [*probed.specs, *probed.states], lambda: probe_logits(reference, prompt))
@@ -113,6 +119,13 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
         stage_layers=stage.stage_layers,
     )[links.stage]
     prefixes = tuple(f"{trace.name}.{i}." for i in own)
+    donors = {each: donor for each, donor in probed.donors.items() if each.startswith(prefixes)}
+    if away := sorted(each for each, donor in donors.items() if not donor.startswith(prefixes)):
+        raise ModelLoadError(
+            f"executor.pipeline_parallel_size is {links.num_stages}, but layer '{away[0]}' of {name} reads the keys and "
+            f"values of '{donors[away[0]]}', which another stage computes; change executor.stage_layers, or set "
+            "executor.pipeline_parallel_size to 1"
+        )
     seams = cut_model(module, trace, own)
     specs = {each: spec for each, spec in probed.specs.items() if each.startswith(prefixes)}
     states = {each: spec for each, spec in probed.states.items() if each.startswith(prefixes)}
@@ -122,7 +135,7 @@ def cut(probed: ProbedModel, stage: StageConfig) -> CutModel:
     if trace.embeddings:
         entering = torch.cat([entering, trace.entering[0]], dim=-1)
     left = CutModel(
-        probed=replace(probed, calls=calls, specs=specs, states=states),
+        probed=replace(probed, calls=calls, specs=specs, states=states, donors=donors),
         seams=seams,
         own=own,
         num_layers=len(parts.layers),

@@ -66,10 +66,19 @@ class StepContext:
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Write the keys and values of the new tokens, scale queries by position if the model does, and compute
         attention.
+
+        A layer that shares the keys and values of another layer writes nothing, and reads the other layer's cache.
+        Raises RuntimeError if the model computes such a layer for only some tokens of the step.
         """
         layer = self._layers[call.module]
         plan = self._plans[layer.group]
-        self._backend.write(layer.cache, plan, call.key, call.value)
+        if not layer.read_only:
+            self._backend.write(layer.cache, plan, call.key, call.value)
+        elif len(call.query) != len(call.key):
+            raise RuntimeError(
+                f"a layer that shares keys and values has {len(call.query)} queries for {len(call.key)} tokens: the model "
+                "dropped tokens of the step"
+            )
         scale = query_scale(call.module)
         query = call.query if scale is None else scale.apply(call.query, plan.positions)
         return self._backend.attend(query, call.key, call.value, layer.cache, plan, call.params)

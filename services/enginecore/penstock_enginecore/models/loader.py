@@ -26,6 +26,7 @@ from penstock_enginecore.models import attention_hook, state_hook
 from penstock_enginecore.models.checkpoint import check_shapes, check_weights, weight_files
 from penstock_enginecore.models.dtypes import Dtypes, as_stored, narrow, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError, refused_model
+from penstock_enginecore.models.layer_embeddings import has_layer_embeddings
 from penstock_enginecore.models.multimodal.base import MediaEncoder
 from penstock_enginecore.models.multimodal.composite import Composite
 from penstock_enginecore.models.placement import check_weights_fit, place, read_to
@@ -116,6 +117,13 @@ class LoadedModel:
         """Number of elements in the embedding layer's output for one token."""
         embedding: Any = self.module.get_input_embeddings()
         return int(embedding.weight.shape[1])
+
+    @property
+    def prompt_embed_size(self) -> int:
+        """Number of elements of a prompt embedding. 0 if each layer also reads token ids, so that prompts cannot have
+        embeddings instead of token ids.
+        """
+        return 0 if has_layer_embeddings(self.module.base_model) else self.hidden_size
 
 
 def load_model(

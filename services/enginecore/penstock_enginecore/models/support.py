@@ -21,6 +21,7 @@ from penstock_enginecore.models.errors import ModelLoadError, refused_model
 from penstock_enginecore.models.quantization.layers import Scheme
 from penstock_enginecore.models.quantization.recognition import recognise
 from penstock_enginecore.models.recurrent_checks import check_sizes
+from penstock_enginecore.models.sharing import donor_calls, num_readers, unsupported_reader
 from penstock_enginecore.models.state_hook import StateProbe, find_mixers, unsupported_recurrence
 from penstock_enginecore.states.base import use_states
 
@@ -94,8 +95,6 @@ def unsupported(config: PretrainedConfig, model_class: type[PreTrainedModel]) ->
         return reason
     if (dtype := getattr(config, "mamba_ssm_dtype", None)) not in _STATE_DTYPES:
         return f"mamba_ssm_dtype is {dtype!r}, and only float32 states are supported"
-    if getattr(config, "num_kv_shared_layers", 0):
-        return "some of its layers share the keys and values of other layers"
     return None
 
 
@@ -112,9 +111,11 @@ def num_attention_layers(config: PretrainedConfig) -> int:
 
 
 def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_size: int) -> dict[str, KVCacheSpec]:
-    """Return the KV cache spec of every attention module, by module name in execution order. ``calls`` are the
-    attention calls of a forward pass over one token. Raises ModelLoadError if the calls show that the model would be
-    served incorrectly.
+    """Return the KV cache spec of every attention module that has own keys and values, by module name in execution
+    order. ``calls`` are the attention calls of a forward pass over one token.
+
+    Layers that share the keys and values of another layer have no spec. Raises ModelLoadError if the calls show that
+    the model would be served incorrectly.
     """
     config, class_name = model.config, type(model).__name__
     expected = num_attention_layers(config)
@@ -128,15 +129,22 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
         )
     windows = _expected_windows(config, len(calls))
     chunks = _expected_chunks(config, len(calls))
+    donors = _donors(model, calls)
     names = {module: name for name, module in model.named_modules()}
     specs: dict[str, KVCacheSpec] = {}
+    seen: set[str] = set()
     for call, window, chunk in zip(calls, windows, chunks, strict=True):
-        name = names[call.module]
+        name, donor = names[call.module], donors.get(call.module)
         reason = _unsupported_call(call, window, chunk)
-        if name in specs:
+        if donor is not None:
+            reason = reason or unsupported_reader(call, donor)
+        if name in seen:
             reason = "the module attends more than once"
         if reason is not None:
             raise refused_model(class_name, f"in layer '{name}', {reason}")
+        seen.add(name)
+        if donor is not None:
+            continue
         specs[name] = KVCacheSpec(
             block_size=block_size,
             num_kv_heads=call.key.shape[1],
@@ -147,6 +155,20 @@ def layer_specs(model: PreTrainedModel, calls: Sequence[AttentionCall], block_si
             attention_chunk=call.params.attention_chunk,
         )
     return specs
+
+
+def _donors(model: PreTrainedModel, calls: Sequence[AttentionCall]) -> dict[torch.nn.Module, AttentionCall]:
+    """Return the result of ``donor_calls``. Raises ModelLoadError unless as many layers share keys and values as the
+    configuration says.
+    """
+    found, expected = donor_calls(calls), num_readers(model.config)
+    if len(found) != expected:
+        raise refused_model(
+            type(model).__name__,
+            f"by its configuration, {expected} layers share the keys and values of other layers, but {len(found)} "
+            "attention calls do",
+        )
+    return found
 
 
 def _check_mixers(model: PreTrainedModel) -> None:

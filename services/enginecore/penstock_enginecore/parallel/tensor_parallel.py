@@ -22,6 +22,7 @@ from penstock_enginecore.parallel.cuts import Heads, even, keep_outputs, paramet
 from penstock_enginecore.parallel.hybrid_plans import HYBRID_PLANS
 from penstock_enginecore.parallel.mixers import check_mixers, split_mixer
 from penstock_enginecore.parallel.sharding import SplitVocabulary
+from penstock_enginecore.parallel.sparse_activations import is_sparse, split_cutoff
 
 # Way in which each module is split among ranks, from transformers' own plans. A plan maps module names to words such as
 # ``colwise``. In a name, ``*`` matches a number. A plan with an unknown word is refused, and the error names the word.
@@ -62,6 +63,8 @@ Weights that belong to no linear layer, such as the weights of experts ``[expert
 """
 _SPLITS: dict[str, Split] = {each: each for each in get_args(Split)}
 SUMMED = ("rowwise", "rowwise_split_input", "moe_tp_experts", "mixer")
+_LAYER_EMBEDDINGS = "embed_tokens_per_layer"
+"""Name of tables with embeddings of token ids for each layer. Plans of transformers leave these large tables whole."""
 _WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"})
 """Words of plans for modules that are not split. These words differ only in training, in the handling of gradients."""
 
@@ -103,6 +106,7 @@ def splits_of(
         and (split := next((split for pattern, split in patterns if pattern.fullmatch(name)), None))
     }
     found |= dict.fromkeys(mixers, "mixer")
+    found |= {name: "embedding_rowwise" for name in names if name.rpartition(".")[2] == _LAYER_EMBEDDINGS}
     if not any(word in found.values() for word in SUMMED):
         raise ModelLoadError(
             f"executor.tensor_parallel_size: the plan of {model} matches no layer of the model; "
@@ -277,6 +281,8 @@ class _Splitter:
             if name in owners and hasattr(module, "num_key_value_groups"):
                 own = len(self._heads.kv_heads(self._collectives.rank, self._collectives.size))
                 module.num_key_value_groups = self._heads.query // self._collectives.size // own
+            if is_sparse(module) and f"{name}.gate_proj" in splits:
+                split_cutoff(module, self._collectives)
 
     def _split_linear(self, name: str, layer: torch.nn.Linear, split: Split) -> None:
         whole = layer.weight

@@ -227,7 +227,7 @@ class HeadForward:
 
     def bind(self, caches: LayerCaches) -> None:
         """Use ``caches``. Attention modules look up their cache by name."""
-        self._caches: Mapping[torch.nn.Module, LayerCache] = caches_by_module(self._head, caches)
+        self._caches: Mapping[torch.nn.Module, LayerCache] = caches_by_module(self._head, caches, {})
 
     def run(self, batch: ForwardBatch, states: torch.Tensor, rows: IntArray, *, own: bool) -> torch.Tensor:
         """Run the head's modules once."""

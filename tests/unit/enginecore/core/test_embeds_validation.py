@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from penstock_common.errors import InvalidArgument
+from penstock_common.errors import InvalidArgument, Unimplemented
 from penstock_common.types.prompt_embeds import PromptEmbeds
 from penstock_enginecore.core.embeds_validation import check_prompt_embeds
 from tests.fakes.engines.engine_harness import make_request
@@ -57,3 +57,10 @@ def test_every_finite_float16_is_taken_and_no_other(model_dtype):
 def test_nan_is_refused(dtype, number, model_dtype):
     with pytest.raises(InvalidArgument):
         check(number, model_dtype, dtype=dtype)
+
+
+def test_a_model_whose_layers_read_token_ids_takes_no_vectors():
+    embeds = PromptEmbeds(dtype="float32", num_tokens=2, hidden_size=4, data=bytes(32))
+    with pytest.raises(Unimplemented, match="the layers of the served model also read the token ids") as refusal:
+        check_prompt_embeds(make_request(2), embeds, 0, "float32")
+    assert refusal.value.field == "prompt_embeds"

@@ -28,7 +28,7 @@ from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.pooling.config import PoolingConfig
 from penstock_enginecore.pooling.embedder import PoolingModel
 from tests.fakes.engines.instruction_sets import runnable
-from tests.fakes.models.media_models import FAMILIES, MAX_LEN, VOCAB, FakeEncoder, make, spans_masks
+from tests.fakes.models.media_models import FAMILIES, MAX_LEN, VOCAB, WITHOUT_DECODER, FakeEncoder, make, spans_masks
 from tests.fakes.models.recorded_launches import RecordedGraph, RecordedKernels
 from tests.fakes.models.torch_kernels import TorchKernels
 
@@ -36,6 +36,8 @@ CPU = torch.device("cpu")
 BLOCK, BLOCKS = 16, 5
 ISAS = [isa for isa in runnable() if isa != "avx512_bf16"]
 BUILDS = ["reference", "cpu", "triton", "replayed", *ISAS]
+DECODED = tuple(family for family in FAMILIES if family not in WITHOUT_DECODER)
+BUILDS_OF = [(family, name) for family in FAMILIES for name in BUILDS if family in DECODED or name not in ISAS]
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +119,9 @@ def expected_logits(family: str, model: LoadedModel, twin: Any, prompt: Prompt) 
             inputs["deepstack_visual_embeds"] = [each[visual[0]] for each in prompt.deepstack]
         if family == "gemma3":
             inputs["attention_mask"] = spans_masks(twin, embedded, groups)
+        if demands.layer_ids:
+            ids = torch.from_numpy(prompt.token_ids)[None].masked_fill(visual, twin.config.pad_token_id)
+            inputs["per_layer_inputs"] = twin.base_model.get_per_layer_inputs(ids)
         logits: torch.Tensor = twin(**inputs).logits[0]
         return logits
 
@@ -146,8 +151,14 @@ def batch_of(
     if has_images:
         embedded = torch.cat([embedded_of(forward, p, part) for _, p, part in parts])
         deepstack = torch.cat([p.deepstack[:, part] for _, p, part in parts], dim=1) if demands.num_deepstack else None
-        batch = replace(batch, embedded=embedded, deepstack=deepstack)
+        inside = [any(first <= at < last for first, last in p.images) for _, p, part in parts for at in _range(part)]
+        replaced = torch.tensor(inside).nonzero()[:, 0]
+        batch = replace(batch, embedded=embedded, deepstack=deepstack, replaced=replaced)
     return batch
+
+
+def _range(part: slice) -> range:
+    return range(part.start, part.stop)
 
 
 def kernels(isa: Any, **uses: Any) -> KernelsConfig:
@@ -179,8 +190,7 @@ STEPS: list[list[tuple[int, int, int]]] = [
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", BUILDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "name"), BUILDS_OF)
 def test_steps_give_the_logits_of_transformers(family: str, name: str) -> None:
     model, twin = make(family)
     forward = build(model, name)
@@ -226,8 +236,9 @@ def test_after_the_last_attention_only_rows_with_requested_logits_are_computed(f
     torch.testing.assert_close(got, expected[[49, 13]], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", BUILDS)
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize(
+    ("family", "name"), [each for each in BUILDS_OF if each[0] in ("qwen2_vl", "qwen3_vl", "gemma3", "gemma4")]
+)
 def test_what_media_bring_matters(family: str, name: str) -> None:
     """Check that media change the logits, as the other tests here assume."""
     model, _ = make(family)
@@ -246,6 +257,8 @@ def test_what_media_bring_matters(family: str, name: str) -> None:
         assert (with_all - run(rope_positions=None)).norm() > 0.05 * with_all.norm()
     if demands.num_deepstack:
         assert (with_all - run(deepstack=None)).norm() > 0.05 * with_all.norm()
+    if demands.layer_ids:
+        assert (with_all - run(replaced=None)).norm() > 0.05 * with_all.norm()
     if demands.spans:
         batch = batch_of(forward, model, [(0, prompt, slice(0, 50))])
         causal = [replace(each, key_ends=None) for each in batch.attention]
@@ -253,7 +266,7 @@ def test_what_media_bring_matters(family: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODED)
 def test_steps_of_text_have_the_bits_that_they_have_where_media_are_named(family: str, isa: str) -> None:
     model, _ = make(family)
     forward = build(model, isa)
@@ -266,7 +279,7 @@ def test_steps_of_text_have_the_bits_that_they_have_where_media_are_named(family
         assert torch.equal(forward.run(named, rows).logits, forward.run(plain, rows).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DECODED)
 def test_hidden_states_are_those_of_the_modules(family: str) -> None:
     kept = []
     for name in ("reference", ISAS[-1]):
@@ -304,6 +317,7 @@ def test_the_fused_decoder_does_not_serve_models_whose_media_it_would_ignore() -
         ("qwen2_vl", "rotary positions in sections"),
         ("qwen3_vl", "rotary positions in sections and embeddings added after the first layers"),
         ("gemma3", "images with bidirectional attention"),
+        ("gemma4", "embeddings of token ids in each layer"),
     ):
         probed = replace(probe_model(make(family)[0], CPU, BLOCK), device=torch.device("cuda"))
         [candidate] = fused_candidates(probed, KernelsConfig(), "auto")
@@ -355,6 +369,7 @@ def test_a_backbone_gives_the_hidden_states_of_transformers(family: str, backend
         embedded=step.embedded,
         rope_positions=step.rope_positions,
         deepstack=step.deepstack,
+        replaced=step.replaced,
     )
     torch.testing.assert_close(backbone.run(batch), expected, rtol=1e-4, atol=1e-4)
 

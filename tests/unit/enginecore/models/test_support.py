@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.models.attention_hook import AttentionCall, penstock_attention
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.rope import freeze_rotary, install_query_scales
+from penstock_enginecore.models.sharing import donor_names
 from penstock_enginecore.models.support import check_positions, check_supported, layer_specs
 from tests.fakes.models.tiny_models import tiny_config
 
@@ -37,7 +39,6 @@ def load_class(name: str) -> Any:
         ("DeepseekV32Config", "DeepseekV32ForCausalLM", "layers of type indexed_attention"),
         ("T5Config", "T5ForConditionalGeneration", "encoder-decoder"),
         ("Gemma3Config", "Gemma3ForConditionalGeneration", "multimodal"),
-        ("Gemma3nTextConfig", "Gemma3nForCausalLM", "share the keys and values"),
     ],
 )
 def test_an_architecture_that_cannot_be_served_is_refused_by_its_class(
@@ -113,6 +114,35 @@ def test_layers_that_bypass_the_attention_interface_are_noticed() -> None:
     model = _Model()
     with pytest.raises(ModelLoadError, match="1 of its 2 attention layers use transformers' attention interface"):
         layer_specs(model, [_call(model.layers[0])], block_size=16)
+
+
+def _shared(model: _Model, window: int | None) -> list[AttentionCall]:
+    """Return the calls of two layers. The second layer has the keys and values of the first, and an own window."""
+    first, second = _call(model.layers[0]), _call(model.layers[1], window=window)
+    return [first, replace(second, key=first.key, value=first.value)]
+
+
+def test_a_layer_that_reads_the_keys_of_another_layer_has_no_spec() -> None:
+    model = _Model(num_kv_shared_layers=1)
+    calls = _shared(model, window=None)
+    assert list(layer_specs(model, calls, block_size=16)) == ["layers.0"]
+    assert donor_names(model, calls) == {"layers.1": "layers.0"}
+
+
+def test_a_layer_cannot_read_keys_that_another_window_lets_go() -> None:
+    model = _Model(num_kv_shared_layers=1)
+    with pytest.raises(ModelLoadError, match=r"in layer 'layers.1', .* a layer with another attention window or chunk"):
+        layer_specs(model, _shared(model, window=8), block_size=16)
+
+
+@pytest.mark.parametrize(("declared", "found"), [(0, 1), (1, 0), (2, 1)])
+def test_other_numbers_of_layers_that_share_keys_than_the_configuration_has_are_refused(
+    declared: int, found: int
+) -> None:
+    model = _Model(num_kv_shared_layers=declared)
+    calls = _shared(model, None) if found else [_call(layer) for layer in model.layers]
+    with pytest.raises(ModelLoadError, match=f"{declared} layers share the keys .*, but {found} attention calls do"):
+        layer_specs(model, calls, block_size=16)
 
 
 @pytest.mark.parametrize(

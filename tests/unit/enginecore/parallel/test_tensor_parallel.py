@@ -26,10 +26,14 @@ FAMILIES = {
     "gemma2": {},  # scaled embeddings
     "mixtral": {},  # experts
     "deepseek_v2": {},  # latent keys and values
+    "gemma4_shared": {},  # shared keys and values
+    "gemma3n": {},
     "gpt_oss": {},  # Penstock's own plan: sinks, and experts with biases
     # Words that are not alike for all ranks, with a head of the embedding's weights.
     "tied": {"vocab_size": VOCAB_SIZE + 1, "tie_word_embeddings": True},
 }
+MOSTLY_SPLIT = ("gemma3n",)
+"""Families with more weights that each rank has as a whole."""
 TOKENS = torch.arange(1, 25)[None] * 7 % VOCAB_SIZE
 
 
@@ -72,7 +76,7 @@ def test_the_parts_give_the_logits_of_the_whole(family: str, size: int, tmp_path
     whole = sum(parameter.numel() for parameter in model.parameters())
     for part, _ in parts:
         own = sum(parameter.numel() for parameter in part.parameters())
-        assert own < whole * (0.55 if size == 2 else 0.35)
+        assert own < whole * (0.55 if size == 2 else 0.35) + whole * (0.04 if family in MOSTLY_SPLIT else 0)
         assert not any(parameter.requires_grad for parameter in part.lm_head.parameters())
 
 

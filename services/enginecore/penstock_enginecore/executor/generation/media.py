@@ -458,7 +458,8 @@ class StepEmbeddings:
         for each in found:
             embedded, deeper = each.into(embedded)
             deepstack = deepstack if deeper is None else deeper
-        return replace(batch, embedded=embedded, deepstack=deepstack)
+        replaced = torch.cat([each.indices for each in found])
+        return replace(batch, embedded=embedded, deepstack=deepstack, replaced=replaced)
 
     def profile(self, run: Callable[[], None]) -> None:
         """Call ``run``, so that the caller can measure the peak memory. For a model with vision or audio encoders, call

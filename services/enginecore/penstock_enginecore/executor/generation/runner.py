@@ -148,7 +148,7 @@ class GenerationRunner:
             max_len=self._model.max_len,
             vocab_size=self._model.vocab_size,
             eos_token_ids=self._model.eos_token_ids,
-            hidden_size=self._model.hidden_size,
+            hidden_size=self._model.prompt_embed_size,
             dtype=str(self._model.precision).removeprefix("torch."),
             runs_ahead=self._launcher is not None or self._forward.device.type == "cuda",
             step_tokens=step_tokens(self._forward.device),

@@ -77,6 +77,7 @@ class ReplayedModules:
         self.specs = probed.specs
         self.memory = self._modules.memory
         self._module = probed.model.module
+        self._donors = probed.donors
         self._dtype = probed.model.dtype
         self._max_len = max(probed.model.max_len, NUM_TOKENS)
         self._attention = attention
@@ -116,7 +117,7 @@ class ReplayedModules:
         """Use the KV caches ``caches`` from now on, and drop the graphs that were captured with other KV caches."""
         self._graphs.clear()
         self._modules.bind(caches)
-        self._caches = caches_by_module(self._module, caches)
+        self._caches = caches_by_module(self._module, caches, self._donors)
         if not caches:
             return
         layers = list(caches.values())
