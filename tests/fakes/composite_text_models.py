@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from penstock_enginecore.models.multimodal import absent_towers
 from tests.fakes.models.small_tokenizers import EOS, byte_level
 
 VOCAB_SIZE = 512
@@ -63,6 +64,23 @@ _LIKE_26B = {
     "global_head_dim": 32,
 }
 
+_SHARED_KEYS = {
+    **_GEMMA4,
+    "num_hidden_layers": 5,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+_LIKE_3N = {
+    **_SHARED_KEYS,
+    "vocab_size_per_layer_input": VOCAB_SIZE - 32,
+    "laurel_rank": 8,
+    "altup_num_inputs": 3,
+    "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
+}
+_LIKE_E2B = {**_SHARED_KEYS, "global_head_dim": 32, "use_double_wide_mlp": True}
+
 _CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "cohere2_vision": {
         "text_config": {"model_type": "cohere2", **_TEXT, **_HEAD, **_WINDOWS},
@@ -82,7 +100,25 @@ _CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "vision_config": {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2},
     },
     "exaone4_5": {"text_config": {"model_type": "exaone4", **_TEXT, **_HEAD, **_WINDOWS}, "vision_config": _DEEP_TOWER},
+    "gemma3n": {
+        "text_config": _LIKE_3N,
+        "vision_config": {"hidden_size": 32, "vocab_offset": VOCAB_SIZE, "vocab_size": 8},
+        "audio_config": {
+            "hidden_size": 32,
+            "vocab_offset": VOCAB_SIZE + 8,
+            "vocab_size": 8,
+            "input_feat_size": 16,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": [4, 2],
+        },
+    },
     "gemma4": {"text_config": _LIKE_31B, "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16}},
+    "gemma4_e2b": {
+        "model_type": "gemma4",
+        "text_config": _LIKE_E2B,
+        "vision_config": {**_TOWER, "num_key_value_heads": 2, "head_dim": 16},
+    },
     "gemma4_moe": {"model_type": "gemma4", "text_config": _LIKE_26B, "vision_config": None, "audio_config": None},
     "gemma4_unified": {"text_config": _LIKE_31B},
     "glm4v": {"text_config": {**_TEXT, "rope_parameters": _HALF_SECTIONS}, "vision_config": _DEEP_TOWER},
@@ -194,6 +230,7 @@ def save_composite(name: str, directory: Path, **text: Any) -> PreTrainedModel:
     if "text_config" in settings:
         settings["text_config"] = {**settings["text_config"], **text}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    absent_towers.register()
     torch.manual_seed(0)
     make: Any = AutoModelForMultimodalLM.from_config
     model: PreTrainedModel = make(config, dtype=torch.float32).eval()
