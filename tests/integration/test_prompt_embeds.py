@@ -9,10 +9,15 @@ import torch
 
 from penstock.common.v1 import tensor_pb2
 from penstock.common.v1.sampling_pb2 import SamplingParams
+from penstock_common.errors import Unimplemented
+from penstock_common.types.prompt_embeds import PromptEmbeds
+from penstock_common.types.request import EngineCoreRequest
+from penstock_common.types.sampling import SamplingParams as Sampling
 from penstock_enginecore.config import CacheConfig, EngineCoreConfig, ExecutorConfig, ModelConfig, SchedulerConfig
 from penstock_enginecore.executor.uniproc import UniprocExecutor
 from tests.fakes.clients.session_client import SessionClient, connected
 from tests.fakes.engines.engine_server import EngineServer
+from tests.fakes.engines.in_process import build_engine
 from tests.fakes.models.tiny_models import save_tiny_model
 
 PROMPT = [5, 17, 250, 99, 3, 42, 8, 9, 10, 11, 12, 13]
@@ -145,3 +150,15 @@ async def test_what_does_not_fit_is_named(client: SessionClient) -> None:
     assert (await failure(client, "integers", prompt_embeds=integers))[0] == "prompt_embeds.dtype"
     scored = await failure(client, "scored", prompt_embeds=tensor(rows), params={"prompt_logprobs": 1})
     assert scored[0] == "sampling_params.prompt_logprobs"
+
+
+def test_models_whose_layers_read_token_ids_refuse_vectors(tmp_path: Path) -> None:
+    save_tiny_model("gemma4_shared", tmp_path)
+    engine = build_engine(tmp_path)
+    embeds = PromptEmbeds(dtype="float32", num_tokens=2, hidden_size=HIDDEN, data=bytes(2 * HIDDEN * 4))
+    request = EngineCoreRequest(
+        request_id="r", prompt_token_ids=[0, 0], prompt_embeds=embeds, sampling_params=Sampling(temperature=0.0)
+    )
+    with pytest.raises(Unimplemented, match="the layers of the served model also read the token ids of the prompt"):
+        engine.preprocess("client", request)
+    engine.shutdown()

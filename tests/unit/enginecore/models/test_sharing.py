@@ -1,6 +1,7 @@
 """Layers that share keys and values read the cache of the layer that writes it, and write nothing themselves."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ from penstock_enginecore.attention.base import AttentionMetadata, AttentionParam
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import FLOAT8, KVScales
 from penstock_enginecore.config import ModelConfig
-from penstock_enginecore.forward.modules import caches_by_module, probe_model
+from penstock_enginecore.forward.equivalence_check import distance
+from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, caches_by_module, probe_model
+from penstock_enginecore.forward.stage import StageConfig, cut
+from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.loader import LoadedModel, load_model
-from tests.fakes.models.tiny_models import save_tiny_model
+from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_config
 
 CPU = torch.device("cpu")
 BLOCK = 4
@@ -61,6 +65,38 @@ def test_keys_in_the_files_that_a_layer_does_not_use_are_accepted(path: Path) ->
     attention.k_norm = torch.nn.LayerNorm(16, bias=False)
     made.save_pretrained(path)
     assert probe_model(load(path), CPU, BLOCK).donors == DONORS
+
+
+def without_layer_embeddings() -> ProbedModel:
+    config = tiny_config("gemma4_shared", hidden_size_per_layer_input=0)
+    attention_hook.register()
+    torch.manual_seed(0)
+    module: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention_hook.ATTENTION_NAME).eval()
+    model = LoadedModel(module, torch.float32, torch.float32, 512, VOCAB_SIZE, frozenset())
+    return probe_model(model, CPU, 16)
+
+
+def stage_of(stage: int, layers: tuple[int, int]) -> StageConfig:
+    links: Any = SimpleNamespace(num_stages=2, stage=stage, is_first=stage == 0, is_last=stage == 1)
+    return StageConfig(links, layers, 64, 4)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@torch.inference_mode()
+def test_a_stage_may_have_a_reader_together_with_its_donor(stage: int) -> None:
+    left = cut(without_layer_embeddings(), stage_of(stage, (1, 4)))
+    assert left.probed.donors == (DONORS if stage else {})
+    assert distance(left.run(ModulesForward(left.probed, create_backend("cpu", CPU))), left.expected) < 1e-4
+
+
+@torch.inference_mode()
+def test_a_stage_without_the_donor_of_its_reader_is_refused() -> None:
+    with pytest.raises(
+        ModelLoadError,
+        match=r"executor.pipeline_parallel_size is 2, but layer 'model.layers.3.self_attn' of Gemma4ForCausalLM reads the "
+        r"keys and values of 'model.layers.2.self_attn', which another stage computes; change executor.stage_layers",
+    ):
+        cut(without_layer_embeddings(), stage_of(1, (3, 2)))
 
 
 class Step:
