@@ -114,7 +114,7 @@ def pod_ids(release: Release) -> set[str]:
 def has_reread(release: Release, pod: str, setting: str) -> bool:
     """Return whether the pod's service reports a new value of the setting."""
     lines = [json.loads(line) for line in release.kubectl("logs", pod).splitlines() if line.startswith("{")]
-    told = [line for line in lines if line["event"] == "config: applied changed settings"]
+    told = [line for line in lines if line["event"] == "applied the settings that changed in the configuration file"]
     return any(setting in line["settings"] for line in told)
 
 

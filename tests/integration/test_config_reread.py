@@ -109,16 +109,20 @@ async def test_a_service_takes_another_log_level_and_goes_on(component: str, tmp
     async with system(tmp_path, component) as followed:
         pid = followed.service.pid
         followed.change(log=LOG | {"level": "info"})
-        [line] = await followed.until("config: applied changed settings")
+        [line] = await followed.until("applied the settings that changed in the configuration file")
         assert line["settings"] == ["log.level"]
         followed.change(log=LOG | {"level": "info"}, server={"max_concurrent_streams": 7})
-        [line] = await followed.until("config: changed settings need a restart")
+        [line] = await followed.until(
+            "settings changed in the configuration file, but take effect only after a restart of this service"
+        )
         assert (line["level"], line["settings"]) == ("warning", ["server.max_concurrent_streams"])
         followed.change(log=LOG | {"level": "loud"})
-        [line] = await followed.until("config: cannot use the changed files; keeping the previous content")
+        [line] = await followed.until(
+            "config: the changed file cannot be used, so the service keeps the previous content"
+        )
         assert "log.level is 'loud'; known: debug, info, warning, error" in line["problem"]
         followed.change(log=LOG | {"level": "info"}, server={})
-        await followed.until("config: reloaded", 2)
+        await followed.until("config: read the changed file", 2)
         assert followed.service.pid == pid
         assert await followed.service.stop() == 0
         ended = {"coordinator": "coordinator stopped", "enginecore": "engine stopped", "frontend": "frontend stopped"}
@@ -145,7 +149,7 @@ async def test_a_frontend_takes_other_limits_and_weights_while_it_serves(tmp_pat
             fairness={"weights": {"gold": 2.0}},
             log=LOG | {"level": "info", "requests": True},
         )
-        [line] = await frontend.until("config: applied changed settings")
+        [line] = await frontend.until("applied the settings that changed in the configuration file")
         assert line["settings"] == [
             "limits.max_tenant_requests",
             "limits.max_n",
@@ -154,6 +158,6 @@ async def test_a_frontend_takes_other_limits_and_weights_while_it_serves(tmp_pat
         ]
         assert "limits.max_tenant_requests is 1" in await sequences(stub, 2)
         frontend.change(limits={"max_n": 2})
-        await frontend.until("config: applied changed settings", 2)
+        await frontend.until("applied the settings that changed in the configuration file", 2)
         assert await sequences(stub, 2) == "OK"
         await frontend.until("request finished")

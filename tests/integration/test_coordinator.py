@@ -329,7 +329,7 @@ async def test_a_frontend_whose_report_is_refused_is_lost_for_that_reason():
             await session.write(HELLO)
             await eventually(lambda: any(line["event"] == "frontend lost" for line in lines))
     [lost] = [line for line in lines if line["event"] == "frontend lost"]
-    assert lost["reason"] == "report refused: hello was sent before on this stream"
+    assert lost["reason"] == "report refused: hello was sent twice on this stream; it must be only the first message"
 
 
 async def test_a_coordinator_that_stops_has_lost_no_frontend():

@@ -59,10 +59,10 @@ def run_to_end(*args):
 @pytest.mark.parametrize(
     ("yaml", "message"),
     [
-        ("lease_secnds: 3\n", "unknown key 'lease_secnds'; did you mean 'lease_seconds'?"),
+        ("lease_secnds: 3\n", "there is no setting 'lease_secnds'; did you mean 'lease_seconds'?"),
         ("lease_seconds: 0\n", "lease_seconds is 0"),
         ("lease_seconds: soon\n", "lease_seconds is 'soon'"),
-        ("server: {prot: 1}\n", "unknown key 'server.prot'; did you mean 'port'?"),
+        ("server: {prot: 1}\n", "there is no setting 'server.prot'; did you mean 'port'?"),
         ("- 1\n", "must contain a mapping"),
     ],
 )

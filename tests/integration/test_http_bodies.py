@@ -81,6 +81,6 @@ async def test_bodies_that_cannot_be_decompressed_get_an_error(api: OpenAIServer
     answer = await post(api, "/v1/messages", BODIES["/v1/messages"], **{"content-encoding": "lzma"})
     assert answer.status_code == 415
     assert (
-        "Content-Encoding is 'lzma'; supported: one of br, deflate, gzip, zstd, or none"
+        "Content-Encoding is 'lzma'; supported: one of br, deflate, gzip, zstd, or no Content-Encoding"
         in answer.json()["error"]["message"]
     )

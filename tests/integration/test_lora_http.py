@@ -152,7 +152,7 @@ async def test_loading_is_not_served_unless_it_is_wanted(engine: LoraEngine, mod
         for path in (LOAD, UNLOAD):
             assert (await api.http.post(path, json=NEW)).status_code == 404
         assert LOAD not in (await api.http.get("/openapi.json")).json()["paths"]
-    with pytest.raises(ConfigError, match=r"lora\.http_loading is true; it needs lora\.enabled"):
+    with pytest.raises(ConfigError, match=r"lora\.http_loading is true, but LoRA adapters are off"):
         LoraConfig(http_loading=True)
 
 

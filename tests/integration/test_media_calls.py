@@ -248,8 +248,9 @@ async def test_media_that_no_engine_takes_are_no_reason_to_wait(served: Served) 
     async with FakeEngine(vocab_size=VOCAB_SIZE) as engine, openai_server(folder, engines=[engine.address]) as api:
         with pytest.raises(openai.BadRequestError) as raised:
             await api.client.chat.completions.create(model="model", messages=turn("a", PART))
-    assert "is an image; the engines accept no such media, because their setting multimodal.enabled is false" in str(
-        raised.value
+    assert (
+        "is an image; the engines do not accept media of this modality, because their setting multimodal.enabled is false"
+        in str(raised.value)
     )
 
 

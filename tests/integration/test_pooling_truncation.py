@@ -137,7 +137,7 @@ async def test_texts_are_cut_behind_the_tokens_around_them(model: Path) -> None:
         ({"embedding_types": ["float", "base64"]}, "embedding_types is "),
         (
             {"embedding_types": ["float"], "encoding_format": "base64"},
-            "encoding_format is 'base64' and embedding_types is [\"float\"]; set one",
+            "encoding_format is 'base64' and embedding_types is [\"float\"]; set only one of them",
         ),
         ({"output_dtype": "int8"}, "output_dtype is not served; use encoding_format"),
         ({"output_dimension": 2}, "output_dimension is not served; use dimensions"),

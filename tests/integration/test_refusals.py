@@ -106,7 +106,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "/v1/embeddings",
         {"normalize": True, "use_activation": False},
         "normalize",
-        "normalize is true and use_activation is false; they are two names of the same setting, so set one",
+        "normalize is true and use_activation is false; they are two names of the same setting, so set only one of them",
     ),
     # the error names replacement fields that exist on this route
     ("/rerank", {"messages": [HI]}, "messages", "messages is not served; use query and documents"),
@@ -127,7 +127,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         COMPLETIONS,
         {"structured_outputs": {"regex": "a", "choice": ["b"]}},
         "structured_outputs",
-        "structured_outputs has regex and choice; set one of json, json_object, regex, choice, grammar, structural_tag",
+        "structured_outputs has regex and choice; set only one of json, json_object, regex, choice, grammar, structural_tag",
     ),
     (
         COMPLETIONS,

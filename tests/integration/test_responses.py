@@ -437,7 +437,7 @@ async def test_reasoning_is_asked_for_and_counted(api: OpenAIServer, engine: Fak
         (
             {"response_format": {"type": "json_object"}, "text": {"format": {"type": "json_object"}}},
             "response_format",
-            "text.format and response_format both constrain the output; set one",
+            "text.format and response_format both constrain the output; set only one of them",
         ),
         ({"n": 2}, "n", "n is 2; only 1 is supported"),
         ({"include": ["x"]}, "include[0]", None),

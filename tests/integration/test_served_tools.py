@@ -455,7 +455,7 @@ async def test_allowed_tools_are_the_only_ones_that_the_model_knows(served: Serv
     choice["tools"] = [{"type": "function", "name": "nobody"}]
     if mode == "required":
         message = await served.refused(RESPONSES, tools=[TOOLS[RESPONSES]], tool_choice=choice)
-        assert message == "tool_choice allows none of the tools, which are: weather"
+        assert message == "tool_choice requires a tool call, but allows none of the request's tools, which are: weather"
 
 
 @pytest.mark.parametrize(

@@ -250,12 +250,16 @@ async def test_values_that_ask_for_nothing_change_nothing(api: Api, route: str) 
         (
             CHAT,
             {"response_format": {"type": "regex", "pattern": "a", "value": "b"}},
-            "response_format.value and response_format.pattern are both set; set one",
+            "response_format.value and response_format.pattern are both set; set only one of them",
         ),
         (CHAT, {"format": "xml"}, "format is 'xml'; it must be 'json' or a JSON schema"),
         (CHAT, {"n_predict": 0}, "n_predict is 0; it must be at least 1"),
         (COMPLETIONS, {"n_predict": 3, "min_tokens": 5}, "min_tokens is 5; it must be at most n_predict, which is 3"),
-        (COMPLETIONS, {"grammar": GRAMMAR, "regex": "a"}, "grammar and regex both constrain the output; set one"),
+        (
+            COMPLETIONS,
+            {"grammar": GRAMMAR, "regex": "a"},
+            "grammar and regex both constrain the output; set only one of them",
+        ),
         (COMPLETIONS, {"stop_sequences": [""]}, "stop_sequences[0] is empty"),
         (MESSAGES, {"stop": [""]}, "stop[0] is empty"),
         (MESSAGES, {"stop_sequences": [""]}, "stop_sequences[0] is empty"),

@@ -105,7 +105,7 @@ class BaseClient(ABC):
         if channel is None and (url := _URL.match(address)) is not None:
             remedy = " and pass tls=Tls()" if url[0].endswith("s://") else ""
             raise ValueError(
-                f"address is {address!r}; give HOST:PORT of the gRPC port without {url[0]}{remedy}, "
+                f"address is {address!r}; it must be HOST:PORT of the server's gRPC port, without {url[0]}{remedy}, "
                 "such as localhost:50051"
             )
         if not (key.isascii() and key.isprintable()):

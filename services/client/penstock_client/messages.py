@@ -82,7 +82,7 @@ def _converted(field: Any, value: Any, path: str) -> Any:
         try:
             return json.dumps(value)
         except (TypeError, ValueError) as e:
-            raise TypeError(f"{path} is {shown(value)}, which is not JSON: {e}") from None
+            raise TypeError(f"{path} is {shown(value)}, which cannot be written as JSON: {e}") from None
     if field.is_repeated and (isinstance(value, str) or not isinstance(value, Iterable)):
         raise TypeError(f"{path} is {shown(value)}; it must be {_wanted(field)}")
     if field.message_type is not None and not _is_map(field):

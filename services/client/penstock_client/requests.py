@@ -71,7 +71,7 @@ def request_of(kind: type[M], allowed: Any, options: Mapping[str, Any], **fields
             remedy = f"; it is a field of SamplingParams: pass SamplingParams({name}={shown(value)}) as sampling"
         else:
             remedy = nearest(name, [*allowed.__optional_keys__, *_NAMED])
-        raise TypeError(f"there is no argument {name!r}{remedy}")
+        raise TypeError(f"this method has no argument {name!r}{remedy}")
     return build(kind, {**fields, **options})
 
 
@@ -198,7 +198,9 @@ def video(
     pictures = [_read(frame) for frame in frames]
     times = [index / fps for index in range(len(pictures))] if timestamps is None else list(timestamps)
     if len(times) != len(pictures):
-        raise ValueError(f"timestamps has {len(times)} entries, but there are {len(pictures)} frames")
+        raise ValueError(
+            f"timestamps has {len(times)} entries, but frames has {len(pictures)}; give one timestamp per frame"
+        )
     each = [MediaFrame(data=data, timestamp=time) for data, time in zip(pictures, times, strict=True)]
     return Media(modality="video", frames=MediaFrames(frames=each), processor_kwargs=processor_kwargs)
 

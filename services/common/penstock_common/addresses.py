@@ -26,7 +26,7 @@ def split(address: str) -> tuple[str, int]:
     if host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1]):
         return host[1:-1], int(port)
     if ":" in host or "[" in host or "]" in host:
-        raise ValueError(f"must have an IPv6 host in brackets, as [fd00::7]:{port}")
+        raise ValueError(f"must have an IPv6 host in brackets, such as [fd00::7]:{port}")
     return host, int(port)
 
 

@@ -44,10 +44,13 @@ class ConfigFile(Generic[T]):
         if changed := differences(self.running, wanted):
             apply(wanted)
             self.running = wanted
-            get_logger().info("config: applied changed settings", settings=list(changed))
+            get_logger().info("applied the settings that changed in the configuration file", settings=list(changed))
         waiting = differences(self.running, given)
         if waiting and waiting != self._waiting:
-            get_logger().warning("config: changed settings need a restart", settings=list(waiting))
+            get_logger().warning(
+                "settings changed in the configuration file, but take effect only after a restart of this service",
+                settings=list(waiting),
+            )
         self._waiting = waiting
 
     async def follow(self, apply: Callable[[T], None]) -> None:

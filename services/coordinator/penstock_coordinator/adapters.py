@@ -129,7 +129,7 @@ class Adapters:
         refused, self._refusals = self._refusals, []
         if refused:
             get_logger().warning(
-                "refused LoRA adapters of a frontend; name and reason are those of the first refused adapter",
+                "refused LoRA adapters that a frontend registered; the fields name and reason describe the first refused adapter",
                 model=model,
                 count=len(refused),
                 name=refused[0].name,

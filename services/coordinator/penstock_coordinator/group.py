@@ -271,7 +271,9 @@ class GroupMachine(msgspec.Struct, frozen=True, cache_hash=True):
         group.
         """
         if self.recovering or self.standby.epoch or self.reporters or not self.finished or self._dead():
-            return self, (ScaleRefused("the data-parallel group is already changing its ranks"),)
+            return self, (
+                ScaleRefused("the data-parallel group is still changing its number of ranks after an earlier request"),
+            )
         staying = sorted(self.group.members, key=_in_order)[:size]
         members = tuple(m for m in self.group.members if m in staying) + self.spares[: size - len(staying)]
         if len(members) != size or size < self.min_size:

@@ -245,7 +245,7 @@ def _digest(word: str, where: str) -> bytes:
     if word.startswith("sha256:"):
         raise ConfigError(f"{where}: the key begins with 'sha256:'; 64 hexadecimal digits must follow")
     if "=" in word.rstrip("=") and word.split("=")[0] in ("name", "tenant", "scopes"):
-        raise ConfigError(f"{where}: the key must come first")
+        raise ConfigError(f"{where}: the key must be the first word of the line")
     if len(word) < _MIN_KEY_CHARS:
         raise ConfigError(f"{where}: the key has {len(word)} characters; it must have at least {_MIN_KEY_CHARS}")
     return hashlib.sha256(word.encode()).digest()
@@ -256,7 +256,7 @@ def _principal(words: list[str], where: str, number: int) -> Principal:
     for word in words:
         name, found, value = word.partition("=")
         if not found or name not in values:
-            raise ConfigError(f"{where}: after the key, only name=, tenant= and scopes= are known")
+            raise ConfigError(f"{where}: after the key, a line may have only name=, tenant= and scopes=")
         values[name] = value
     scopes = values["scopes"].split(",")
     for scope in scopes:

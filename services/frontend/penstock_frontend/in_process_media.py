@@ -95,7 +95,7 @@ def placed(prompt: UnplacedPrompt, family: Family | None, tokenizer: Tokenizer, 
         count, found = len(queues[modality]), sum(piece == modality for piece, is_place in pieces if is_place)
         if count != found:
             raise InvalidArgument(
-                f"{name} has {count} {modality} items but {found} placeholders; write {token} where each item belongs",
+                f"{name} has {count} {modality} items but {found} placeholders; write {token} at the place of each item",
                 field=name,
             )
     parts = [queues[piece].pop(0) if is_place else piece for piece, is_place in pieces]

@@ -191,7 +191,10 @@ async def test_threads_have_the_same(server: FakeInference) -> None:
     ("wrong", "told"),
     [
         ({"address": ""}, "address is empty; it must be host:port"),
-        ({"address": "http://localhost:8000"}, "address is 'http://localhost:8000'; give HOST:PORT of the gRPC port"),
+        (
+            {"address": "http://localhost:8000"},
+            "address is 'http://localhost:8000'; it must be HOST:PORT of the server's gRPC port",
+        ),
         ({"address": "https://localhost:8000"}, "without https:// and pass tls=Tls()"),
         ({"key": "sk-a\n"}, "key has characters that are not printable ASCII"),
         ({"timeout": 0}, "timeout is 0; it must be above 0 s"),

@@ -38,7 +38,7 @@ def test_media_are_bytes_files_and_urls(tmp_path: Path) -> None:
 def test_a_video_has_pictures_and_their_times() -> None:
     assert [frame.timestamp for frame in video([PNG, PNG, PNG], fps=2).frames.frames] == [0.0, 0.5, 1.0]
     assert [frame.timestamp for frame in video([PNG], timestamps=[3.5]).frames.frames] == [3.5]
-    with pytest.raises(ValueError, match="timestamps has 2 entries, but there are 1 frames"):
+    with pytest.raises(ValueError, match="timestamps has 2 entries, but frames has 1"):
         video([PNG], timestamps=[0.0, 1.0])
 
 
@@ -94,7 +94,8 @@ def client() -> Client:
 WRONG: list[tuple[Callable[[Client], object], str]] = [
     (
         lambda client: client.generate("hi", max_tokens=8),
-        "there is no argument 'max_tokens'; it is a field of SamplingParams: pass SamplingParams(max_tokens=8) as sampling",
+        "this method has no argument 'max_tokens'; it is a field of SamplingParams: pass "
+        "SamplingParams(max_tokens=8) as sampling",
     ),
     (
         lambda client: client.generate("hi", {"max_tokens": 8}),
@@ -109,7 +110,7 @@ WRONG: list[tuple[Callable[[Client], object], str]] = [
         "there is no argument 'sampling_params'; did you mean 'sampling'?",
     ),
     (lambda client: client.generate("hi", modle="a"), "there is no argument 'modle'; did you mean 'model'?"),
-    (lambda client: client.embed(["hi"], max_tokens=8), "there is no argument 'max_tokens'"),
+    (lambda client: client.embed(["hi"], max_tokens=8), "this method has no argument 'max_tokens'"),
     (lambda client: client.generate("hi", model=5), "model is 5; it must be a string"),
     (lambda client: client.generate(5), "prompt is 5; it must be a text, a list of token ids, or "),
     (lambda client: client.generate("hi", prediction=5), "prediction.token_ids is 5; it must be TokenIds"),
@@ -151,7 +152,7 @@ WRONG: list[tuple[Callable[[Client], object], str]] = [
     ),
     (
         lambda _: StructuredOutput(json_schema={"a": {1}}),
-        "StructuredOutput.json_schema is {'a': {1}}, which is not JSON: ",
+        "StructuredOutput.json_schema is {'a': {1}}, which cannot be written as JSON: ",
     ),
     (lambda _: ChatMessage("user"), "ChatMessage takes only named fields, but the first argument is 'user'"),
 ]

@@ -59,7 +59,7 @@ def test_an_address_without_a_host_or_a_port_is_refused(address: str):
 
 @pytest.mark.parametrize("address", ["fd00::7:50052", "[fd00::7:50052", "[host]:50052", "a:b:50052"])
 def test_an_ipv6_host_without_brackets_is_refused_with_what_it_should_be(address: str):
-    with pytest.raises(ValueError, match=r"must have an IPv6 host in brackets, as \[fd00::7\]:50052"):
+    with pytest.raises(ValueError, match=r"must have an IPv6 host in brackets, such as \[fd00::7\]:50052"):
         split(address)
 
 

@@ -46,7 +46,7 @@ def file(tmp_path: Path) -> File:
 async def test_changed_settings_are_applied_once_and_logged(file: File) -> None:
     assert await file.look(2) == []
     file.write(limits={"max_n": 7}, log={"level": "debug"})
-    assert await file.look(3) == [("info", "config: reloaded"), ("info", ["limits.max_n", "log.level"])]
+    assert await file.look(3) == [("info", "config: read the changed file"), ("info", ["limits.max_n", "log.level"])]
     [config] = file.applied
     assert (config.limits.max_n, config.log.level) == (7, "debug")
     assert file.config_file.running == config
@@ -94,7 +94,7 @@ async def test_the_first_file_has_to_be_one_that_can_be_used(tmp_path: Path) -> 
     source = from_command_line(
         FrontendConfig, prog="p", description="", argv=["--config", str(tmp_path / "config.yaml")]
     )
-    with pytest.raises(ConfigError, match="unknown key 'modle'"):
+    with pytest.raises(ConfigError, match="there is no setting 'modle'"):
         ConfigFile(source)
 
 

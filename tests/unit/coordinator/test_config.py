@@ -56,7 +56,7 @@ def test_the_clocks_that_engines_replaced_are_refused_with_what_is_there_instead
     file = tmp_path / "config.yaml"
     *parents, last = key.split(".")
     file.write_text("".join(f"{parent}: " for parent in parents) + "{" + f"{last}: 30" + "}")
-    with pytest.raises(ConfigError, match=f"unknown key '{key}': {INSTEAD}"):
+    with pytest.raises(ConfigError, match=f"there is no setting '{key}': {INSTEAD}"):
         load(config, file=file, environ={})
     with pytest.raises(ConfigError, match=f"{key}.*{INSTEAD}"):
         from_command_line(config, prog="p", description="", argv=[f"--{key.replace('_', '-')}", "30"]).load()

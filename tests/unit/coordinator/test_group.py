@@ -78,7 +78,10 @@ def test_a_size_that_cannot_be_had_is_refused(size):
 
 def test_one_change_at_a_time():
     machine, _ = SERVING.scale(3)
-    assert machine.scale(1) == (machine, (ScaleRefused("the data-parallel group is already changing its ranks"),))
+    assert machine.scale(1) == (
+        machine,
+        (ScaleRefused("the data-parallel group is still changing its number of ranks after an earlier request"),),
+    )
 
 
 def test_a_newcomer_that_waits_does_not_show_that_others_have_switched():

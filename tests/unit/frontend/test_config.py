@@ -30,8 +30,11 @@ def test_the_served_name_is_the_last_part_of_the_path_unless_given() -> None:
         ({"model__path": ""}, "model.path is required"),
         ({"engines": "[]"}, "coordinator.address or engines is required"),
         ({"engines": "[host]"}, "'host' must be host:port"),
-        ({"engines": "['fd00::7:50052']"}, "'fd00::7:50052' must have an IPv6 host in brackets, as [fd00::7]:50052"),
-        ({"ready_without_engines": "true"}, "ready_without_engines is true; it needs coordinator.address"),
+        (
+            {"engines": "['fd00::7:50052']"},
+            "'fd00::7:50052' must have an IPv6 host in brackets, such as [fd00::7]:50052",
+        ),
+        ({"ready_without_engines": "true"}, "ready_without_engines is true, but coordinator.address is empty"),
         ({"http__port": "65536"}, "http.port is 65536"),
         ({"server__port": "-1"}, "server.port is -1"),
         ({"metrics__port": "65536"}, "metrics.port is 65536"),

@@ -93,5 +93,7 @@ def test_settings_that_would_admit_any_client_are_refused(settings: dict[str, An
 
 
 def test_asking_without_anything_to_check_against_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"auth.admin is true; it needs auth.api_keys or auth.jwt.jwks"):
+    with pytest.raises(
+        ConfigError, match=r"auth.admin is true, but no client can authenticate; set auth.api_keys or auth.jwt.jwks"
+    ):
         AuthConfig(admin=True)

@@ -51,7 +51,7 @@ class AllowedHosts:
             if _NAME.fullmatch(entry) is None or _is_numeric(entry):
                 raise ConfigError(
                     f"{self._field}: {entry!r} must be a host in lower case without a port, *.HOST, an IP address, a "
-                    "network as 10.0.0.0/8, or *"
+                    "network such as 10.0.0.0/8, or *"
                 ) from None
             if entry.startswith("*."):
                 self._suffixes.append(entry[1:])
@@ -98,7 +98,8 @@ class AllowedOrigins:
         for entry in entries:
             if _ENTRY.fullmatch(entry) is None or entry != entry.lower():
                 raise ConfigError(
-                    f"http.allowed_origins: {entry!r} must be an origin in lower case without a path, as https://example.org, "
+                    f"http.allowed_origins: {entry!r} must be an origin in lower case without a path, such as "
+                    "https://example.org, "
                     "or SCHEME://*, null or *"
                 )
         self.any = ANY_ORIGIN in entries

@@ -50,10 +50,10 @@ def load(
             if key in leaves:
                 _set(values, key, text)
             elif "." in key:
-                raise ConfigError(f"environment variable {name}: no such key {key!r}{hint(key, leaves, gone)}")
+                raise ConfigError(f"environment variable {name}: there is no setting {key!r}{hint(key, leaves, gone)}")
     for key, text in (overrides or {}).items():
         if key not in leaves:
-            raise ConfigError(f"no such key {key!r}{hint(key, leaves, gone)}")
+            raise ConfigError(f"there is no setting {key!r}{hint(key, leaves, gone)}")
         _set(values, key, text)
     return build(config_type, values, strict=False)
 
@@ -133,7 +133,7 @@ def _refuse_unknown(config_type: type[msgspec.Struct], values: Mapping[str, Any]
     known = {field.name: field for field in msgspec.structs.fields(config_type)}
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"unknown key '{prefix}{key}'{hint(str(key), known, removed_here(config_type))}")
+            raise ConfigError(f"there is no setting '{prefix}{key}'{hint(str(key), known, removed_here(config_type))}")
         nested = struct_in(known[key].type)
         if nested is not None:
             if not isinstance(value, dict):

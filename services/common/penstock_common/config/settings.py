@@ -33,7 +33,9 @@ def parse_bytes(text: str | int, *, key: str = "size") -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or match[2].upper() not in _UNITS:
-        raise ConfigError(f"{key}: {text!r} is not a size; write a number of bytes or e.g. 512MiB, 4GiB")
+        raise ConfigError(
+            f"{key}: {text!r} is not a size; write a number of bytes, or a number with a unit, such as 512MiB or 4GiB"
+        )
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

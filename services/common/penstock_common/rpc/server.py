@@ -126,7 +126,10 @@ class RunningCalls(grpc.aio.ServerInterceptor):
         if left:
             methods = sorted({running[task] for task in left})
             get_logger().warning(
-                "gRPC calls did not end within the time limit", count=len(left), methods=methods, seconds=seconds
+                "gRPC calls did not end within the time limit of the shutdown",
+                count=len(left),
+                methods=methods,
+                seconds=seconds,
             )
 
 

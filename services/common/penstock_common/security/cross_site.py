@@ -139,7 +139,7 @@ def _not_json(method: str, given: dict[bytes, list[str]]) -> Refusal | None:
         return None
     return Refusal(
         415,
-        f"Content-Type is {', '.join(types)[:_SHOWN]!r}; in a call with an Origin, it must be application/json",
+        f"Content-Type is {', '.join(types)[:_SHOWN]!r}; in a call with an Origin header, it must be application/json",
         "json_required",
     )
 

@@ -61,13 +61,14 @@ class WatchedFiles(Generic[T]):
         except ConfigError as e:
             if str(e) != self._problem:
                 get_logger().error(
-                    f"{self._what}: cannot use the changed files; keeping the previous content", problem=str(e)
+                    f"{self._what}: the changed file cannot be used, so the service keeps the previous content",
+                    problem=str(e),
                 )
             self._problem = str(e)
             self._try_again_at = time.monotonic() + _TRY_AGAIN_AFTER
             return
         if value != self._value or self._problem:
-            get_logger().info(f"{self._what}: reloaded")
+            get_logger().info(f"{self._what}: read the changed file")
         self._value = value
         self._problem = ""
 
@@ -80,9 +81,9 @@ def read_bytes(path: str, *, field: str) -> bytes:
     try:
         return read_input(Path(path))
     except OSError as e:
-        raise ConfigError(f"{field}: {path}: {e.strerror or e}") from None
+        raise ConfigError(f"{field}: cannot read {path}: {e.strerror or e}") from None
     except ValueError as e:
-        raise ConfigError(f"{field}: {path}: {e}") from None
+        raise ConfigError(f"{field}: cannot read {path}: {e}") from None
 
 
 def _stamp(path: str) -> _Stamp:

@@ -164,7 +164,7 @@ def proof(key: bytes, nonce: bytes, heard_reply: bytes, claim: bytes = b"") -> b
     """
     theirs = heard_reply[:NONCE_BYTES]
     if not hmac.compare_digest(heard_reply[NONCE_BYTES:], _proof(key, _LISTENS, nonce, theirs)):
-        raise ProofError("the listener does not know the secret")
+        raise ProofError("the listener does not have the same shared secret")
     return claim + _proof(key, _CONNECTS, nonce, theirs, claim)
 
 
@@ -175,13 +175,13 @@ def checked_claim(key: bytes, heard_hello: bytes, nonce: bytes, heard_proof: byt
     """
     claim, shown = heard_proof[:-PROOF_BYTES], heard_proof[-PROOF_BYTES:]
     if not hmac.compare_digest(shown, _proof(key, _CONNECTS, _nonce_in(heard_hello), nonce, claim)):
-        raise ProofError("the peer does not know the secret")
+        raise ProofError("the peer does not have the same shared secret")
     return claim
 
 
 def _nonce_in(heard_hello: bytes) -> bytes:
     if len(heard_hello) != HELLO_BYTES or not heard_hello.startswith(_MARK):
-        raise ProofError("the peer uses another protocol")
+        raise ProofError("the first message does not belong to the authentication protocol of Penstock")
     return heard_hello[len(_MARK) :]
 
 

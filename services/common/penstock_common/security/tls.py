@@ -281,7 +281,7 @@ class _Context:
                 self.context.load_verify_locations(cadata=self.material.ca.decode("ascii"))
                 self.context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as e:  # an SSLError is an OSError
-            raise ConfigError(f"{field}: {config.certificate}: {e}") from None
+            raise ConfigError(f"{field}: cannot use the certificate {config.certificate}: {e}") from None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Context) and other.material == self.material
@@ -305,9 +305,7 @@ def _end(certificate: "x509.Certificate") -> float:
 def _check_time(certificate: "x509.Certificate", where: str) -> None:
     now = dt.datetime.now(dt.UTC)
     if now > certificate.not_valid_after_utc:
-        raise ConfigError(
-            f"{where}: the certificate has expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
-        )
+        raise ConfigError(f"{where}: the certificate expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
     if now < certificate.not_valid_before_utc:
         raise ConfigError(
             f"{where}: the certificate is not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"

@@ -217,15 +217,21 @@ class IncomingTensors:
         elif transfer is None and len(self._transfers) >= _MAX_TRANSFERS:
             self._give_up(
                 transfer_id,
-                ResourceExhausted(f"{len(self._transfers)} tensors of this session are buffered, which is the limit"),
+                ResourceExhausted(
+                    f"this session already has {len(self._transfers)} incomplete tensors, which is the limit"
+                ),
             )
         elif self._announced and not announced:
             self._give_up(
                 transfer_id,
-                InvalidArgument(f"tensor {transfer_id} was not announced: tensor_chunk.size is 0 in its first chunk"),
+                InvalidArgument(
+                    f"tensor_chunk.size is 0 in the first chunk of tensor {transfer_id}; set it to the size in bytes"
+                ),
             )
         elif announced and expected + len(data) > announced:
-            self._fail(transfer_id, f"{expected + len(data)} bytes have arrived, but only {announced} were announced")
+            self._fail(
+                transfer_id, f"the chunks have {expected + len(data)} bytes, but tensor_chunk.size is only {announced}"
+            )
         elif (wanted := self.num_bytes + max(len(data), announced - expected)) > self._max_bytes:
             self._give_up(
                 transfer_id,
@@ -265,7 +271,7 @@ class IncomingTensors:
             self._forget(transfer_id)
         if len(transfer.data) != size:
             raise InvalidArgument(
-                f"{field} has {size} bytes in chunks, but {len(transfer.data)} bytes of tensor {transfer_id} have arrived",
+                f"{field} requires {size} bytes, but {len(transfer.data)} bytes of tensor {transfer_id} have arrived",
                 field=field,
             )
         return transfer.data
@@ -298,7 +304,8 @@ class IncomingTensors:
             self._give_up(
                 transfer_id,
                 Unavailable(
-                    f"the request's tensor was dropped: no chunk of it arrived for {STALE_AFTER:g} s", reason="STALE"
+                    f"a tensor of the request was dropped, because none of its chunks arrived for {STALE_AFTER:g} s",
+                    reason="STALE",
                 ),
             )
 
@@ -315,7 +322,7 @@ class IncomingTensors:
     def _no_room(self) -> ResourceExhausted:
         limit = 0 if self._pool is None else self._pool.max_bytes
         return ResourceExhausted(
-            f"the request's tensor was dropped: the tensors of all sessions would have more than {limit} bytes "
+            f"a tensor of the request was dropped: the tensors of all sessions would have more than {limit} bytes "
             "(sessions.max_tensor_bytes)"
         )
 
@@ -329,7 +336,7 @@ class IncomingTensors:
         transfer.touched = self._clock()
 
     def _fail(self, transfer_id: int, why: str) -> None:
-        self._give_up(transfer_id, InvalidArgument(f"the chunks of tensor {transfer_id} are not in order: {why}"))
+        self._give_up(transfer_id, InvalidArgument(f"the chunks of tensor {transfer_id} are not valid: {why}"))
 
     def _give_up(self, transfer_id: int, error: RequestFailed) -> None:
         self._forget(transfer_id)

@@ -48,7 +48,7 @@ class Replicas:
             Unavailable: Kubernetes did not answer.
         """
         if replicas is None:
-            raise InvalidArgument("replicas is not set", field="replicas")
+            raise InvalidArgument("replicas is not set; set it to the wanted number of engines", field="replicas")
         pool = pool or DEFAULT_POOL
         self._check_pool(pool)
         if owner := self._config.owners.get(pool):

@@ -134,7 +134,7 @@ def load(outputs: enginecore_pb.EngineCoreOutputs) -> SchedulerStats | None:
     for name in () if present <= PLAIN_FIELDS else REQUEST_FIELDS:
         if name in present:
             raise InvalidArgument(
-                f"outputs.{name} is only for frontends; the coordinator accepts scheduler_stats",
+                f"outputs.{name} is only for frontends; an engine may send only outputs.scheduler_stats to the coordinator",
                 field=f"outputs.{name}",
             )
     if "scheduler_stats" not in present:
@@ -223,7 +223,7 @@ def from_frontend(report: pb.FrontendReport) -> int | FirstRequest | list[LoraRe
         raise InvalidArgument(
             "the message is empty; it must have demand, first_request, loras or notification", field="message"
         )
-    raise InvalidArgument("hello was sent before on this stream", field="hello")
+    raise InvalidArgument("hello was sent twice on this stream; it must be only the first message", field="hello")
 
 
 def _check_name(field: str, value: str) -> None:

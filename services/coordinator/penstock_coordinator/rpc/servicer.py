@@ -203,12 +203,15 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 cluster.apply(membership.leave(session))
                 return True
             case "register":
-                raise InvalidArgument("register was sent before on this stream", field="register")
+                raise InvalidArgument(
+                    "register was sent twice on this stream; it must be only the first message", field="register"
+                )
             case kind:
                 message = convert.from_rank(report, "" if rank is None else rank.name)
                 if rank is None:
                     raise InvalidArgument(
-                        f"{kind} is only for ranks of a group, but register.group was not set", field=kind or "message"
+                        f"{kind} is only for ranks of a data-parallel group, but register.group was not set on this stream",
+                        field=kind or "message",
                     )
                 cluster.apply(membership.report(session, None, cluster.now()))
                 cluster.groups.take(rank, message, cluster.now())
@@ -235,7 +238,10 @@ class CoordinatorServicer(service_pb2_grpc.CoordinatorServiceServicer):
                 self._cluster.groups.first_request(said, self._cluster.now())
             elif isinstance(said, list):
                 if link is None:
-                    raise InvalidArgument("loras is set, but hello.views.loras was not", field="loras")
+                    raise InvalidArgument(
+                        "loras is set, but hello.views.loras was not set on this stream; set it, or leave loras unset",
+                        field="loras",
+                    )
                 link.hear(said)
             else:
                 self._cluster.frontends.demand(session, frontend_id, said)

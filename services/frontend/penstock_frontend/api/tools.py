@@ -194,11 +194,15 @@ class ServedTools:
         if choice.mode == "required" and not left and self._left_out:
             kinds = excerpt(", ".join(f"{field} is of type {quoted(kind)}" for kind, field, _ in self._left_out))
             raise InvalidArgument(
-                f"{choice.field} requires a call, but this server runs none of the tools: {kinds}", field=choice.field
+                f"{choice.field} requires a tool call, but this server supports none of the tools: {kinds}",
+                field=choice.field,
             )
         if choice.allowed is not None and not left and choice.mode == "required":
             known = excerpt(", ".join(each.tool.name for each in self._served) or "none")
-            raise InvalidArgument(f"{choice.field} allows none of the tools, which are: {known}", field=choice.field)
+            raise InvalidArgument(
+                f"{choice.field} requires a tool call, but allows none of the request's tools, which are: {known}",
+                field=choice.field,
+            )
 
 
 def flat_name(name: str, namespace: str | None = "") -> str:

@@ -274,7 +274,7 @@ class AdapterCalls:
             if not isinstance(answer, RequestFailed):
                 return self._learned(adapter, _held_of(engine, answer).digest)
             failed = failed or error_of_engine(engine, answer)
-        raise failed or Unavailable("no engine is connected that can read the adapter", retry_after=1.0)
+        raise failed or Unavailable("none of the engines that could read the adapter is connected", retry_after=1.0)
 
     def _learned(self, adapter: LoraAdapter, digest: bytes) -> LoraAdapter:
         known = LoraAdapter(adapter.name, adapter.path, digest)
@@ -375,7 +375,9 @@ class AdapterCalls:
             answers = await self._call("remove_lora", digest)
         for engine, answer in answers.items():
             if isinstance(answer, RequestFailed) and not isinstance(answer, NotFound):
-                get_logger().warning("engine failed to free a LoRA adapter", engine=engine, error=answer.message)
+                get_logger().warning(
+                    "an engine failed to free a LoRA adapter that was unloaded", engine=engine, error=answer.message
+                )
 
     async def _call(self, method: str, *arguments: object) -> dict[str, Any]:
         """Call a utility method on the engines that support LoRA adapters. Return, by engine id, the result or the

@@ -102,7 +102,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             if not posixpath.isabs(root):
                 raise ConfigError(f"lora.roots: {root!r} must be an absolute path")
         if self.http_loading and not self.serves:
-            raise ConfigError("lora.http_loading is true; it needs lora.enabled")
+            raise ConfigError("lora.http_loading is true, but LoRA adapters are off; set lora.enabled to true")
 
     @property
     def serves(self) -> bool:
@@ -538,8 +538,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         check_aliases(self.model.aliases, self.model.name, self.lora)
         if self.ready_without_engines and not self.coordinator.address:
             raise ConfigError(
-                "ready_without_engines is true; it needs coordinator.address, because the coordinator reports new "
-                "engines"
+                "ready_without_engines is true, but coordinator.address is empty; set it, because only a coordinator "
+                "reports new engines"
             )
 
     @property

@@ -252,7 +252,9 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         for name in ("admin", "metrics"):
             if getattr(self, name) and not self.enabled:
-                raise ConfigError(f"auth.{name} is true; it needs auth.api_keys or auth.jwt.jwks")
+                raise ConfigError(
+                    f"auth.{name} is true, but no client can authenticate; set auth.api_keys or auth.jwt.jwks"
+                )
 
     @property
     def enabled(self) -> bool:

@@ -76,7 +76,7 @@ class CacheFollower:
             self._caches.settle(connection.address, answers)
         except (RequestFailed, TimeoutError) as e:
             get_logger().warning(
-                "engine did not list its cached blocks; the router knows only blocks cached from now on",
+                "engine did not list its cached blocks; the router knows only the blocks that this engine caches from now on",
                 engine=connection.name,
                 reason=str(e) or f"no answer within {_ANSWER_WITHIN:g} s",
             )

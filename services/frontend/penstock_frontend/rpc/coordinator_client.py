@@ -231,7 +231,7 @@ class CoordinatorClient:
 
     def _hear(self, message: pb.LoraRegistrations) -> None:
         if self._loras is None:
-            raise Internal("the coordinator sent LoRA adapters, but this frontend has not asked for them")
+            raise Internal("the coordinator sent LoRA adapters, but this frontend did not subscribe to LoRA adapters")
         if self._gossip is None:
             self._gossip = Gossip(self._loras)
         heard = self._gossip.hear(registrations_from_proto(message))

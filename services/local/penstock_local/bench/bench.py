@@ -105,7 +105,7 @@ async def _model(options: BenchOptions, client: AsyncClient) -> Model:
     if pools(models[name]):
         serves = ", ".join(models[name].capabilities)
         raise ConfigError(
-            f"{name} at {options.address} does not generate text, which the benchmark measures; it serves {serves}"
+            f"{name} at {options.address} does not generate text, which the benchmark measures; the model supports only {serves}"
         )
     return models[name]
 

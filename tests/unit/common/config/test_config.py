@@ -116,8 +116,8 @@ def test_sizes_are_written_as_they_are_read(size: int) -> None:
     ("yaml_text", "message"),
     [
         ("{}", "name is required"),
-        ("nam: x", "unknown key 'nam'; did you mean 'name'?"),
-        ("name: x\ninner: {sise: 1}", "unknown key 'inner.sise'; did you mean 'size'?"),
+        ("nam: x", "there is no setting 'nam'; did you mean 'name'?"),
+        ("name: x\ninner: {sise: 1}", "there is no setting 'inner.sise'; did you mean 'size'?"),
         ("name: x\ninner: 3", "'inner' must be a mapping, not 3"),
         ("name: x\ninner: {count: eleven}", "inner.count is 'eleven'; it must be an integer"),
         ("name: x\ninner: {count: 11}", "inner.count is 11; it must be from 1 to 10"),
@@ -148,7 +148,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_misspelt_environment_variable_is_refused_and_others_are_left_alone() -> None:
     with pytest.raises(
-        ConfigError, match="PENSTOCK_INNER__COUNTS: no such key 'inner.counts'; did you mean 'inner.count'"
+        ConfigError, match="PENSTOCK_INNER__COUNTS: there is no setting 'inner.counts'; did you mean 'inner.count'"
     ):
         load(Outer, overrides={"name": "n"}, environ={"PENSTOCK_INNER__COUNTS": "1"})
     load(Outer, overrides={"name": "n"}, environ={"PENSTOCK_COORDINATOR_SERVICE_HOST": "10.0.0.1"})

@@ -101,4 +101,4 @@ def test_a_renewed_certificate_counts_at_once_and_one_that_cannot_be_used_does_n
     replace(Path(files.certificate), authority.issue("server", days=80).certificate)
     with capture_logs() as logs:
         assert told(certificates)["coordinator.tls.certificate"] == end(renewed.certificate)
-    assert "cannot use the changed files" in logs[0]["event"]
+    assert "the changed file cannot be used" in logs[0]["event"]

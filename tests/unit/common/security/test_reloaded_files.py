@@ -83,8 +83,8 @@ def test_an_unusable_file_keeps_the_old_value_and_is_logged_once(
     log = captured.out + captured.err
     assert log.count("is no number") == 1
     assert log.count("No such file") == 1
-    assert log.count("cannot use the changed files") == 2
-    assert log.count(": reloaded") == 1
+    assert log.count("the changed file cannot be used") == 2
+    assert log.count(": read the changed file") == 1
 
 
 def test_an_unusable_file_at_the_start_is_an_error(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_two_that_know_the_key_agree_on_the_claim(claim: bytes) -> None:
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_listener_with_another_secret_or_purpose_gets_no_proof(other: bytes) -> None:
-    with pytest.raises(ProofError, match="listener does not know the secret"):
+    with pytest.raises(ProofError, match="listener does not have the same shared secret"):
         Connection(other).proof()
 
 
@@ -137,7 +137,7 @@ def test_a_peer_with_another_secret_or_purpose_does_not_pass(other: bytes) -> No
     connection = Connection()
     theirs = shared_secret.reply(other, connection.hello, connection.listening)
     forged = shared_secret.proof(other, connection.connecting, theirs, b"claim")
-    with pytest.raises(ProofError, match="peer does not know the secret"):
+    with pytest.raises(ProofError, match="peer does not have the same shared secret"):
         connection.claim_in(forged)
 
 

@@ -61,7 +61,7 @@ def test_files_that_cannot_be_used_are_named(field: str, how: str, files: Files)
 def test_a_certificate_whose_time_is_over_or_to_come_is_refused(authority: Authority, tmp_path: Path) -> None:
     old = authority.issue("server", expired=True).write(tmp_path / "old")
     early = authority.issue("server", early=True).write(tmp_path / "early")
-    assert f"server.tls.certificate: {old.certificate}: the certificate has expired at 20" in refused(old.server())
+    assert f"server.tls.certificate: {old.certificate}: the certificate expired at 20" in refused(old.server())
     assert f"server.tls.certificate: {early.certificate}: the certificate is not valid before" in refused(
         early.server()
     )

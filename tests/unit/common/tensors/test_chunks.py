@@ -44,7 +44,7 @@ def test_a_tensor_that_nothing_has_come_of_is_named() -> None:
 def test_a_tensor_that_has_not_come_whole_is_refused() -> None:
     tensors = IncomingTensors(100)
     tensors.add(1, 0, b"abc")
-    assert "4 bytes in chunks, but 3 bytes of tensor 1" in failure(tensors, 1).message
+    assert "requires 4 bytes, but 3 bytes of tensor 1 have arrived" in failure(tensors, 1).message
     assert tensors.num_bytes == 0
 
 
@@ -56,7 +56,7 @@ def test_pieces_out_of_order_fail_their_own_message_alone(offset: int) -> None:
     tensors.add(1, offset, b"cd")
     tensors.add(1, 2, b"cd")
     assert tensors.num_bytes == 4
-    assert "are not in order" in failure(tensors, 1).message
+    assert "are not valid: " in failure(tensors, 1).message
     assert tensors.take(2, 4, keep=False, field="f") == b"xyzw"
 
 
@@ -106,7 +106,7 @@ def test_tensors_without_bytes_are_bounded_as_well() -> None:
     error = failure(tensors, 65_536, 0)
     assert isinstance(error, ResourceExhausted)
     assert (error.field, len(tensors)) == ("prompt_embeds.chunks", 65_536)
-    assert "65536 tensors of this session are buffered" in error.message
+    assert "already has 65536 incomplete tensors" in error.message
     assert tensors.take(0, 0, keep=False, field="f") == b""
 
 
@@ -125,7 +125,7 @@ def test_a_tensor_that_was_not_announced_is_refused_where_it_has_to_be() -> None
     tensors.add(2, 2, b"zw")
     assert tensors.num_bytes == 4
     assert failure(tensors, 1).message == (
-        "prompt_embeds.chunks: tensor 1 was not announced: tensor_chunk.size is 0 in its first chunk"
+        "prompt_embeds.chunks: tensor_chunk.size is 0 in the first chunk of tensor 1; set it to the size in bytes"
     )
     assert tensors.take(2, 4, keep=False, field="f") == b"xyzw"
 
@@ -135,7 +135,7 @@ def test_no_more_of_a_tensor_is_held_than_was_announced() -> None:
     tensors.add(1, 0, b"ab", size=3)
     tensors.add(1, 2, b"cd")
     assert tensors.num_bytes == 0
-    assert "4 bytes have arrived, but only 3 were announced" in failure(tensors, 1).message
+    assert "the chunks have 4 bytes, but tensor_chunk.size is only 3" in failure(tensors, 1).message
 
 
 def test_a_tensor_larger_than_the_free_space_is_refused_at_its_first_chunk() -> None:

@@ -130,7 +130,7 @@ def test_the_oldest_of_too_many_strangers_is_closed(port: Port, stranger: Callab
     "key", [SharedSecret(b"o" * 32).key("port"), SECRET.key("another port")], ids=["secret", "purpose"]
 )
 def test_who_does_not_know_the_key_learns_that_the_port_does_not_either(port: Port, key: bytes) -> None:
-    with pytest.raises(ProofError, match="listener does not know the secret"):
+    with pytest.raises(ProofError, match="listener does not have the same shared secret"):
         introduced(port.address, key, b"fake").close()
     assert port.claims == []
 

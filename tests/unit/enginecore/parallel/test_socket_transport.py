@@ -136,6 +136,6 @@ def test_a_huge_announced_length_takes_no_memory(announced: int) -> None:
 def test_another_secret_is_refused() -> None:
     server = MeetingServer("127.0.0.1", SECRET)
     meeting = Meeting(server.address, "127.0.0.1", SharedSecret(b"o" * 32))
-    with pytest.raises(CollectiveBroken, match="does not know the secret"):
+    with pytest.raises(CollectiveBroken, match="does not have the same shared secret"):
         SocketTransport(meeting, 1, 2, timeout_s=PATIENCE)
     server.close()

@@ -304,4 +304,6 @@ async def test_a_server_that_shuts_down_is_not_sent_any_more(
 async def test_a_model_that_makes_no_text_is_refused(server: FakeInference, capsys: pytest.CaptureFixture[str]) -> None:
     server.capabilities = ["embed"]
     assert await bench(server) == 2
-    assert "does not generate text, which the benchmark measures; it serves embed" in capsys.readouterr().err
+    assert (
+        "does not generate text, which the benchmark measures; the model supports only embed" in capsys.readouterr().err
+    )

@@ -431,7 +431,7 @@ def check(body: ConversationBody) -> None:
         if None not in (budget, body.thinking_token_budget) and budget != body.thinking_token_budget:
             raise InvalidArgument(
                 f"thinking.budget_tokens is {budget} and thinking_token_budget is {body.thinking_token_budget}; "
-                "they are two names of the same setting, so set one",
+                "they are two names of the same setting, so set only one of them",
                 field="thinking.budget_tokens",
             )
         if budget is not None and body.thinking.type == "disabled":

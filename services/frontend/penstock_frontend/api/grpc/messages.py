@@ -257,7 +257,7 @@ def _params(
     params = from_message(given, PoolingParams, "pooling_params")
     if params.task not in tasks:
         raise InvalidArgument(
-            f"pooling_params.task is {params.task.name}; this call serves {' and '.join(task.name for task in tasks)}",
+            f"pooling_params.task is {params.task.name}; this call supports {' and '.join(task.name for task in tasks)}",
             field="pooling_params.task",
         )
     return params

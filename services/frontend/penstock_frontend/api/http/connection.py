@@ -133,10 +133,14 @@ def malformed(error: httptools.HttpParserError, cause: BaseException | None) -> 
     """
     if isinstance(cause, (UnicodeDecodeError, AttributeError, httptools.HttpParserInvalidURLError)):
         # The target of the request is not ASCII, has no path, or is not a URL.
-        return HttpError(400, "the request's target must be a path, or an http URL with one, in ASCII", "bad_request")
+        return HttpError(
+            400,
+            "the target in the request line must be a path, or an http URL with a path, in ASCII characters",
+            "bad_request",
+        )
     if cause is not None:
         raise cause
-    return HttpError(400, f"not an HTTP/1.1 request: {error}", "bad_request")
+    return HttpError(400, f"the client did not send a valid HTTP/1.1 request: {error}", "bad_request")
 
 
 def refusal(error: HttpError) -> bytes:

@@ -60,7 +60,7 @@ def decompressor_of(encoding: str) -> Decompressor | None:
         known = ", ".join(sorted({*_MAKERS} - {"x-gzip"}))
         raise HttpError(
             415,
-            f"Content-Encoding is {encoding[:40]!r}; supported: one of {known}, or none",
+            f"Content-Encoding is {encoding[:40]!r}; supported: one of {known}, or no Content-Encoding",
             "unsupported_content_encoding",
         )
     return _Checked(name, _MAKERS[name]())

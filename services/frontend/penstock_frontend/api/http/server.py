@@ -182,7 +182,7 @@ def _listen(config: HttpConfig) -> socket.socket:
         family, address = resolve(config.host, config.port)
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as e:
-        raise ConfigError(f"http.host is {config.host!r}: {e}") from None
+        raise ConfigError(f"cannot use http.host {config.host!r}: {e}") from None
     try:
         # Share the port only if reuse_port is set, because two servers on one port would receive each other's clients.
         option = socket.SO_REUSEPORT if config.reuse_port else socket.SO_REUSEADDR
@@ -193,7 +193,7 @@ def _listen(config: HttpConfig) -> socket.socket:
     except OSError as e:
         listener.close()
         raise ConfigError(
-            f"http.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 for none"
+            f"cannot bind http.port {config.port} on {config.host}: {e.strerror or e}; set another port, or -1 to disable HTTP"
         ) from None
     return listener
 

@@ -175,7 +175,7 @@ def split(prompt: str | Sequence[str | int | list[int]], limit: int) -> list[Giv
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise InvalidArgument("prompt is empty: there is no prompt", field="prompt")
+        raise InvalidArgument("prompt is an empty list; give at least one prompt", field="prompt")
     if set(map(type, prompt)) == {int}:  # this check must be fast, because a prompt may have a million token ids
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > limit:

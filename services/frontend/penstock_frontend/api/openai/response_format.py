@@ -147,7 +147,7 @@ def _one(given: ResponseFormat, values: dict[str, str], head: str, *names: str, 
     _check_fields(given, values, head, fields)
     if len(values) > 1:
         first, second = list(values)[:2]
-        raise InvalidArgument(f"{first} and {second} are both set; set one", field=first)
+        raise InvalidArgument(f"{first} and {second} are both set; set only one of them", field=first)
     if values:
         return next(iter(values))
     if required:

@@ -103,7 +103,7 @@ def _check_same(given: Mapping[str, Any]) -> None:
         if other != value:
             raise InvalidArgument(
                 f"{first} is {shown(value)} and {name} is {shown(other)}; they are two names of the same setting, "
-                "so set one",
+                "so set only one of them",
                 field=name,
             )
 
@@ -164,7 +164,7 @@ def constraint_of(body: ConstraintFields, own: Constraint | None = None) -> Stru
     found = _all(body, own)
     if len(found) > 1:
         first, second = found[0].head, found[1].head
-        raise InvalidArgument(f"{first} and {second} both constrain the output; set one", field=second)
+        raise InvalidArgument(f"{first} and {second} both constrain the output; set only one of them", field=second)
     given = body.structured_outputs
     if given is None:
         return found[0].output if found else None
@@ -252,7 +252,7 @@ def _of_vllm(body: ConstraintFields) -> Constraint | None:
     if len(constraint) > 1:
         known = ", ".join(_THEIRS.get(name, name) for name in CONSTRAINTS)
         what = " and ".join(_THEIRS.get(name, name) for name in constraint)
-        raise InvalidArgument(f"{path} has {what}; set one of {known}", field=path)
+        raise InvalidArgument(f"{path} has {what}; set only one of {known}", field=path)
     if not constraint:
         return None
     kind, value = next(iter(constraint.items()))
@@ -273,7 +273,10 @@ def _blanks(given: StructuredOutputs) -> JsonWhitespace:
         return blanks
     if name is not None and blanks is not JsonWhitespace.COMPACT:
         field = f"{path}.disable_any_whitespace"
-        raise InvalidArgument(f"{field} is true, and {path}.json_whitespace is {quoted(name)}; set one", field=field)
+        raise InvalidArgument(
+            f"{field} is true, and {path}.json_whitespace is {quoted(name)}; set only one of the two fields",
+            field=field,
+        )
     return JsonWhitespace.COMPACT
 
 

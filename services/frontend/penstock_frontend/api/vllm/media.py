@@ -64,7 +64,10 @@ def with_tensors(token_ids: Sequence[int], batches: Sequence[tuple[pb.Multimodal
     placed.sort(key=lambda item: item.start)
     for before, after in itertools.pairwise(placed):
         if after.start < before.stop:
-            raise InvalidArgument(f"{after.field} begins before {before.field} ends", field=after.field)
+            raise InvalidArgument(
+                f"{after.field} begins before the end of {before.field}; the placeholders of two items must not overlap",
+                field=after.field,
+            )
     return _joined(token_ids, placed)
 
 

@@ -141,7 +141,7 @@ class Places:
         count = len(self._of(modality))
         return InvalidArgument(
             f"messages have {count} media items of modality {modality}, but the model's chat template writes {how} "
-            "placeholders than one for each item",
+            "placeholders than one for each media item",
             field="messages",
         )
 

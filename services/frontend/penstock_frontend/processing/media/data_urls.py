@@ -61,7 +61,7 @@ def parse_data_url(url: str) -> DataUrl:
         DataUrlError: The URL has no comma near its start, or it has neither ``;base64`` nor a percent-encoded byte.
     """
     if (head := _HEAD.match(url)) is None:
-        raise DataUrlError("is not a data: URL: it has no comma after its type")
+        raise DataUrlError("is not a data: URL, because it has no comma after the media type")
     if head.end() == len(url):
         raise DataUrlError("is empty")
     is_base64 = head[2] is not None
@@ -147,7 +147,8 @@ def _decode_lenient(text: str, start: int, end: int, unwritten: int) -> bytes:
         raise DataUrlError("is empty")
     if len(rest) == 1:
         raise DataUrlError(
-            f"has {num_digits} characters of base64, which cannot be one more than a multiple of four; the text "
+            f"has {num_digits} base64 characters, but the number of characters can never be a multiple of four "
+            "plus one; the text "
             "is cut off, or a character is missing"
         )
     decoded.append(binascii.a2b_base64(rest + b"=" * (-len(rest) % 4)))

@@ -173,7 +173,8 @@ def check_engines(parts: Sequence[MediaPart], limits: ModelLimits) -> None:
     for part in parts:
         if part.modality not in [each.modality for each in limits.media]:
             raise InvalidArgument(
-                f"{part.field} is {A.get(part.modality, repr(part.modality))}; the engines accept no such media, because "
+                f"{part.field} is {A.get(part.modality, repr(part.modality))}; the engines do not accept media of "
+                "this modality, because "
                 "their setting multimodal.enabled is false",
                 field=part.field,
             )

@@ -65,7 +65,7 @@ def test_what_asks_for_nothing_is_no_constraint(value: Any) -> None:
         (
             {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}},
             "schema",
-            "response_format.schema and response_format.json_schema.schema are both set; set one",
+            "response_format.schema and response_format.json_schema.schema are both set; set only one of them",
         ),
     ],
     ids=str,

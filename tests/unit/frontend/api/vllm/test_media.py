@@ -140,12 +140,12 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mm_inputs": {**GOOD, "mm_placeholders": [PLACES[0], {"offset": 3, "length": 1}]}},
         "mm_inputs.mm_placeholders[1]",
-        "begins before mm_inputs.mm_placeholders[0] ends",
+        "begins before the end of mm_inputs.mm_placeholders[0]; ",
     ),
     (
         {"mm_inputs": GOOD, "extra_mm_inputs": [{**GOOD, "batched_keys": [], "mm_placeholders": PLACES[:1]}]},
         "extra_mm_inputs[0].mm_placeholders[0]",
-        "begins before mm_inputs.mm_placeholders[0] ends",
+        "begins before the end of mm_inputs.mm_placeholders[0]; ",
     ),
     (
         {"mm_inputs": {**GOOD, "mm_placeholders": [{"offset": 0, "length": 1}] * 1025}},

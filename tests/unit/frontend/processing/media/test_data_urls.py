@@ -77,8 +77,8 @@ def test_bytes_that_are_percent_encoded_need_no_base64() -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("data:image/png;base64", "is not a data: URL: it has no comma after its type"),
-        ("data:" + "x" * 1000 + ";base64,abcd", "is not a data: URL: it has no comma after its type"),
+        ("data:image/png;base64", "is not a data: URL, because it has no comma after the media type"),
+        ("data:" + "x" * 1000 + ";base64,abcd", "is not a data: URL, because it has no comma after the media type"),
         ("data:image/png,abcd", "is a data: URL without ;base64 before its comma"),
         ("data:base64,abcd", "is a data: URL without ;base64 before its comma"),
         (HEAD, "is empty"),
@@ -100,7 +100,10 @@ def test_bytes_that_are_percent_encoded_need_no_base64() -> None:
         (HEAD + "abcd" * (SLICE // 4) + "ab=%3d=", f"has '=' at character {23 + SLICE + 6}, after"),
         (HEAD + "A" * SLICE * 3 + "%40", f"has '%40' at character {23 + SLICE * 3}, which is not base64"),
         (HEAD + "A" * (SLICE - 4) + "AA==" + "A" * SLICE, f"has 'A' at character {23 + SLICE}, after"),
-        (HEAD + "abcde", "has 5 characters of base64, which cannot be one more than a multiple of four"),
+        (
+            HEAD + "abcde",
+            "has 5 base64 characters, but the number of characters can never be a multiple of four plus one",
+        ),
     ],
     ids=lambda value: value[:40],
 )

@@ -173,7 +173,8 @@ async def test_media_that_no_engine_takes_are_refused(inputs: InputProcessor) ->
     prompt = MixedPrompt((part_of("image"),), ("media",))
     request = GenerateRequest(prompt=prompt, sampling={}, context=NO_CONTEXT)
     with pytest.raises(
-        InvalidArgument, match="media is an image; the engines accept no such media, because .* is false"
+        InvalidArgument,
+        match="media is an image; the engines do not accept media of this modality, because .* is false",
     ):
         await inputs.process(request, "r", LIMITS._replace(media=()))
 

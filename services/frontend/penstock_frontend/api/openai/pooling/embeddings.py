@@ -130,7 +130,7 @@ class Embeddings:
             self._llm.pooling.inputs.check_count(len(inputs), field="input")
             return msgspec.structs.replace(request, inputs=inputs, fields=fields)
         if body.input is not None:
-            raise InvalidArgument("messages and input are both set; set one", field="messages")
+            raise InvalidArgument("messages and input are both set; set only one of them", field="messages")
         options = options_of(body.mm_processor_kwargs, body.media_io_kwargs)
         messages = await given.converted(functools.partial(messages_of, body.messages, options))
         rendered = await self._chat.renderer.render(
@@ -166,7 +166,7 @@ def _encoding_of(body: EmbeddingRequest) -> str | None:
         )
     if body.encoding_format not in (None, types[0]):
         raise InvalidArgument(
-            f"encoding_format is {shown(body.encoding_format)} and embedding_types is {shown(types)}; set one",
+            f"encoding_format is {shown(body.encoding_format)} and embedding_types is {shown(types)}; set only one of them",
             field="embedding_types",
         )
     return types[0]

@@ -128,7 +128,7 @@ def normalize_of(normalize: bool | None, use_activation: bool | None) -> bool | 
     if None not in (normalize, use_activation) and normalize != use_activation:
         raise InvalidArgument(
             f"normalize is {shown(normalize)} and use_activation is {shown(use_activation)}; they are two names "
-            "of the same setting, so set one",
+            "of the same setting, so set only one of them",
             field="normalize",
         )
     return use_activation if normalize is None else normalize
