@@ -34,7 +34,7 @@ SCHEMAS: dict[str, Any] = {
 }
 REFUSED = {
     "dotnet: NJsonSchema inheritance": "#/definitions/Animal/required names 'Legs', which the additionalProperties of #/allOf/1",
-    "mcp: additional beside unevaluated": "#/unevaluatedProperties is only supported as false",
+    "mcp: additional beside unevaluated": "#/unevaluatedProperties is only supported with the value false",
     "mcp: contains twice": "#/properties/a/minContains is 2; only 1",
     "mcp: oneOf that overlaps": "#/properties/a/oneOf/0 requires a number that is not an integer",
     "mcp: remote $ref": "#/properties/a/$ref is 'https://example.com/a.json'",

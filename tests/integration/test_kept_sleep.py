@@ -128,7 +128,10 @@ def test_without_kept_addresses_an_engine_still_sleeps_and_logs_the_reason(
     torch.set_num_threads(1)
     save_varied_model("qwen3", tmp_path)
     engine = build_engine(tmp_path, **KEPT)
-    assert "executor.keep_addresses has no effect: device cpu has no virtual memory that can be remapped" in caplog.text
+    assert (
+        "executor.keep_addresses has no effect: device cpu does not support virtual memory whose physical memory can be replaced"
+        in caplog.text
+    )
     control = EngineControl(engine)
     control.sleep(1).result()
     control.wake_up()

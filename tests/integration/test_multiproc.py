@@ -114,7 +114,7 @@ def test_a_step_that_fails_in_the_worker_raises_its_error_and_is_recovered_from(
         steps.append(executor.sample_tokens())
     with pytest.raises(WorkerError, match=r"^KeyError: 'nobody'"):
         steps[0].result(PATIENCE)
-    with pytest.raises(WorkerError, match="an earlier step failed"):
+    with pytest.raises(WorkerError, match="an earlier step failed, so "):
         steps[1].result(PATIENCE)
     executor.recover()
     assert list(run(engine, "after").tokens.values()) == list(expected.values())

@@ -305,5 +305,5 @@ def test_heads_that_cannot_be_distributed_are_refused_with_the_possible_sizes(
 
 def test_drafts_in_stages_are_refused(tmp_path: Path) -> None:
     save_tiny_model("lfm2", tmp_path)
-    with pytest.raises(ConfigError, match="speculative decoding needs 1 stage"):
+    with pytest.raises(ConfigError, match="speculative decoding supports only 1 pipeline stage"):
         engine_of(tmp_path, executor=stages(), speculative=speculative(3))

@@ -286,7 +286,7 @@ def test_settings_that_do_not_fit_together_are_refused(fields: dict[str, Any], e
             {},
             "executor.stage_layers has a sum of 6, but LlamaForCausalLM has 4 layers",
         ),
-        (2, {}, {"task": "embed"}, "executor.pipeline_parallel_size must be 1 for models with task embed"),
+        (2, {}, {"task": "embed"}, "models with task embed support only 1"),
     ],
 )
 def test_what_cannot_be_dealt_out_is_refused(

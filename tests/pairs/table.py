@@ -42,13 +42,11 @@ def _refused() -> dict[Two, Refused]:
     stages = Feature.PIPELINE, Feature.NODES
     for way in stages:
         for draft in DRAFTS:
-            found[frozenset({way, draft})] = Refused("speculative decoding needs 1 stage")
+            found[frozenset({way, draft})] = Refused("speculative decoding supports only 1 pipeline stage")
         found[frozenset({way, Feature.MEDIA})] = Refused(
-            "executor.pipeline_parallel_size is 2, and the model takes image, video, which is not supported together"
+            "executor.pipeline_parallel_size is 2, which is not supported for a model that accepts image, video"
         )
-        found[frozenset({way, Feature.POOLING})] = Refused(
-            "executor.pipeline_parallel_size must be 1 for models with task embed"
-        )
+        found[frozenset({way, Feature.POOLING})] = Refused("models with task embed support only 1")
     for way in (Feature.TENSOR, *stages):
         found[frozenset({way, Feature.INT8})] = Refused(
             "the executor has 2 workers, and int8 is supported only with one"
@@ -56,10 +54,10 @@ def _refused() -> dict[Two, Refused]:
     for group in GROUPS:
         found[frozenset({group, Feature.ASYNC})] = Refused("data-parallel ranks do not support asynchronous scheduling")
         for way in (Feature.TENSOR, *stages):
-            found[frozenset({group, way})] = Refused("a data-parallel rank needs 1")
+            found[frozenset({group, way})] = Refused("a data-parallel rank supports only the value 1")
         found[frozenset({group, Feature.SLEEP})] = Refused("sleep is not supported for ranks of a data-parallel group")
     found[frozenset({Feature.GROUP, Feature.POOLING})] = Refused("data-parallel groups need a generating model")
-    found[frozenset({Feature.EXPERTS, Feature.POOLING})] = Refused("expert parallelism does not support this task yet")
+    found[frozenset({Feature.EXPERTS, Feature.POOLING})] = Refused("expert parallelism supports only the task generate")
     found[frozenset({Feature.EXPERTS, Feature.MEDIA})] = Refused(
         "experts of such models cannot be shared between ranks yet"
     )
@@ -68,7 +66,7 @@ def _refused() -> dict[Two, Refused]:
         found[frozenset({draft, Feature.POOLING})] = Refused("only generating models support speculative decoding")
     found[frozenset({Feature.TIERS, Feature.POOLING})] = Refused("pooling models have no KV cache")
     found[frozenset({Feature.TRANSFER, Feature.POOLING})] = Refused("pooling models have no KV cache")
-    found[frozenset({Feature.INT8, Feature.QUANTIZED})] = Refused("the checkpoint is quantized already")
+    found[frozenset({Feature.INT8, Feature.QUANTIZED})] = Refused("the checkpoint is already quantized")
     return found
 
 

@@ -195,8 +195,8 @@ def _serve(
     if config.data_parallel.grouped:
         if make_meets is None:
             raise ConfigError(
-                f"data_parallel.size is {config.data_parallel.size}, but this process does not support groups; set it "
-                "to 1"
+                f"data_parallel.size is {config.data_parallel.size}, but this process does not support data-parallel "
+                "groups; set data_parallel.size to 1"
             )
         rank = EngineRank(config, engine, ready, make_meets, secret)
         io.registry.register(Readings(lambda: group_families(rank.driver.state, rank.target_size, ready)))

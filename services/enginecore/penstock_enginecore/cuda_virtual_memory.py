@@ -158,7 +158,7 @@ class Region:
         first ``map``.
         """
         if self._memory is None:
-            raise RuntimeError("the region was read before memory was mapped")
+            raise RuntimeError("the region of virtual memory was read before physical memory was mapped to it")
         return self._memory
 
     def map(self, num_bytes: int | None = None) -> None:
@@ -337,7 +337,7 @@ class KeptMemory:
         host = torch.empty(region.num_bytes, dtype=torch.uint8)
         host.copy_(region.memory)
         logger.info(
-            "copied the model's weights to host memory, because the engine goes to sleep: %s",
+            "copied the model's weights to host memory, because the engine goes to sleep size=%s",
             in_units(region.num_bytes),
         )
         return host

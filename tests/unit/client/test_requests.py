@@ -107,9 +107,9 @@ WRONG: list[tuple[Callable[[Client], object], str]] = [
     ),
     (
         lambda client: client.stream("hi", sampling_params=SamplingParams()),
-        "there is no argument 'sampling_params'; did you mean 'sampling'?",
+        "this method has no argument 'sampling_params'; did you mean 'sampling'?",
     ),
-    (lambda client: client.generate("hi", modle="a"), "there is no argument 'modle'; did you mean 'model'?"),
+    (lambda client: client.generate("hi", modle="a"), "this method has no argument 'modle'; did you mean 'model'?"),
     (lambda client: client.embed(["hi"], max_tokens=8), "this method has no argument 'max_tokens'"),
     (lambda client: client.generate("hi", model=5), "model is 5; it must be a string"),
     (lambda client: client.generate(5), "prompt is 5; it must be a text, a list of token ids, or "),

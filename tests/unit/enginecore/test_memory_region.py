@@ -60,5 +60,5 @@ def test_memory_that_cannot_be_mapped_is_given_back(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_region_that_never_had_memory_is_not_read() -> None:
-    with pytest.raises(RuntimeError, match="read before memory was mapped"):
+    with pytest.raises(RuntimeError, match="was read before physical memory was mapped to it"):
         _ = Region(FakeDriver(), 64).memory

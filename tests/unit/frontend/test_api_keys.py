@@ -44,7 +44,7 @@ def test_an_asterisk_speaks_for_every_tenant(tmp_path: Path) -> None:
         ("sha256:1234\n", "line 1: the key begins with 'sha256:'; 64 hexadecimal digits must follow"),
         (f"name=alice {KEY}\n", "line 1: the key must be the first word of the line"),
         (f"{KEY} alice\n", "line 1: after the key, a line may have only name=, tenant= and scopes="),
-        (f"{KEY} tenants=acme\n", "only name=, tenant= and scopes= are known"),
+        (f"{KEY} tenants=acme\n", "a line may have only name=, tenant= and scopes="),
         (f"{KEY} scopes=root\n", "scopes=root; known: inference, admin"),
     ],
 )

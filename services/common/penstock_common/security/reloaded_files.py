@@ -81,9 +81,9 @@ def read_bytes(path: str, *, field: str) -> bytes:
     try:
         return read_input(Path(path))
     except OSError as e:
-        raise ConfigError(f"{field}: cannot read {path}: {e.strerror or e}") from None
+        raise ConfigError(f"{field}: {path} cannot be read: {e.strerror or e}") from None
     except ValueError as e:
-        raise ConfigError(f"{field}: cannot read {path}: {e}") from None
+        raise ConfigError(f"{field}: {path} cannot be read: {e}") from None
 
 
 def _stamp(path: str) -> _Stamp:

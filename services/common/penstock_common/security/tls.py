@@ -281,7 +281,7 @@ class _Context:
                 self.context.load_verify_locations(cadata=self.material.ca.decode("ascii"))
                 self.context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as e:  # an SSLError is an OSError
-            raise ConfigError(f"{field}: cannot use the certificate {config.certificate}: {e}") from None
+            raise ConfigError(f"{field}: {config.certificate} cannot be used: {e}") from None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Context) and other.material == self.material

@@ -217,21 +217,15 @@ class IncomingTensors:
         elif transfer is None and len(self._transfers) >= _MAX_TRANSFERS:
             self._give_up(
                 transfer_id,
-                ResourceExhausted(
-                    f"this session already has {len(self._transfers)} incomplete tensors, which is the limit"
-                ),
+                ResourceExhausted(f"{len(self._transfers)} tensors of this session are buffered, which is the limit"),
             )
         elif self._announced and not announced:
             self._give_up(
                 transfer_id,
-                InvalidArgument(
-                    f"tensor_chunk.size is 0 in the first chunk of tensor {transfer_id}; set it to the size in bytes"
-                ),
+                InvalidArgument(f"tensor_chunk.size is 0 in the first chunk of tensor {transfer_id}; set this size"),
             )
         elif announced and expected + len(data) > announced:
-            self._fail(
-                transfer_id, f"the chunks have {expected + len(data)} bytes, but tensor_chunk.size is only {announced}"
-            )
+            self._fail(transfer_id, f"{expected + len(data)} bytes have arrived, but tensor_chunk.size is {announced}")
         elif (wanted := self.num_bytes + max(len(data), announced - expected)) > self._max_bytes:
             self._give_up(
                 transfer_id,
@@ -304,8 +298,7 @@ class IncomingTensors:
             self._give_up(
                 transfer_id,
                 Unavailable(
-                    f"a tensor of the request was dropped, because none of its chunks arrived for {STALE_AFTER:g} s",
-                    reason="STALE",
+                    f"a tensor of the request was dropped: no chunk arrived for {STALE_AFTER:g} s", reason="STALE"
                 ),
             )
 

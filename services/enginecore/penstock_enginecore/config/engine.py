@@ -325,12 +325,12 @@ class EngineCoreConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             if getattr(executor, name) > 1:
                 raise ConfigError(
                     f"data_parallel.size is {size} and executor.{name} is {getattr(executor, name)}; a data-parallel "
-                    "rank needs 1"
+                    "rank supports only the value 1"
                 )
         if self.scheduler.async_scheduling:
             raise ConfigError(
                 f"data_parallel.size is {size} and scheduler.async_scheduling is true; data-parallel ranks do not "
-                "support asynchronous scheduling"
+                "support asynchronous scheduling, so set scheduler.async_scheduling to false"
             )
         if not self.coordinator.address:
             raise ConfigError(

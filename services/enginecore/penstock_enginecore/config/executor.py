@@ -223,8 +223,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.keep_addresses and self.num_workers > 1:
             raise ConfigError(
-                f"executor.keep_addresses is true, but there are {self.num_workers} workers; it supports only one "
-                "worker, so set it to false"
+                f"executor.keep_addresses is true, but there are {self.num_workers} workers; this setting supports only one "
+                "worker, so set executor.keep_addresses to false"
             )
         self._check_devices()
 

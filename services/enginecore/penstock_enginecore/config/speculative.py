@@ -90,7 +90,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         check_fields("speculative", self)
         if self.method in _WITH_MODEL and not self.model:
             raise ConfigError(
-                f"speculative.method is {self.method}, but speculative.model is empty; set it to the draft model or head"
+                f"speculative.method is {self.method}, but speculative.model is empty; set it to the path or hub "
+                "id of the draft model or draft head"
             )
         if self.model and self.method == "mtp":
             raise ConfigError(

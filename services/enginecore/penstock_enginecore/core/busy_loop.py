@@ -328,7 +328,7 @@ class BusyLoop:
                     if self._engine.paused:
                         self._abort_all()
                 case ShutdownEffect.ABORT_REQUESTS:
-                    logger.info("shutdown: %s", effect.value)
+                    logger.info("the engine shuts down: %s", effect.value)
                     self._abort_all()
                     engine.leases.revoke_all()
 

@@ -78,7 +78,7 @@ class EngineControl:
         the number of remaining requests.
         """
         if not 0 <= timeout <= MAX_DRAIN_TIMEOUT:
-            raise InvalidArgument(f"timeout is {timeout}; it must be from 0 to {MAX_DRAIN_TIMEOUT}", field="timeout")
+            raise InvalidArgument(f"timeout is {timeout}; it must be from 0 to {MAX_DRAIN_TIMEOUT} s", field="timeout")
         self.shutdown.drain(timeout)
         stats = self._engine.scheduler.stats()
         return stats.num_running_reqs + stats.num_waiting_reqs

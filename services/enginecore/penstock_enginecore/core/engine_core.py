@@ -98,7 +98,7 @@ def _check_speculative(config: EngineCoreConfig, model: ModelInfo) -> None:
     if stages > 1:
         raise ConfigError(
             f"speculative.method is {method} and executor.pipeline_parallel_size is {stages}; speculative "
-            "decoding needs 1 stage"
+            "decoding supports only 1 pipeline stage"
         )
 
 

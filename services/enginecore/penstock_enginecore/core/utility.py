@@ -54,7 +54,7 @@ class UtilityRegistry:
         parameters = list(inspect.signature(function).parameters.values())[1:]
         untyped = [p.name for p in parameters if p.name not in hints]
         if untyped:
-            raise ValueError(f"utility {name!r}: parameter {untyped[0]!r} has no type")
+            raise ValueError(f"utility {name!r}: parameter {untyped[0]!r} has no type annotation")
         method = function.__get__(self._owner if owner is None else owner)
         self._methods[name] = method, [(p, hints[p.name]) for p in parameters]
 

@@ -172,7 +172,8 @@ def _check_bad_words(params: SamplingParams, vocab_size: int) -> None:
     name, words = "bad_word_token_ids", params.bad_word_token_ids
     if params.bad_words and not words:
         raise InvalidArgument(
-            f"sampling_params.bad_words has {len(params.bad_words)} words, but {name} is empty; engines need their token ids",
+            f"sampling_params.bad_words has {len(params.bad_words)} words, but {name} is empty; engines need the "
+            "token ids of these words",
             field=_path("bad_words"),
         )
     _check_count(name, len(words), "sequences")
@@ -201,8 +202,8 @@ def _check_logprobs(name: str, value: int | None, limits: RequestLimits) -> None
     high = limits.model.vocab_size if limits.max_logprobs < 0 else limits.max_logprobs
     if value == -1 and high < limits.model.vocab_size:
         raise InvalidArgument(
-            f"sampling_params.{name} is -1, the whole vocabulary of {limits.model.vocab_size} tokens; this engine reports at "
-            f"most {high}",
+            f"sampling_params.{name} is -1, which requests all {limits.model.vocab_size} tokens of the vocabulary; "
+            f"the limit of this engine is {high}",
             field=_path(name),
         )
     if value != -1 and not (bounds := Bounds(0, high)).allow(value):

@@ -229,7 +229,9 @@ def available_host_memory() -> int:
     """
     memory = host_memory()
     if memory is None:
-        raise ModelLoadError("free memory cannot be read from /proc/meminfo; set cache.kv_cache_memory")
+        raise ModelLoadError(
+            "the size of the free host memory cannot be read from /proc/meminfo; set cache.kv_cache_memory"
+        )
     return memory.available
 
 

@@ -188,7 +188,7 @@ def check_batch_invariant(config: EngineCoreConfig, device: torch.device, task: 
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError(
-            f"kernels.batch_invariant is true but {found[0]}; change that setting, or set kernels.batch_invariant to false"
+            f"kernels.batch_invariant is true, but {found[0]}; change that setting, or set kernels.batch_invariant to false"
         )
 
 
@@ -214,7 +214,7 @@ def check_cache_dtype(config: EngineCoreConfig, device: torch.device) -> None:
     if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < FLOAT8_CAPABILITY:
         have, need = (".".join(map(str, capability)) for capability in (found, FLOAT8_CAPABILITY))
         raise ConfigError(
-            f"cache.dtype is 'fp8' but {torch.cuda.get_device_name(device)} has compute capability {have}, and {need} is "
+            f"cache.dtype is 'fp8', but {torch.cuda.get_device_name(device)} has compute capability {have}, and {need} is "
             "required; set cache.dtype to 'auto'"
         )
 
@@ -243,11 +243,11 @@ def check_int8(config: EngineCoreConfig, device: torch.device) -> None:
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
         raise ConfigError(
-            f"model.quantization is 'int8' but {found[0]}; change that setting, or set model.quantization to 'auto'"
+            f"model.quantization is 'int8', but {found[0]}; change that setting, or set model.quantization to 'auto'"
         )
     if (scheme := quantization_of(read_config(config.model))) is not None:
         raise ModelLoadError(
-            f"model.quantization is 'int8' but the checkpoint is quantized already, as {scheme.name}; "
+            f"model.quantization is 'int8', but the checkpoint is already quantized as {scheme.name}; "
             "set model.quantization to 'auto'"
         )
 
@@ -326,7 +326,9 @@ def _load_runner(
         check_shared(config, device, task)
     split = None if collectives is None else _Split(collectives, onlooker)
     if links is not None and task != "generate":
-        raise ModelLoadError(f"executor.pipeline_parallel_size must be 1 for models with task {task}")
+        raise ModelLoadError(
+            f"executor.pipeline_parallel_size is above 1, but models with task {task} support only 1; set it to 1"
+        )
     check_cache_dtype(config, device)
     check_batch_invariant(config, device, task)
     check_int8(config, device)

@@ -83,7 +83,7 @@ def open_driver(device: torch.device) -> Driver:
     can be remapped.
     """
     if device.type != "cuda":
-        raise RuntimeError(f"device {device} has no virtual memory that can be remapped")
+        raise RuntimeError(f"device {device} does not support virtual memory whose physical memory can be replaced")
     return CudaDriver(device)
 
 

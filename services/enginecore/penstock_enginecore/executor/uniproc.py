@@ -111,7 +111,7 @@ class UniprocExecutor:
         blocks may belong to other requests. Steps before the failed step may still complete.
         """
         if self._failed is not None and self._failed < step:
-            raise RuntimeError("an earlier step failed")
+            raise RuntimeError("an earlier step failed, so the worker computes no more steps")
         try:
             return call()
         except BaseException:

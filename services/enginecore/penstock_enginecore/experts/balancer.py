@@ -253,7 +253,7 @@ def _check_layouts(experts: SpreadExperts) -> None:
     rows = experts.group.exchange(zlib.crc32(said).to_bytes(4, "little"))
     if len(set(rows)) > 1:
         raise ValueError(
-            f"ranks store the weights of experts in different layouts; rank {experts.group.rank} has {said.decode()}"
+            f"ranks store the weights of experts in different layouts; rank {experts.group.rank} has the layout {said.decode()}"
         )
 
 

@@ -149,7 +149,8 @@ class GroupExperts:
                     del self._prepared[epoch]
                     raise
                 logger.info(
-                    "read experts from the checkpoint for the data-parallel group epoch=%d experts=%d",
+                    "this rank read the weights of experts from the checkpoint, to prepare a data-parallel group "
+                    "epoch=%d experts=%d",
                     epoch,
                     self.num_read - before,
                 )

@@ -163,7 +163,7 @@ class DispatchedExperts(torch.nn.Module):
         has never run.
         """
         if self._none is None:
-            raise RuntimeError(f"the expert layer {self.layer} has never run, so the shape of its tokens is unknown")
+            raise RuntimeError(f"expert layer {self.layer} has not run yet, so the shape of its inputs is unknown")
         self._dispatch(*self._none)
 
     def forward(

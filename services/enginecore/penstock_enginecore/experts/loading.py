@@ -76,11 +76,13 @@ def _check(model_name: str, name: str, experts: Any, shared_out: set[str]) -> No
     own = dict(experts.named_parameters())
     if unknown := sorted(own.keys() - shared_out):
         raise ModelLoadError(
-            f"expert_parallel: {name} of {model_name} has the weight {unknown[0]}, which its plan does not name"
+            f"expert_parallel: {name} of {model_name} has the weight {unknown[0]}, which transformers' expert "
+            "parallel plan does not name"
         )
     if len({len(weight) for weight in own.values()}) != 1 or not hasattr(experts, "num_experts"):
         raise ModelLoadError(
-            f"expert_parallel: the weights of {name} in {model_name} do not have experts as first dimension"
+            f"expert_parallel: the weights of {name} in {model_name} do not have the number of experts as the "
+            "size of the first dimension"
         )
 
 
@@ -276,7 +278,7 @@ class SharedModel:
     def share(self) -> ExpertShare:
         """``ExpertShare`` of the loaded model. Raises RuntimeError if no model was loaded."""
         if self._share is None:
-            raise RuntimeError("no model has been loaded yet")
+            raise RuntimeError("the experts were shared before a model was loaded")
         return self._share
 
     def __call__(self, model_class: type[PreTrainedModel], config: PretrainedConfig) -> ExpertShare:
@@ -309,7 +311,7 @@ def check_shared(config: EngineCoreConfig, device: torch.device, task: str) -> N
         )
     if task != "generate":
         raise ConfigError(
-            f"expert_parallel.enabled is true, but the task is {task}; expert parallelism does not support this task yet"
+            f"expert_parallel.enabled is true, but the model's task is {task}; expert parallelism supports only the task generate"
         )
     if config.executor.resolved_kind != "uniproc":
         raise ConfigError(

@@ -26,11 +26,12 @@ class Placement(msgspec.Struct, frozen=True):
         for layer, experts in enumerate(self.physical):
             if len(experts) != self.size * self.slots:
                 raise ValueError(
-                    f"layer {layer} has {len(experts)} slots, but {self.size} ranks have {self.size * self.slots} slots"
+                    f"layer {layer} is placed in {len(experts)} slots, but {self.size} ranks have "
+                    f"{self.size * self.slots} slots together"
                 )
             if set(experts) != set(range(self.num_experts)):
                 raise ValueError(
-                    f"the slots of layer {layer} do not have exactly the {self.num_experts} experts of the model"
+                    f"the slots of layer {layer} must contain each of the model's {self.num_experts} experts, and no other expert"
                 )
 
     @classmethod

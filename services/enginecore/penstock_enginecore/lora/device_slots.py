@@ -222,7 +222,9 @@ def lay_out(
         own = np.concatenate(parts)
         end = first + -(-len(own) // TILE_ROWS)
         if end > len(of_tiles):
-            raise ValueError(f"the rows with adapters fill more than {len(of_tiles)} tiles")
+            raise ValueError(
+                f"the rows that use adapters need more than {len(of_tiles)} tiles, which is the number of allocated tiles"
+            )
         of_tiles[first:end] = slot
         of_rows[first:end].reshape(-1)[: len(own)] = own
         first = end
@@ -459,7 +461,7 @@ class SlotMemory:
         left = dict(adapter.updates)
         taken = [self._take(place, left) for place in self.places]
         if left:
-            raise ValueError(f"the layer {min(left)} does not support adapters on this device")
+            raise ValueError(f"layer {min(left)} does not support LoRA adapters on this device")
         ranks = [[0 if update is None else update.rank for update in updates] for updates in taken]
         sizes = [shape.numbers(own) for shape, own in zip(self._shapes, ranks, strict=True)]
         on_gpu = self._device.type == "cuda"
@@ -470,7 +472,7 @@ class SlotMemory:
         for shape, updates, start, view in zip(self._shapes, taken, starts.tolist(), views, strict=True):
             pack(shape, updates, numbers, start, view)
         if self._dtype == torch.float16 and not bool(numbers.isfinite().all()):
-            raise ValueError("its numbers, multiplied by its scale, exceed the range of float16")
+            raise ValueError("the adapter's weights, multiplied by the adapter's scale, exceed the range of float16")
         return Image(numbers, table, tuple(map(any, ranks)))
 
     def copy(self, image: Image, slot: int) -> None:

@@ -115,7 +115,9 @@ class LoraStore:
             RequestFailed: An adapter cannot be read again, see ``read``.
         """
         if forward is None or read is None:
-            raise ModelLoadError(f"lora.max_loras is set, but {model} does not support LoRA adapters; set it to 0")
+            raise ModelLoadError(
+                f"lora.max_loras is set, but {model} does not support LoRA adapters; set lora.max_loras to 0"
+            )
         self._forward, self._read = forward, read
         for lora, loaded in list(self._held.values()):
             forward.add_adapter(self.read(LoraRequest(lora.name, lora.path, loaded.digest)))

@@ -49,6 +49,6 @@ def check_towers(config: EngineCoreConfig, encoder: MediaEncoder | None) -> None
     if way:
         modalities = ", ".join(info.modality for info in encoder.media)
         raise ConfigError(
-            f"{way}, and the model takes {modalities}, which is not supported together; set multimodal.enabled "
+            f"{way}, which is not supported for a model that accepts {modalities}; set multimodal.enabled "
             "to false to serve only text"
         )

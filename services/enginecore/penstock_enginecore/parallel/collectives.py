@@ -154,7 +154,8 @@ class DeviceCollectives:
     def __init__(self, host: Collectives, device: Collectives) -> None:
         if (host.rank, host.size) != (device.rank, device.size):
             raise ValueError(
-                f"rank {host.rank} of {host.size} on the host must be the same rank on GPUs, not {device.rank} of {device.size}"
+                f"rank {host.rank} of {host.size} of the CPU group must have the same rank in the GPU group, not "
+                f"{device.rank} of {device.size}"
             )
         self.rank, self.size = host.rank, host.size
         self._host, self._device = host, device

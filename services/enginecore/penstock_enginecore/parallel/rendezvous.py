@@ -202,7 +202,9 @@ class Rendezvous:
                 connection.close()
             except ProofError as e:
                 connection.close()
-                raise ProofError(f"{whom} at {address}: {e}; {SECRET_SETTING} must have the same content there") from e
+                raise ProofError(
+                    f"{whom} at {address}: {e}; the files named by {SECRET_SETTING} must have the same content on both sides"
+                ) from e
             except BaseException:
                 connection.close()
                 raise

@@ -239,7 +239,7 @@ class StageLinks:
 
     def _opened(self) -> tuple[int, int, int, torch.dtype]:
         if self._shape is None:
-            raise RuntimeError("a pass was started before open was called")
+            raise RuntimeError("a forward pass was started before open() was called")
         return self._shape
 
     def _post(self, buffer: torch.Tensor) -> None:

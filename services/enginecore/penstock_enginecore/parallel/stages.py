@@ -193,7 +193,7 @@ class Seams:
 
         def replace(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ARG001 - torch's signature
             if self.entering is None:
-                raise RuntimeError("a stage after the first stage got no hidden states as input")
+                raise RuntimeError("a pipeline stage after the first stage received no hidden states as input")
             states = self.entering[None]
             if args:
                 return (states, *args[1:]), kwargs

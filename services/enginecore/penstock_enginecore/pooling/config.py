@@ -77,7 +77,8 @@ def read_pooling_config(directory: Path, *, is_encoder: bool) -> PoolingConfig:
     kinds = [kind for kind, _ in steps]
     if kinds[:2] != ["Transformer", "Pooling"]:
         raise ModelLoadError(
-            f"modules.json lists {', '.join(kinds)}; supported: Transformer, Pooling, then Dense, Normalize"
+            f"modules.json lists {', '.join(kinds)}; the list must begin with Transformer, Pooling, and may "
+            "continue with Dense and Normalize"
         )
     if "Normalize" in kinds[:-1] or not set(kinds[2:]) <= {"Dense", "Normalize"}:
         raise ModelLoadError(

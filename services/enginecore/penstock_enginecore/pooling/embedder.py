@@ -288,7 +288,9 @@ def _named(hf_config: PretrainedConfig) -> str:
 
 def _model_class(auto_class: Any, hf_config: PretrainedConfig) -> type[PreTrainedModel]:
     if type(hf_config) not in auto_class._model_mapping:
-        raise ModelLoadError(f"{_named(hf_config)} is not supported: transformers has no model for it to pool with")
+        raise ModelLoadError(
+            f"{_named(hf_config)} is not supported: transformers has no model class for it that pooling can use"
+        )
     entry: Any = auto_class._model_mapping[type(hf_config)]
     found: type[PreTrainedModel] = entry[0] if isinstance(entry, tuple) else entry
     return found

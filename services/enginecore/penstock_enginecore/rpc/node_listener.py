@@ -239,7 +239,7 @@ class NodeListener:
             )
         if not 1 <= attach.index < size:
             raise InvalidArgument(
-                f"executor.nodes.index is {attach.index}; nodes other than the engine's node are 1 to {size - 1}",
+                f"executor.nodes.index is {attach.index}; nodes other than the engine's node have indices from 1 to {size - 1}",
                 field="index",
             )
         if attach.index in self._nodes:

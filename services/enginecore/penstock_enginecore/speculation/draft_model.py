@@ -343,7 +343,7 @@ def load_draft_model(
     checkpoint = draft_checkpoint(config)
     try:
         if (task := resolve_task(checkpoint)) != "generate":
-            raise ModelLoadError(f"the checkpoint is a model that {task}s and cannot generate")
+            raise ModelLoadError(f"the checkpoint is a pooling model (task {task}), which cannot generate tokens")
         check_vocabulary(Path(config.model.path), Path(speculative.model))
         _check_attends(checkpoint)
         drafter = load_model(checkpoint, forward.device, progress)

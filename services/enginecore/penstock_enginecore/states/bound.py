@@ -89,5 +89,7 @@ class BoundStates:
         if not self.memory.specs:
             return None
         if self._kernels is None:
-            raise RuntimeError("torch computes the model's recurrent layers, so the step cannot be captured")
+            raise RuntimeError(
+                "torch computes the model's recurrent layers, so the step cannot be captured as a CUDA graph"
+            )
         return TritonStates(self._kernels, self._layers, indices, None, self._device)

@@ -15,7 +15,9 @@ class ReferenceStates:
 
     def __init__(self, step: StateMetadata) -> None:
         if any(sequence.start for sequence in step.sequences):
-            raise ValueError("the reference of recurrent layers computes only sequences that begin in the step")
+            raise ValueError(
+                "the reference implementation of recurrent layers computes only sequences that begin in the current step"
+            )
         self._parts = [slice(s.first, s.first + s.count) for s in step.sequences]
 
     def convolve(self, call: ConvCall) -> torch.Tensor:

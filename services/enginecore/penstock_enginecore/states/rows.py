@@ -239,7 +239,7 @@ class _Rows:
 def _open_rows(layer: StateLayer, sequence: SequenceStep, length: int) -> _Rows:
     """Return the open rows between the closed state and the request's first token in the step."""
     if layer.keys is None or layer.updates is None or layer.decays is None:
-        raise RuntimeError("a short convolution has no open rows")
+        raise RuntimeError("a short-convolution layer has no recurrent state, so it has no open rows")
     ring = sequence.state.rows
     first = sequence.base % length
     # The rows of a span never wrap around the end of a ring.

@@ -128,7 +128,7 @@ def follow_failure(config: StructuredOutputConfig, grammar: FollowedGrammar, res
         )
     if result.kind == "refused" and not grammar.begun.done():
         return InvalidArgument(
-            "prior_output_token_ids does not match the constraint in structured_output",
+            "prior_output_token_ids has tokens that the constraint in structured_output does not allow",
             field="prior_output_token_ids",
         )
     what = result.text or "a token that the mask allows was not accepted"

@@ -88,7 +88,7 @@ def test_an_unusable_file_keeps_the_old_value_and_is_logged_once(
 
 
 def test_an_unusable_file_at_the_start_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"numbers.file: .*/n: No such file"):
+    with pytest.raises(ConfigError, match=r"numbers.file: .*/n cannot be read: No such file"):
         watched(tmp_path / "n")
 
 

@@ -91,7 +91,7 @@ def test_an_engine_that_reports_the_whole_vocabulary_takes_minus_one():
     with pytest.raises(InvalidArgument, match=r"logprobs is 101; it must be from 0 to 100"):
         validate_request(make_request(logprobs=101), limits)
     with pytest.raises(
-        InvalidArgument, match=r"is -1, the whole vocabulary of 100 tokens; this engine reports at most 20"
+        InvalidArgument, match=r"is -1, which requests all 100 tokens of the vocabulary; the limit of this engine is 20"
     ):
         validate_request(make_request(logprobs=-1), LIMITS)
 

@@ -44,7 +44,7 @@ def test_a_model_that_a_decoder_may_serve_is_loaded(device: str) -> None:
     ],
 )
 def test_where_no_decoder_is_tried_it_is_refused_with_the_reason(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=f"kernels.batch_invariant is true but {said}"):
+    with pytest.raises(ConfigError, match=f"kernels.batch_invariant is true, but {said}"):
         check(**changes)
     check(**changes, batch_invariant=False)
 
@@ -57,7 +57,7 @@ def test_what_only_cpus_need_is_not_asked_of_gpus(kernels: dict[str, Any]) -> No
 def test_an_engine_is_told_before_its_weights_are_read() -> None:
     kernels = KernelsConfig(isa="off", batch_invariant=True)
     config = EngineCoreConfig(model=ModelConfig(path="/nowhere", task="generate"), kernels=kernels)
-    with pytest.raises(ConfigError, match="kernels.batch_invariant is true but kernels.isa is 'off'"):
+    with pytest.raises(ConfigError, match="kernels.batch_invariant is true, but kernels.isa is 'off'"):
         load_runner(config, torch.device("cpu"), lambda line: None)
 
 
@@ -84,7 +84,7 @@ def test_settings_that_contradict_it_are_named(
 ) -> None:
     save_tiny_model("llama", tmp_path)
     with pytest.raises(
-        ConfigError, match=f"model.quantization is 'int8' but {words}.*set model.quantization to 'auto'"
+        ConfigError, match=f"model.quantization is 'int8', but {words}.*set model.quantization to 'auto'"
     ):
         check_int8(configured(tmp_path, **settings), torch.device(device))
 
@@ -96,6 +96,6 @@ def test_a_checkpoint_that_is_quantized_is_refused(tmp_path: Path) -> None:
     config = json.loads(file.read_bytes())
     config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
     file.write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match="model.quantization is 'int8' but the checkpoint is quantized already"):
+    with pytest.raises(ModelLoadError, match="model.quantization is 'int8', but the checkpoint is already quantized"):
         check_int8(configured(tmp_path), torch.device("cpu"))
     check_int8(configured(tmp_path, quantization="auto", dtype="bfloat16"), torch.device("cuda"))

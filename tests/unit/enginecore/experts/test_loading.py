@@ -158,7 +158,7 @@ def test_random_and_quantized_weights_are_refused(tmp_path: Path, monkeypatch: p
 def test_engines_that_do_not_share_experts_yet_are_refused() -> None:
     with pytest.raises(ConfigError, match="model.device is 'cuda'"):
         check_shared(config(), torch.device("cuda"), "generate")
-    with pytest.raises(ConfigError, match="the task is embed"):
+    with pytest.raises(ConfigError, match="the model's task is embed"):
         check_shared(config(), CPU, "embed")
     with pytest.raises(ConfigError, match="executor.kind is 'multiproc'"):
         check_shared(config(kind="multiproc"), CPU, "generate")

@@ -259,5 +259,5 @@ def test_there_are_never_more_tiles_than_are_counted() -> None:
         worst = [LoraSegment(digest, i, i + 1) for i, digest in zip(range(rows), [*SLOTS] * rows, strict=False)]
         tiles_of(worst, most_tiles(rows, MAX_LORAS))
         tiles_of([LoraSegment(ONE, 0, rows)], most_tiles(rows, MAX_LORAS))
-    with pytest.raises(ValueError, match="fill more than 2 tiles"):
+    with pytest.raises(ValueError, match="need more than 2 tiles"):
         tiles_of([LoraSegment(ONE, 0, 33)], 2)

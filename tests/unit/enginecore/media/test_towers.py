@@ -33,7 +33,7 @@ def test_a_checkpoint_that_has_become_another_is_refused() -> None:
     [
         (
             msgspec.structs.replace(CONFIG, executor=ExecutorConfig(pipeline_parallel_size=2)),
-            "executor.pipeline_parallel_size is 2, and the model takes image",
+            "executor.pipeline_parallel_size is 2, which is not supported for a model that accepts image",
         ),
         (
             msgspec.structs.replace(
@@ -42,7 +42,7 @@ def test_a_checkpoint_that_has_become_another_is_refused() -> None:
                 coordinator=CoordinatorClientConfig(address="c:1"),
                 expert_parallel=ExpertParallelConfig(enabled=True),
             ),
-            "expert_parallel.enabled is true, and the model takes image",
+            "expert_parallel.enabled is true, which is not supported for a model that accepts image",
         ),
     ],
 )

@@ -95,7 +95,9 @@ def test_tensors_go_by_where_they_are() -> None:
 
 def test_a_rank_is_the_same_on_host_and_device() -> None:
     first, second = thread_ranks(2)
-    with pytest.raises(ValueError, match="rank 0 of 2 on the host must be the same rank on GPUs, not 1 of 2"):
+    with pytest.raises(
+        ValueError, match="rank 0 of 2 of the CPU group must have the same rank in the GPU group, not 1 of 2"
+    ):
         DeviceCollectives(first, second)
 
 

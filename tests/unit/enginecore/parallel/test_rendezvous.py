@@ -189,7 +189,8 @@ def test_a_rank_with_another_secret_does_not_get_in_and_is_told(ranks: Ranks, me
     for secret in (SharedSecret(b"o" * 32), None):
         wrong = ranks.start(1, 2, meeting=Meeting(meeting.at, secret=secret))
         with pytest.raises(
-            CollectiveBroken, match=r"does not have the same shared secret; parallel\.secret_file must have the same"
+            CollectiveBroken,
+            match=r"does not have the same shared secret; the files named by parallel\.secret_file must have the same content",
         ):
             wrong.result(PATIENCE)
     ranks.start(1, 2).result(PATIENCE)

@@ -188,7 +188,9 @@ async def test_an_index_that_is_taken_is_refused(listener: NodeListener, node: O
 
 @pytest.mark.asyncio
 async def test_an_index_that_the_engine_has_not_is_refused(listener: NodeListener) -> None:
-    with pytest.raises(RequestFailed, match="executor.nodes.index is 0; nodes other than the engine's node are 1 to 2"):
+    with pytest.raises(
+        RequestFailed, match="executor.nodes.index is 0; nodes other than the engine's node have indices from 1 to 2"
+    ):
         await NodeClient(of_node(listener, 0)).attach()
 
 

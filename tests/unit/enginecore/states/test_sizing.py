@@ -171,7 +171,9 @@ def test_too_little_memory_is_refused_with_the_bytes_that_would_do_and_these_do(
 
 
 def test_other_block_sizes_than_a_span_are_refused_with_the_one_that_works() -> None:
-    with pytest.raises(ConfigError, match=r"cache\.block_size is 32; a model with recurrent states needs 16"):
+    with pytest.raises(
+        ConfigError, match=r"cache\.block_size is 32; a model with recurrent layers needs a block size of 16"
+    ):
         size(100 * REQUEST, block_size=32)
 
 

@@ -130,7 +130,7 @@ def test_a_hit_needs_a_free_slot_besides_its_own_two_because_it_revives_one() ->
 def test_admission_of_a_prefix_whose_state_is_not_kept_is_an_error() -> None:
     slots = make_slots()
     request = make()
-    with pytest.raises(RuntimeError, match="no state is kept at token 32"):
+    with pytest.raises(RuntimeError, match="no state of recurrent layers is kept at position 32"):
         slots.admit(request, 32, 0)
 
 
@@ -207,7 +207,7 @@ def test_a_step_from_a_state_that_nothing_wrote_is_an_error() -> None:
     request = make(100)
     admit(slots, request)
     request.num_computed_tokens = 40
-    with pytest.raises(RuntimeError, match="no state at token 32"):
+    with pytest.raises(RuntimeError, match="there is no state of recurrent layers at position 32"):
         schedule(slots, request, 1)
 
 

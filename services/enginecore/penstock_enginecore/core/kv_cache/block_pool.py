@@ -137,7 +137,9 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, num_groups: int = 1, events: PoolEvents | None = None) -> None:
         if num_blocks < 2:
-            raise ValueError(f"num_blocks is {num_blocks}; it must be at least 2: block 0 is the null block")
+            raise ValueError(
+                f"num_blocks is {num_blocks}; it must be at least 2, because block 0 is reserved as the null block"
+            )
         self.blocks = [KVCacheBlock(i) for i in range(num_blocks)]
         self.null_block = self.blocks[NULL_BLOCK_ID]
         self._free = FreeBlockQueue(self.blocks[1:])
@@ -227,7 +229,7 @@ class BlockPool:
             if block is null:
                 continue
             if block.ref_count < 1:
-                raise RuntimeError(f"{block!r} was freed, but it has no references left")
+                raise RuntimeError(f"{block!r} was freed more often than it was allocated")
             block.ref_count -= 1
             if block.ref_count == 0:
                 if block.block_hash is None:
@@ -258,7 +260,7 @@ class BlockPool:
         return False.
         """
         if block.block_hash is not None:
-            raise RuntimeError(f"{block!r} is cached already")
+            raise RuntimeError(f"{block!r} is already in the prefix cache")
         by_hash = self._by_hash[group]
         if block_hash in by_hash:
             return False

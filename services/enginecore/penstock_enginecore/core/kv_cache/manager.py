@@ -223,7 +223,7 @@ class KVCacheManager:
 
     def _states_of(self, name: BlockName) -> StateSlots:
         if self.states is None:
-            raise RuntimeError(f"{name} is the name of a state, but the model has no states")
+            raise RuntimeError(f"{name} names a state of recurrent layers, but the model has no recurrent layers")
         return self.states
 
     def free_loaded(self, places: Iterable[Place]) -> None:

@@ -92,7 +92,8 @@ def size_kv_cache(
     fits = pool.longest(num_blocks)
     if fits < MIN_MODEL_LEN:
         raise ConfigError(
-            f"the KV cache has only {num_blocks} blocks of {pool.block_bytes} bytes, and one block is reserved; set "
+            f"the KV cache has only {num_blocks} blocks of {pool.block_bytes} bytes, of which one is reserved, so "
+            "no request fits; set "
             f"cache.kv_cache_memory to at least {pool.size_for(MIN_MODEL_LEN)}, or free memory for the engine"
         )
     return KVCacheConfig(

@@ -57,7 +57,9 @@ class SamplingColumns:
         has no seed.
         """
         if params.seed is None and not params.greedy:
-            raise ValueError("sampling_params.seed must be set before a request reaches a worker")
+            raise ValueError(
+                "sampling_params.seed is unset; the engine must set it before the request reaches a worker"
+            )
         for name, column in zip(DrawSettings._fields, self.draw, strict=True):
             column[row] = min(getattr(params, name), _INT64_MAX)
         self.seed[row] = (params.seed or 0) % 2**64

@@ -71,7 +71,9 @@ class EncoderRows:
         """
         rows = self._rows.get(identifier)
         if rows is None:
-            raise RuntimeError(f"the embeddings of {identifier} do not exist, but the scheduled tokens need them")
+            raise RuntimeError(
+                f"the embeddings of media item {identifier} do not exist, but tokens of this step need these embeddings"
+            )
         return rows
 
     def profile(self, run: Callable[[], None]) -> None:
@@ -87,7 +89,9 @@ class EncoderRows:
             while self._encoder.has_work:
                 done += self._encoder.advance(item.num_embeds * info.num_blocks)
             if failures := [each.failure for each in done if each.rows is None]:
-                raise RuntimeError(f"the largest {info.modality} cannot be encoded: {failures[0]}")
+                raise RuntimeError(
+                    f"the model cannot encode the largest {info.modality} that it accepts: {failures[0]}"
+                )
 
     def forget_all(self) -> None:
         """Drop all embeddings, and all items that are being encoded."""
@@ -111,7 +115,7 @@ class EncoderRows:
         shape = tensor.shape[1:] if tensor.shape[:1] == (1,) and len(tensor.shape) == 3 else tensor.shape
         if tensor.dtype not in _DTYPES or shape != expected:
             told = f"{tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{EMBEDS!r} is {told}, but the prompt needs floats of shape {list(expected)}")
+            raise ValueError(f"tensor {EMBEDS!r} is {told}, but the prompt needs floats of shape {list(expected)}")
         rows = torch.frombuffer(bytearray(tensor.data), dtype=_DTYPES[tensor.dtype]).view(expected)
         return rows.to(device=self._device, dtype=self._dtype)
 

@@ -183,14 +183,14 @@ class RingMemory:
         self._words = words or shared_words()
         size = os.fstat(descriptor).st_size
         if size < _LINE:
-            raise ValueError(f"descriptor {descriptor} is not a ring: its size is {size} bytes")
+            raise ValueError(f"descriptor {descriptor} is not the memory of a ring buffer: its size is {size} bytes")
         self._map = mmap.mmap(descriptor, size)
         self.num_slots: int
         self.slot_bytes: int
         self.num_readers: int
         magic, self.num_slots, self.slot_bytes, self.num_readers = _SHAPE.unpack_from(self._map)
         if magic != _MAGIC or size != _size(self.num_slots, self.slot_bytes, self.num_readers):
-            raise ValueError(f"descriptor {descriptor} is not a ring of this version")
+            raise ValueError(f"descriptor {descriptor} is not the memory of a ring buffer in this version's format")
         self._pinned = ctypes.c_char.from_buffer(self._map)  # keeps the mapping alive
         start = ctypes.addressof(self._pinned)
         self._head = start + _LINE
@@ -416,7 +416,7 @@ class RingReader:
         had to wait. The call of ``rehearse`` loads the code that handles such a message into the processor's caches.
         """
         if not 0 <= index < memory.num_readers:
-            raise ValueError(f"reader index {index} is invalid: the ring has {memory.num_readers} readers")
+            raise ValueError(f"reader index {index} is invalid: the ring buffer has {memory.num_readers} readers")
         self._memory = memory
         self._index = index
         self._number = 0
@@ -503,7 +503,8 @@ class RingReader:
             label = memory.label_of((first + index) % memory.num_slots)
             if label != (self._number, left - index * size):
                 raise RingError(
-                    f"found message {label[0]} with {label[1]} bytes left, but expected a part of message {self._number}"
+                    f"a slot has a part of message {label[0]} with {label[1]} bytes left, but the reader expected "
+                    f"message {self._number}"
                 )
         before_end = min(count, memory.num_slots - first)
         taken, straight = min(left, count * size), min(left, before_end * size)

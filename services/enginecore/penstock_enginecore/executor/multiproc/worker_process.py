@@ -47,7 +47,7 @@ from penstock_enginecore.worker.messages import (
     encode,
 )
 
-_FAILED_BEFORE = RuntimeError("an earlier step failed")
+_FAILED_BEFORE = RuntimeError("an earlier step failed, so this worker computes no more steps")
 
 
 class WorkerLoop:

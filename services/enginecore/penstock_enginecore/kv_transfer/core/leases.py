@@ -438,7 +438,9 @@ class LeasedBlocks:
     def revoke_all(self) -> None:
         """End all leases to free all leased blocks, and wait for the end of copies in flight."""
         if not self.leases.settle(_SETTLE):
-            logger.error("copies of KV blocks still run %g s after the leases on the blocks were ended", _SETTLE)
+            logger.error(
+                "copies of KV blocks are still running %g s after the engine ended the leases on these blocks", _SETTLE
+            )
 
     def stats(self, found: PrefixCacheStats) -> KvTransferStats:
         """Return statistics of leases and of tokens found outside the KV cache. ``found`` has the counts of these

@@ -290,7 +290,9 @@ class TieredConnector:
     def _class_of(self, name: BlockName) -> SizeClass:
         tiers = self.states if name.group == STATE_GROUP else self.blocks
         if tiers is None:
-            raise RuntimeError(f"{name} was used before begin() was called with tiers for it; call begin() first")
+            raise RuntimeError(
+                f"{name} was used before begin() was called with the tiers for blocks of this kind; call begin() first"
+            )
         return tiers
 
     def check(self, params: Mapping[str, Any]) -> None:  # noqa: ARG002 - a protocol

@@ -100,7 +100,9 @@ class LoraCache:
     def cancel(self, num_bytes: int) -> None:
         """Cancel the reservation of ``num_bytes`` bytes."""
         if num_bytes > self.num_reserved:
-            raise ValueError(f"only {self.num_reserved} bytes are reserved; cannot cancel {num_bytes} bytes")
+            raise ValueError(
+                f"only {self.num_reserved} bytes are reserved, so a reservation of {num_bytes} bytes cannot be cancelled"
+            )
         self.num_reserved -= num_bytes
 
     def add(self, digest: bytes, num_bytes: int, reserved: int = 0) -> list[bytes]:

@@ -95,14 +95,16 @@ class EncoderCache:
         space.
         """
         if identifier in self._items or self.num_embeds + num_embeds > self.capacity:
-            raise ValueError(f"item {identifier} is already in the cache, or the cache has too little space for it")
+            raise ValueError(
+                f"media item {identifier} is already in the encoder cache, or the cache has too little space for the item"
+            )
         self._items[identifier] = _Rows(num_embeds)
         self.num_embeds += num_embeds
 
     def remove(self, identifier: str) -> None:
         """Remove an item from the cache. Raises ValueError if the item is pinned."""
         if self._items[identifier].num_users:
-            raise ValueError(f"item {identifier} is needed by a running request")
+            raise ValueError(f"media item {identifier} cannot be removed, because a running request needs the item")
         self.num_embeds -= self._items.pop(identifier).num_embeds
 
     def pin(self, identifier: str) -> None:
@@ -115,7 +117,7 @@ class EncoderCache:
         """
         rows = self._touch(identifier)
         if not rows.num_users:
-            raise ValueError(f"item {identifier} is not pinned")
+            raise ValueError(f"media item {identifier} is not pinned in the encoder cache")
         rows.num_users -= 1
 
     def unpin_all(self) -> None:

@@ -70,7 +70,7 @@ class EncoderQueue:
         forward pass.
         """
         if identifier in self._items:
-            raise ValueError(f"item {identifier} is being encoded already")
+            raise ValueError(f"media item {identifier} is already being encoded")
         self._items[identifier] = _Item(num_embeds, num_blocks)
         self.num_pending += num_embeds
         return identifier in self._advance()
@@ -208,7 +208,7 @@ class EncoderWork(StepResource):
             if info.max_embeds > self._cache.capacity:
                 raise ConfigError(
                     f"multimodal.encoder_cache_size is {self._cache.capacity}, but one {info.modality} may have "
-                    f"{info.max_embeds} embeddings"
+                    f"{info.max_embeds} embeddings; increase multimodal.encoder_cache_size to at least this number"
                 )
             if info.attends_both_ways and info.max_tokens > most:
                 raise ConfigError(
@@ -515,7 +515,7 @@ class EncoderWork(StepResource):
 def _unreadable(feature: MultiModalFeature, index: int, why: str) -> RequestError:
     return RequestError(
         code=InvalidArgument.code,
-        message=f"mm_features[{index}] is {feature.modality} that the model cannot encode: {why}",
+        message=f"mm_features[{index}] is a media item of modality {feature.modality} that the model cannot encode: {why}",
         field=f"mm_features[{index}]",
         reason="MEDIA_UNREADABLE",
     )

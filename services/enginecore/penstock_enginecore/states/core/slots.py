@@ -160,7 +160,9 @@ class StateSlots:
             return None
         slot = self.pool.get(request.block_hashes[position // SPAN - 1])
         if slot is None:
-            raise RuntimeError(f"no state is kept at token {position} of request {request.key!r}")
+            raise RuntimeError(
+                f"no state of recurrent layers is kept at position {position} of request {request.key!r}"
+            )
         return slot
 
     def reserve(self, request: Request, position: int) -> None:
@@ -195,7 +197,7 @@ class StateSlots:
         base, last = span_start(start), span_start(start + count)
         closed = states.at(base)
         if closed is None:
-            raise RuntimeError(f"no state at token {base} of request {request.key!r}")
+            raise RuntimeError(f"there is no state of recurrent layers at position {base} of request {request.key!r}")
         if last == base:
             return StateStep(states.rows, closed.block_id)
         writes = [(end, states.shared[end].block_id) for end in self._kept_ends(request, states, base, last)]

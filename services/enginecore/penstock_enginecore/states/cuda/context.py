@@ -116,7 +116,7 @@ class TritonStates:
         step's indices.
         """
         if self._step is None:
-            raise RuntimeError(f"{reason}, so the step cannot be captured")
+            raise RuntimeError(f"{reason}, so the step cannot be captured as a CUDA graph")
         _log_once(reason)
         if self._rows is None:
             self._rows = RowStates(self._layers, self._step, self._device, late=self._device.type != "cpu")

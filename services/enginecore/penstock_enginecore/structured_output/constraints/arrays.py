@@ -43,7 +43,8 @@ def array(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) ->
         unevaluated = fact.keywords.get("unevaluatedItems", True)
         if unevaluated is not True and (unevaluated is not False or len(facts) > 1):
             raise SchemaError(
-                f"{fact.path}/unevaluatedItems", "is only supported as false, in the schema that has the items keywords"
+                f"{fact.path}/unevaluatedItems",
+                "is only supported with the value false, and in the same schema as the items keywords",
             )
         closing = "additionalItems" if isinstance(fact.keywords.get("items"), list) else "items"
         if unevaluated is False and closing not in fact.keywords:
@@ -162,7 +163,9 @@ def _containing(
         raise UnfulfillableError(wanted.path, "must be fulfilled, but no items are allowed")
     most = low if high is None else high
     if most > _MAX_PLACES:
-        raise SchemaError(wanted.path, f"is only supported in arrays whose length is bounded by at most {_MAX_PLACES}")
+        raise SchemaError(
+            wanted.path, f"is only supported in arrays whose maximum length (maxItems) is at most {_MAX_PLACES}"
+        )
     one = writer.convert([*rest, wanted], depth + 1)
     other = writer.convert(rest, depth + 1) if high != 1 else one
     options = []

@@ -103,7 +103,7 @@ def matchers(pattern: Group, spend: Callable[[int], None], *, wanted: bool = Tru
         if looks:
             pattern = Group(((sequence[0], *sequence[1 + len(looks) :]),))
     if looks and not wanted:
-        raise RegexError("an expression with a lookahead cannot be excluded")
+        raise RegexError("an expression with a lookahead is not supported in a negated schema")
     found = [_matcher(pattern, spend, wanted=wanted)]
     for look in looks:
         options = tuple(map(_from_the_start, look.item.options))

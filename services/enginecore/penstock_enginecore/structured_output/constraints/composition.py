@@ -269,7 +269,7 @@ def check_properties(facts: Sequence[Fact], path: str) -> None:
                 excluded.setdefault(name, set()).update(_constants(negated) or ())
     for name, values in left.items():
         if not values - excluded.get(name, set()):
-            raise UnfulfillableError(path, f"leaves no value for {shown(name)}")
+            raise UnfulfillableError(path, f"allows no value for the property {shown(name)}")
 
 
 def _constants(schema: Schema) -> set[Hashable] | None:

@@ -56,7 +56,9 @@ class Work:
         self._left -= steps
         if self._left < 0:
             raise TooMuchWorkError(
-                path, f"makes the translation of the schema take more than {self._limit} steps; simplify the schema"
+                path,
+                f"makes the schema too complex: its translation to a grammar needs more than {self._limit} steps; "
+                "simplify the schema",
             )
 
 

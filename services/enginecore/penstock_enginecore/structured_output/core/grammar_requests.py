@@ -241,7 +241,7 @@ class GrammarIntake:
         """
         grammar = request.grammar
         if grammar is None:
-            raise RuntimeError("a constrained request is in a step, but its grammar has not started")
+            raise RuntimeError("a request with a constraint is in a step, but its grammar was not started")
         if grammar.failure is not None:
             raise grammar.failure
         if not grammar.ready and not grammar.missed():

@@ -229,7 +229,7 @@ def test_what_nobody_wrote_is_found_out(words: Words) -> None:
     writer, (reader,) = make_ring(words)
     writer.write(b"x", timeout=0)
     writer._memory.label(0, 7, 1)
-    with pytest.raises(RingError, match="message 7 with 1 bytes left, but expected a part of message 0"):
+    with pytest.raises(RingError, match="message 7 with 1 bytes left, but the reader expected message 0"):
         reader.read(timeout=0)
 
 
@@ -252,7 +252,7 @@ def test_other_memory_is_no_ring() -> None:
         with pytest.raises(ValueError, match="its size is 0 bytes"):
             RingMemory(descriptor)
         os.ftruncate(descriptor, 4096)
-        with pytest.raises(ValueError, match="not a ring of this version"):
+        with pytest.raises(ValueError, match="not the memory of a ring buffer in this version's format"):
             RingMemory(descriptor)
     finally:
         os.close(descriptor)
@@ -260,7 +260,7 @@ def test_other_memory_is_no_ring() -> None:
 
 def test_a_reader_that_the_ring_does_not_have_is_refused(words: Words) -> None:
     descriptor = RingMemory.create(4, SLOT, 2)
-    with pytest.raises(ValueError, match="reader index 2 is invalid: the ring has 2 readers"):
+    with pytest.raises(ValueError, match="reader index 2 is invalid: the ring buffer has 2 readers"):
         RingReader(RingMemory(descriptor, words), 2)
     os.close(descriptor)
 

@@ -27,7 +27,7 @@ def test_embeddings_of_running_requests_stay():
     cache.pin("a")
     assert cache.room_for(6, urgent=True) == ["b"]
     assert cache.room_for(7, urgent=True) is None
-    with pytest.raises(ValueError, match="needed by a running request"):
+    with pytest.raises(ValueError, match="because a running request needs the item"):
         cache.remove("a")
     cache.unpin("a")
     with pytest.raises(ValueError, match="not pinned"):
@@ -67,5 +67,5 @@ def test_room_is_counted_in_embeddings():
         cache.add("c", 1)
     cache.remove("a")
     assert ("a" in cache, cache.usage) == (False, 0.6)
-    with pytest.raises(ValueError, match="already in the cache"):
+    with pytest.raises(ValueError, match="already in the encoder cache"):
         cache.add("b", 1)

@@ -66,7 +66,9 @@ def test_unknown_calls_run_on_torch_and_the_log_has_the_reason_once(caplog: pyte
 def test_unknown_calls_cannot_be_captured() -> None:
     step = states(Sequences(torch_form, 1, SPAN), known=False)
     conv: ConvCall = replace(conv_call(TOKENS), activation="gelu")
-    with pytest.raises(RuntimeError, match="do not compute the activation 'gelu', so the step cannot be captured"):
+    with pytest.raises(
+        RuntimeError, match="do not compute the activation 'gelu', so the step cannot be captured as a CUDA graph"
+    ):
         step.convolve(conv)
     with pytest.raises(RuntimeError, match="do not know the input 'gate' of recurrent layers, so the step cannot"):
         step.scan(wide(scan_call(TOKENS, corrects=False)))

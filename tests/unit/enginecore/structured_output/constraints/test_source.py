@@ -43,17 +43,20 @@ def schema_refused(schema: Any) -> str:
         ({"type": "array", "contains": {}, "maxContains": 2}, "#/maxContains is not supported"),
         (
             {"type": "array", "contains": {}, "maxItems": 65},
-            "#/contains is only supported in arrays whose length is bounded",
+            "#/contains is only supported in arrays whose maximum length (maxItems) is at most",
         ),
         (
             {"properties": {"a": {"multipleOf": 0, "type": "integer"}}},
             "#/properties/a/multipleOf is 0; it must be above 0",
         ),
         ({"type": "number", "multipleOf": Decimal("1e-10")}, "#/multipleOf has more than 9 decimal places"),
-        ({"type": "object", "unevaluatedProperties": {}}, "#/unevaluatedProperties is only supported as false"),
+        (
+            {"type": "object", "unevaluatedProperties": {}},
+            "#/unevaluatedProperties is only supported with the value false",
+        ),
         (
             {"allOf": [{"type": "array", "unevaluatedItems": 1}]},
-            "#/allOf/0/unevaluatedItems is only supported as false",
+            "#/allOf/0/unevaluatedItems is only supported with the value false",
         ),
         ({"type": "string", "nullable": 1}, "#/nullable is 1; it must be true or false"),
         ({"$defs": {"a": {"foo": 1}}, "$ref": "#/$defs/a"}, "#/$defs/a/foo is not supported"),
