@@ -213,7 +213,7 @@ def test_numbers_beyond_64_bits_do_not_break_the_batch() -> None:
 
 def test_a_request_that_draws_needs_a_seed() -> None:
     batch = make_batch()
-    with pytest.raises(ValueError, match="seed must be set"):
+    with pytest.raises(ValueError, match="seed is unset"):
         batch.update(SchedulerOutput(new_requests=[new("a", [1], [2], params=SamplingParams(temperature=1.0))]))
 
 

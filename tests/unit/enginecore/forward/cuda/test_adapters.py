@@ -432,7 +432,7 @@ def test_updates_of_other_layers_than_the_devices_are_refused(tmp_path: Path) ->
     save_varied_model("deepseek_v3", tmp_path)
     forward, module = fused(tmp_path), reference(tmp_path)._module
     name = "model.layers.0.self_attn.kv_b_proj"
-    with pytest.raises(ValueError, match=f"{name} does not support adapters on this device"):
+    with pytest.raises(ValueError, match=f"{name} does not support LoRA adapters on this device"):
         forward.add_adapter(random_adapter(module, 2, 1, layers=[name]))
     name = "model.layers.0.self_attn.o_proj"
     with pytest.raises(ValueError, match=f"the update of {name} has rank 17; the limit is lora.max_lora_rank, 16"):

@@ -71,7 +71,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"modality": "video", "url": "https://a/b.mp4"}, "url", "this server reads no video files"),
     ({"modality": "video", "url": "data:video/mp4;base64,AA=="}, "url", "this server reads no video files"),
-    ({"modality": "video", "url": "data:video/jpeg;base64,A"}, "url", "frame 0 has 1 characters of base64"),
+    ({"modality": "video", "url": "data:video/jpeg;base64,A"}, "url", "frame 0 has 1 base64 characters"),
     ({"modality": "image", "frames": frames(0)}, "frames", "is set, but modality is 'image'; only a video has frames"),
     ({"modality": "video", "frames": frames()}, "frames.frames", "is empty; at least one frame is required"),
     ({"modality": "video", "frames": frames(0, data=b"")}, "frames.frames[0].data", "is empty"),

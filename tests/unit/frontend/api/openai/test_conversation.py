@@ -171,7 +171,7 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "video_url", "video_url": "data:image/gif;base64,AAAA"}, "video_url", "this server reads no video files"),
     ({"type": "video_url", "video_url": "data:video/jpeg;base64,"}, "video_url", "frame 0 is empty"),
     ({"type": "video_url", "video_url": f"{VIDEO},"}, "video_url", "frame 3 is empty"),
-    ({"type": "video_url", "video_url": f"{VIDEO},a"}, "video_url", "frame 3 has 1 characters of base64"),
+    ({"type": "video_url", "video_url": f"{VIDEO},a"}, "video_url", "frame 3 has 1 base64 characters"),
     (
         {"type": "video_url", "video_url": f"{VIDEO},/9j/\u00e4"},
         "video_url",
