@@ -189,5 +189,5 @@ async def test_a_request_that_fails_again_and_again_without_details_is_given_up(
     error = await failure(frontend.generate())
     assert isinstance(error, Internal)
     assert error.reason == "QUARANTINED"
-    assert error.message.endswith("Last loss: the engine failed on this request")
+    assert error.message.endswith("Last loss: the engine failed while it computed this request")
     assert [request.attempt for request in engine.requests] == [0, 1, 2]

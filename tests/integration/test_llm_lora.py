@@ -94,7 +94,7 @@ def test_folders_without_an_adapter_are_refused_by_name(llm: LLM) -> None:
         ({"": DEMO}, {}, "lora: the name '' is empty"),
         ({"x": ADAPTERS["pirate"]}, {"max_loras": 0}, "max_loras"),
         ({"x": "/none"}, {}, "lora: 'x': directory /none does not exist"),
-        ({"x": DEMO}, {}, "it holds a model; serve it as MODEL"),
+        ({"x": DEMO}, {}, "the directory contains a model; serve the model as MODEL"),
         ({DEMO.name: ADAPTERS["pirate"]}, {}, "lora: 'penstock-tiny' is the model's own name"),
         ("pirate", {}, "lora is 'pirate'; it must be a mapping from names"),
         ({"x": 5}, {}, "lora has 'x': 5; each entry must be a name and a directory"),

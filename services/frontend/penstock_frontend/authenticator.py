@@ -72,12 +72,12 @@ class Tokens:
 
     def _claims(self, token: str) -> Mapping[str, Any]:
         if len(token) > _MAX_TOKEN_BYTES:
-            raise _wrong(f"it has {len(token)} characters; the limit is {_MAX_TOKEN_BYTES}")
+            raise _wrong(f"the token has {len(token)} characters; the limit is {_MAX_TOKEN_BYTES}")
         try:
             header = jwt.get_unverified_header(token)
             algorithm = header.get("alg")
             if not isinstance(algorithm, str) or algorithm not in self._config.algorithms:
-                raise _wrong(f"its algorithm is not one of {', '.join(self._config.algorithms)}")
+                raise _wrong(f"the algorithm of the token is not one of {', '.join(self._config.algorithms)}")
             key = self._keys.current().pick(header.get("kid"), algorithm)
             if key is None:
                 raise _wrong("this server's key set has no key with the key id and the algorithm of the token")
@@ -93,18 +93,18 @@ class Tokens:
         except jwt.ExpiredSignatureError:
             raise Unauthenticated("the token has expired", reason="TOKEN_EXPIRED") from None
         except jwt.ImmatureSignatureError:
-            raise _wrong("it is not valid yet") from None
+            raise _wrong("the token is not valid yet") from None
         except jwt.InvalidAudienceError:
-            raise _wrong("it was issued for another audience than this server") from None
+            raise _wrong("the token was issued for another audience than this server") from None
         except jwt.InvalidIssuerError:
-            raise _wrong("its issuer is not the issuer that this server accepts") from None
+            raise _wrong("the issuer of the token is not the issuer that this server accepts") from None
         except jwt.MissingRequiredClaimError as e:
-            raise _wrong(f"it has no claim {e.claim}") from None
+            raise _wrong(f"the token has no claim {e.claim}") from None
         except jwt.InvalidSignatureError:
-            raise _wrong("its signature is wrong") from None
+            raise _wrong("the signature of the token is wrong") from None
         except (jwt.PyJWTError, ValueError, TypeError):
             # Do not pass on the JSON parser's message, because it may quote the token.
-            raise _wrong("it is malformed") from None
+            raise _wrong("the token is malformed") from None
         return claims
 
 
@@ -161,7 +161,7 @@ def _scopes(claims: Mapping[str, Any]) -> frozenset[str]:
 def _text(claims: Mapping[str, Any], name: str) -> str:
     value = claims.get(name, "")
     if not isinstance(value, str):
-        raise _wrong(f"its claim {name} is not a text")
+        raise _wrong(f"the claim {name} of the token is not a text")
     return value
 
 

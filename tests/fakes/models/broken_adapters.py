@@ -222,7 +222,7 @@ BROKEN = {
     "a type that is unknown": header(lambda held: held[A0].update(dtype="F7"), R.DTYPE, A0, "'F7'", "F32, F16, BF16"),
     # Tensors
     "no tensors of a target": tensors(
-        lambda held: (held.pop(A0), held.pop(B0)), R.MISSING_TENSOR, A0, "it is missing", "[4, 48]"
+        lambda held: (held.pop(A0), held.pop(B0)), R.MISSING_TENSOR, A0, "the tensor is missing", "[4, 48]"
     ),
     "no B": tensors(lambda held: held.pop(B0), R.MISSING_TENSOR, B0, "[48, 4]"),
     "tensors of another layer": tensors(

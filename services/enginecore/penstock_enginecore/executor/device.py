@@ -93,7 +93,7 @@ def _too_old(rank: int) -> str:
 def _why_none() -> str:
     """Return the reason why torch finds no CUDA device, without a final period."""
     if torch.version.cuda is None:
-        return "it was built without CUDA"
+        return "this torch was built without CUDA"
     if os.environ.get(_VISIBLE, "0").strip() in ("", "-1"):
         return f"{_VISIBLE} is {os.environ[_VISIBLE]!r}"
     try:

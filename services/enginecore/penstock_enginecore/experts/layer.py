@@ -235,7 +235,8 @@ class SpreadExperts:
             wanted = placement.held(group.rank, layer.layer)
             if layer.held != wanted:
                 raise ValueError(
-                    f"layer {layer.layer} of rank {group.rank} has the experts {layer.held}, but its placement is {wanted}"
+                    f"layer {layer.layer} of rank {group.rank} has the experts {layer.held}, but the placement "
+                    f"assigns the experts {wanted}"
                 )
         self._set(Membership(group, placement, self._dispatch))
 

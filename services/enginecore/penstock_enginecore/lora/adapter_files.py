@@ -101,9 +101,9 @@ class TensorFile:
         self._opened, self._name = opened, name
         length = int.from_bytes(opened.read(_LENGTH), "little")
         if size < _LENGTH or length > size - _LENGTH:
-            raise self._garbled("its header is incomplete", f"{size} bytes")
+            raise self._garbled("the file's header is incomplete", f"{size} bytes")
         if length > _MAX_HEADER:
-            raise self._garbled("its header is too large", f"{length} bytes", f"at most {_MAX_HEADER}")
+            raise self._garbled("the file's header is too large", f"{length} bytes", f"at most {_MAX_HEADER}")
         self.headers: Mapping[str, TensorHeader] = self._headers(opened.read(length))
         self._data_size = size - _LENGTH - length
         self._check_order()
@@ -119,9 +119,9 @@ class TensorFile:
             count = self._opened.readinto(view[done:])  # type: ignore[attr-defined]
             if not count:
                 raise self._garbled(
-                    "it was truncated while it was read",
+                    "the file was truncated while it was read",
                     f"{done} bytes of tensors",
-                    f"its header describes {self._data_size} bytes",
+                    f"the file's header describes {self._data_size} bytes",
                 )
             done += count
         return {
@@ -137,20 +137,20 @@ class TensorFile:
             found.pop("__metadata__", None)
             entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in found.items()}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-            raise self._garbled("its header cannot be read", str(e)) from e
+            raise self._garbled("the file's header cannot be read", str(e)) from e
         return {name: self._header(name, entry) for name, entry in entries.items()}
 
     def _header(self, name: str, entry: _Entry) -> TensorHeader:
         # Refuse long names and shapes, because they would take much time to process.
         if len(name) > _MAX_NAME or len(entry.shape) > _MAX_AXES:
-            what, limit = "its name or shape is too long", f"at most {_MAX_NAME} characters, {_MAX_AXES} axes"
+            what, limit = "the tensor's name or shape is too long", f"at most {_MAX_NAME} characters, {_MAX_AXES} axes"
             raise LoraError(LoraReason.TENSOR_FILE, what, self._name, name[:_MAX_NAME], limit=limit)
         first, end = entry.data_offsets
         width = _WIDTHS.get(entry.dtype)
         if width is None:
             raise LoraError(
                 LoraReason.DTYPE,
-                "its dtype is unknown",
+                "the tensor's dtype is unknown",
                 self._name,
                 name,
                 repr(entry.dtype),
@@ -159,7 +159,7 @@ class TensorFile:
         if min(entry.shape, default=0) < 0 or not 0 <= first <= end or math.prod(entry.shape) * width != end - first:
             value = f"{entry.dtype} {entry.shape} in bytes {first} to {end}"
             raise LoraError(
-                LoraReason.TENSOR_FILE, "its number of bytes does not match its shape", self._name, name, value
+                LoraReason.TENSOR_FILE, "the tensor's number of bytes does not match its shape", self._name, name, value
             )
         return TensorHeader(entry.dtype, tuple(entry.shape), first, end)
 
@@ -180,14 +180,14 @@ class TensorFile:
                 value = f"bytes {header.first} to {header.end}; expected to start at {expected}"
                 raise LoraError(
                     LoraReason.TENSOR_FILE,
-                    "it does not start at the end of the previous tensor",
+                    "the tensor does not start at the end of the previous tensor",
                     self._name,
                     name,
                     value,
                 )
             expected = header.end
         if expected != self._data_size:
-            raise self._garbled("it has bytes after the last tensor", f"{self._data_size - expected} bytes")
+            raise self._garbled("the file has bytes after the last tensor", f"{self._data_size - expected} bytes")
 
     def _garbled(self, what: str, value: str = "", limit: str = "") -> LoraError:
         return LoraError(LoraReason.TENSOR_FILE, what, self._name, "", value, limit)
@@ -218,10 +218,10 @@ class AdapterFolder:
         except FileNotFoundError as e:
             raise LoraError(LoraReason.NOT_FOUND, checkpoint.no_directory(str(path)), str(path)) from e
         except NotADirectoryError as e:
-            what = "it is not a directory; give the directory that contains adapter_config.json"
+            what = "the path is not a directory; give the directory that contains adapter_config.json"
             raise LoraError(LoraReason.NOT_FOUND, what, str(path)) from e
         except (OSError, ValueError) as e:
-            raise LoraError(LoraReason.UNREADABLE, "it cannot be opened", str(path), value=_why(e)) from e
+            raise LoraError(LoraReason.UNREADABLE, "the directory cannot be opened", str(path), value=_why(e)) from e
         try:
             yield cls(path, descriptor)
         finally:
@@ -239,33 +239,33 @@ class AdapterFolder:
         except FileNotFoundError as e:
             raise self._missing(name) from e
         except OSError as e:
-            raise LoraError(LoraReason.UNREADABLE, "it cannot be opened", name, value=_why(e)) from e
+            raise LoraError(LoraReason.UNREADABLE, "the file cannot be opened", name, value=_why(e)) from e
         with open(descriptor, "rb", buffering=0) as opened:  # noqa: PTH123 - what is open already
             before = os.fstat(descriptor)
             try:
                 if opened.read(len(_POINTER)) == _POINTER:
-                    what = "it is a Git LFS pointer, not the file itself"
+                    what = "the file is only a Git LFS pointer to the real file"
                     raise LoraError(LoraReason.NOT_FOUND, what, name, remedy="run 'git lfs pull' in that directory")
                 opened.seek(0)
                 yield opened, before.st_size
             except OSError as e:
-                raise LoraError(LoraReason.UNREADABLE, "it cannot be read", name, value=_why(e)) from e
+                raise LoraError(LoraReason.UNREADABLE, "the file cannot be read", name, value=_why(e)) from e
             after = os.fstat(descriptor)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise LoraError(LoraReason.UNREADABLE, "it changed while it was read", name)
+                raise LoraError(LoraReason.UNREADABLE, "the file changed while it was read", name)
 
     def _missing(self, name: str) -> LoraError:
         held = set(os.listdir(self._descriptor))  # noqa: PTH208 - of what is open, not of a path
         if name == TENSORS_FILE and (pickles := sorted(held.intersection(_PICKLES))):
-            remedy = "save it with safe_serialization=True"
-            return LoraError(LoraReason.PICKLE, "it is a pickle, which may run code", pickles[0], remedy=remedy)
+            remedy = "save the adapter with safe_serialization=True"
+            return LoraError(LoraReason.PICKLE, "the file is a pickle, which may run code", pickles[0], remedy=remedy)
         if name == CONFIG_FILE and "config.json" in held:
-            what = "it is missing; the directory contains a model, not an adapter"
+            what = "the file is missing; the directory contains a model, not an adapter"
         elif name == CONFIG_FILE and (named := [each for each in sorted(held) if self._is_adapter(each)]):
-            what = "it is missing; adapters that were saved under a name are in these subdirectories"
+            what = "the file is missing; adapters that were saved under a name are in these subdirectories"
             return LoraError(LoraReason.NOT_FOUND, what, name, value=", ".join(str(self._path / n) for n in named[:8]))
         else:
-            what = "it is missing"
+            what = "the file is missing"
         return LoraError(LoraReason.NOT_FOUND, what, name, value=str(self._path))
 
     def _is_adapter(self, name: str) -> bool:

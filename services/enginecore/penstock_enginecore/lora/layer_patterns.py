@@ -157,7 +157,7 @@ class Patterns:
             raise self._slow(key, patterns)
         # Another process has sent this signal, so the expression may be valid.
         if ended.returncode in (-signal.SIGKILL, -signal.SIGTERM):
-            raise self._not_run(key, f"it was ended by {signal.Signals(-ended.returncode).name}")
+            raise self._not_run(key, f"the process was ended by {signal.Signals(-ended.returncode).name}")
         # The process was usually ended by a signal, because the expression has triggered a bug in the ``re`` library.
         if ended.returncode:
             self._left = 0.0

@@ -119,7 +119,7 @@ def _of_another_model(error: LoraError, config: PeftConfig, target: AdapterTarge
     if error.remedy or error.reason not in _OF_ANOTHER_MODEL or not _differs(config, target):
         return error
     base, model = config.base_model[:_LONGEST_NAME], Path(target.model).name
-    remedy = f"it was trained on {base!r}, and this model is {model!r}"
+    remedy = f"the adapter was trained on {base!r}, and this model is {model!r}"
     return LoraError(error.reason, error.what, error.file, error.tensor, error.value, error.limit, remedy)
 
 
@@ -171,14 +171,21 @@ def _check_headers(
     for layer, chosen in layers.items():
         if chosen.rank > limits.max_rank:
             name, limit = tensor_name(layer, "A"), f"at most {limits.max_rank}: lora.max_lora_rank"
-            raise LoraError(LoraReason.RANK, "its rank is too large", CONFIG_FILE, name, str(chosen.rank), limit)
+            raise LoraError(
+                LoraReason.RANK,
+                "the rank of the layer's update is too large",
+                CONFIG_FILE,
+                name,
+                str(chosen.rank),
+                limit,
+            )
         features_out, features_in = target.linears[tensors.naming.in_model(layer)]
         for side, shape in (("A", (chosen.rank, features_in)), ("B", (features_out, chosen.rank))):
             held = tensors.updates.get(layer, {}).get(side)
             if held is None:
                 raise LoraError(
                     LoraReason.MISSING_TENSOR,
-                    "it is missing",
+                    "the tensor is missing",
                     TENSORS_FILE,
                     tensor_name(layer, side),
                     limit=f"must be {list(shape)}",
@@ -191,11 +198,13 @@ def _check_headers(
 def _check_header(name: str, header: TensorHeader, shape: tuple[int, ...]) -> None:
     if header.dtype_name not in DTYPES:
         served = f"supported: {', '.join(DTYPES)}"
-        raise LoraError(LoraReason.DTYPE, "its dtype is not supported", TENSORS_FILE, name, header.dtype_name, served)
+        raise LoraError(
+            LoraReason.DTYPE, "the tensor's dtype is not supported", TENSORS_FILE, name, header.dtype_name, served
+        )
     if header.shape != shape:
         raise LoraError(
             LoraReason.SHAPE,
-            "its shape is wrong",
+            "the tensor's shape is wrong",
             TENSORS_FILE,
             name,
             str(list(header.shape)),
@@ -207,16 +216,18 @@ def _surplus(layer: str, name: str, tensors: PeftTensors, target: AdapterTarget)
     """Return the error for an unexpected tensor ``name``."""
     known = tensors.naming.in_model(layer)
     if known in target.linears:
-        what = f"target_modules in {CONFIG_FILE} does not select its layer"
+        what = f"target_modules in {CONFIG_FILE} does not select the tensor's layer"
         return LoraError(LoraReason.SURPLUS_TENSOR, what, TENSORS_FILE, name)
     if why := target.unserved.get(known):
-        return LoraError(why.reason, f"its layer is {why.what}", TENSORS_FILE, name)
+        return LoraError(why.reason, f"the tensor's layer is {why.what}", TENSORS_FILE, name)
     if tensors.naming.of_media and not known:
-        what = "it belongs to the part of the model that reads media, which does not support adapters"
+        what = "the tensor belongs to the part of the model that reads media, which does not support adapters"
         remedy = "train only the text model, with exclude_modules or an expression for target_modules"
         return LoraError(LoraReason.MODULE, what, TENSORS_FILE, name, remedy=remedy)
     if ".experts." in f".{layer}.":
-        return LoraError(LoraReason.EXPERTS, "it belongs to experts, which do not support adapters", TENSORS_FILE, name)
+        return LoraError(
+            LoraReason.EXPERTS, "the tensor belongs to experts, which do not support adapters", TENSORS_FILE, name
+        )
     return LoraError(LoraReason.SURPLUS_TENSOR, "the model has no such layer", TENSORS_FILE, name)
 
 
@@ -228,7 +239,7 @@ def _check_copies(tensors: PeftTensors, stored: Mapping[str, StoredTensor], targ
         if not target.samples[parameter].agrees(stored[name].float()):
             raise LoraError(
                 LoraReason.BASE_WEIGHT,
-                f"it differs from the base model's {parameter}",
+                f"the tensor differs from the base model's {parameter}",
                 TENSORS_FILE,
                 name,
                 remedy="the adapter was probably trained on another model; if not, save it with save_embedding_layers=False",
@@ -261,4 +272,4 @@ def _check_finite(tensor: torch.Tensor, name: str, scale: float) -> None:
     at = (~(tensor * scale).isfinite()).nonzero()[0].tolist()
     times = "" if scale == 1.0 else f" times {scale:g}"
     value = f"{float(tensor[tuple(at)])}{times} at {at}"
-    raise LoraError(LoraReason.NOT_FINITE, "it has numbers that are not finite", TENSORS_FILE, name, value)
+    raise LoraError(LoraReason.NOT_FINITE, "the tensor has numbers that are not finite", TENSORS_FILE, name, value)

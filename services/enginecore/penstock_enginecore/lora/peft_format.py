@@ -109,16 +109,16 @@ def parse_peft_config(text: bytes, max_rank: int) -> PeftConfig:
     unsupported or a rank is below 1.
     """
     if len(text) > MAX_CONFIG_BYTES:
-        raise _garbled("it is too large", f"{len(text)} bytes", f"at most {MAX_CONFIG_BYTES}")
+        raise _garbled("the file is too large", f"{len(text)} bytes", f"at most {MAX_CONFIG_BYTES}")
     try:
         given = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise _garbled("it cannot be read", str(e)) from e
+        raise _garbled("the file cannot be read", str(e)) from e
     # Deeply nested values must not cause a RecursionError when they are written into an error message.
     if nests_deeper(given, MAX_DEPTH):
-        raise _garbled("it is nested too deeply", "", f"at most {MAX_DEPTH} levels")
+        raise _garbled("the JSON is nested too deeply", "", f"at most {MAX_DEPTH} levels")
     if not isinstance(given, dict):
-        raise _garbled("it is not a JSON object", type(given).__name__)
+        raise _garbled("the file is not a JSON object", type(given).__name__)
     kind = given.get("peft_type")
     if kind != "LORA":
         raise _refused(LoraReason.PEFT_TYPE, "peft_type", kind, "only LORA is supported")
@@ -249,25 +249,33 @@ _OTHERS = (
     (
         re.compile(r".*\.lora_magnitude_vector\b.*"),
         LoraReason.DORA,
-        "it is a magnitude vector of DoRA, which is not supported",
+        "the tensor is a magnitude vector of DoRA, which is not supported",
     ),
     (
         re.compile(r".*\.lora_embedding_[AB]\b.*"),
         LoraReason.EMBEDDING,
-        "it updates an embedding, which is not supported",
+        "the tensor updates an embedding, which is not supported",
     ),
-    (re.compile(r".*\.lora_[AB]\..*bias"), LoraReason.LORA_BIAS, "it is a bias of an update, which is not supported"),
+    (
+        re.compile(r".*\.lora_[AB]\..*bias"),
+        LoraReason.LORA_BIAS,
+        "the tensor is a bias of an update, which is not supported",
+    ),
     (
         re.compile(r".*\.trainable_tokens_.*"),
         LoraReason.TRAINABLE_TOKENS,
-        "it has embeddings of single tokens, which are not supported",
+        "the tensor has embeddings of single tokens, which are not supported",
     ),
     (
         re.compile(r".*\.modules_to_save\..*"),
         LoraReason.MODULES_TO_SAVE,
-        "it belongs to a layer that the adapter replaces, which is not supported",
+        "the tensor belongs to a layer that the adapter replaces, which is not supported",
     ),
-    (re.compile(r".*\.experts\b.*"), LoraReason.EXPERTS, "it belongs to experts, which do not support adapters"),
+    (
+        re.compile(r".*\.experts\b.*"),
+        LoraReason.EXPERTS,
+        "the tensor belongs to experts, which do not support adapters",
+    ),
 )
 """Patterns of tensor names that are refused, each with the reason."""
 
@@ -336,7 +344,9 @@ def sort_tensors(names: Iterable[str], target: AdapterTarget, file: str) -> Peft
             continue
         sides = updates.setdefault(found["layer"], {})
         if found["side"] in sides:
-            raise LoraError(LoraReason.SURPLUS_TENSOR, "it occurs twice", file, name, f"also as {sides[found['side']]}")
+            raise LoraError(
+                LoraReason.SURPLUS_TENSOR, "the tensor occurs twice", file, name, f"also as {sides[found['side']]}"
+            )
         sides[found["side"]] = name
     naming = Naming.of(updates, target)
     return PeftTensors(naming, updates, dict(_copy(name, naming, target, file) for name in others))
@@ -374,11 +384,15 @@ def _copy(name: str, naming: Naming, target: AdapterTarget, file: str) -> tuple[
     if parameter in target.samples:
         return parameter, name
     if found and found["own"] == "bias":
-        raise LoraError(LoraReason.BIAS, "it is a bias of the base model", file, name)
+        raise LoraError(LoraReason.BIAS, "the tensor is a bias of the base model", file, name)
     layer = naming.in_model(found["layer"]) if found else ""
     if layer in target.unserved and target.unserved[layer].reason == LoraReason.EMBEDDING:
         raise LoraError(
-            LoraReason.EMBEDDING, "it is an embedding", file, name, remedy="save with save_embedding_layers=False"
+            LoraReason.EMBEDDING,
+            "the tensor is an embedding",
+            file,
+            name,
+            remedy="save with save_embedding_layers=False",
         )
-    what = "it replaces a layer" if layer in target.linears else "it is not part of a supported update"
+    what = "the tensor replaces a layer" if layer in target.linears else "the tensor is not part of a supported update"
     raise LoraError(LoraReason.SURPLUS_TENSOR, what, file, name)

@@ -109,7 +109,7 @@ class Admission:
         for connection, stranger in list(self._unproven.items()):
             if stranger.until > now:
                 break
-            self._refuse(connection, f"it did not authenticate within {PROOF_WITHIN:g} s")
+            self._refuse(connection, f"the client did not authenticate within {PROOF_WITHIN:g} s")
         if self._paused_until is not None and self._paused_until <= now:
             try:
                 self._selector.register(self._listener, selectors.EVENT_READ, self)

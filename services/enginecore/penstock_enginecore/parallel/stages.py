@@ -64,13 +64,13 @@ def trace_layers(module: PreTrainedModel, mixing: Iterable[str], run: Callable[[
         for value in taken.values():
             if len(taken) > 1 or not isinstance(value, torch.Tensor) or not torch.equal(value[0], entering[0]):
                 needed = ", ".join(sorted(taken))
-                raise _refusal(module, f"its layers need {needed} in addition to hidden states and positions")
+                raise _refusal(module, f"the model's layers need {needed} in addition to hidden states and positions")
         embeddings.append(next(iter(taken), ""))
 
     def behind(layer: torch.nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
         states, *others = output if isinstance(output, tuple) else (output,)
         if not isinstance(states, torch.Tensor) or any(other is not None for other in others):
-            raise _refusal(module, "its layers return more than hidden states")
+            raise _refusal(module, "the model's layers return more than hidden states")
         sizes.append(len(output) if isinstance(output, tuple) else 0)
         leaving.append(states[0].clone())
 
@@ -88,7 +88,7 @@ def trace_layers(module: PreTrainedModel, mixing: Iterable[str], run: Callable[[
         for hook in hooks:
             hook.remove()
     if len(entering) != len(layers) or not all(map(torch.equal, leaving, entering[1:])):
-        raise _refusal(module, "it computes something between its layers")
+        raise _refusal(module, "the model computes something between its layers")
     if len(set(embeddings)) > 1:
         raise _refusal(module, f"only some of its layers need {', '.join(sorted({*embeddings} - {''}))}")
     return LayerTrace(name, logits, entering, leaving, sizes, embeddings[0])
@@ -111,7 +111,7 @@ def _layers_of(module: PreTrainedModel, mixing: Iterable[str]) -> tuple[str, tor
             continue
         if all(each.startswith(f"{name}.") for each in mixing):
             return name, child
-    raise _refusal(module, "its layers are not in a single list")
+    raise _refusal(module, "the model's layers are not in a single list")
 
 
 def _has_tensor(value: Any) -> bool:

@@ -73,7 +73,11 @@ def adapter_folder(path: str, *, of: str) -> str:
         )
     if not (folder / "adapter_config.json").is_file():
         model = (folder / "config.json").is_file()
-        what = "it holds a model; serve it as MODEL" if model else "it is not the directory of a LoRA adapter"
+        what = (
+            "the directory contains a model; serve the model as MODEL"
+            if model
+            else "the directory does not contain a LoRA adapter"
+        )
         raise ConfigError(f"{of}: {path} has no adapter_config.json: {what}")
     return str(folder.resolve())
 

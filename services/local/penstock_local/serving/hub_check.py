@@ -23,7 +23,7 @@ def check_hub(model: str, revision: str = "") -> None:
             return
         if offline := next((name for name in _OFFLINE if os.environ.get(name, "") not in ("", "0")), None):
             raise ConfigError(
-                f"model {model}: it is not in this machine's cache, and {offline} is set; give the directory of a "
+                f"model {model}: the model is not in this machine's cache, and {offline} is set; give the directory of a "
                 "checkpoint, or download it first"
             )
         HfApi().model_info(model, revision=revision or None, timeout=TIMEOUT)
@@ -39,11 +39,11 @@ def check_hub(model: str, revision: str = "") -> None:
         raise ConfigError(f"model {model}: the hub has no revision {revision!r} of this model") from None
     except RepositoryNotFoundError:
         raise ConfigError(
-            f"model {model}: no such directory, and no public model of this name on the hub; set HF_TOKEN if the "
+            f"model {model}: there is no such directory, and the hub has no public model of this name; set HF_TOKEN if the "
             "model is private"
         ) from None
     except Exception as e:  # The hub's HTTP library raises various errors if there is no network.
         raise ConfigError(
-            f"model {model}: no such directory, not in this machine's cache, and the hub cannot be reached "
+            f"model {model}: there is no such directory, the model is not in this machine's cache, and the hub cannot be reached "
             f"({str(e).strip() or type(e).__name__}); give the directory of a checkpoint"
         ) from None

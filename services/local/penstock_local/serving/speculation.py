@@ -40,7 +40,7 @@ def section_of(given: Mapping[str, Any], *, name: str = CONFIG_NAME) -> dict[str
     for key in given:
         if key not in known:
             instead = f": {_INSTEAD[key]}" if key in _INSTEAD else nearest(str(key), known)
-            raise ConfigError(f"{name} has no key {key!r}{instead}; it takes {', '.join(known)}")
+            raise ConfigError(f"{name} has no key {key!r}{instead}; supported keys: {', '.join(known)}")
     section = {key: value for key, value in given.items() if value is not None}
     if not section.get("method"):
         raise ConfigError(f"{name}.method is not set; it must be one of {', '.join(METHODS)}")

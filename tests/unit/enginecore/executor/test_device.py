@@ -61,7 +61,7 @@ def test_a_gpu_that_is_too_old_is_named(
 @pytest.mark.parametrize(
     ("build", "visible", "said", "why"),
     [
-        (None, None, "", "it was built without CUDA"),
+        (None, None, "", "this torch was built without CUDA"),
         ("13.0", "", "", "CUDA_VISIBLE_DEVICES is ''"),
         ("13.0", "-1", "", "CUDA_VISIBLE_DEVICES is '-1'"),
         (

@@ -145,7 +145,7 @@ def test_a_rank_that_has_other_tokens_than_it_told_of_is_named() -> None:
 def test_a_placement_that_is_not_what_a_rank_holds_is_refused() -> None:
     [alone] = spread(1, 8, "allgather")
     [group] = thread_group(1)
-    with pytest.raises(ValueError, match=r"layer 0 of rank 0 has the experts .* but its placement is"):
+    with pytest.raises(ValueError, match=r"layer 0 of rank 0 has the experts .* but the placement assigns the experts"):
         alone.join(group, Placement(EXPERTS, 1, EXPERTS, (tuple(reversed(range(EXPERTS))),)))
 
 

@@ -100,7 +100,7 @@ def test_an_expression_behind_one_that_fits_is_never_looked_at() -> None:
 @pytest.mark.parametrize(
     ("ended", "reason", "words"),
     [
-        (-signal.SIGKILL, LoraReason.UNREADABLE, "did not answer: it was ended by SIGKILL"),
+        (-signal.SIGKILL, LoraReason.UNREADABLE, "did not answer: the process was ended by SIGKILL"),
         (-signal.SIGSEGV, LoraReason.CONFIG, "matching it ended its process .exit code -11"),
     ],
 )

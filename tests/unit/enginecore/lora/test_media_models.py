@@ -111,6 +111,8 @@ def test_an_adapter_that_was_saved_under_a_name_is_pointed_to(tmp_path: Path) ->
     folder.rename(tmp_path / "saved" / "sql")
     (tmp_path / "saved" / "notes").mkdir()
     (tmp_path / "saved" / "README.md").write_text("hello", encoding="utf-8")
-    with pytest.raises(LoraError, match=r"adapter_config.json: it is missing; adapters that were saved .*: /.*/sql$"):
+    with pytest.raises(
+        LoraError, match=r"adapter_config.json: the file is missing; adapters that were saved .*: /.*/sql$"
+    ):
         read_adapter(tmp_path / "saved", target_of(tmp_path / "model"), LIMITS)
     assert json.loads((tmp_path / "saved" / "sql" / CONFIG).read_text())["peft_type"] == "LORA"

@@ -317,6 +317,6 @@ def test_a_refusal_names_the_model_that_it_was_trained_on(tmp_path: Path, base: 
     save_adapter(tiny("llama", intermediate_size=96), tmp_path, target_modules=["up_proj"])
     edit_config(tmp_path, base_model_name_or_path=base)
     target = AdapterTarget.of(tiny("llama"))
-    with pytest.raises(LoraError, match="its shape is wrong") as refused:
+    with pytest.raises(LoraError, match="the tensor's shape is wrong") as refused:
         read_adapter(tmp_path, AdapterTarget("/models/base-v1", target.linears, heads=target.heads), LIMITS)
     assert (f"; it was trained on '{base}', and this model is 'base-v1'" in str(refused.value)) is told

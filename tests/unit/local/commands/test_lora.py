@@ -182,7 +182,7 @@ def test_flags_name_directories_of_adapters(adapter: Path, monkeypatch: pytest.M
             ["x=/none"],
             "--lora x=/none: directory /none does not exist; an adapter is a local directory in PEFT's format",
         ),
-        (["x={}/.."], "/.. has no adapter_config.json: it is not the directory of a LoRA adapter"),
+        (["x={}/.."], "/.. has no adapter_config.json: the directory does not contain a LoRA adapter"),
         (["a\tb={}"], r"the name 'a\\tb' must be printable"),
         (["x={}", "x={}"], "'x' is already given to "),
     ],
@@ -195,7 +195,8 @@ def test_flags_that_name_none_are_refused(adapter: Path, texts: list[str], messa
 def test_a_model_is_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(
-        ConfigError, match=f"{tmp_path} has no adapter_config.json: it holds a model; serve it as MODEL"
+        ConfigError,
+        match=f"{tmp_path} has no adapter_config.json: the directory contains a model; serve the model as MODEL",
     ):
         parse_adapters([f"x={tmp_path}"])
 

@@ -190,7 +190,7 @@ def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
 def test_offline_nothing_is_downloaded(tmp_path: Path) -> None:
     done = command(tmp_path, "pull", "org/name", HF_HUB_OFFLINE="1")
     assert done.returncode == 2
-    assert "it is not in this machine's cache, and HF_HUB_OFFLINE is set" in done.stderr
+    assert "the model is not in this machine's cache, and HF_HUB_OFFLINE is set" in done.stderr
 
 
 def test_a_directory_needs_no_download(tmp_path: Path) -> None:

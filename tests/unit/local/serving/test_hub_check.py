@@ -74,7 +74,7 @@ def test_offline_is_said_by_the_variable_that_makes_it_so(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (404, "RepoNotFound", "no public model of this name on the hub; set HF_TOKEN"),
+        (404, "RepoNotFound", "the hub has no public model of this name; set HF_TOKEN"),
         (403, "GatedRepo", "this model is gated"),
         (404, "RevisionNotFound", "the hub has no revision 'v9' of this model"),
     ],

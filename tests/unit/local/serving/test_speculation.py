@@ -70,7 +70,8 @@ def test_vllms_object_is_taken_as_it_is() -> None:
         ({"speculative_config": '{"method": "ngarm"}'}, r"method is 'ngarm'; known: .*did you mean 'ngram'"),
         (
             {"speculative_config": '{"method": "ngram", "prompt_lokup_max": 4}'},
-            r"--speculative-config has no key 'prompt_lokup_max'.*did you mean 'prompt_lookup_max'.*it takes method, model",
+            r"--speculative-config has no key 'prompt_lokup_max'.*did you mean 'prompt_lookup_max'.*supported "
+            r"keys: method, model",
         ),
         (
             {"speculative_config": '{"method": "suffix", "suffix_decoding_max_cached_requests": 4}'},

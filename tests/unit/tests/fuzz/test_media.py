@@ -88,5 +88,5 @@ async def test_fetches_from_every_hostile_host_end_with_a_clients_error() -> Non
 async def test_hosts_that_send_much_with_little_content_are_given_up_before_the_timeout(path: str) -> None:
     async with Hosts() as hosts:
         fetcher = fetcher_of(hosts, PATIENCE)
-        with pytest.raises(InvalidArgument, match="its host sends more than"):
+        with pytest.raises(InvalidArgument, match="the host sends more than"):
             await fetcher.fetch(f"http://images.test:{hosts.port}/{path}/1", field="url")

@@ -450,7 +450,7 @@ class GroupDriver:
         self._forward = None
         self._leave_experts()
         self.links.close()
-        failure = Unavailable("the rank has left its group", reason="LEFT_GROUP")
+        failure = Unavailable("the rank has left its data-parallel group", reason="LEFT_GROUP")
         self._scheduler.abort_all(RequestError.from_exception(failure), keep_blocks=True)
 
     def _leave_experts(self) -> None:

@@ -78,7 +78,7 @@ class Loads:
         if owner in self._of_owner or owner in self._of_waiting:
             raise ValueError(f"request {owner} already has a load or waits for one")
         if any(place.name in self._bringing for place in places):
-            raise ValueError(f"load {number} has a block that is already being loaded")
+            raise ValueError(f"load {number} has a block that another load is already writing")
         self._loads[number] = Load(number, tuple(places), owner)
         self._of_owner[owner] = number
         for place in places:

@@ -95,8 +95,8 @@ class Offers:
         except ImportError as e:
             if asked_for:
                 raise ConfigError(
-                    f"kv_transfer.transport is 'nixl', but the package nixl cannot be imported ({e}); install it "
-                    "or use 'auto'"
+                    f"kv_transfer.transport is 'nixl', but the package nixl cannot be imported ({e}); install "
+                    "the package, or set kv_transfer.transport to 'auto'"
                 ) from None
         except Exception as e:  # NIXL backends raise various exceptions.
             if asked_for:

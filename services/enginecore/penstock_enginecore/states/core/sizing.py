@@ -51,7 +51,7 @@ def size_states(
     if cache.block_size != SPAN:
         raise ConfigError(
             f"cache.block_size is {cache.block_size}; a model with recurrent layers needs a block size of {SPAN}, "
-            "because it has a state only after every {SPAN} tokens"
+            "the distance between its states in tokens"
         )
     request_bytes = needs.request_bytes(rows)
     least = (1 + _MIN_KEPT) * needs.slot_bytes + request_bytes

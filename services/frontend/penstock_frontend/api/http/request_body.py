@@ -102,7 +102,7 @@ class _Checked:
 
     def finish(self) -> None:
         if not self._empty and not self._codec.ended:
-            raise self._damaged("it ends too early")
+            raise self._damaged("the compressed data ends too early")
 
     def _damaged(self, why: str) -> HttpError:
         return HttpError(400, f"the body cannot be decompressed as {self._name}: {why[:200]}", "invalid_body")

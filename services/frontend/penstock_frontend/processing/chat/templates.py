@@ -390,7 +390,7 @@ def _what_is_wrong(error: Exception) -> str:
     """Return the line and the cause of a template error."""
     if isinstance(error, TemplateSyntaxError):
         return excerpt(f"line {error.lineno}: {error.message}")
-    return "it nests too deeply" if isinstance(error, RecursionError) else _first_line(error)
+    return "the template is nested too deeply" if isinstance(error, RecursionError) else _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -77,7 +77,7 @@ class Answer:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             if not self.is_complete:  # the response is complete, so ignore errors in later bytes
-                raise BadAnswer("its host violates the HTTP protocol") from None
+                raise BadAnswer("the host violates the HTTP protocol") from None
         self._check(num_received)
 
     def _close(self) -> None:
@@ -87,12 +87,12 @@ class Answer:
 
     def _check(self, num_received: int) -> None:
         if self._num_informational > _MOST_INFORMATIONAL:
-            raise BadAnswer(f"its host sends more than {_MOST_INFORMATIONAL} informational answers (1xx)")
+            raise BadAnswer(f"the host sends more than {_MOST_INFORMATIONAL} informational answers (1xx)")
         if self._num_headers > _MOST_HEADERS:
-            raise BadAnswer(f"its host sends more than {_MOST_HEADERS} headers")
+            raise BadAnswer(f"the host sends more than {_MOST_HEADERS} headers")
         if num_received - len(self.body) > _FRAMING + len(self.body) // _FRAMING_SHARE:
             raise BadAnswer(
-                f"its host sends more than {_FRAMING} bytes of headers, chunk sizes and other overhead, and more than "
+                f"the host sends more than {_FRAMING} bytes of headers, chunk sizes and other overhead, and more than "
                 f"1/{_FRAMING_SHARE} of the file's size; the host should send chunks of 1 KiB or more"
             )
 
@@ -292,15 +292,15 @@ class Exchange:
         if answer.status in _REDIRECTS:
             return check(self._joined(target, answer.headers.get("location", "")), field=self._field)
         if answer.status != HTTPStatus.OK:
-            why = f"its host answered with status {answer.status}"
+            why = f"the host answered with status {answer.status}"
             raise sources.fetch_failed(self._field, why, for_now=answer.status in _FOR_NOW)
         if answer.headers.get("content-encoding", "").lower() not in ("", "identity"):
             raise sources.fetch_failed(
-                self._field, "its host sent a Content-Encoding that was not requested", for_now=False
+                self._field, "the host sent a Content-Encoding that was not requested", for_now=False
             )
         if answer.headers.get("transfer-encoding", "chunked").lower() != "chunked":
             raise sources.fetch_failed(
-                self._field, "its host sent a Transfer-Encoding that was not requested", for_now=False
+                self._field, "the host sent a Transfer-Encoding that was not requested", for_now=False
             )
         return await self._body(int(answer.headers.get("content-length", 0)))
 
@@ -315,7 +315,7 @@ class Exchange:
         try:
             return urljoin(target.url, location)
         except ValueError:
-            raise sources.fetch_failed(self._field, "it redirects to an invalid URL", for_now=False) from None
+            raise sources.fetch_failed(self._field, "the host redirects to an invalid URL", for_now=False) from None
 
     async def _body(self, announced: int) -> bytes:
         self._check_size(announced)
@@ -331,7 +331,7 @@ class Exchange:
                 break
             await self._read()
         if not body:
-            raise sources.fetch_failed(self._field, "it is empty", for_now=False)
+            raise sources.fetch_failed(self._field, "the response of the host is empty", for_now=False)
         return bytes(body)
 
     def _check_size(self, size: int) -> None:
@@ -445,7 +445,9 @@ class Fetcher:
                 raise sources.not_allowed(field, "leads from https: to http:")
             target = found
         raise sources.fetch_failed(
-            field, f"it redirects more than media.max_redirects, {self._config.max_redirects} times", for_now=False
+            field,
+            f"the URL redirects more often than media.max_redirects, {self._config.max_redirects} times",
+            for_now=False,
         )
 
     async def _get(self, target: Target, field: str, counted: Counted) -> bytes | Target:
@@ -463,10 +465,10 @@ class Fetcher:
             try:
                 return await self._dial(address, target)
             except ssl.SSLCertVerificationError:
-                raise sources.fetch_failed(field, "its host's certificate is not trusted", for_now=False) from None
+                raise sources.fetch_failed(field, "the certificate of the host is not trusted", for_now=False) from None
             except OSError:
                 continue
-        raise sources.fetch_failed(field, "its host accepts no connections", for_now=True)
+        raise sources.fetch_failed(field, "the host accepts no connections", for_now=True)
 
     async def _dial(self, address: str, target: Target) -> Wire:
         wire = await connect(address, target.port, self._pace)

@@ -678,7 +678,7 @@ async def test_answers_of_next_to_nothing_are_given_up(server: FileServer, first
     server.answers["/a.png"] = first + piece * 20
     error = await refused(fetcher(server), url(server))
     assert (error.reason, error.code) == ("MEDIA_FETCH_FAILED", "INVALID_ARGUMENT")
-    assert "its host sends more than" in error.message
+    assert "the host sends more than" in error.message
     while server.num_open:
         await asyncio.sleep(0.01)
 
@@ -722,7 +722,7 @@ async def test_a_host_that_encrypts_single_bytes_is_given_up(tmp_path: Path) -> 
         server.answers["/a.png"] = single_bytes
         error = await refused(fetcher(server, ca=files.ca), url(server, scheme="https"))
         assert (error.reason, error.code) == ("MEDIA_FETCH_FAILED", "INVALID_ARGUMENT")
-        assert "its host sends more than" in error.message
+        assert "the host sends more than" in error.message
 
 
 async def test_a_fetcher_that_is_closed_begins_no_more(server: FileServer) -> None:

@@ -88,12 +88,13 @@ class Windows(NamedTuple):
         most, least = self.samples * self.max_windows, self.least_samples
         if num_samples < least:
             raise ValueError(
-                f"it has {num_samples / self.sampling_rate:.4f} s of sound ({num_samples} samples at {self.sampling_rate} Hz); "
+                f"the clip has {num_samples / self.sampling_rate:.4f} s of sound ({num_samples} samples at "
+                f"{self.sampling_rate} Hz); "
                 f"the model's minimum for a clip is {least / self.sampling_rate:.4f} s ({least} samples)"
             )
         if num_samples > most:
             raise ValueError(
-                f"it has {num_samples / self.sampling_rate:.1f} s of sound; the model's maximum for a clip is "
+                f"the clip has {num_samples / self.sampling_rate:.1f} s of sound; the model's maximum for a clip is "
                 f"{most / self.sampling_rate:.0f} s"
             )
 

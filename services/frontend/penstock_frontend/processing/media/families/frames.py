@@ -35,7 +35,8 @@ class Sampling(NamedTuple):
         given = len(timestamps)
         if not timestamps or timestamps[-1] > _LONGEST:
             raise ValueError(
-                f"it has {given} frames, and the last timestamp is {timestamps[-1:]} s; a video must have at least one frame, "
+                f"the video has {given} frames, and the last timestamp is {timestamps[-1:]} s; a video must have "
+                "at least one frame, "
                 f"and timestamps must be at most {_LONGEST} s"
             )
         count = base.whole_number(kwargs, "num_frames", most=self.max_frames)

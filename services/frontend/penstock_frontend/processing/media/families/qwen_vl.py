@@ -226,7 +226,7 @@ class VideoGrids(NamedTuple):
     def _check(self, rows: int) -> None:
         if rows > self.max_rows:
             raise ValueError(
-                f"it has {rows} embeddings; this model's limit for a video is {self.max_rows}; send fewer frames, or a "
+                f"the video has {rows} embeddings; this model's limit for a video is {self.max_rows}; send fewer frames, or a "
                 "smaller max_pixels"
             )
 
@@ -240,7 +240,8 @@ class VideoGrids(NamedTuple):
             height, width = int(height * scale), int(width * scale)
         if max(height, width) / min(height, width) > _MOST_ELONGATED:
             raise ValueError(
-                f"its frames have {width} x {height} pixels; one side may be at most {_MOST_ELONGATED} times the other side"
+                f"the video's frames have {width} x {height} pixels; one side may be at most {_MOST_ELONGATED} "
+                "times the other side"
             )
         frames, bars = (
             (max(count, temporal), round(max(count, temporal) / temporal) * temporal) if self.of_all else (1, 1)

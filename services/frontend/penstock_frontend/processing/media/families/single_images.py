@@ -188,6 +188,6 @@ def checked(images: Images, data: Mapping[str, TensorData]) -> ProcessedItem:
     item = images.item(data)
     if item.num_embeds > images.max_rows:
         raise ValueError(
-            f"it has {item.num_embeds} embeddings; this model's limit for an image is {images.max_rows} embeddings"
+            f"the image has {item.num_embeds} embeddings; this model's limit for an image is {images.max_rows} embeddings"
         )
     return item

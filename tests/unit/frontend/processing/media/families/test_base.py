@@ -114,5 +114,5 @@ def test_a_family_takes_its_own_modalities(loaded: Loaded) -> None:
 
 
 def test_an_image_of_a_shape_that_makes_more_rows_than_there_may_be_is_refused(loaded: Loaded) -> None:
-    with pytest.raises(ValueError, match="it has 33 embeddings; this model's limit for an image is 16"):
+    with pytest.raises(ValueError, match="the image has 33 embeddings; this model's limit for an image is 16"):
         loaded["qwen2_vl"][1].image(make_image(640, 9), {})
