@@ -113,7 +113,8 @@ def _vectors_digest(embeds: PromptEmbeds, start: int, end: int) -> bytes:
     """
     digest: bytes | None = embeds.memo.get((start, end))
     if digest is None:
-        # Blocks are hashed in order, so the hash of the previous block has recorded the first row of this block.
+        # Blocks are hashed in order. When the previous block was hashed, ``memo`` got the number of this block's first
+        # row.
         first: int | None = embeds.memo.get(("first row", start))
         if first is None:
             first = embeds.num_vectors(0, start)

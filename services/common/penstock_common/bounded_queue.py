@@ -6,8 +6,8 @@ import math
 
 
 def reserve_of(limit: int) -> int:
-    """Return the number of requests beyond ``limit`` that may enter for tenants below their fair share: a tenth of
-    ``limit``, at least 1.
+    """Return the size of the reserve: the number of requests above ``limit`` that a full queue accepts from tenants
+    below their fair share. The reserve is a tenth of ``limit``, at least 1.
     """
     return max(limit // 10, 1)
 
@@ -74,7 +74,7 @@ class TenantRoom:
         return limit + (reserve_of(limit) if limit and self.named else 0)
 
     def enter(self, tenant: str, weight: float, size: int = 0) -> None:
-        """Count one more request of a tenant. From now on, ``weight`` is the tenant's weight."""
+        """Record that one more request of a tenant is in the queue. From now on, ``weight`` is the tenant's weight."""
         use = self._tenants.get(tenant)
         if use is None:
             use = self._tenants[tenant] = _Use()
@@ -86,7 +86,9 @@ class TenantRoom:
         self.size += size
 
     def leave(self, tenant: str, size: int = 0) -> None:
-        """Count one request of a tenant less. ``size`` must equal the ``size`` in the request's call of ``enter``."""
+        """Record that one request of a tenant has left the queue. ``size`` must be the size that ``enter`` got for this
+        request.
+        """
         use = self._tenants[tenant]
         use.count -= 1
         use.size -= size
@@ -161,8 +163,8 @@ class DrainRate:
         self._units += units
 
     def time_for(self, now: float, requests: float, units: float) -> float | None:
-        """Return the estimated seconds until so many requests and units have left the queue, or None if no work has
-        left yet.
+        """Return the estimated seconds until ``requests`` requests and ``units`` units have left the queue, or None if
+        no work has left yet.
 
         While no work leaves the queue, the estimated speed decreases every second.
         """

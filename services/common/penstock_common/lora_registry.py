@@ -195,7 +195,7 @@ class LoraRegistry:
         return changed
 
     def is_news(self, registration: LoraRegistration, place: int) -> bool:
-        """Return whether a registration is the winning one of its name and its change number is above ``place``."""
+        """Return whether a registration is the winning one of its name, and has a change number above ``place``."""
         name = registration.name
         return self._registrations.get(name) == registration and self._places[name] > place
 

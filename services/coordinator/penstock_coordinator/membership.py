@@ -233,7 +233,7 @@ class Statuses:
         self._known: dict[str, tuple[EngineRegistration, SchedulerStats, bool, EngineStatus]] = {}
 
     def of(self, members: Sequence[Member]) -> tuple[EngineStatus, ...]:
-        """Return the entries of ``members``. The caller must pass all members."""
+        """Return the view entries of ``members``. The caller must pass all members of the cluster."""
         known = self._known
         self._known = {}
         for member in members:

@@ -303,7 +303,9 @@ class Views:
                 channel.offer(whole, now)
 
     def waits(self, now: float) -> float | None:
-        """Return the seconds until a view with a pending change of members is due, or None without one."""
+        """Return the seconds until a view with a pending change of members is due. Return None if no change of members
+        is pending.
+        """
         waiting = [
             seconds for channel in self._channels.values() if (seconds := channel.limiter.waits(now)) is not None
         ]

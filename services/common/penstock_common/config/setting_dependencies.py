@@ -46,9 +46,9 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ABOVE_ONE = (1,)
-"""``off`` values of settings whose value is a number of parts, such as ranks. One part means that nothing is split."""
+"""Values for ``When.off`` if a setting is a number of parts, such as ranks. One part means that nothing is split."""
 A_PORT = (-1,)
-"""``off`` values of settings whose value is a port."""
+"""Values for ``When.off`` if a setting is a port number."""
 
 
 class Need(msgspec.Struct, frozen=True):

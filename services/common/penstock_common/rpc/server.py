@@ -353,8 +353,7 @@ class RpcServer:
         end_output(self.port)
 
     async def stop(self, grace: float) -> None:
-        """Accept no new calls, wait up to ``grace`` seconds for running calls, and cancel those that still run.
-
+        """Accept no new calls, wait up to ``grace`` seconds for running calls, and cancel the calls that still run.
         Returns when all handlers have ended.
         """
         await self.health.enter_graceful_shutdown()

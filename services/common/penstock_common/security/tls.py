@@ -118,8 +118,8 @@ class Certificates(Collector):
                 get_logger().error("certificate has expired", field=field, ended=_utc(ends[field]))
 
     def handshake(self, field: str, ends: Mapping[str, float]) -> None:
-        """Record that a client starts a handshake with a listener. If the listener's certificate has expired, log this
-        at most once a minute.
+        """Record that a client starts a handshake with a listener. If the listener's certificate has expired, log an
+        error, at most once a minute.
         """
         end, now = ends.get("certificate"), time.time()
         if end is None or now < end:
@@ -205,7 +205,7 @@ def watched_material(
     Args:
         config: TLS config with the paths.
         field: Name of the TLS section in the configuration (``server.tls``).
-        certificates: Tracks the expiry, or None.
+        certificates: Object that tracks the expiry times of the certificates, or None.
     """
     paths = (config.certificate, config.key, config.ca)
     watched = WatchedFiles(paths, lambda: read_material(config, field=field), what=f"certificates of {field}")

@@ -13,7 +13,7 @@ Buffer = bytes | bytearray
 """The elements of a tensor, as bytes."""
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-"""Message size limit, in bytes, of an end that does not announce a limit."""
+"""Maximum message size in bytes for a frontend or engine that announces no limit."""
 MAX_TENSOR_BYTES = 256 * 1024 * 1024
 """Maximum number of bytes of chunked tensors that an end buffers for one session."""
 MAX_UNANNOUNCED_BYTES = 64 * 1024 * 1024

@@ -67,7 +67,7 @@ class Place(msgspec.Struct, frozen=True, order=True, cache_hash=True, gc=False):
     """Progress of a rank: epoch, wave, step and pauses. The progress of a rank never decreases."""
 
     epoch: int = 0
-    """Number of the epoch: one membership of the group."""
+    """Number of the epoch. In an epoch, the members of the group do not change."""
     wave: int = 0
     """Number of times that the group has changed from running to idle."""
     step: int = 0
