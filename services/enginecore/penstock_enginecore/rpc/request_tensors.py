@@ -23,7 +23,7 @@ _IDENTIFIER = re.compile(r"[0-9a-f]{64}")
 
 
 class FeatureReader:
-    """Reads the media of one session's requests, and caches those items that the frontend asks the engine to cache.
+    """Reads the media of one session's requests, and caches the items that the frontend asks the engine to cache.
 
     After each request, the request's shared-memory segments and chunks are freed, even if the request failed.
     """

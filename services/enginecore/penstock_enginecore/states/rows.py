@@ -100,7 +100,7 @@ class RowStates:
         return _convolved(inputs, taps.windows, call)
 
     def _report(self, writers: list[int], finite: torch.Tensor) -> None:
-        """Report those requests in ``writers`` whose states are not finite. ``finite`` is bool ``[len(writers)]``."""
+        """Report the requests in ``writers`` whose states are not finite. ``finite`` is bool ``[len(writers)]``."""
         if self._flags is not None:
             for place, index in enumerate(writers):
                 self._flags[index].logical_or_(~finite[place])

@@ -233,7 +233,7 @@ class XgrammarBackend:
         self._follower.flush()
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait for the masks of those grammars whose ``prompt`` is true, but no longer than a step may be delayed."""
+        """Wait for the masks of the grammars whose ``prompt`` is true, but no longer than a step may be delayed."""
         self._follower.wait(grammars)
 
     def compile(self, constraint: StructuredOutput) -> Future[CompiledConstraint]:

@@ -110,7 +110,7 @@ _HINTS: tuple[tuple[str, object, str], ...] = (
 
 
 def _hints(protocol: str, structs: tuple[str, ...]) -> tuple[IgnoredField, ...]:
-    """Return those fields of other servers and of clients that clients may send to every route that generates text."""
+    """Return the fields of other servers and of clients that clients may send to every route that generates text."""
     return tuple(IgnoredField(protocol, "", name, example, why, structs) for name, example, why in _HINTS)
 
 
@@ -261,5 +261,5 @@ IGNORED: tuple[IgnoredField, ...] = (
 
 @cache
 def ignored_in(struct: str) -> frozenset[str]:
-    """Return the names of those fields without effect that an object of a struct may have."""
+    """Return the names of the fields without effect that an object of a struct may have."""
     return frozenset(field.name for field in IGNORED if struct in field.structs)

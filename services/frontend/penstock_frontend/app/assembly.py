@@ -183,7 +183,7 @@ def assemble(
 
 
 class _Files(NamedTuple):
-    """Content of those files of a model that a frontend needs."""
+    """Content of the files of a model that a frontend needs."""
 
     tokenizer: Tokenizer
     generation_config: dict[str, Any]
@@ -210,7 +210,7 @@ def check_parsers(*, tool: str, reasoning: str) -> None:
 
 
 def _read(model: ModelConfig, tokenizer_path: str, *, num_threads: int, with_media: bool) -> _Files:
-    """Read those files of the model that a frontend needs. If ``tokenizer_path`` is set, read the tokenizer and the
+    """Read the files of the model that a frontend needs. If ``tokenizer_path`` is set, read the tokenizer and the
     chat template from this path instead.
 
     Raises ConfigError if a file cannot be used.

@@ -203,7 +203,7 @@ class AdapterCalls:
             return _info(self.adapters.pin(named, pinned=pinned), held)
 
     def engines_changed(self) -> None:
-        """Load the pinned LoRA adapters on those engines that have joined since the last call of this method."""
+        """Load the pinned LoRA adapters on the engines that have joined since the last call of this method."""
         serving = frozenset(self._engines.view.serving(LORA)) if self.adapters.serves else frozenset()
         come, self._serving = serving - self._serving, serving
         for named in self.adapters.all() if come else ():

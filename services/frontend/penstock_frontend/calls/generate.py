@@ -247,7 +247,7 @@ class AsyncLLM:
         return PoolingTask.SCORE.name.lower() in self.engines.view.capabilities
 
     def abort_ids(self, request_ids: Iterable[str], tenant: str) -> None:
-        """Abort those abortable requests of a tenant that have one of these ids, which the clients chose. Ignore
+        """Abort the abortable requests of a tenant that have one of these ids, which the clients chose. Ignore
         unknown ids.
 
         The client of an aborted request gets the output so far, with the finish reason ABORT. If the request has not

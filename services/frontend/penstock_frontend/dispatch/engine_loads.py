@@ -234,7 +234,7 @@ class EngineLoads:
 
 
 def _reported(status: EngineStatus) -> tuple[object, ...]:
-    """Return those fields of an engine's status that change when the engine reports its load."""
+    """Return the fields of an engine's status that change when the engine reports its load."""
     return (
         status.incarnation,
         status.num_waiting_reqs,

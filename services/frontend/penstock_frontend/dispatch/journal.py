@@ -122,7 +122,7 @@ class JournalEntry:
         self.losses = 0
         """Number of engines in a row that were lost before they produced output for the sequence."""
         self.losses_alone = 0
-        """Number of those losses in ``losses`` at which the engine had no requests of other calls."""
+        """Number of the losses in ``losses`` at which the engine had no requests of other calls."""
         self.doubts: dict[str, bool] = {}
         """Disconnected engines that may still be alive. The value is True if the engine had no requests of other calls."""
         self.last_loss = ""

@@ -42,7 +42,7 @@ class BlockPlaces:
             self._media[block_hash] = before | 1 << medium
 
     def removed(self, medium: KvMedium, block_hashes: Iterable[bytes]) -> list[bytes]:
-        """Record that blocks were removed from a medium. Return those blocks that are now in no medium of the engine."""
+        """Record that blocks were removed from a medium. Return the blocks that are now in no medium of the engine."""
         nowhere = []
         for block_hash in block_hashes:
             before = self._media.get(block_hash)
@@ -413,7 +413,7 @@ def _last_state(states: Set[bytes], block_hashes: Sequence[bytes]) -> int:
 def with_media(cached: Mapping[str, int], held: Mapping[str, Sequence[MultiModalFeature]]) -> dict[str, int]:
     """Return, by engine, the number of cached tokens, to which the tokens of cached media items are added.
 
-    ``held`` has, by engine, those media items of the request that the engine has cached.
+    ``held`` has, by engine, the media items of the request that the engine has cached.
     """
     counts = dict(cached)
     for engine, features in held.items():

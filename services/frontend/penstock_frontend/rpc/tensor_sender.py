@@ -83,7 +83,7 @@ class MediaMirror:
         return frozenset(self._kept)
 
     def missing(self, features: Iterable[MultiModalFeature]) -> list[MultiModalFeature]:
-        """Return those media items whose data must be sent, one for each identifier."""
+        """Return the media items whose data must be sent, one for each identifier."""
         return first_of_each(feature for feature in features if feature.identifier not in self._kept)
 
     def send(self, features: Sequence[MultiModalFeature], *, plain: bool = False) -> list[Sent]:
@@ -238,7 +238,7 @@ class TensorSender:
         return [] if self._may_share(request, large, is_under_way) else large
 
     def places(self, request: EngineCoreRequest, refs: Sequence[TensorRef], again: int) -> dict[int, Place]:
-        """Return references to those tensors of a request that are not in its message, by the tensors' Python identity.
+        """Return references to the tensors of a request that are not in its message, by the tensors' Python identity.
 
         The message of this request must be sent next.
 
@@ -299,7 +299,7 @@ class TensorSender:
         return self.mirror.missing(request.mm_features)
 
     def _large(self, request: EngineCoreRequest, again: int) -> list[Buffer]:
-        """Return those tensors of a request that are not sent inside its message.
+        """Return the tensors of a request that are not sent inside its message.
 
         Each tensor occurs once, and embeddings come before media.
 

@@ -345,7 +345,7 @@ class EncoderWork(StepResource):
     # Changes of requests and items.
 
     def passed(self, request: Request) -> None:
-        """Unpin those items of a running request whose tokens have all been processed."""
+        """Unpin the items of a running request whose tokens have all been processed."""
         pins = self._pins.get(request.key)
         while pins:
             feature = request.mm_features[pins[0]]

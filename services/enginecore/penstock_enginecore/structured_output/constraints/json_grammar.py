@@ -359,7 +359,7 @@ _SYMBOL = re.compile(
 
 
 def unproductive(rules: Rules, names: Iterable[str]) -> list[str]:
-    """Return the names of those rules in ``names`` that generate no text. The function works only for grammars that
+    """Return the names of the rules in ``names`` that generate no text. The function works only for grammars that
     this package wrote.
     """
     read = {name: _read(body) for name, body in rules.bodies.items()}

@@ -129,7 +129,7 @@ class GrammarBackend(Protocol):
         """
 
     def wait(self, grammars: Iterable[Grammar]) -> None:
-        """Wait for the next masks of those grammars whose ``prompt`` is true, and for the masks after their draft
+        """Wait for the next masks of the grammars whose ``prompt`` is true, and for the masks after their draft
         tokens. The wait is never longer than a step may be delayed.
         """
 

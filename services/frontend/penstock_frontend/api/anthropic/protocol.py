@@ -407,7 +407,7 @@ class MessagesBody(ConversationBody, kw_only=True):
 
 
 def check(body: ConversationBody) -> None:
-    """Check those fields of a body that the conversion to domain types does not check. Raises InvalidArgument and
+    """Check the fields of a body that the conversion to domain types does not check. Raises InvalidArgument and
     Unimplemented.
     """
     refuse_fields(

@@ -1,4 +1,4 @@
-"""Conversion of those parts of messages that several calls of ``penstock.inference.v1`` share: context, media,
+"""Conversion of the parts of messages that several calls of ``penstock.inference.v1`` share: context, media,
 predictions and usage.
 """
 

@@ -62,7 +62,7 @@ async def ask_all(engines: EngineClient, method: str, *arguments: object) -> dic
 
 
 def media_limits(llm: AsyncLLM, limits: LimitsConfig) -> list[MediaLimits]:
-    """Return those limits on media of each modality that the model, the frontend and all engines accept.
+    """Return the limits on media of each modality that the model, the frontend and all engines accept.
 
     If their limits differ, the result has the lowest limit. The list is empty while no engine is connected.
     """

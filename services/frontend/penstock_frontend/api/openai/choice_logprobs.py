@@ -118,7 +118,7 @@ class TextOffsets:
         return offsets
 
     def _settle(self, count: int, text: str) -> list[int]:
-        """Return those offsets of the first ``count`` pending tokens that were not returned yet. ``text`` is the text
+        """Return the offsets of the first ``count`` pending tokens that were not returned yet. ``text`` is the text
         of these tokens.
         """
         settled, self._pending = self._pending[:count], self._pending[count:]

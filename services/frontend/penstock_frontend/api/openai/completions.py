@@ -326,7 +326,7 @@ class _Making:
         return each.prompt * (self._body.n or 1) + each.output.index
 
     def _chosen(self, outputs: Sequence[RequestOutput]) -> list[RequestOutput]:
-        """Return those sequences of a prompt that become choices, in the order of the choices."""
+        """Return the sequences of a prompt that become choices, in the order of the choices."""
         if self._body.num_sequences > (self._body.n or 1):
             return ranked(sorted(outputs, key=lambda output: output.index))
         return sorted(outputs, key=lambda output: output.index)

@@ -25,7 +25,7 @@ _STATUS = {
     "DEADLINE_EXCEEDED": 504,
 }
 _REASON_STATUS = {"MEDIA_TOO_LARGE": 413}
-"""HTTP statuses of those error reasons that do not have the usual status of their gRPC code."""
+"""HTTP statuses of the error reasons that do not have the usual status of their gRPC code."""
 _TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",

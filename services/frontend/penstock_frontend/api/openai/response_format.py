@@ -115,7 +115,7 @@ def _read(given: ResponseFormat, head: str) -> Constraint | None:
 
 
 def _values(given: ResponseFormat, head: str) -> dict[str, str]:
-    """Return those values of the format that are set, by their paths in the body."""
+    """Return the values of the format that are set, by their paths in the body."""
     found = {
         f"{head}.schema": text_of(given.schema, f"{head}.schema"),
         f"{head}.value": text_of(given.value, f"{head}.value"),

@@ -415,7 +415,7 @@ _PLAIN = tuple(
 
 
 def check(body: SamplingFields) -> None:
-    """Check those common fields that the conversion to domain types does not check. Copy values of alternative names to
+    """Check the common fields that the conversion to domain types does not check. Copy values of alternative names to
     Penstock's names.
 
     Raises InvalidArgument and Unimplemented.
@@ -454,7 +454,7 @@ def kv_answer(finishes: Iterable[Finish | None]) -> dict[str, Any]:
 
 
 def values(body: SamplingFields, own: Constraint | None = None) -> dict[str, Any]:
-    """Return those sampling parameters of the body that are set, by the names of ``SamplingParams``. Raises
+    """Return the sampling parameters of the body that are set, by the names of ``SamplingParams``. Raises
     InvalidArgument.
 
     ``own`` is the output constraint in the form of the body's own protocol.

@@ -29,7 +29,7 @@ example, blocks in a tool result in a block.
 _OPEN = frozenset({"DocumentBody"})
 """Structs of objects that contain a client's own data. ``ignored_fields.py`` lists all other fields of these objects."""
 _RAW = {"response_format": ResponseFormat}
-"""Structs of those fields that the struct of the body keeps as JSON text."""
+"""Structs of the fields that the struct of the body keeps as JSON text."""
 _TYPES = {
     "ToolBody": frozenset({b"", b"function", b"custom"}),
     "FunctionTool": frozenset({b"function", b"custom", b"namespace"}),

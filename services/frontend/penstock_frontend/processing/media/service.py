@@ -67,7 +67,7 @@ class MediaStore:
         self._alive: dict[str, _Alive] = {}
         self._flights: dict[str, _Flight] = {}
         self.num_bytes = 0
-        """Size of all cached items in bytes, including those items that requests use."""
+        """Size of all cached items in bytes, including the items that requests use."""
 
     def __len__(self) -> int:
         return len(self._kept)

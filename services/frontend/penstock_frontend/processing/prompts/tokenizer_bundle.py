@@ -24,7 +24,7 @@ _ADVERTISED = (*SAMPLING_DEFAULTS, "repetition_penalty")
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """Metadata of a model, from the model's files.
 
-    ``folder`` is the directory of the files. ``sampling_defaults`` are those default sampling parameters of the model
+    ``folder`` is the directory of the files. ``sampling_defaults`` are the default sampling parameters of the model
     that differ from Penstock's defaults. ``pad_token_id`` and ``bos_token_id`` are 0 if the model has no such token.
     """
 

@@ -84,7 +84,7 @@ def _side(name: str, value: bool | str | None) -> Truncation | None:
 
 
 def _agreed(body: TruncationFields, given: Mapping[str, Any]) -> Any:
-    """Return the value of those fields that are set, or None if none is set. Raises InvalidArgument if their values
+    """Return the value of the fields that are set, or None if none is set. Raises InvalidArgument if their values
     differ.
     """
     values = {name: value for name, value in given.items() if value is not None}

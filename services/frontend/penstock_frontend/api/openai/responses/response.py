@@ -175,7 +175,7 @@ class ResponseBody(SamplingFields, kw_only=True):
 
 
 def check(body: ResponseBody) -> None:
-    """Check those fields of the body that the conversion to domain types does not check. Raises InvalidArgument and
+    """Check the fields of the body that the conversion to domain types does not check. Raises InvalidArgument and
     Unimplemented.
     """
     refuse_fields(body, "prompt_logprobs", "truncate_prompt_tokens", "return_token_ids", "add_special_tokens")
