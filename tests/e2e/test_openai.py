@@ -164,7 +164,7 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_by_its_place(demo: Op
 
 
 async def test_embeddings_of_a_model_that_generates_are_refused_by_name(demo: OpenAIServer) -> None:
-    with pytest.raises(openai.BadRequestError, match="the model does not serve embed; it serves generate"):
+    with pytest.raises(openai.BadRequestError, match="the model does not support embed; it supports generate"):
         await demo.client.embeddings.create(model="model", input="x")
 
 

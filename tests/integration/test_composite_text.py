@@ -74,5 +74,5 @@ def test_an_llm_without_media_takes_only_text_and_says_why(tmp_path: Path) -> No
             InvalidArgument, match="accepts only text: the media encoders of glm4v models are not supported"
         ):
             llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}], progress=False)
-    with pytest.raises(ConfigError, match=r"media of glm4v are not served; .* media=False \(LLM\)"):
+    with pytest.raises(ConfigError, match=r"media of glm4v are not supported; .* media=False \(LLM\)"):
         LLM(str(tmp_path), kv_cache_memory="16MiB", num_threads=1)

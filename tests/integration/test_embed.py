@@ -170,14 +170,14 @@ async def test_generating_with_an_embedding_model_is_refused(embedding: Frontend
     error = await failure(embedding.generate())
     assert isinstance(error, InvalidArgument)
     assert (error.field, error.reason) == ("model", "WRONG_MODEL_KIND")
-    assert error.message == "the model does not generate; it serves embed, token_embed"
+    assert error.message == "the model does not generate; it supports embed, token_embed"
 
 
 async def test_classifying_with_an_embedding_model_is_refused(embedding: FrontendServer) -> None:
     error = await failure(embedding.stub.Classify(pb.ClassifyRequest(inputs=texts("x"))))
     assert isinstance(error, InvalidArgument)
     assert (error.field, error.reason) == ("model", "WRONG_MODEL_KIND")
-    assert error.message == "the model does not serve classify; it serves embed, token_embed"
+    assert error.message == "the model does not support classify; it supports embed, token_embed"
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ async def test_a_request_that_engines_die_of_is_quarantined_and_its_neighbours_f
         # requests.
         expected = (
             f"{died} engines in a row failed",
-            "2 engines in a row failed while this was their only request",
+            "2 engines in a row failed while this request was the only request on the engine",
         )
         assert error.message.startswith(expected)
         while not all(task.done() for task in neighbours):

@@ -114,7 +114,7 @@ async def test_the_prompts_length_and_the_limit_are_in_the_message(frontend: Fro
 async def test_calls_about_adapters_are_refused_where_none_are_served(frontend: FrontendServer, method: str) -> None:
     error = await failure(getattr(frontend.admin, method)(getattr(admin_pb, f"{method}Request")()))
     assert isinstance(error, Unimplemented)
-    assert error.message == "LoRA adapters are not served: lora.enabled is false; set lora.enabled to true"
+    assert error.message == "LoRA adapters are not supported: lora.enabled is false; set lora.enabled to true"
 
 
 @pytest.mark.parametrize("tenants", [("", ""), ("a", "b")])

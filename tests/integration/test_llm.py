@@ -397,7 +397,7 @@ def test_calls_from_several_threads_share_the_engine(llm: LLM) -> None:
 
 
 def test_a_model_that_generates_does_not_embed(llm: LLM) -> None:
-    with pytest.raises(InvalidArgument, match=r"^texts\[0\]: the model does not serve embed; it serves generate"):
+    with pytest.raises(InvalidArgument, match=r"^texts\[0\]: the model does not support embed; it supports generate"):
         llm.embed("hi")
 
 

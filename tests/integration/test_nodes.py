@@ -124,7 +124,7 @@ def test_the_end_of_a_node_ends_all_workers(tmp_path: Path) -> None:
         workers = node.workers()
         step = sampled(executor, 1)
         node.kill()
-        with pytest.raises(WorkersGone, match="node 1: the connection to it broke"):
+        with pytest.raises(WorkersGone, match="node 1: the connection to this node broke"):
             step.result(PATIENCE)
         until_gone([*workers, *executor.pids])
 
@@ -133,7 +133,7 @@ def test_the_end_of_a_node_ends_all_workers(tmp_path: Path) -> None:
 def test_a_node_that_is_stopped_is_given_up(tmp_path: Path) -> None:
     with nodes_of(tmp_path) as (executor, node):
         os.kill(node.popen.pid, signal.SIGSTOP)
-        with pytest.raises(WorkersGone, match="node 1: the connection to it broke"):
+        with pytest.raises(WorkersGone, match="node 1: the connection to this node broke"):
             executor.collective_rpc("anything", [])
 
 

@@ -282,7 +282,7 @@ async def test_the_engine_logs_why_a_request_was_aborted(model: Path, caplog: py
         step_may_end.set()
         await asyncio.to_thread(engine.stop)
     [line] = lines()
-    assert line["reason"] == "the client is gone"
+    assert line["reason"] == "the client has disconnected"
     assert line["engine_request"].startswith("r1-")
 
 

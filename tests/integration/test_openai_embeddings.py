@@ -114,7 +114,7 @@ async def test_a_wrong_input_is_named(api: OpenAIServer, body: Any, param: str, 
 
 
 async def test_a_model_that_embeds_does_not_complete(api: OpenAIServer) -> None:
-    with pytest.raises(openai.BadRequestError, match="the model does not generate; it serves embed"):
+    with pytest.raises(openai.BadRequestError, match="the model does not generate; it supports embed"):
         await api.client.completions.create(model="model", prompt="x")
 
 

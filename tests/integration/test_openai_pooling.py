@@ -144,11 +144,11 @@ async def test_pooling_gives_rows_per_token_unless_asked_for_something_else(mode
         ("/rerank", {"query": "a", "documents": ["b"], "return_embeddings": True}, "return_embeddings", None),
         ("/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 9}, "max_tokens_per_doc", None),
         ("/score", {"queries": "a", "documents": "b", "instruction": "Be kind."}, "instruction", None),
-        ("/classify", {"input": "a", "softmax": False}, "softmax", "softmax is not served; use use_activation"),
+        ("/classify", {"input": "a", "softmax": False}, "softmax", "softmax is not supported; use use_activation"),
         ("/classify", {"input": "a", "truncation_side": "up"}, "truncation_side", None),
-        ("/classify", {"input": "a"}, "model", "the model does not serve classify; it serves embed"),
+        ("/classify", {"input": "a"}, "model", "the model does not support classify; it supports embed"),
         ("/classify", {"messages": []}, "input", "input is not set"),
-        ("/classify", {"input": "a", "messages": [{}]}, "messages", "messages is not served; use input"),
+        ("/classify", {"input": "a", "messages": [{}]}, "messages", "messages is not supported; use input"),
         (
             "/classify",
             {"input": "a", "truncate_prompt_tokens": 1},
@@ -161,7 +161,7 @@ async def test_pooling_gives_rows_per_token_unless_asked_for_something_else(mode
         ("/pooling", {"input": "a", "task": "plugin"}, "task", None),
         ("/pooling", {"input": "a", "task": "classify", "dimensions": 2}, "dimensions", None),
         ("/pooling", {"input": "a", "encoding_format": "bytes"}, "encoding_format", None),
-        ("/pooling", {"input": "a", "data": {"a": 1}}, "data", "data is not served; use input"),
+        ("/pooling", {"input": "a", "data": {"a": 1}}, "data", "data is not supported; use input"),
     ],
     ids=str,
 )

@@ -109,13 +109,13 @@ REFUSALS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "normalize is true and use_activation is false; they are two names of the same setting, so set only one of them",
     ),
     # the error names replacement fields that exist on this route
-    ("/rerank", {"messages": [HI]}, "messages", "messages is not served; use query and documents"),
-    ("/v1/score", {"messages": [HI]}, "messages", "messages is not served; use queries and documents"),
-    (CHAT, {"lora_request": {"lora_name": "a"}}, "lora_request", "lora_request is not served; use lora"),
-    (CHAT, {"logits_processors": ["a"]}, "logits_processors", "logits_processors is not served; leave it out"),
+    ("/rerank", {"messages": [HI]}, "messages", "messages is not supported; use query and documents"),
+    ("/v1/score", {"messages": [HI]}, "messages", "messages is not supported; use queries and documents"),
+    (CHAT, {"lora_request": {"lora_name": "a"}}, "lora_request", "lora_request is not supported; use lora"),
+    (CHAT, {"logits_processors": ["a"]}, "logits_processors", "logits_processors is not supported; leave it out"),
     # the error names the requested task, not the fallback
-    ("/rerank", {}, "model", "the model does not score: it serves neither score nor embed; it serves generate"),
-    ("/pooling", {}, "model", "the model serves no pooling task; it serves generate"),
+    ("/rerank", {}, "model", "the model does not score: it supports neither score nor embed; it supports generate"),
+    ("/pooling", {}, "model", "the model supports no pooling task; it supports generate"),
     # the error uses the client's name for the tool choice
     (
         "/v1/messages",

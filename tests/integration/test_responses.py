@@ -431,9 +431,9 @@ async def test_reasoning_is_asked_for_and_counted(api: OpenAIServer, engine: Fak
         ({"input": [{"role": "boss", "content": "a"}]}, "input[0].role", None),
         ({"background": True}, "background", "background is true; only false is supported"),
         ({"truncation": "x"}, "truncation", "truncation is 'x'; only 'disabled' is supported"),
-        ({"conversation": "c"}, "conversation", "conversation is not served; use previous_response_id"),
-        ({"prompt": {"id": "p"}}, "prompt", "prompt is not served; use input"),
-        ({"max_tool_calls": 1}, "max_tool_calls", "max_tool_calls is not served; leave it out"),
+        ({"conversation": "c"}, "conversation", "conversation is not supported; use previous_response_id"),
+        ({"prompt": {"id": "p"}}, "prompt", "prompt is not supported; use input"),
+        ({"max_tool_calls": 1}, "max_tool_calls", "max_tool_calls is not supported; leave it out"),
         (
             {"response_format": {"type": "json_object"}, "text": {"format": {"type": "json_object"}}},
             "response_format",

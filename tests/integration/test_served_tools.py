@@ -272,12 +272,14 @@ HISTORIES: list[tuple[list[Any], str, str]] = [
     (
         [{"type": "compaction", "encrypted_content": "abc"}],
         "",
-        "history_left_out: input[1] is of type 'compaction' and is left out: only its author can read it",
+        "history_left_out: input[1] is of type 'compaction' and is left out, because only the server that "
+        "encrypted it can read it",
     ),
     (
         [{"type": "reasoning", "summary": [], "encrypted_content": "abc"}],
         "",
-        "history_left_out: input[1] is of type 'reasoning' and is left out: only its author can read it",
+        "history_left_out: input[1] is of type 'reasoning' and is left out, because only the server that "
+        "encrypted it can read it",
     ),
     (
         [CALLED | {"arguments": '{"city": "a'}, {"type": "function_call_output", "call_id": "c1", "output": "no"}],
@@ -343,13 +345,14 @@ BLOCKS: list[tuple[list[Any], list[Any], str, str]] = [
         ],
         [{"type": "text", "text": "rain"}],
         '<tool_response>\n[{"type": "web_search_result", "url": "u", "title": "t"}]',
-        "history_left_out: messages[1].content[1].content has encrypted parts, which only their author can read",
+        "history_left_out: messages[1].content[1].content has encrypted parts, which only the server that "
+        "encrypted them can read",
     ),
     (
         [{"type": "redacted_thinking", "data": "s"}, USE],
         [{"type": "text", "text": "rain"}],
         "rain",
-        "history_left_out: messages[1].content[0] is redacted thinking, which only its author can read",
+        "history_left_out: messages[1].content[0] is redacted thinking, which only the server that encrypted it can read",
     ),
 ]
 

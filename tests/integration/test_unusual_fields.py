@@ -206,43 +206,51 @@ async def test_values_that_ask_for_nothing_change_nothing(api: Api, route: str) 
         (
             CHAT,
             {"repeat_penalty": 1.1},
-            "repeat_penalty is not served; use repetition_penalty, which counts all tokens",
+            "repeat_penalty is not supported; use repetition_penalty, which counts all tokens",
         ),
-        (CHAT, {"mirostat": True}, "mirostat is not served; use temperature and top_p"),
-        (CHAT, {"do_sample": 1}, "do_sample is not served; use temperature 0"),
-        (CHAT, {"options": {"num_ctx": 5, "top_k": 1}}, "options is not served; use its members as fields of the body"),
-        (CHAT, {"think": False}, "think is not served; use chat_template_kwargs.enable_thinking"),
+        (CHAT, {"mirostat": True}, "mirostat is not supported; use temperature and top_p"),
+        (CHAT, {"do_sample": 1}, "do_sample is not supported; use temperature 0"),
+        (
+            CHAT,
+            {"options": {"num_ctx": 5, "top_k": 1}},
+            "options is not supported; use its members as fields of the body",
+        ),
+        (CHAT, {"think": False}, "think is not supported; use chat_template_kwargs.enable_thinking"),
         (
             CHAT,
             {"messages": [HI, {**HI, "prefix": True}]},
-            "messages[1].prefix is not served; use continue_final_message",
+            "messages[1].prefix is not supported; use continue_final_message",
         ),
         *(
             (
                 route,
                 {"structured_output": {"json_schema": "{}"}},
-                "structured_output is not served; use response_format or structured_outputs, in which the field "
+                "structured_output is not supported; use response_format or structured_outputs, in which the field "
                 "json_schema has the name json",
             )
             for route in ROUTES
         ),
-        (CHAT, {"choice": ["a"]}, "choice is not served; use structured_outputs.choice"),
-        (RESPONSES, {"json_object": True}, "json_object is not served; use structured_outputs.json_object"),
-        (MESSAGES, {"json_whitespace": "any"}, "json_whitespace is not served; use structured_outputs.json_whitespace"),
-        (CHAT, {"messages": [{**HI, "parts": [{"text": "a"}]}]}, "messages[0].parts is not served; use content"),
+        (CHAT, {"choice": ["a"]}, "choice is not supported; use structured_outputs.choice"),
+        (RESPONSES, {"json_object": True}, "json_object is not supported; use structured_outputs.json_object"),
+        (
+            MESSAGES,
+            {"json_whitespace": "any"},
+            "json_whitespace is not supported; use structured_outputs.json_whitespace",
+        ),
+        (CHAT, {"messages": [{**HI, "parts": [{"text": "a"}]}]}, "messages[0].parts is not supported; use content"),
         (
             MESSAGES,
             {"tools": [{"name": "f", "parameters": SCHEMA}]},
-            "tools[0].parameters is not served; use input_schema",
+            "tools[0].parameters is not supported; use input_schema",
         ),
         (
             CHAT,
             {"tools": [{"type": "function", "function": {"name": "f", "input_schema": SCHEMA}}]},
-            "tools[0].function.input_schema is not served; use parameters",
+            "tools[0].function.input_schema is not supported; use parameters",
         ),
-        (CHAT, {"detokenize": False}, "detokenize is not served; leave it out"),
-        (COMPLETIONS, {"output_kind": "OUTPUT_KIND_FINAL"}, "output_kind is not served; use stream"),
-        (COMPLETIONS, {"routing": {"priority": 1}}, "routing is not served; use the headers x-penstock-priority, "),
+        (CHAT, {"detokenize": False}, "detokenize is not supported; leave it out"),
+        (COMPLETIONS, {"output_kind": "OUTPUT_KIND_FINAL"}, "output_kind is not supported; use stream"),
+        (COMPLETIONS, {"routing": {"priority": 1}}, "routing is not supported; use the headers x-penstock-priority, "),
         (CHAT, {"structured_outputs": {"foo": 1}}, "structured_outputs.foo is not a known field; remove it"),
         (CHAT, {"response_format": {"type": "json_object", "foo": 1}}, "response_format.foo is not a known field"),
         (CHAT, {"response_format": {"type": "regex"}}, "response_format.pattern is not set"),

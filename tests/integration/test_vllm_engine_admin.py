@@ -66,7 +66,7 @@ async def test_a_model_that_generates_does_not_embed_and_says_so(stub: Any) -> N
     error = await failure(stub.Embed(pb.EmbedRequest(tokenized={"input_ids": [1]})))
     assert isinstance(error, InvalidArgument)
     assert (error.field, error.reason) == ("model", "WRONG_MODEL_KIND")
-    assert error.message == "the model does not serve embed; it serves generate"
+    assert error.message == "the model does not support embed; it supports generate"
 
 
 async def test_abort_ends_an_embed(model: Path) -> None:

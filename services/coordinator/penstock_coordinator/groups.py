@@ -195,7 +195,8 @@ class GroupOfPool:
             )
         if machine.recovering or machine.standby.epoch or not machine.finished:
             raise FailedPrecondition(
-                "the group is changing its ranks; try again when the change is done", reason="RECONFIGURING"
+                "the data-parallel group is changing its number of ranks; try again when this change is complete",
+                reason="RECONFIGURING",
             )
         before, self.target_size = self.target_size, size
         self._steer_at = 0.0

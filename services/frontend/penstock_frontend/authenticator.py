@@ -292,7 +292,8 @@ class Authenticator:
         caller = self._caller(headers)
         if scope not in caller.scopes:
             raise PermissionDenied(
-                f"{caller.name or 'the caller'} may not use this: it requires the scope {scope}", reason="SCOPE_MISSING"
+                f"{caller.name or 'the caller'} may not make this call, which requires the scope {scope}",
+                reason="SCOPE_MISSING",
             )
         return caller
 

@@ -99,7 +99,9 @@ _OF_MEDIA = (
 )
 _MEDIA_SENT = (
     Reading(CounterMetricFamily, "vllm:mm_cache_queries", "Media of requests that were sent to engines", "num_queries"),
-    Reading(CounterMetricFamily, "vllm:mm_cache_hits", "Of these, media that the engine had already", "num_hits"),
+    Reading(
+        CounterMetricFamily, "vllm:mm_cache_hits", "Media of requests that the engine had already cached", "num_hits"
+    ),
     Reading(
         CounterMetricFamily,
         "penstock:media_resent",

@@ -230,10 +230,15 @@ class SecretGuard(grpc.aio.ServerInterceptor):
         if self._secret is None:
             if not token:
                 return await continuation(handler_call_details)
-            return _secret_refusal(method, "the caller uses {}, but it is not set here", "SECRET_NOT_SET", token)
+            return _secret_refusal(
+                method, "the caller uses {0}, but {0} is not set in this process", "SECRET_NOT_SET", token
+            )
         if not self._secret.accepts(token):
             return _secret_refusal(
-                method, "the caller needs the right {}", "SECRET_WRONG" if token else "SECRET_MISSING", token
+                method,
+                "the caller does not have the secret in {}",
+                "SECRET_WRONG" if token else "SECRET_MISSING",
+                token,
             )
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.stream_stream is None:

@@ -161,17 +161,17 @@ class Patterns:
         # The process was usually ended by a signal, because the expression has triggered a bug in the ``re`` library.
         if ended.returncode:
             self._left = 0.0
-            what = f"matching it ended its process (exit code {ended.returncode})"
+            what = f"the process that matches the expression crashed (exit code {ended.returncode})"
             raise self._refused(key, what, _named(patterns))
         reply: Mapping[str, Any] = json.loads(ended.stdout)
         if "memory" in reply:
             self._left = 0.0
             limit = f"at most {_BYTES >> 20} MiB"
-            raise self._refused(key, "matching it takes too much memory", _named(patterns), limit)
+            raise self._refused(key, "matching the expression takes too much memory", _named(patterns), limit)
         return reply
 
     def _slow(self, key: str, patterns: list[str]) -> LoraError:
-        return self._refused(key, "matching it takes too long", _named(patterns), f"at most {_SECONDS} s")
+        return self._refused(key, "matching the expression takes too long", _named(patterns), f"at most {_SECONDS} s")
 
     def _refused(self, key: str, what: str, pattern: str, limit: str = "") -> LoraError:
         return LoraError(LoraReason.CONFIG, f"{key}: {what}", self._file, "", repr(pattern), limit)

@@ -90,7 +90,7 @@ def trace_layers(module: PreTrainedModel, mixing: Iterable[str], run: Callable[[
     if len(entering) != len(layers) or not all(map(torch.equal, leaving, entering[1:])):
         raise _refusal(module, "the model computes something between its layers")
     if len(set(embeddings)) > 1:
-        raise _refusal(module, f"only some of its layers need {', '.join(sorted({*embeddings} - {''}))}")
+        raise _refusal(module, f"only some of the model's layers need {', '.join(sorted({*embeddings} - {''}))}")
     return LayerTrace(name, logits, entering, leaving, sizes, embeddings[0])
 
 

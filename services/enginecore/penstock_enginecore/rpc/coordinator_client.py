@@ -198,7 +198,7 @@ class CoordinatorClient:
         await call.write(pb.EngineReport(register=register_to_proto(registration)))
         first = await call.read()
         if not isinstance(first, pb.EngineCommand) or first.WhichOneof("message") != "registered":
-            raise Internal("the coordinator answered the message register with another message than registered")
+            raise Internal("the coordinator answered the message 'register' with another message than 'registered'")
         if not first.registered.lease_seconds > 0:
             raise Internal(f"registered.lease_seconds is {first.registered.lease_seconds}; it must be greater than 0")
         return first.registered

@@ -121,7 +121,7 @@ class NodeClient:
             await session.write(pb.NodeReport(attach=self._attach))
             first = await session.read()
             if not isinstance(first, pb.NodeCommand) or first.WhichOneof("message") != "attached":
-                raise Internal("the engine answered the message attach with another message than attached")
+                raise Internal("the engine answered the message 'attach' with another message than 'attached'")
         except BaseException:
             await channel.close()
             raise

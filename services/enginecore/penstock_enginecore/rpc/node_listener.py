@@ -184,7 +184,7 @@ class NodeListener:
         self._events.attached(index)
         reader = asyncio.create_task(self._read(index, requests))
         reader.add_done_callback(lambda _: commands.put_nowait(None))
-        reason = "the connection to it broke"
+        reason = "the connection to this node broke"
         try:
             while (command := await commands.get()) is not None:
                 yield command

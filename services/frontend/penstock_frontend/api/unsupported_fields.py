@@ -74,7 +74,7 @@ class UnsupportedField(NamedTuple):
     def refusal(self, path: str) -> Unimplemented:
         """Return the error for a request that has the field. ``path`` is the path of the field in the body."""
         remedy = f"use {self.instead}" if self.instead else "leave it out"
-        return Unimplemented(f"{path} is not served; {remedy}", field=path)
+        return Unimplemented(f"{path} is not supported; {remedy}", field=path)
 
 
 def _same(value: object, other: object) -> bool:

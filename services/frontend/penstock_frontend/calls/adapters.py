@@ -213,7 +213,7 @@ class AdapterCalls:
 
     def _check_enabled(self) -> None:
         if not self.adapters.serves:
-            raise Unimplemented("LoRA adapters are not served: lora.enabled is false; set lora.enabled to true")
+            raise Unimplemented("LoRA adapters are not supported: lora.enabled is false; set lora.enabled to true")
 
     def _check_served(self, field: str) -> None:
         """Check that at least one connected engine supports LoRA adapters.
@@ -236,7 +236,7 @@ class AdapterCalls:
             limit = (
                 f"it must be an absolute path below one of lora.roots, and not a root itself: {', '.join(roots)}"
                 if (roots := self._config.roots)
-                else "lora.roots is empty, so no adapter may be loaded while requests are served; add a directory to it"
+                else "lora.roots is empty, so no adapter may be loaded while requests are served; add a directory to lora.roots"
             )
             raise PermissionDenied(
                 f"path is {quoted(path, LONGEST_PATH)}; {limit}",

@@ -202,7 +202,7 @@ class AsyncLLM:
         """
         running = [state for state in live.states if self._outputs.abort(state)]
         if running:
-            self.engines.abort([state.request_id for state in running], "the client ended it")
+            self.engines.abort([state.request_id for state in running], "the client aborted the request")
         return bool(live.states)
 
     async def run_pooling(self, request: PoolingRequest, *, abortable: bool = False) -> tuple[PoolingResult, str]:
@@ -270,7 +270,7 @@ class AsyncLLM:
         self._admission.leave(live.demand, served=live.request is not None)
         running = [state for state in live.states if self._outputs.remove(state)]
         if running:
-            self.engines.abort([state.request_id for state in running], "the client is gone")
+            self.engines.abort([state.request_id for state in running], "the client has disconnected")
         self._metrics.series("penstock:requests_in_flight").set(len(self._live))
         try:
             live.observed.end(live.request, live.states, done=live.done)

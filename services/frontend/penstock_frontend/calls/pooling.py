@@ -105,7 +105,9 @@ class PoolingCalls:
 
         Also retrieve the exceptions of the inputs' futures, because no task awaits these futures any more.
         """
-        self._engines.abort([state.request_id for state in states if self.outputs.remove(state)], "the client is gone")
+        self._engines.abort(
+            [state.request_id for state in states if self.outputs.remove(state)], "the client has disconnected"
+        )
         for state in states:
             if not state.answer.cancel() and not state.answer.cancelled():
                 state.answer.exception()

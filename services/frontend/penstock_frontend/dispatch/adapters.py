@@ -157,7 +157,7 @@ class Adapters:
         model, lora = ("" if name == self._model else name for name in (model, lora))
         if lora and not self.serves:
             raise Unimplemented(
-                "lora is not served: this frontend has no LoRA adapters; set lora.enabled to serve adapters",
+                "lora is not supported: this frontend has no LoRA adapters; set lora.enabled to serve adapters",
                 field="lora",
             )
         if model and self.get(model) is None:

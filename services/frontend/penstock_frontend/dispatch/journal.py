@@ -589,11 +589,9 @@ def _refused(output: EngineCoreOutput) -> RequestFailed | None:
     error = output.error
     if error is None:
         if output.finish_reason is FinishReason.ERROR:
-            return Internal("the engine failed on this request", reason="ENGINE_ERROR")
+            return Internal("the engine failed while it computed this request", reason="ENGINE_ERROR")
         if output.finish_reason is FinishReason.ABORT:  # this frontend did not abort the request
-            return Unavailable(
-                "the engine ended the request, because the engine is shutting down", reason="ENGINE_SHUT_DOWN"
-            )
+            return Unavailable("the engine is shutting down, and has ended the request", reason="ENGINE_SHUT_DOWN")
         return None
     if error.reason in ("PAUSED", "SLEEPING"):
         return None  # an operator paused the engine

@@ -63,7 +63,7 @@ class KvGateway:
         if given is None or given == {}:
             return _NONE
         if not self.serves:
-            raise Unimplemented(f"{field} is not served: disaggregation.gateway is false", field=field)
+            raise Unimplemented(f"{field} is not supported: disaggregation.gateway is false", field=field)
         if not isinstance(given, dict):
             raise InvalidArgument(f"{field} is not a JSON object", field=field)
         text = msgspec.json.encode(given)
@@ -88,7 +88,7 @@ class KvGateway:
         if not text:
             return _NONE
         if not self.serves:
-            raise Unimplemented(f"{field} is not served: disaggregation.gateway is false", field=field)
+            raise Unimplemented(f"{field} is not supported: disaggregation.gateway is false", field=field)
         if (size := len(text.encode())) > MAX_PARAMS_BYTES:
             raise _too_long(field, size)
         try:

@@ -96,7 +96,7 @@ class Retries:
                 "limit retries.max_strikes"
             )
         if losses_alone >= _MAX_CERTAIN:
-            return f"{losses_alone} engines in a row failed while this was their only request"
+            return f"{losses_alone} engines in a row failed while this request was the only request on the engine"
         return None
 
     def is_in_doubt(self, entry: JournalEntry) -> bool:

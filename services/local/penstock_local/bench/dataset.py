@@ -246,9 +246,10 @@ async def _prompt(
 
 def _nothing_fits(read: Sequence[_Conversation], pairs: Sequence[tuple[str, str]], limit: int) -> str:
     if not pairs:
-        return f"none of its {len(read)} entries has two turns"
+        return f"none of the file's {len(read)} entries has two turns"
     return (
-        f"none of its {len(pairs)} conversations fits: prompts have {LEAST_TOKENS} to {MOST_PROMPT_TOKENS} tokens, answers at "
+        f"none of the file's {len(pairs)} conversations fits: prompts have {LEAST_TOKENS} to {MOST_PROMPT_TOKENS} "
+        "tokens, answers at "
         f"least {LEAST_TOKENS}, both together at most {limit}"
     )
 

@@ -91,7 +91,9 @@ async def call_failure(error: CallError, address: str, *, prefix: str = PUBLIC) 
         return ServerUnreachableError(f"no connection to {address}: {error.message}")
     if error.code == "UNIMPLEMENTED" and not error.reason:
         here = "public API listens on --grpc-port" if prefix == PUBLIC else "admin API listens on --admin-port"
-        return Unimplemented(f"{address} does not know this call: the {here} of penstock serve, or the server is older")
+        return Unimplemented(
+            f"{address} does not support this call: the {here} of penstock serve, or the server has an older version"
+        )
     failed = request_failed(error.code, error.message or error.code, field=error.field, reason=error.reason)
     failed.retry_after, failed.quota_subject = error.retry_after, error.quota_subject
     return failed

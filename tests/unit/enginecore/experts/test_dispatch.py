@@ -154,7 +154,7 @@ def test_steps_before_a_group_or_before_a_model_was_looked_at_are_errors() -> No
     experts = SpreadExperts([layer], "allgather")
     with pytest.raises(RuntimeError, match="this rank is in no data-parallel group"):
         experts.begin_step(1)
-    with pytest.raises(RuntimeError, match="expert layer 0 has never run"):
+    with pytest.raises(RuntimeError, match="expert layer 0 has not run yet"):
         layer.take_part()
 
 

@@ -61,7 +61,9 @@ def test_an_expression_takes_no_memory_of_the_engine(pattern: str) -> None:
 
 
 def test_an_expression_that_takes_memory_is_refused() -> None:
-    with pytest.raises(LoraError, match="target_modules: matching it takes too much memory.*at most 64 MiB") as caught:
+    with pytest.raises(
+        LoraError, match="target_modules: matching the expression takes too much memory.*at most 64 MiB"
+    ) as caught:
         Patterns("adapter_config.json").full("target_modules", "(?:a?){30000000}.*", NAMES[0])
     assert caught.value.reason == LoraReason.CONFIG
 
@@ -101,7 +103,7 @@ def test_an_expression_behind_one_that_fits_is_never_looked_at() -> None:
     ("ended", "reason", "words"),
     [
         (-signal.SIGKILL, LoraReason.UNREADABLE, "did not answer: the process was ended by SIGKILL"),
-        (-signal.SIGSEGV, LoraReason.CONFIG, "matching it ended its process .exit code -11"),
+        (-signal.SIGSEGV, LoraReason.CONFIG, "the process that matches the expression crashed .exit code -11"),
     ],
 )
 def test_a_process_that_ends_refuses_the_adapter_if_the_expression_is_to_blame(

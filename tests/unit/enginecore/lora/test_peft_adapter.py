@@ -319,4 +319,4 @@ def test_a_refusal_names_the_model_that_it_was_trained_on(tmp_path: Path, base: 
     target = AdapterTarget.of(tiny("llama"))
     with pytest.raises(LoraError, match="the tensor's shape is wrong") as refused:
         read_adapter(tmp_path, AdapterTarget("/models/base-v1", target.linears, heads=target.heads), LIMITS)
-    assert (f"; it was trained on '{base}', and this model is 'base-v1'" in str(refused.value)) is told
+    assert (f"; the adapter was trained on '{base}', and this model is 'base-v1'" in str(refused.value)) is told

@@ -120,7 +120,9 @@ async def test_a_node_of_another_secret_is_refused(
     listen: Listen, secret: Secret, value: bytes | None, reason: str
 ) -> None:
     listener, events = listen(SECRET)
-    with pytest.raises(Unauthenticated, match=r"the caller needs the right parallel\.secret_file") as refused:
+    with pytest.raises(
+        Unauthenticated, match=r"the caller does not have the secret in parallel\.secret_file"
+    ) as refused:
         await NodeClient(at(listener.port, secret(value))).attach()
     assert (refused.value.reason, events.indices) == (reason, [])
 
@@ -139,7 +141,9 @@ async def test_the_token_of_another_port_is_worth_nothing(listen: Listen) -> Non
 @pytest.mark.asyncio
 async def test_a_node_sends_nothing_to_an_engine_that_does_not_know_the_secret(listen: Listen, secret: Secret) -> None:
     listener, events = listen(None)
-    with pytest.raises(Unauthenticated, match="but it is not set here; give both sides the same secret") as refused:
+    with pytest.raises(
+        Unauthenticated, match="but parallel.secret_file is not set in this process; give both sides the same secret"
+    ) as refused:
         await NodeClient(at(listener.port, secret(SECRET))).attach()
     assert (refused.value.reason, events.indices) == ("SECRET_NOT_SET", [])
 

@@ -156,7 +156,7 @@ async def test_the_engine_hears_that_a_connection_broke(events: Events, node: Or
     serving = asyncio.create_task(node.client.serve(node))
     await asyncio.sleep(0)
     serving.cancel()
-    assert await events.next() == ("ended", 1, "the connection to it broke")
+    assert await events.next() == ("ended", 1, "the connection to this node broke")
 
 
 @pytest.mark.asyncio

@@ -219,7 +219,7 @@ async def test_generated_and_pooled_outputs_find_their_requests(rig: Rig) -> Non
 
 
 def test_a_model_that_only_embeds_does_not_generate() -> None:
-    with pytest.raises(InvalidArgument, match="it serves embed, token_embed"):
+    with pytest.raises(InvalidArgument, match="it supports embed, token_embed"):
         check_generates(["embed", "token_embed"])
     check_generates(["generate", "prefix_caching"])
 

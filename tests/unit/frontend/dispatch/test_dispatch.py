@@ -921,7 +921,7 @@ async def test_a_request_that_two_engines_died_with_alone_is_not_given_a_third()
         error = world.ended[request_id]
         assert isinstance(error, Internal)
         assert error.reason == "QUARANTINED"
-        assert "2 engines in a row failed while this was their only request" in error.message
+        assert "2 engines in a row failed while this request was the only request on the engine" in error.message
 
 
 @pytest.mark.parametrize("others", [1, 2])

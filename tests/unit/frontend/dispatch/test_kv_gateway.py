@@ -65,7 +65,7 @@ def test_another_connectors_parameters_are_computed() -> None:
 
 @pytest.mark.parametrize("given", [{"do_remote_decode": True}, {"do_remote_decode": False}, "text"])
 def test_without_the_setting_they_are_refused_by_name(given: Any) -> None:
-    with pytest.raises(Unimplemented, match="kv_transfer_params is not served"):
+    with pytest.raises(Unimplemented, match="kv_transfer_params is not supported"):
         read(given, gateway=gateway(gateway=False))
 
 

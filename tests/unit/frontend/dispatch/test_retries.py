@@ -76,7 +76,7 @@ def test_each_engine_that_has_died_counts_and_the_last_one_ends_it(retries: Retr
     assert retries.is_in_doubt(one)
     error = retries.accuse(one, "a")
     assert reason(error) == "QUARANTINED"
-    assert "2 engines in a row failed while this was their only request" in str(error)
+    assert "2 engines in a row failed while this request was the only request on the engine" in str(error)
     assert str(error).endswith("Last loss: b is gone")
 
 

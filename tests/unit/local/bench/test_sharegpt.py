@@ -75,9 +75,12 @@ async def test_an_output_length_that_is_given_stands_for_the_answers(tmp_path: P
             [conversation(5, 5), {"conversations": [{"from": "human"}]}],
             ", entry 2: Object missing required field `value` - at `\\$.conversations\\[0\\]`",
         ),
-        ([], ": none of its 0 entries has two turns"),
-        ([conversation(5)], ": none of its 1 entries has two turns"),
-        ([conversation(3, 9)], ": none of its 1 conversations fits: prompts have 4 to 1024 tokens, .* at most 1500"),
+        ([], ": none of the file's 0 entries has two turns"),
+        ([conversation(5)], ": none of the file's 1 entries has two turns"),
+        (
+            [conversation(3, 9)],
+            ": none of the file's 1 conversations fits: prompts have 4 to 1024 tokens, .* at most 1500",
+        ),
     ],
 )
 async def test_a_file_without_conversations_is_refused(tmp_path: Path, content: Any, message: str) -> None:

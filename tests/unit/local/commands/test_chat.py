@@ -185,13 +185,13 @@ async def test_on_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(server: F
 
 
 async def test_on_a_terminal_a_model_that_does_not_generate_ends_the_conversation(server: FakeInference) -> None:
-    server.chat_failure = InvalidArgument("the model does not generate; it serves embed", reason=WRONG_MODEL_KIND)
+    server.chat_failure = InvalidArgument("the model does not generate; it supports embed", reason=WRONG_MODEL_KIND)
 
     def talk() -> None:
         with Terminal("chat", "--address", server.address) as terminal:
             terminal.wait_for(">>> ")
             terminal.type(f"hi{ENTER}")
-            terminal.wait_for("it serves embed")
+            terminal.wait_for("it supports embed")
             assert terminal.wait_for_exit() == 1
 
     await asyncio.to_thread(talk)

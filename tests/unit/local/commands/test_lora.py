@@ -146,7 +146,9 @@ async def test_what_helps_where_a_name_is_taken_is_told_as_the_flag(
 
 async def test_a_port_of_another_api_is_told(admin: FakeAdmin, capsys: pytest.CaptureFixture[str]) -> None:
     assert await asyncio.to_thread(main, ["generate", "hi", "--address", admin.address]) == 1
-    assert f"{admin.address} does not know this call: the public API listens on --grpc-port" in capsys.readouterr().err
+    assert (
+        f"{admin.address} does not support this call: the public API listens on --grpc-port" in capsys.readouterr().err
+    )
 
 
 async def test_a_port_of_the_public_api_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +156,7 @@ async def test_a_port_of_the_public_api_is_told(capsys: pytest.CaptureFixture[st
     address = f"127.0.0.1:{await rpc.start()}"
     assert await asyncio.to_thread(main, ["lora", "list", "--admin-address", address]) == 1
     await rpc.stop(0)
-    assert f"{address} does not know this call: the admin API listens on --admin-port" in capsys.readouterr().err
+    assert f"{address} does not support this call: the admin API listens on --admin-port" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ class Pull:
     def opened(self, now: float) -> list[Effect]:
         """Handle the source's ``opened`` message. Raises Broken if the source sends ``opened`` twice."""
         if self.state is not PullState.OPENING:
-            raise Broken("the source sent the message opened twice")
+            raise Broken("the sending engine sent the message 'opened' twice")
         self.state, self._heard = PullState.OPEN, now
         return self._ask()
 

@@ -253,7 +253,7 @@ class PullClient:
             self._carry_out(self._pull.opened(now))
             return
         if self._receiver is None:
-            raise Broken("the first message of the source is not the message opened")
+            raise Broken("the first message of the sending engine is not the message 'opened'")
         match kind:
             case "chunk":
                 self._pull.heard(now)
@@ -267,7 +267,7 @@ class PullClient:
             case "done":
                 self._carry_out(self._pull.done(response.done.fetch_id, now))
             case _:
-                raise Broken("the source sent an empty message, or a message of an unknown kind")
+                raise Broken("the sending engine sent an empty message, or a message of an unknown kind")
 
     async def _take_block(self, block: pb.Block, receiver: Receiver) -> None:
         data = await receiver.data(block)

@@ -51,7 +51,11 @@ def result_text(block: BlockBody, place: str) -> str:
         return block.content
     found = _readable(block.content)
     if found != block.content:
-        warn(WarningKind.HISTORY_LEFT_OUT, f"{place}.content", "has encrypted parts, which only their author can read")
+        warn(
+            WarningKind.HISTORY_LEFT_OUT,
+            f"{place}.content",
+            "has encrypted parts, which only the server that encrypted them can read",
+        )
     return msgspec.json.encode(found).decode()
 
 
@@ -214,11 +218,15 @@ def _answer(turn: TurnBody, path: str) -> list[ChatMessage]:
                     warn(
                         WarningKind.HISTORY_LEFT_OUT,
                         place,
-                        "is thinking that another server omitted, and only that server can read it",
+                        "is thinking that another server omitted, which only that server can read",
                     )
                 said.thoughts.append(thought)
             case "redacted_thinking":
-                warn(WarningKind.HISTORY_LEFT_OUT, place, "is redacted thinking, which only its author can read")
+                warn(
+                    WarningKind.HISTORY_LEFT_OUT,
+                    place,
+                    "is redacted thinking, which only the server that encrypted it can read",
+                )
             case "compaction":
                 said.texts.append(block.content if isinstance(block.content, str) else "")
             case "tool_use" | "server_tool_use" | "mcp_tool_use":

@@ -33,7 +33,7 @@ def refuses_unserved(service: ServiceDescriptor) -> Callable[[type[T]], type[T]]
 
 
 def _refusing(method: MethodDescriptor) -> Callable[..., Any]:
-    error = f"{method.name} is not served"
+    error = f"{method.name} is not supported"
 
     async def refuse(*_: object) -> None:
         raise Unimplemented(error)

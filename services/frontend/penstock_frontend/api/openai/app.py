@@ -113,7 +113,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path
     off = ": lora.http_loading is false" if path in PATHS else _hint(path, request.app.routes)
-    message = {404: f"there is no {path}{off}", 405: f"{path} does not serve {request.method}"}
+    message = {404: f"there is no {path}{off}", 405: f"{path} does not support the method {request.method}"}
     code = {404: "path_not_found", 405: "method_not_allowed"}
     failure = errors.HttpError(status, message.get(status, f"HTTP {status}"), code.get(status, "http_error"))
     shape = anthropic.answer if anthropic.is_anthropic(request.scope) else errors.answer

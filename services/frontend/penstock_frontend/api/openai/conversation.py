@@ -314,10 +314,12 @@ def media_of(kind: str, body: MediaFields, path: str, options: MediaOptions) -> 
     Raises InvalidArgument if a field is missing or wrong, and Unimplemented if a field or type is not supported.
     """
     if kind in _REFUSED:
-        raise Unimplemented(f"{path}.type is {quoted(kind)}, which is not served{_REFUSED[kind]}", field=f"{path}.type")
+        raise Unimplemented(
+            f"{path}.type is {quoted(kind)}, which is not supported{_REFUSED[kind]}", field=f"{path}.type"
+        )
     for name, why in (("uuid", "media are known by their content"), ("file_id", "there are no files; use image_url")):
         if getattr(body, name) is not None:
-            raise Unimplemented(f"{path}.{name} is not served: {why}", field=f"{path}.{name}")
+            raise Unimplemented(f"{path}.{name} is not supported: {why}", field=f"{path}.{name}")
     if kind == "input_audio":
         return _sound(body.input_audio, f"{path}.input_audio", options)
     name, modality = _URLS[kind]

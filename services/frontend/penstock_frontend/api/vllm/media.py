@@ -210,7 +210,7 @@ def _cut(tensor: TensorData, rows: Sequence[int], field: str) -> list[TensorData
 def _tensor(message: pb.TensorData, path: str) -> TensorData:
     kind = message.WhichOneof("payload")
     if kind in ("shm", "remote"):
-        raise Unimplemented(f"{path}.{kind} is not served; send tensors inline", field=f"{path}.{kind}")
+        raise Unimplemented(f"{path}.{kind} is not supported; send tensors inline", field=f"{path}.{kind}")
     shape, data = tuple(message.shape), message.inline
     dtype = _DTYPES.get(message.dtype)
     if message.dtype != _WIDENED and dtype is None:

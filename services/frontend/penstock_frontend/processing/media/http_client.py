@@ -442,7 +442,7 @@ class Fetcher:
             if isinstance(found, bytes):
                 return found
             if target.is_tls and not found.is_tls:
-                raise sources.not_allowed(field, "leads from https: to http:")
+                raise sources.not_allowed(field, "redirects from https: to http:")
             target = found
         raise sources.fetch_failed(
             field,
@@ -494,7 +494,7 @@ class Fetcher:
             except (OSError, UnicodeError):
                 addresses = []
             if not addresses:
-                raise sources.fetch_failed(field, "the name of its host has no IP address", for_now=True)
+                raise sources.fetch_failed(field, "the name of the host has no IP address", for_now=True)
         if not all(is_allowed_address(address, self._private) for address in addresses):
             raise sources.not_allowed(field, f"is on {quoted(target.authority)}, whose addresses are not public")
         return addresses

@@ -68,7 +68,5 @@ def failure_of(output: EngineCoreOutput) -> RequestFailed:
     if output.finish_reason is FinishReason.ABORT:
         # A request that its client aborted is no longer tracked. The engine must therefore have aborted this request,
         # because it is shutting down.
-        return Unavailable(
-            "the engine ended the request, because the engine is shutting down", reason="ENGINE_SHUT_DOWN"
-        )
+        return Unavailable("the engine is shutting down, and has ended the request", reason="ENGINE_SHUT_DOWN")
     return Unavailable("the engine failed while it computed this request", reason="ENGINE_ERROR")

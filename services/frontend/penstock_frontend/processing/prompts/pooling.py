@@ -236,7 +236,7 @@ def check_task(task: PoolingTask, capabilities: Sequence[str]) -> None:
     """
     word = task.name.lower()
     if word not in capabilities:
-        raise _wrong_model(f"the model does not serve {word}; it serves {served(capabilities)}")
+        raise _wrong_model(f"the model does not support {word}; it supports {served(capabilities)}")
 
 
 def check_scores(capabilities: Sequence[str]) -> None:
@@ -246,14 +246,14 @@ def check_scores(capabilities: Sequence[str]) -> None:
     """
     if not {"score", "embed"} & set(capabilities):
         raise _wrong_model(
-            f"the model does not score: it serves neither score nor embed; it serves {served(capabilities)}"
+            f"the model does not score: it supports neither score nor embed; it supports {served(capabilities)}"
         )
 
 
 def check_pools(capabilities: Sequence[str]) -> None:
     """Raise InvalidArgument if no engine serves any pooling task. The error names the tasks that engines serve."""
     if not set(POOLING_WORDS) & set(capabilities):
-        raise _wrong_model(f"the model serves no pooling task; it serves {served(capabilities)}")
+        raise _wrong_model(f"the model supports no pooling task; it supports {served(capabilities)}")
 
 
 def check_generates(capabilities: Sequence[str]) -> None:
@@ -261,7 +261,7 @@ def check_generates(capabilities: Sequence[str]) -> None:
     tasks that engines serve.
     """
     if "generate" not in capabilities and set(POOLING_WORDS) & set(capabilities):
-        raise _wrong_model(f"the model does not generate; it serves {served(capabilities)}")
+        raise _wrong_model(f"the model does not generate; it supports {served(capabilities)}")
 
 
 def _wrong_model(message: str) -> InvalidArgument:

@@ -512,7 +512,7 @@ class Tokenizer:
         types = encoding.type_ids
         start = types.index(1) if 1 in types else len(types)
         if any(types[:start]) or set(types[start:]) - {1}:
-            raise Unimplemented("the tokenizer uses token types for pairs of texts that engines do not support")
+            raise Unimplemented("for pairs of texts, the tokenizer uses token types, which engines do not support")
         return EncodedPair(encoding.ids, start if start < len(types) else None)
 
 

@@ -143,9 +143,13 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "image_url", "image_url": {"url": URL, "detail": 1}}, "image_url.detail", "is an integer; it must be "),
     ({"type": "image_url", "image_url": {"url": URL, "detail": "hi"}}, "image_url.detail", "known: auto, low, high"),
     ({"type": "input_image", "image_url": URL, "detail": "hi"}, "detail", "is 'hi'; known: auto, low, high, original"),
-    ({"type": "input_image", "file_id": "file-1"}, "file_id", "is not served: there are no files; use image_url"),
-    ({"type": "image_url", "image_url": URL, "uuid": "a"}, "uuid", "is not served: media are known by their content"),
-    ({"type": "image_url", "uuid": "a"}, "uuid", "is not served"),
+    ({"type": "input_image", "file_id": "file-1"}, "file_id", "is not supported: there are no files; use image_url"),
+    (
+        {"type": "image_url", "image_url": URL, "uuid": "a"},
+        "uuid",
+        "is not supported: media are known by their content",
+    ),
+    ({"type": "image_url", "uuid": "a"}, "uuid", "is not supported"),
     ({"type": "input_audio", "input_audio": {}}, "input_audio.data", "is not set"),
     ({"type": "input_audio", "input_audio": {"data": "UklG"}}, "input_audio.format", "is not set"),
     (
@@ -182,12 +186,20 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
         "video_url",
         f"frame 3 has '*' at character {len(VIDEO) + 4}",
     ),
-    ({"type": "image_embeds", "image_embeds": "gASV"}, "type", "is not served; gRPC's Media.embeds takes embeddings"),
-    ({"type": "audio_embeds", "audio_embeds": "gASV"}, "type", "is not served; gRPC's Media.embeds takes embeddings"),
-    ({"type": "video_embeds", "video_embeds": "gASV"}, "type", "is not served"),
-    ({"type": "image_pil", "image_pil": {}}, "type", "is not served; use image_url"),
-    ({"type": "file", "file": {"file_id": "f"}}, "type", "is not served; use image_url"),
-    ({"type": "input_file", "file_id": "f"}, "type", "is not served; use input_image"),
+    (
+        {"type": "image_embeds", "image_embeds": "gASV"},
+        "type",
+        "is not supported; gRPC's Media.embeds takes embeddings",
+    ),
+    (
+        {"type": "audio_embeds", "audio_embeds": "gASV"},
+        "type",
+        "is not supported; gRPC's Media.embeds takes embeddings",
+    ),
+    ({"type": "video_embeds", "video_embeds": "gASV"}, "type", "is not supported"),
+    ({"type": "image_pil", "image_pil": {}}, "type", "is not supported; use image_url"),
+    ({"type": "file", "file": {"file_id": "f"}}, "type", "is not supported; use image_url"),
+    ({"type": "input_file", "file_id": "f"}, "type", "is not supported; use input_image"),
 ]
 
 

@@ -192,12 +192,12 @@ BROKEN: list[tuple[dict[str, Any], str, str]] = [
     (
         {"mm_inputs": {**GOOD, "pixel_values": {"shape": [2], "dtype": "uint8", "shm": {"name": "/x"}}}},
         "mm_inputs.pixel_values.shm",
-        "is not served; send tensors inline",
+        "is not supported; send tensors inline",
     ),
     (
         {"mm_inputs": {**GOOD, "pixel_values": {"shape": [2], "dtype": "uint8", "remote": {}}}},
         "mm_inputs.pixel_values.remote",
-        "is not served; send tensors inline",
+        "is not supported; send tensors inline",
     ),
     (
         {"mm_inputs": {**GOOD, "pixel_values": {"shape": [2], "dtype": "complex64"}}},

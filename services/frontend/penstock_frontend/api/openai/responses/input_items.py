@@ -139,7 +139,7 @@ def text_of(item: InputItem, path: str) -> str:
 
 def warn_of_secret(item: InputItem, path: str) -> None:
     """Warn the client about an encrypted item that is not in the prompt."""
-    text = f"is of type '{item.type}' and is left out: only its author can read it"
+    text = f"is of type '{item.type}' and is left out, because only the server that encrypted it can read it"
     warn(WarningKind.HISTORY_LEFT_OUT, path, text)
 
 

@@ -166,11 +166,11 @@ def load_family(folder: Path, encode: Encode) -> Family | None:
         return None
     model_type = checkpoint.model_type
     if (why := _REFUSED.get(model_type)) is not None:
-        raise ConfigError(f"{folder}: media of {model_type} are not served: {why}")
+        raise ConfigError(f"{folder}: media of {model_type} are not supported: {why}")
     if (name := _family_name(checkpoint)) is None:
         served = ", ".join(_FAMILIES)
         raise ConfigError(
-            f"{folder}: media of {model_type} are not served; supported model types are {served}; {TEXT_ALONE}, if its "
+            f"{folder}: media of {model_type} are not supported; supported model types are {served}; {TEXT_ALONE}, if its "
             "text model is supported"
         )
     module, _, attribute = name.partition(":")

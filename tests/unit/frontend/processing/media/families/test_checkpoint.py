@@ -40,7 +40,7 @@ def test_a_model_without_a_tower_has_no_family(tmp_path: Path, config: dict[str,
 )
 def test_a_model_whose_media_are_not_served_is_refused_by_name(tmp_path: Path, model_type: str, why: str) -> None:
     folder = described(tmp_path, {"model_type": model_type, "vision_config": {"model_type": "x"}})
-    with pytest.raises(ConfigError, match=f"media of {model_type} are not served[:;] .*{why}"):
+    with pytest.raises(ConfigError, match=f"media of {model_type} are not supported[:;] .*{why}"):
         load_family(folder, encode)
 
 

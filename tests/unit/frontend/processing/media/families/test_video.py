@@ -172,7 +172,7 @@ def test_a_video_that_a_client_processed(model: Model) -> None:
 
 @pytest.mark.parametrize(("timestamps", "given"), [([], 0), ([0.0, 1e300], 2)])
 def test_a_video_without_frames_or_without_end_is_refused(model: Model, timestamps: list[float], given: int) -> None:
-    with pytest.raises(ValueError, match=f"it has {given} frames"):
+    with pytest.raises(ValueError, match=f"the video has {given} frames"):
         model.processor.video(frames_of(given, 40, 40), timestamps, {"fps": 1000})
 
 
