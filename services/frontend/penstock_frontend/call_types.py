@@ -132,8 +132,8 @@ class Usage(msgspec.Struct, frozen=True):
     """Number of output tokens that engines generated, including the tokens of a stop string that is not in the output."""
     accepted_draft_tokens: int = 0
     """Number of output tokens that were accepted drafts (speculative decoding), as engines report it. Engines report
-    this number when an attempt ends. Attempts without such a report are not counted, because the engine was lost, or
-    because a stop string or the client ended the attempt.
+    this number when an attempt ends. The number therefore lacks the drafts of attempts whose engine was lost, and of
+    attempts that a stop string or the client ended.
     """
     rejected_draft_tokens: int = 0
     """Number of draft tokens that the model rejected (speculative decoding), as engines report it."""

@@ -233,8 +233,6 @@ class AsyncLLM:
     async def prompt_room(self, max_tokens: int, context: RequestContext) -> int:
         """Return the maximum prompt length in tokens if ``max_tokens`` output tokens must also fit. Waits until an
         engine is connected.
-
-        Waits for an engine.
         """
         limits = await self.engines.wait_until_usable(context.deadline, tenant=context.tenant)
         return max(limits.max_model_len - max_tokens, 1)

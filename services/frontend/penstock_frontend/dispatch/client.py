@@ -33,9 +33,9 @@ from penstock_frontend.rpc.engine_session import SessionEnd
 from penstock_frontend.rpc.media_transport import MediaCounts
 
 KEPT_SECONDS = 600.0
-"""Seconds for which a loss is listed in any case."""
+"""Seconds for which the loss of an engine is listed, even if the engine has returned."""
 MISSING_SECONDS = 86_400.0
-"""Seconds for which a loss is listed while the engine is missing."""
+"""Maximum number of seconds for which the loss of an engine is listed while the engine is missing."""
 MAX_KEPT = 20
 """Maximum number of listed losses. Losses of engines that are not missing are dropped first, then the oldest losses."""
 _MAX_LOGGED_REQUESTS = 5

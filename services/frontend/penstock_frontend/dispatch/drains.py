@@ -23,9 +23,9 @@ class Drain:
     """Estimates which requests of one draining engine will not finish in time. All times are on the event loop's clock.
 
     At ``deadline``, the engine ends its remaining requests. The last check of the requests is shortly before
-    ``deadline``. At the last check, all remaining requests leave the engine. At each earlier check, those requests
-    leave that would finish too late. The estimate uses their ``max_tokens`` and their seconds per token so far. Each
-    check is half-way between the previous check and the last check.
+    ``deadline``. At the last check, all remaining requests leave the engine. At each earlier check, the requests that
+    would finish too late leave the engine. The estimate uses their ``max_tokens`` and their seconds per token so far.
+    Each check is half-way between the previous check and the last check.
     """
 
     def __init__(self, now: float, time_left: float) -> None:

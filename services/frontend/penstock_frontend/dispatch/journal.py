@@ -32,7 +32,7 @@ class EngineFaultError(Exception):
 
 
 class Call:
-    """State shared by the sequences of one call. ``taker`` is the engine that received its last handed-over sequence."""
+    """State shared by the sequences of one call. ``taker`` received the call's last handed-over sequence."""
 
     __slots__ = ("taker",)
 
@@ -132,7 +132,7 @@ class JournalEntry:
         self.held_for = 0.0
         """Number of seconds that the sequence has waited for an engine since its last new output."""
         self.excluded: dict[str, float] = {}
-        """Engines that must not get the sequence. The value is the time, on the event loop's clock, at which this ends."""
+        """Engines that must not get the sequence. The value is the end of the exclusion, on the event loop's clock."""
         self.variant: str | None = None
         """Variant of the engine that produced the sequence's latest output. None before the first output."""
         self.engine_variant = ""
@@ -513,7 +513,7 @@ class Journal:
                 new.append((entry.request_id, token_ids))
 
     def lose(self, engine: str, request_ids: Iterable[str] | None = None) -> list[JournalEntry]:
-        """Remove the engine from all its sequences, or from those in ``request_ids``. Return them in order of arrival."""
+        """Remove the engine from all its sequences, or from ``request_ids``. Return them in order of arrival."""
         on_engine = self._by_engine.get(engine, _NOBODY)
         entries = [on_engine[i] for i in (list(on_engine) if request_ids is None else request_ids) if i in on_engine]
         for entry in entries:
@@ -540,7 +540,7 @@ class Journal:
         entry.leave()
 
     def end(self, request_ids: Iterable[str]) -> list[JournalEntry]:
-        """Remove sequences from the journal. Return those that had not ended, with ``engine`` still set."""
+        """Remove sequences from the journal. Return the sequences that had not ended, with ``engine`` still set."""
         found = [self._entries[request_id] for request_id in request_ids if request_id in self._entries]
         for entry in found:
             self._end(entry)

@@ -190,7 +190,7 @@ class _Cache:
     def _chains(self) -> Iterator[list[bytes]]:
         """Yield every block once, in chains from parent to child.
 
-        A chain consists of a block, and of those of its ancestors that were not in an earlier chain.
+        A chain consists of a block, and of its ancestors that were not in an earlier chain.
         """
         seen: set[bytes] = set()
         for block_hash in self.blocks:

@@ -282,8 +282,8 @@ class EnginePool:
         return self._media.counts
 
     def holding(self, features: Sequence[MultiModalFeature]) -> dict[str, list[MultiModalFeature]]:
-        """Return, by engine, those of the media items ``features`` that the engine has cached. Leave out engines that
-        have cached none of them.
+        """Return, by engine, the media items in ``features`` that the engine has cached. Leave out engines that have
+        cached none of these items.
         """
         held: dict[str, list[MultiModalFeature]] = {}
         for connection in self.connected():

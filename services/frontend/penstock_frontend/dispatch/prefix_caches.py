@@ -243,7 +243,7 @@ class _Cache(msgspec.Struct):
 
     Attributes:
         states: Hashes of the blocks at whose end the engine has stored the state of the recurrent layers. None if the
-            model has no recurrent layers. None for a model without such layers.
+            model has no recurrent layers.
         recorded: Events that arrived since the frontend requested the list of cached blocks. None if no request is
             pending.
     """

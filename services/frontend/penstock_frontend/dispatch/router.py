@@ -268,6 +268,6 @@ class Engines(Protocol):
         """Ask an engine to hand requests over to other engines. Do nothing if the engine has no session."""
 
     def holding(self, features: Sequence[MultiModalFeature]) -> Mapping[str, Sequence[MultiModalFeature]]:
-        """Return, by engine, those of the media items ``features`` that the engine has cached. Leave out engines that
-        have cached none of them.
+        """Return, by engine, the media items in ``features`` that the engine has cached. Leave out engines that have
+        cached none of these items.
         """

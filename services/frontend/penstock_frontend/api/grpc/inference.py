@@ -38,7 +38,9 @@ Out = TypeVar("Out")
 # The code below serves GenerateSession, which has many requests on one stream.
 
 _MAX_QUEUED = 16
-"""Maximum number of responses that wait to be sent. When as many wait, the new outputs of requests are merged."""
+"""Maximum number of responses that wait to be sent. When this many responses wait, the new outputs of requests are
+merged.
+"""
 
 
 class _Running(NamedTuple):

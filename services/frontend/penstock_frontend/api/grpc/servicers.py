@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def refuses_unserved(service: ServiceDescriptor) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that adds those methods of ``service`` that the class does not define.
+    """Return a class decorator that adds the methods of ``service`` that the class does not define.
 
     The added methods fail with UNIMPLEMENTED, and the error names the method.
     """

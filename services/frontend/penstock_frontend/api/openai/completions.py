@@ -50,7 +50,7 @@ from penstock_frontend.processing.prompts.infill import infill_prompt
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Output of one sequence, or a piece of it. ``stop_reason`` (the stop string or token id) and the fields after it
-    are those of vLLM.
+    are extensions of vLLM.
     """
 
     index: int

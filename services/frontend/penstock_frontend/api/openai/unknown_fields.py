@@ -193,7 +193,7 @@ def _checker(kind: type) -> msgspec.json.Decoder[Any]:
 
 
 def _strict(kind: type, around: tuple[type, ...]) -> type[msgspec.Struct]:
-    """Return a struct with exactly those field names that an object of ``kind`` may have.
+    """Return a struct with exactly the field names that an object of ``kind`` may have.
 
     ``around`` has the structs that contain the object.
     """

@@ -179,7 +179,7 @@ class CallReader(ToolParser):
 class CallListReader(CallReader):
     """Parser for formats in which a JSON list of tool calls follows after a mark.
 
-    If the list ends early or has no closing bracket, the parser returns those calls that are complete.
+    If the list ends early or has no closing bracket, the parser returns only the complete calls.
     """
 
     def _list(self) -> State | None:

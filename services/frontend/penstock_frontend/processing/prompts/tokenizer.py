@@ -92,7 +92,7 @@ def spelt_bytes(token: str) -> bytes:
         return token.encode()
 
 
-# The code below prevents that texts of clients produce the placeholder tokens of media.
+# The code below ensures that no text from a client becomes a placeholder token of media.
 
 
 def hide(backend: tokenizers.Tokenizer, tokens: Sequence[str]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -259,7 +259,7 @@ take seconds, and shorter texts must not wait for it.
 
 
 class TokenizerPanicError(Exception):
-    """Error in place of a panic of the ``tokenizers`` library, which raises an unexpected BaseException."""
+    """Replaces the error of a panic in the ``tokenizers`` library, which is a BaseException."""
 
 
 @contextlib.contextmanager
