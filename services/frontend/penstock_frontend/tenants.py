@@ -167,7 +167,7 @@ class TenantRefusals:
         seconds = round(now - self._since, 1)
         for each in _largest(counts):
             get_logger().warning(
-                "requests of a tenant refused",
+                "refused requests of a tenant, because a limit was reached",
                 tenant=each.tenant,
                 count=each.num_refused,
                 seconds=seconds,

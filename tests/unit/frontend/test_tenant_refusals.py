@@ -37,7 +37,7 @@ async def test_a_flood_is_one_line_per_interval_that_says_who_how_often_and_why(
         tenants.flush()
     assert lines == [
         {
-            "event": "requests of a tenant refused",
+            "event": "refused requests of a tenant, because a limit was reached",
             "log_level": "warning",
             "tenant": tenant,
             "count": count,

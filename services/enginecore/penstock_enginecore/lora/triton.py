@@ -56,7 +56,7 @@ def add_low_rank(
     if not x.dtype == out.dtype == numbers.dtype:
         raise ValueError(f"input is {x.dtype} and output is {out.dtype}; both must be {numbers.dtype}")
     if x.stride(1) != 1 or out.stride(1) != 1:
-        raise ValueError("the rows of input, output and matrices must be contiguous")
+        raise ValueError("the rows of input, output and matrices must be contiguous in memory")
     if scratch.numel() < matrices.scratch_numbers(len(tiles), TILE_ROWS):
         raise ValueError(f"scratch has {scratch.numel()} elements, too few for {len(tiles)} tiles")
     if not len(tiles):

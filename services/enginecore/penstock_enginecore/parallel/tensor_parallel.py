@@ -90,7 +90,8 @@ def splits_of(
     if unknown:
         word, name = next(iter(sorted(unknown.items())))
         raise ModelLoadError(
-            f"executor.tensor_parallel_size: the plan of {model} splits {name!r} as {word!r}, which is not supported; "
+            f"executor.tensor_parallel_size: the tensor-parallel plan of {model} splits {name!r} as {word!r}, "
+            "which is not supported; "
             "set executor.tensor_parallel_size to 1"
         )
     patterns = [
@@ -109,7 +110,7 @@ def splits_of(
     found |= {name: "embedding_rowwise" for name in names if name.rpartition(".")[2] == _LAYER_EMBEDDINGS}
     if not any(word in found.values() for word in SUMMED):
         raise ModelLoadError(
-            f"executor.tensor_parallel_size: the plan of {model} matches no layer of the model; "
+            f"executor.tensor_parallel_size: the tensor-parallel plan of {model} matches no layer of the model; "
             "set executor.tensor_parallel_size to 1"
         )
     return found

@@ -180,7 +180,9 @@ def test_the_text_model_of_qwen3_vl_has_a_plan_of_ours() -> None:
 
 @pytest.mark.parametrize("word", ["moe_identity_expert", "colwise_split_input", "sequence_parallel"])
 def test_a_word_that_is_not_known_is_refused_with_where_it_stands(word: str) -> None:
-    with pytest.raises(ModelLoadError, match=rf"the plan of M splits 'model.layers.\*.mlp.x' as '{word}', .* to 1"):
+    with pytest.raises(
+        ModelLoadError, match=rf"the tensor-parallel plan of M splits 'model.layers.\*.mlp.x' as '{word}', .* to 1"
+    ):
         splits_of("M", PLAN | {"model.layers.*.mlp.x": word}, MODULES)
 
 
@@ -191,7 +193,7 @@ def test_a_model_without_a_plan_is_refused(plan: dict[str, str] | None) -> None:
 
 
 def test_a_plan_of_other_layers_is_refused() -> None:
-    with pytest.raises(ModelLoadError, match="the plan of M matches no layer of the model"):
+    with pytest.raises(ModelLoadError, match="the tensor-parallel plan of M matches no layer of the model"):
         splits_of("M", PLAN, ["transformer.h.0.attn"])
 
 

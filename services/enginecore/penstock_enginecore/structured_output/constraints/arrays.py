@@ -44,7 +44,7 @@ def array(writer: SchemaWriter, facts: Sequence[Fact], path: str, depth: int) ->
         if unevaluated is not True and (unevaluated is not False or len(facts) > 1):
             raise SchemaError(
                 f"{fact.path}/unevaluatedItems",
-                "is only supported with the value false, and in the same schema as the items keywords",
+                "is only supported with the value false, and only if no other schema describes the same array",
             )
         closing = "additionalItems" if isinstance(fact.keywords.get("items"), list) else "items"
         if unevaluated is False and closing not in fact.keywords:

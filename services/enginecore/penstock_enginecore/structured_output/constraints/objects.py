@@ -65,7 +65,7 @@ class _Objects:
             place = f"{fact.path}/unevaluatedProperties"
             if value is not True and (value is not False or not (fact.main or len(self._facts) == 1)):
                 raise SchemaError(
-                    place, "is only supported with the value false, and in the outermost of the combined schemas"
+                    place, "is only supported with the value false, and only in the outermost of the combined schemas"
                 )
             if value is False and not any("additionalProperties" in each.keywords for each in self._facts):
                 return place

@@ -115,7 +115,9 @@ class Texts:
                 raise SchemaError(self._blamed(e, path, spend), f"cannot be enforced: {e}") from None
             if found is not None:
                 return found
-        raise UnfulfillableError(path, "cannot be fulfilled: no text has these lengths and matches these expressions")
+        raise UnfulfillableError(
+            path, "cannot be fulfilled: no text meets both the limits on the length and the patterns"
+        )
 
     def _blamed(self, error: RegexError, path: str, spend: Spend) -> str:
         """Return the path of the regular expression that caused the error: the first expression that is also refused

@@ -104,7 +104,7 @@ def find_control_tokens(tokenizer: Tokenizer, templates: ChatTemplates) -> Contr
     tokens = [token for token in tokenizer.added_tokens() if _controls(token, templates)]
     if not tokens:
         get_logger().warning(
-            "model.special_tokens_in_content is 'text', but the model's tokenizer has no special tokens"
+            "model.special_tokens_in_content has no effect: it is 'text', but the model's tokenizer has no special tokens"
         )
         return None
     try:

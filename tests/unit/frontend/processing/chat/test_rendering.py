@@ -536,7 +536,7 @@ async def test_a_model_without_special_tokens_is_told_of() -> None:
     with structlog.testing.capture_logs() as logs:
         assert find_control_tokens(Tokenizer(backend), ChatTemplates({"default": CHATML}, {})) is None
     assert [log["event"] for log in logs] == [
-        "model.special_tokens_in_content is 'text', but the model's tokenizer has no special tokens"
+        "model.special_tokens_in_content has no effect: it is 'text', but the model's tokenizer has no special tokens"
     ]
 
 
