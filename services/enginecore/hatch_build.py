@@ -39,7 +39,9 @@ class CompileKernels(BuildHookInterface[Any]):
             detail = (getattr(e, "stderr", None) or str(e)).strip()
             if os.environ.get("PENSTOCK_REQUIRE_KERNELS") == "1":
                 raise RuntimeError(f"the CPU kernels cannot be compiled: {detail}") from e
-            self.app.display_warning(f"the CPU kernels are left out, models will run slower: {detail}")
+            self.app.display_warning(
+                f"the package is built without CPU kernels, so models will run slower on CPUs: {detail}"
+            )
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{_platform_tag()}"

@@ -52,7 +52,7 @@ def test_without_a_working_compiler_the_build_has_no_kernels_and_says_so(
     monkeypatch.delenv("PENSTOCK_REQUIRE_KERNELS", raising=False)
     assert build(hook) == {"artifacts": []}
     [warning] = hook.warnings
-    assert "the CPU kernels are left out, models will run slower" in warning
+    assert "the package is built without CPU kernels, so models will run slower" in warning
     assert compiler in warning
     monkeypatch.setenv("PENSTOCK_REQUIRE_KERNELS", "1")
     with pytest.raises(RuntimeError, match="the CPU kernels cannot be compiled"):

@@ -191,7 +191,7 @@ class PortSecret:
             sent: The result of ``metadata``.
 
         Raises:
-            Unauthenticated: The server does not know the secret.
+            Unauthenticated: The server does not have the shared secret.
             AioRpcError: The server refused the call, or cannot be reached.
         """
         with contextlib.suppress(TimeoutError):
@@ -203,7 +203,7 @@ class PortSecret:
                     await call.read()  # read() raises the call's error
         call.cancel()
         raise Unauthenticated(
-            f"the server does not know the secret of {SECRET_SETTING}; give both sides the same secret",
+            f"the server does not have the secret in {SECRET_SETTING}; give both sides the same secret",
             reason="SERVER_UNKNOWN",
         )
 

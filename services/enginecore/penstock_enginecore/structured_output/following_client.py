@@ -131,7 +131,7 @@ def follow_failure(config: StructuredOutputConfig, grammar: FollowedGrammar, res
             "prior_output_token_ids has tokens that the constraint in structured_output does not allow",
             field="prior_output_token_ids",
         )
-    what = result.text or "a token that the mask allows was not accepted"
+    what = result.text or "the grammar did not accept a token that its mask allows"
     return incident(RuntimeError(what), request=str(grammar.number), doing="advancing the grammar of the constraint")
 
 

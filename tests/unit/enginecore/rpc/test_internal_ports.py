@@ -173,7 +173,7 @@ async def test_an_answer_to_another_nonce_proves_nothing(secret: Secret) -> None
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        with pytest.raises(Unauthenticated, match="the server does not know the secret"):
+        with pytest.raises(Unauthenticated, match="the server does not have the secret"):
             await NodeClient(at(port, secret(SECRET))).attach()
     finally:
         await server.stop(None)

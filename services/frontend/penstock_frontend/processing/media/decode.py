@@ -235,5 +235,5 @@ def _read(file: soundfile.SoundFile, limits: DecodeLimits) -> npt.NDArray[np.flo
 
 def _check_seconds(frames: int, most: int, rate: int, limits: DecodeLimits) -> None:
     if frames > most:
-        seconds = f"has {frames / rate:.1f} s of sound, or more"
+        seconds = f"has at least {frames / rate:.1f} s of sound"
         raise TooLarge(seconds, "media.max_audio_seconds", limits.max_audio_seconds)
