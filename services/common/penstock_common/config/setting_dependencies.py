@@ -41,7 +41,7 @@ class When(msgspec.Struct, frozen=True, kw_only=True):
         if self.off == ABOVE_ONE:
             return f"{self.setting} to be above 1"
         if self.off == A_PORT:
-            return f"{self.setting} to be a port"
+            return f"{self.setting} to be a port number (not -1)"
         return self.setting
 
 

@@ -73,7 +73,7 @@ def test_conditions_are_told_as_what_to_set() -> None:
         build(STRUCTS["enginecore"], {"model": {"path": "m"}, "data_parallel": {"move_after": 3.0}})
     with pytest.raises(ConfigError, match=r"it needs speculative.method to be ngram; set"):
         build(STRUCTS["enginecore"], {"model": {"path": "m"}, "speculative": {"prompt_lookup_max": 4}})
-    with pytest.raises(ConfigError, match=r"it needs metrics.port to be a port; set"):
+    with pytest.raises(ConfigError, match=r"it needs metrics.port to be a port number \(not -1\); set"):
         build(STRUCTS["coordinator"], {"metrics": {"host": "::1"}})
 
 
