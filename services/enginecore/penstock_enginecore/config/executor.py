@@ -292,7 +292,12 @@ class KernelsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = True
     states: Annotated[
         bool,
-        Meta(description=("Use the kernels for recurrent layers. On GPUs, PyTorch computes them.")),
+        Meta(
+            description=(
+                "Use the CPU kernels for recurrent layers. No effect on GPUs, where kernels.attention also "
+                "selects the kernels of recurrent layers."
+            )
+        ),
     ] = True
     sampler: Annotated[
         bool,

@@ -239,7 +239,7 @@ class AuthConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         str,
         Meta(
             description=(
-                "File with one API key per line; docs/guides/security.md describes the format. The frontend reloads it when "
+                "File with one API key per line; docs/guides/api-keys.md describes the format. The frontend reloads it when "
                 "it changes. Empty: API keys are not accepted."
             )
         ),
