@@ -1,5 +1,6 @@
 """Layers that share keys and values read the cache of the layer that writes it, and write nothing themselves."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,14 @@ from transformers import AutoModelForCausalLM
 from penstock_enginecore.attention.base import AttentionMetadata, AttentionParams
 from penstock_enginecore.attention.factory import create_backend
 from penstock_enginecore.attention.kv_cache import FLOAT8, KVScales
-from penstock_enginecore.config import ModelConfig
+from penstock_enginecore.config import KernelsConfig, ModelConfig
+from penstock_enginecore.forward.cuda.decoder import fused_candidates
 from penstock_enginecore.forward.equivalence_check import distance
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, caches_by_module, probe_model
 from penstock_enginecore.forward.stage import StageConfig, cut
 from penstock_enginecore.models import attention_hook
 from penstock_enginecore.models.attention_hook import AttentionCall, StepContext
-from penstock_enginecore.models.errors import ModelLoadError
+from penstock_enginecore.models.errors import ModelLoadError, UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel, load_model
 from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model, tiny_config
 
@@ -65,6 +67,14 @@ def test_keys_in_the_files_that_a_layer_does_not_use_are_accepted(path: Path) ->
     attention.k_norm = torch.nn.LayerNorm(16, bias=False)
     made.save_pretrained(path)
     assert probe_model(load(path), CPU, BLOCK).donors == DONORS
+
+
+def test_the_fused_decoder_refuses_a_reader_by_name(path: Path) -> None:
+    probed = replace(probe_model(load(path), CPU, BLOCK), device=torch.device("cuda"))
+    [candidate] = fused_candidates(probed, KernelsConfig(), "auto")
+    reader, donor = next(iter(DONORS.items()))
+    with pytest.raises(UnsuitableError, match=f"^{reader} shares the keys and values of {donor}$"):
+        candidate.build()
 
 
 def without_layer_embeddings() -> ProbedModel:

@@ -491,6 +491,9 @@ def _sampling_kernels(max_rows: int, vocab: int, device: torch.device) -> "Token
 def _build(probed: ProbedModel, uses: KernelsConfig, lora: SlotLimits | None) -> FusedForward:
     if demands := probed.demands:
         raise UnsuitableError(f"the model's media have {demands}")
+    if probed.donors:
+        reader, donor = next(iter(probed.donors.items()))
+        raise UnsuitableError(f"{reader} shares the keys and values of {donor}")
     # Triton is imported only if there is a device for its kernels.
     try:
         from penstock_enginecore.forward.cuda.triton_kernels import TritonKernels
