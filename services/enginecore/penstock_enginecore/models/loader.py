@@ -22,7 +22,7 @@ from penstock_common.checkpoint import WEIGHT_FILES
 from penstock_common.memory import in_units
 from penstock_enginecore.attention.kv_cache import NO_SCALES, KVScales
 from penstock_enginecore.config import ModelConfig
-from penstock_enginecore.models import attention_hook, state_hook
+from penstock_enginecore.models import attention_hook, sparse_activations, state_hook
 from penstock_enginecore.models.checkpoint import check_shapes, check_weights, weight_files
 from penstock_enginecore.models.dtypes import Dtypes, as_stored, narrow, resolve_dtypes
 from penstock_enginecore.models.errors import ModelLoadError, refused_model
@@ -201,6 +201,7 @@ def prepare_decoder(module: PreTrainedModel, max_model_len: int, device: torch.d
     """
     install_query_scales(module)
     state_hook.install(module)
+    sparse_activations.install(module)
     check_numbers(module)
     freeze_rotary(module, max_model_len)
     check_positions(module, device)

@@ -15,6 +15,7 @@ from penstock_enginecore.lora.adapter import OwnFeatures
 from penstock_enginecore.models.attention_hook import AttentionCall, use_context
 from penstock_enginecore.models.errors import ModelLoadError
 from penstock_enginecore.models.families import FAMILIES, Family
+from penstock_enginecore.models.sparse_activations import has_cutoff, set_statistics
 from penstock_enginecore.models.state_hook import find_mixers
 from penstock_enginecore.models.support import num_attention_layers
 from penstock_enginecore.parallel.collectives import Collectives
@@ -22,7 +23,6 @@ from penstock_enginecore.parallel.cuts import Heads, even, keep_outputs, paramet
 from penstock_enginecore.parallel.hybrid_plans import HYBRID_PLANS
 from penstock_enginecore.parallel.mixers import check_mixers, split_mixer
 from penstock_enginecore.parallel.sharding import SplitVocabulary
-from penstock_enginecore.parallel.sparse_activations import is_sparse, split_cutoff
 
 # Way in which each module is split among ranks, from transformers' own plans. A plan maps module names to words such as
 # ``colwise``. In a name, ``*`` matches a number. A plan with an unknown word is refused, and the error names the word.
@@ -282,8 +282,15 @@ class _Splitter:
             if name in owners and hasattr(module, "num_key_value_groups"):
                 own = len(self._heads.kv_heads(self._collectives.rank, self._collectives.size))
                 module.num_key_value_groups = self._heads.query // self._collectives.size // own
-            if is_sparse(module) and f"{name}.gate_proj" in splits:
-                split_cutoff(module, self._collectives)
+            if has_cutoff(module) and f"{name}.gate_proj" in splits:
+                set_statistics(module, self._statistics)
+
+    def _statistics(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and standard deviation of the outputs of all ranks. Each rank has equally many ``gates``."""
+        numbers, total = gates.float(), gates.shape[-1] * self._collectives.size
+        mean = self._collectives.all_reduce(numbers.sum(dim=-1, keepdim=True)) / total
+        variance = self._collectives.all_reduce((numbers - mean).square().sum(dim=-1, keepdim=True)) / total
+        return mean.to(gates.dtype), variance.sqrt().to(gates.dtype)
 
     def _split_linear(self, name: str, layer: torch.nn.Linear, split: Split) -> None:
         whole = layer.weight
