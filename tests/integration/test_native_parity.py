@@ -17,43 +17,43 @@ from penstock_enginecore.core.engine_core import EngineCore
 from penstock_enginecore.executor.generation.runner import GenerationRunner
 from penstock_enginecore.forward.equivalence_check import TOLERANCES
 from penstock_enginecore.forward.native import NativeForward
+from penstock_enginecore.models.families import FAMILIES
 from penstock_enginecore.native.linear import PackedEmbedding
 from tests.emulation.build import pretend
 from tests.fakes.engines.in_process import build_engine, generate
 from tests.fakes.engines.instruction_sets import runnable
 from tests.fakes.models.quick_architectures import QUICK_ARCHITECTURES
-from tests.fakes.models.tiny_models import VOCAB_SIZE, save_narrow_model, save_tiny_model
+from tests.fakes.models.tiny_models import ARCHITECTURES, VOCAB_SIZE, class_name, save_narrow_model, save_tiny_model
 from tests.fakes.models.transformers_greedy import greedy_tokens
 
 NEW_TOKENS = 12
 PROMPT_LENGTHS = (1, 3, 7, 16, 34, 90)
 CACHE = {"block_size": 16, "num_blocks": 128}
-# Width that gives heads of 16 numbers, for model types whose head size follows from the width.
-WIDTH = {"helium": 48}
-DECODERS = (
-    *("arcee", "exaone_moe", "hyperclovax"),
-    *("dots1", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "glm4_moe", "gpt_oss", "granite", "llama"),
-    *(
-        "minimax_m2",
-        "ministral",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-    ),
-    *("seed_oss", "smollm3", "vaultgemma"),
+SHAPE = {"hidden_size": 64, "num_hidden_layers": 2}
+HELIUM = {"helium": {"head_dim": 16}}
+"""Changes of model types whose tiny configuration has a head size that the kernels do not support."""
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+"""Model types of ``FAMILIES`` whose layers have latent attention, which only the GPU decoder computes."""
+DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES and name not in LATENT)
+"""Model types that the CPU kernels' decoder computes."""
+DECODER_KINDS = (
+    "exaone4",
+    "gemma3",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
 )
-DECODER_KINDS = ("exaone4", "gemma3", "granite", "llama", "mistral", "mixtral", "olmo2", "qwen2", "qwen2_moe", "qwen3")
 """One model type of each kind of decoder.
 
 The kinds are: layers without positions, factors of residual additions, norms after the residual addition, norms over all
-heads, mixtures of experts and a router, and mixtures with extra parts, which modules compute between kernel calls.
+heads, mixtures of experts and a router, mixtures with extra parts, which modules compute between kernel calls, and
+layers that compute attention and MLP from the same input.
 """
 
 
@@ -82,7 +82,7 @@ def test_every_family_gives_equal_tokens_in_ragged_batches_chunks_and_prefix_hit
     architecture: str, tmp_path: Path
 ) -> None:
     torch.set_num_threads(1)
-    expected = expected_tokens(save_tiny_model(architecture, tmp_path, hidden_size=WIDTH.get(architecture, 64)))
+    expected = expected_tokens(save_tiny_model(architecture, tmp_path, **SHAPE, **HELIUM.get(architecture, {})))
     engine = build_engine(tmp_path, cache=CACHE)
     assert ("decoder" if architecture in DECODERS else "linear") in computing(engine) or architecture == "gpt2"
     assert "attention, sampler" in computing(engine)
@@ -97,7 +97,7 @@ def test_every_family_gives_equal_tokens_in_ragged_batches_chunks_and_prefix_hit
 @pytest.mark.parametrize("architecture", QUICK_ARCHITECTURES)
 def test_a_bfloat16_checkpoint_of_every_family_gives_the_tokens_of_float32(architecture: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    expected = expected_tokens(save_narrow_model(architecture, tmp_path, hidden_size=WIDTH.get(architecture, 64)))
+    expected = expected_tokens(save_narrow_model(architecture, tmp_path, **SHAPE, **HELIUM.get(architecture, {})))
     engine = build_engine(tmp_path, cache=CACHE)
     assert ("decoder" if architecture in DECODERS else "linear") in computing(engine)
     assert greedy(engine) == expected
@@ -270,7 +270,7 @@ def test_linear_layers_that_cannot_be_packed_are_read_again_and_compute_as_they_
 ) -> None:
     torch.set_num_threads(1)
     save = save_narrow_model if narrow else save_tiny_model
-    expected = expected_tokens(save("glm4", tmp_path, hidden_size=64))
+    expected = expected_tokens(save("gpt_neox", tmp_path, hidden_size=64))
 
     def forward(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return x.new_full((*x.shape[:-1], self.out_features), torch.nan) if fault == "wrong" else x @ self.weight.T
@@ -326,7 +326,7 @@ def test_other_families_compute_in_float32_from_weights_of_half_the_size_too(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "glm4"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2", "gpt_neox"])
 @pytest.mark.parametrize("dtype", ["auto", "float16"])
 @pytest.mark.parametrize("has_float16", [False, True])
 def test_float16_is_computed_as_float32_whatever_the_processor_has(
@@ -355,7 +355,7 @@ def test_weights_are_held_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "part"),
-    [("llama", "decoder"), ("mixtral", "decoder"), ("qwen2_moe", "decoder"), ("glm4", "linear")],
+    [("llama", "decoder"), ("mixtral", "decoder"), ("qwen2_moe", "decoder"), ("gpt_neox", "linear")],
 )
 @pytest.mark.parametrize("level", [1, 2])
 def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part: str, tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_packed_weights_come_back_from_sleep(level: int, architecture: str, part
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe", "glm4"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe", "gpt_neox"])
 def test_a_matrix_unit_gives_the_tokens_of_float32(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +425,7 @@ def test_bfloat16_rounds_inputs_and_is_closer_to_float32_than_transformers(
     assert 1e-4 < ours < min(of_theirs, 0.025)
 
 
-@pytest.mark.parametrize(("architecture", "part"), [("mixtral", "decoder"), ("glm4", "linear")])
+@pytest.mark.parametrize(("architecture", "part"), [("mixtral", "decoder"), ("gpt_neox", "linear")])
 def test_inputs_are_not_rounded_where_that_changes_too_much(
     architecture: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -457,6 +457,7 @@ def test_inputs_are_not_rounded_where_that_changes_too_much(
         ("minimax_m2", "auto"),
         ("olmo3", "floats"),
         ("glm4", "auto"),
+        ("phi", "floats"),
     ],
 )
 def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
@@ -492,7 +493,7 @@ def test_logits_do_not_depend_on_the_batch_the_chunks_or_prefix_hits(
     assert all(len(set(rows)) == 1 for rows in seen.values())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "olmo2", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "olmo2", "phi", "qwen3_moe", "qwen2_moe"])
 def test_the_last_layer_computes_only_needed_tokens_bit_for_bit(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,13 @@
 // Forward pass of a decoder as one program of the thread pool (see pool.h). A layer consists of norm, attention with rotary
-// embedding, residual addition, norm, gated MLP or mixture of experts, and residual addition. Some models also apply norms to the
-// outputs of attention and MLP before the additions.
+// embedding, residual addition, norm, MLP or mixture of experts, and residual addition. Some models also apply norms or factors to
+// the outputs of attention and MLP before the additions. In some models, attention and MLP of a layer have the same input.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
+#include "additions.h"
 #include "attention.h"
 #include "buffer.h"
 #include "exchange.h"
@@ -28,12 +29,12 @@ class Decoder {
       if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
     };
     for (const Layer& layer : layers_) {
-      gated_width_ = std::max(gated_width_, rounds(layer.down) && !squares() ? row_width(layer.down) : model.intermediate);
+      gated_width_ = std::max(gated_width_, rounds(layer.down) && gates() ? row_width(layer.down) : model.intermediate);
       for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
       mixes_ = mixes_ || layer.mixture.num_experts > 0;
       qkv_width_ = std::max(qkv_width_, layer.qkv.n);
       heads_width_ = std::max(heads_width_, layer.output.k);
-      norms_ = norms_ || layer.attention_out_norm != nullptr || layer.mlp_out_norm != nullptr;
+      changes_ = changes_ || after_attention(layer).changes() || after_mlp(layer).changes();
     }
     while (layers_[attending_].recurrence.kind != kNoRecurrence) ++attending_;
     look(model_.head);
@@ -92,7 +93,7 @@ class Decoder {
     attended_.resize(tokens, heads_width_);
     recurrent_.begin(step, layers_, pool_.threads());
     gated_.resize(tokens, gated_width_);
-    if (norms_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
+    if (changes_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
     if (mixes_) mixing_.resize(tokens, m.hidden);
     if (parts_width_ > 0) parts_.resize(std::max(tokens, step.num_rows), parts_width_);
     if (fuses()) both_.resize(tokens, 2 * m.hidden);
@@ -166,7 +167,7 @@ class Decoder {
   }
 
   bool fuses() const { return model_.fusion.fc.n > 0; }
-  bool squares() const { return model_.activation == kSquaredRelu; }
+  bool gates() const { return model_.activation == kSiluGate || model_.activation == kGeluGate; }
 
   // Computes the input of the first layer in an EAGLE head (see `Fusion` in model.h).
   bool fuse(Cursor& cursor) {
@@ -194,7 +195,7 @@ class Decoder {
       if (splits(f.fc)) split_row(f.fc, both, parts_.row(token));
       return;
     }
-    rms_norm(both, f.embedding_norm, both, n, model_.eps);
+    apply_norm(both, f.embedding_norm, both, n);
     if (step_.own_states) std::memcpy(x, step_.states + token * n, n * sizeof(float));
     else if (splits(f.fc)) split_row(f.fc, step_.states + token * f.fc.k, parts_.row(token));
   }
@@ -203,7 +204,7 @@ class Decoder {
   void norm_both(int64_t token, const Linear& linear) {
     const int64_t n = model_.hidden;
     float *to = both_.row(token) + n, *x = step_.x + token * n;
-    rms_norm(x, model_.fusion.state_norm, to, n, model_.eps);
+    apply_norm(x, model_.fusion.state_norm, to, n);
     if (model_.fusion.normed_residual) std::memcpy(x, to, n * sizeof(float));
     if (splits(linear)) split_row(linear, both_.row(token), parts_.row(token));
   }
@@ -213,28 +214,27 @@ class Decoder {
   // Writes the input of a layer's MLP to `mlp_input`, because the MLP is computed outside the kernels.
   void give_mlp(Cursor& cursor, size_t index) {
     const int part = part_of(index);
-    each_token(cursor, part, [&](int64_t t) { norm_state(part, t, layers_[index].mlp_norm, step_.mlp_input + t * model_.hidden); });
+    const Layer& l = layers_[index];
+    const int64_t n = model_.hidden;
+    each_token(cursor, part, [&](int64_t t) {
+      if (l.parallel) std::memcpy(step_.mlp_input + t * n, normed_.row(t), n * sizeof(float));
+      else norm_state(part, t, l.mlp_norm, step_.mlp_input + t * n);
+    });
   }
 
   // Adds `mlp_output`, the output of a layer's MLP that was computed outside the kernels, to the hidden states.
   bool take_mlp(Cursor& cursor, size_t index) {
-    return add(cursor, part_of(index), layers_[index].mlp_out_norm, [this]() -> const float* { return step_.mlp_output; });
+    return add(cursor, part_of(index), after_mlp(layers_[index]), [this]() -> const float* { return step_.mlp_output; });
   }
 
-  // Adds the rows of `from` to the hidden states. If `norm` is not null, the norm is applied to the rows first.
+  // Adds the rows of `from` to the hidden states, after the change `after`.
   template <class From>
-  bool add(Cursor& cursor, int part, const float* norm, const From& from) {
-    return each_token(cursor, part, [&](int64_t t) { add_row(states_[part] + t * model_.hidden, from() + t * model_.hidden, norm); });
+  bool add(Cursor& cursor, int part, const Change& after, const From& from) {
+    return each_token(cursor, part, [&](int64_t t) { add_row(states_[part] + t * model_.hidden, from() + t * model_.hidden, after); });
   }
 
-  void add_row(float* to, const float* from, const float* norm) const {
-    const int64_t n = model_.hidden;
-    if (norm == nullptr) {
-      for (int64_t i = 0; i < n; ++i) to[i] += from[i];
-      return;
-    }
-    const float scale = rms_scale(from, n, model_.eps);
-    for (int64_t i = 0; i < n; ++i) to[i] += norm[i] * (from[i] * scale);
+  void add_row(float* to, const float* from, const Change& after) const {
+    add_changed(to, from, model_.hidden, after, model_.centers != 0, model_.eps);
   }
 
   // Removes attention tasks all of whose tokens need no logits, because the last layer does not need their outputs.
@@ -276,15 +276,21 @@ class Decoder {
     });
   }
 
+  void apply_norm(const float* x, const float* weight, float* out, int64_t n) const {
+    (model_.centers ? layer_norm : rms_norm)(x, weight, out, n, model_.eps);
+  }
+
   void norm_state(int part, int64_t token, const float* weight, float* out) const {
     const float* state = states_[part] + token * model_.hidden;
-    if (weight != nullptr) rms_norm(state, weight, out, model_.hidden, model_.eps);
+    if (weight != nullptr) apply_norm(state, weight, out, model_.hidden);
     else std::memcpy(out, state, model_.hidden * sizeof(float));
   }
 
-  // Applies a norm to the hidden states, and writes the result as input rows of the next product, which uses `linear`.
-  bool norm(Cursor& cursor, int part, const float* weight, const Linear& linear) {
-    return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, weight, linear); });
+  // Writes the inputs of a layer's MLP as input rows of the MLP's first product, which uses `linear`. In a parallel layer, the
+  // inputs are already in `normed_`.
+  bool norm_mlp(Cursor& cursor, int part, const Layer& layer, const Linear& linear) {
+    if (layer.parallel) return split(cursor, part, [this]() -> const Buffer& { return normed_; }, linear);
+    return each_token(cursor, part, [&](int64_t t) { norm_row(part, t, layer.mlp_norm, linear); });
   }
 
   void norm_row(int part, int64_t token, const float* weight, const Linear& linear) {
@@ -304,7 +310,7 @@ class Decoder {
   // Returns whether deepstack embeddings are added between the previous layer and this layer.
   bool is_deep(size_t layer) const { return layer > 0 && static_cast<int64_t>(layer) <= step_.num_deepstack; }
   void add_deepstack(size_t layer, int64_t token, float* to) const {
-    add_row(to, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * model_.hidden, nullptr);
+    add_row(to, step_.deepstack + (static_cast<int64_t>(layer) * step_.num_tokens + token) * model_.hidden, {});
   }
 
   // Splits the rows of `from` into bfloat16 parts (see parts.h), if the tasks that wrote the rows have not split them.
@@ -351,18 +357,17 @@ class Decoder {
 
   // Returns where the product writes the output of attention or MLP. Usually the output is added to the hidden states. With several
   // ranks, one rank adds its output to its hidden states, and each other rank overwrites its hidden states with its output. The sum
-  // over the ranks is then the new hidden states. Outputs to which a norm is applied before the addition are written to another
-  // buffer.
-  Output residual(int part, const Linear& linear, const float* norm) {
-    const Epilogue put = norm == nullptr && model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
-    return {residual_rows(part, norm), model_.hidden, linear.bias, model_.hidden, put};
+  // over the ranks is then the new hidden states. Outputs that change before the addition are written to another buffer.
+  Output residual(int part, const Linear& linear, const Change& after) {
+    const Epilogue put = !after.changes() && model_.exchange.rank == 0 ? Epilogue::kAdd : Epilogue::kStore;
+    return {residual_rows(part, after), model_.hidden, linear.bias, model_.hidden, put};
   }
-  float* residual_rows(int part, const float* norm) { return norm == nullptr ? states_[part] : added_.data(); }
+  float* residual_rows(int part, const Change& after) { return after.changes() ? added_.data() : states_[part]; }
 
-  // Completes the residual addition after the product that wrote to `residual`: the sum over ranks, and a norm of the output.
-  bool settle(Cursor& cursor, size_t sum, int part, const float* norm) {
-    if (!add_up(cursor, sum, part, norm)) return false;
-    return norm == nullptr || add(cursor, part, norm, [this]() -> const float* { return added_.data(); });
+  // Completes the residual addition after the product that wrote to `residual`: the sum over ranks, and a change of the output.
+  bool settle(Cursor& cursor, size_t sum, int part, const Change& after) {
+    if (!add_up(cursor, sum, part, after)) return false;
+    return !after.changes() || add(cursor, part, after, [this]() -> const float* { return added_.data(); });
   }
 
   bool attend_layer(Cursor& cursor, size_t index) {
@@ -384,12 +389,13 @@ class Decoder {
       return false;
     if (!(l.recurrence.kind == kNoRecurrence ? attend_heads(cursor, index) : recur(cursor, index))) return false;
     if (part == kLast && !gather(cursor)) return false;
+    if (l.parallel && !each_token(cursor, part, [&](int64_t t) { norm_state(part, t, l.mlp_norm, normed_.row(t)); })) return false;
     if (!split(cursor, part, attended, l.output)) return false;
     if (!shrink(cursor, part, attended, kPlaces * index + kOutput)) return false;
-    if (!product(cursor, part, attended, l.output, [&] { return residual(part, l.output, l.attention_out_norm); },
+    if (!product(cursor, part, attended, l.output, [&] { return residual(part, l.output, after_attention(l)); },
                  kPlaces * index + kOutput))
       return false;
-    return settle(cursor, 2 * index, part, l.attention_out_norm);
+    return settle(cursor, 2 * index, part, after_attention(l));
   }
 
   // Computes the outputs of a layer's attention heads.
@@ -427,20 +433,21 @@ class Decoder {
     const int part = part_of(index);
     const auto normed = [this]() -> const Buffer& { return normed_; };
     const auto gated = [this]() -> const Buffer& { return gated_; };
-    const Epilogue gate = squares() ? Epilogue::kStore : model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
-    if (!norm(cursor, part, l.mlp_norm, l.gate_up)) return false;
-    const bool rounded = rounds(l.down) && !squares();  // whether the previous product's output is bfloat16
+    const Epilogue gate = !gates() ? Epilogue::kStore : model_.activation == kGeluGate ? Epilogue::kGelu : Epilogue::kSilu;
+    if (!norm_mlp(cursor, part, l, l.gate_up)) return false;
+    const bool rounded = rounds(l.down) && gates();  // whether the previous product's output is bfloat16
     if (!shrink(cursor, part, normed, kPlaces * index + kGateUp)) return false;
     if (!product(cursor, part, normed, l.gate_up,
                  [&] { return Output{gated_.data(), gated_.stride(), l.gate_up.bias, l.gate_up.n, gate, nullptr, rounded}; },
                  kPlaces * index + kGateUp))
       return false;
-    if (squares() && !each_token(cursor, part, [&](int64_t t) { square_positive(gated_.row(t), l.gate_up.n); })) return false;
+    if (!gates() && !each_token(cursor, part, [&](int64_t t) { activate(gated_.row(t), l.gate_up.n, model_.activation); }))
+      return false;
     if (!rounded && !split(cursor, part, gated, l.down)) return false;
     if (!shrink(cursor, part, gated, kPlaces * index + kDown, rounded)) return false;
-    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, l.mlp_out_norm); }, kPlaces * index + kDown, !rounded))
+    if (!product(cursor, part, gated, l.down, [&] { return residual(part, l.down, after_mlp(l)); }, kPlaces * index + kDown, !rounded))
       return false;
-    return settle(cursor, 2 * index + 1, part, l.mlp_out_norm);
+    return settle(cursor, 2 * index + 1, part, after_mlp(l));
   }
 
   // Computes a mixture of experts: routes tokens to experts, and computes each token's weighted sum of its experts' outputs, in the
@@ -450,7 +457,7 @@ class Decoder {
     const Mixture& mixture = l.mixture;
     const int part = part_of(index);
     const auto normed = [this]() -> const Buffer& { return normed_; };
-    if (!norm(cursor, part, l.mlp_norm, mixture.router)) return false;
+    if (!norm_mlp(cursor, part, l, mixture.router)) return false;
     if (!product(cursor, part, normed, mixture.router, [&] { return mixing_.router_output(mixture); }, kNone)) return false;
     if (!each_token(cursor, part, [&](int64_t t) { mixing_.route(mixture, t); })) return false;
     if (!cursor(1, [&](int64_t) { mixing_.plan(mixture, index, counts_[part]); })) return false;
@@ -460,17 +467,17 @@ class Decoder {
     if (!cursor(mixing_.num_products(index, 1), [&](int64_t task) { mixing_.down(mixture, task); })) return false;
     return each_token(cursor, part, [&](int64_t t) {
       const float* sum = mixing_.weighted_sum(mixture, t, model_.hidden);
-      add_row(states_[part] + t * model_.hidden, sum, l.mlp_out_norm);
+      add_row(states_[part] + t * model_.hidden, sum, after_mlp(l));
     });
   }
 
-  // Sums the hidden states, or the outputs before a norm, over all ranks, on one thread.
-  bool add_up(Cursor& cursor, size_t index, int part, const float* norm) {
+  // Sums the hidden states, or the outputs before their change, over all ranks, on one thread.
+  bool add_up(Cursor& cursor, size_t index, int part, const Change& after) {
     if (model_.exchange.base == nullptr) return true;
     return cursor(1, [&](int64_t) {
       const Exchange& e = model_.exchange;
       const int64_t began = nanoseconds();
-      penstock_all_reduce(e.base, e.rank, e.size, e.piece, residual_rows(part, norm), counts_[part] * model_.hidden, 0);
+      penstock_all_reduce(e.base, e.rank, e.size, e.piece, residual_rows(part, after), counts_[part] * model_.hidden, 0);
       step_.sum_nanoseconds[index] = nanoseconds() - began;
     });
   }
@@ -485,22 +492,34 @@ class Decoder {
       const Rotary& rotary = step_.rotaries[l.rotary];
       const int64_t at = step_.positions[token] * m.rotary_size;
       const float *cosines = rotary.cosines + at, *sines = rotary.sines + at;
-      if (m.norms_all_heads) {
-        float* keys = x + m.num_heads * m.head_size;
-        rms_norm(x, l.query_norm, x, m.num_heads * m.head_size, m.eps);
-        rms_norm(keys, l.key_norm, keys, m.num_kv_heads * m.head_size, m.eps);
-      }
-      for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head) {
-        float* part = x + head * m.head_size;
-        const float* weight = head < m.num_heads ? l.query_norm : l.key_norm;
-        if (weight != nullptr && !m.norms_all_heads) rms_norm(part, weight, part, m.head_size, m.eps);
-        rotate(part, cosines, sines, m.rotary_size);
+      if (!m.norms_rotated) norm_heads(l, x);
+      for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head)
+        (m.pairs ? rotate_pairs : rotate)(x + head * m.head_size, cosines, sines, m.rotary_size);
+      if (m.norms_rotated) norm_heads(l, x);
+      if (rotary.query_scales != nullptr) {
+        const float scale = rotary.query_scales[step_.positions[token]];
+        for (int64_t i = 0; i < m.num_heads * m.head_size; ++i) x[i] *= scale;
       }
     }
     const int64_t keys = m.num_heads * m.head_size, values = keys + m.num_kv_heads * m.head_size;
     write_tokens({step_.num_tokens, group(index).slots, step_.caches[index], m.num_kv_heads, m.head_size, m.head_size,
                   qkv_.data() + keys, qkv_.stride(), qkv_.data() + values, qkv_.stride()},
                  first, end);
+  }
+
+  // Applies a layer's norms to the queries and keys in `x`, a row of the product `qkv`.
+  void norm_heads(const Layer& l, float* x) const {
+    const Model& m = model_;
+    if (m.norms_all_heads) {
+      float* keys = x + m.num_heads * m.head_size;
+      apply_norm(x, l.query_norm, x, m.num_heads * m.head_size);
+      apply_norm(keys, l.key_norm, keys, m.num_kv_heads * m.head_size);
+      return;
+    }
+    for (int64_t head = 0; head < m.num_heads + m.num_kv_heads; ++head) {
+      const float* weight = head < m.num_heads ? l.query_norm : l.key_norm;
+      if (weight != nullptr) apply_norm(x + head * m.head_size, weight, x + head * m.head_size, m.head_size);
+    }
   }
 
   void logits(Cursor& cursor) {
@@ -529,7 +548,7 @@ class Decoder {
   enum { kAll, kLast, kHead }; // sets of tokens: all; those that the last layer computes after its attention; those with logits
   enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // indices of an adapter's updates in a layer
   static constexpr int kHeadPhases = 4;
-  static constexpr int kPhases = 26;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
+  static constexpr int kPhases = 27;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
   static constexpr int64_t kRowTask = 4;  // number of tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
@@ -547,7 +566,7 @@ class Decoder {
   int64_t parts_width_ = 0;        // size in floats of the widest row that is split into parts
   int64_t gated_width_ = 0;        // size in floats of the widest row between the products `gate_up` and `down`
   Buffer qkv_, normed_, attended_, gated_, parts_;
-  bool norms_ = false;             // whether some layers apply a norm to outputs before the residual addition
+  bool changes_ = false;           // whether some layers change outputs before the residual addition
   bool mixes_ = false;             // whether some layers have experts
   Mixing mixing_;
   Recurrent recurrent_;

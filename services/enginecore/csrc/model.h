@@ -180,9 +180,10 @@ struct Scan {
   int64_t out_stride;
 };
 
-// Activations of an MLP. kSiluGate and kGeluGate are applied to the gate before the multiplication by up. kGeluGate is the tanh
-// approximation of gelu. kSquaredRelu is applied to the outputs of `gate_up`, which then has no gate.
-enum Activation : int64_t { kSiluGate, kGeluGate, kSquaredRelu };
+// Activations of an MLP. kSiluGate and kGeluGate are applied to the gate before the multiplication by up. The others are applied to
+// the outputs of `gate_up`, which then has no gate. kGeluGate and kGelu are the tanh approximation of gelu. kExactGelu has an
+// absolute error of at most 1e-7 times the input.
+enum Activation : int64_t { kSiluGate, kGeluGate, kSquaredRelu, kRelu, kGelu, kExactGelu };
 
 // Mixture of experts of a layer. In `gate_up` of the experts, groups of kLanes rows of gate and of up alternate. A token uses the
 // `top` experts with the largest logits of `router`. The weights of these experts are the softmax over all experts, divided by the
@@ -237,7 +238,9 @@ struct Recurrence {
 // have are null. `rotary` is the index of the layer's rotary embedding among the `rotaries` of the step. If a layer has neither
 // `gate_up` nor experts, its MLP is computed outside the kernels. If `gated` is not 0, output rows of `qkv` end with a gate, and
 // the heads' outputs are multiplied by the logistic function of this gate. A recurrent layer has no attention. If `alone` is not 0,
-// the layer has no MLP.
+// the layer has no MLP. If `parallel` is not 0, the input of `mlp_norm` is the layer's input, and not the sum of this input and the
+// output of attention. The outputs of attention and MLP are multiplied by `attention_factor` and `mlp_factor` before these outputs
+// are added to the hidden states. An output with a norm has the factor 1.
 struct Layer {
   const float* input_norm;
   const float* attention_out_norm;
@@ -254,6 +257,9 @@ struct Layer {
   int64_t rotary;
   int64_t gated;
   int64_t alone;
+  int64_t parallel;
+  float attention_factor;
+  float mlp_factor;
   Recurrence recurrence;
 };
 
@@ -281,8 +287,10 @@ struct Fusion {
 // Decoder model, or the part of it that one process computes. With several tensor-parallel ranks, each rank has a part of the
 // heads, intermediate features and vocabulary. A pipeline stage has some of the layers, and only the last stage has a head. The
 // first `rotary_size` elements of an attention head are rotated. The norms of queries and keys are applied to each head, or to all
-// heads together if `norms_all_heads` is not 0. If `logit_softcap` is 0, logits are not capped. `final_norm` is null if the model
-// has no final norm.
+// heads together if `norms_all_heads` is not 0. These norms are applied after the rotation if `norms_rotated` is not 0. If `pairs` is
+// not 0, elements 2i and 2i + 1 are rotated together, and not an element of the first half with an element of the second half. If
+// `logit_softcap` is 0, logits are not capped. `final_norm` is null if the model has no final norm. If `centers` is not 0, all norms
+// subtract the mean, and the memory of a norm of `n` elements has first its weights [n] and then its biases [n].
 struct Model {
   int64_t num_layers;
   int64_t hidden;
@@ -293,6 +301,9 @@ struct Model {
   int64_t intermediate;
   int64_t activation;
   int64_t norms_all_heads;
+  int64_t norms_rotated;
+  int64_t pairs;
+  int64_t centers;
   float eps;
   float logit_softcap;
   const Layer* layers;
@@ -310,10 +321,12 @@ struct Group {
   int64_t block_size;
 };
 
-// Rotary embedding: `cosines` and `sines` are [positions, rotary size].
+// Rotary embedding: `cosines` and `sines` are [positions, rotary size]. Queries are multiplied by `query_scales` [positions], which
+// is null if the layers with this rotary embedding do not scale queries by position.
 struct Rotary {
   const float* cosines;
   const float* sines;
+  const float* query_scales;
 };
 
 // Forward pass of a step, in one or more calls.

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 320
 _DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model" / "penstock-tiny"
@@ -298,6 +299,11 @@ RECURRENT_ARCHITECTURES = tuple(_RECURRENT)
 """Model types whose layers have recurrent states, whose tokens the recurrent parity tests compare."""
 ARCHITECTURES = tuple(_FAMILIES)
 """Model types for the parity tests. Except ``gemma3``, the names are those of transformers."""
+
+
+def class_name(architecture: str) -> str | None:
+    """Return the name of the model class of one of ``ARCHITECTURES`` in transformers."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(_FAMILIES[architecture].get("model_type", architecture))
 
 
 def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:

@@ -316,13 +316,16 @@ def _check_invariant(model: LoadedModel, config: ForwardConfig, proven: Proven[F
     """Raise ModelLoadError if ``kernels.batch_invariant`` is true but the chosen forward pass is not a batch-invariant
     decoder.
     """
-    if not config.kernels.batch_invariant or isinstance(proven.serves, FusedForward | NativeForward):
+    serves, experts = proven.serves, ""
+    if isinstance(serves, NativeForward) and not serves.is_batch_invariant:
+        experts = "; PyTorch computes the model's experts"
+    if not config.kernels.batch_invariant or (isinstance(serves, FusedForward | NativeForward) and not experts):
         return
     on_cpu = config.device.type == "cpu"
     decoder, page = ("the CPU kernels' decoder", "reference/models") if on_cpu else ("the fused decoder", "guides/gpu")
     raise ModelLoadError(
         f"kernels.batch_invariant is true, but only {decoder} is batch invariant, and it does not support "
-        f"{type(model.module).__name__}{proven.reasons}; set kernels.batch_invariant to false, or serve a model that "
+        f"{type(model.module).__name__}{proven.reasons}{experts}; set kernels.batch_invariant to false, or serve a model that "
         f"docs/{page}.md lists for this decoder"
     )
 

@@ -45,7 +45,7 @@ from penstock_enginecore.lora.adapter import (
     expect_known,
     segments_of_rows,
 )
-from penstock_enginecore.models.decoder_plan import AttentionPlan, MLPPlan, ModelPlan, Norm, RecurrentPlan
+from penstock_enginecore.models.decoder_plan import AttentionPlan, MLPPlan, ModelPlan, RecurrentPlan
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.hybrid_reader import hybrid_has_mixtures, plan_hybrid
 from penstock_enginecore.models.multimodal.base import MediaEncoder
@@ -159,7 +159,7 @@ def _places(module: PreTrainedModel, plan: ModelPlan) -> Iterator[_Place]:
         yield place(*first, gated=attention if isinstance(attention, AttentionPlan) and attention.gated else None)
         yield place(output)
         gated = layer.mlp if isinstance(layer.mlp, MLPPlan) else None
-        yield place(*gated.gate_up, interleaved=gated.activation != "relu2") if gated else _Place({})
+        yield place(*gated.gate_up, interleaved=gated.gated) if gated else _Place({})
         yield place(gated.down) if gated else _Place({})
     yield place() if plan.head is None else place(plan.head)
 
@@ -316,14 +316,20 @@ class NativeForward(KernelDecoder):
         if hidden is not None:
             hidden *= self._layers.unit
         if hidden is not None and len(normed) and self._plan.norm is not None:
-            hidden[:, normed] = _normed(self._plan.norm, x * self._layers.unit)[:, None]
+            hidden[:, normed] = self._plan.norm.of(x * self._layers.unit)[:, None]
         if self._seams is not None and not self._model.head.n:
-            self._seams.leaving = x
+            self._seams.leaving = x * self._layers.unit
         if self._part is not None:
             self._part.collectives.have_reduced((self._sum_nanoseconds * 1e-9).tolist())
         given = None if hidden is None else hidden.flatten(1)
         states = HiddenTokens(x, batch.segments) if keep_states else None
         return ForwardOutput(self._finish(logits), states, hidden=given)
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether the logits of a request are bit-identical in every batch: PyTorch computes no experts."""
+        outside = (parameter for mlp in self._layers.outside.values() for parameter in mlp.parameters())
+        return not any(each.ndim > 2 and each.numel() for each in outside)
 
     @property
     def chains(self) -> bool:
@@ -416,9 +422,9 @@ class NativeForward(KernelDecoder):
             self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
             of_given = segments_of_rows(segments, rows) if few else segments
             with self._adapters.beside(of_given, rows[:0]):
-                put_out = mlp(given[None])
+                put_out = given if few and not len(given) else mlp(given[None])  # some experts need a token
             states = put_out[0] if isinstance(put_out, tuple) else put_out  # some MLP modules also return router scores
-            taken = states[0].contiguous()
+            taken = states.reshape(given.shape).contiguous()
             step.first, step.mlp_output = index + 1, taken.data_ptr()
         step.last = self._model.num_layers
         self._library.call_on(self._handle, "decoder_forward", ctypes.byref(step))
@@ -430,7 +436,7 @@ class NativeForward(KernelDecoder):
         embedding table.
         """
         if self._seams is not None and self._seams.entering is not None:
-            return self._seams.entering.clone(), None
+            return self._seams.entering / self._layers.unit, None
         factor = self.input_factor
         if batch.embedded is not None:
             return batch.embedded if factor == 1 else batch.embedded * factor, None
@@ -473,12 +479,6 @@ def _share_table(library: NativeLibrary, module: Any, head: PackedLinear) -> boo
     if known is not None:
         module.set_input_embeddings(PackedEmbedding(library, head.packed, known.scale, own.weight.dtype))
     return known is not None
-
-
-def _normed(norm: Norm, x: torch.Tensor) -> torch.Tensor:
-    """Return ``norm`` applied to ``x`` ``[tokens, hidden size]``."""
-    weight = norm.weight.detach().float() + norm.offset
-    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps))
 
 
 class _PackedModules(Generic[T]):

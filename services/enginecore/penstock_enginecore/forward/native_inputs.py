@@ -18,8 +18,10 @@ from penstock_enginecore.native.ffi_structs import Chain, Rotary, Step
 from penstock_enginecore.native.linear import PackedEmbedding
 from penstock_enginecore.native.weights import KINDS, PACKED_ROWS, PackedWeight
 
-Turns = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines of rotary positions, both float32 ``[positions, size]``."""
+Turns = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Cosines and sines of rotary positions, both float32 ``[positions, size]``, and the factors of queries by position,
+float32 ``[positions]``, or None.
+"""
 _MAX_TABLE_BYTES = 64 * 1024 * 1024
 """Maximum size in bytes of precomputed cosines and sines of all positions. If the tables would be larger, each step
 computes the cosines and sines of its positions.
@@ -100,7 +102,9 @@ class StepRotaries:
     @classmethod
     def of(cls, turns: Sequence[Turns], positions: IntArray) -> "StepRotaries":
         """Return the rotary embeddings, with structs that point to the tensors of ``turns``."""
-        structs = (Rotary * len(turns))(*(Rotary(cosines.data_ptr(), sines.data_ptr()) for cosines, sines in turns))
+        structs = (Rotary * len(turns))(
+            *(Rotary(*(None if each is None else each.data_ptr() for each in of_variant)) for of_variant in turns)
+        )
         return cls(structs, positions, turns)
 
 
@@ -108,8 +112,8 @@ class Rotaries:
     """Rotary embeddings of a model.
 
     Args:
-        makers: Functions that return cosines and sines. The functions get int64 positions, and a tensor with the dtype
-            and device of the hidden states.
+        makers: Functions that return cosines, sines and factors of queries. The functions get int64 positions, and a
+            tensor with the dtype and device of the hidden states.
         size: Number of rotated elements of each head.
         max_len: Number of positions that the model allows.
     """

@@ -16,7 +16,7 @@ from penstock_enginecore.attention.kv_cache import KVMemory, LayerCaches
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.forward.base import ForwardBatch
 from penstock_enginecore.forward.modules import module_bytes
-from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries
+from penstock_enginecore.forward.native_inputs import EmbeddingLookup, EmbeddingRows, Rotaries, StepRotaries, Turns
 from penstock_enginecore.models.decoder_plan import (
     AttentionPlan,
     ExpertsPlan,
@@ -29,6 +29,7 @@ from penstock_enginecore.models.decoder_plan import (
 )
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
+from penstock_enginecore.models.rope import QueryScale
 from penstock_enginecore.native.attention import TILE, cache_struct, group_struct, kernel_layout, params_struct
 from penstock_enginecore.native.backend import PackedLayers
 from penstock_enginecore.native.experts import PackedExperts, PackedRouter
@@ -50,8 +51,9 @@ from penstock_enginecore.native.weights import PackedWeight, interleaved
 from penstock_enginecore.parallel.collectives import PIECE
 from penstock_enginecore.parallel.sharding import Part
 
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "relu2": 2}
-"""Numbers that stand for activation functions in the kernels' interface."""
+_GATE_ACTIVATIONS: Mapping[str, int] = {"silu": 0, "gelu_tanh": 1}
+_ACTIVATIONS: Mapping[str, int] = {"relu2": 2, "relu": 3, "gelu_tanh": 4, "gelu": 5}
+"""Numbers that stand for activation functions of gates, and of MLPs without a gate, in the kernels' interface."""
 _RECURRENCES = {"delta rule": 1, "duality": 2, "short convolution": 3}
 """Numbers that stand for kinds of recurrent layers in the kernels' interface."""
 _MAX_LAYERS = 800
@@ -68,22 +70,22 @@ def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCa
     if any(isinstance(each.attention, LatentPlan) for each in plan.layers):
         return "the model's layers use latent attention (MLA)"
     attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
-    if reason := _unsuitable_recurrence(library, plan):
+    if reason := _unsuitable_recurrence(library, plan) or _unsuitable_attention(plan, attentions):
         return reason
     if (head_size := attentions[0].head_size) % library.lanes:
         return f"a head size of {head_size} is not a multiple of {library.lanes}"
-    if len({(each.num_heads, each.num_kv_heads, each.head_size) for each in attentions}) > 1:
-        return "the model's layers have heads of different shapes"
-    if len({norm.eps for norm in plan.norms}) > 1:
-        return "the model's norms have different epsilons"
+    if reason := _unsuitable_norms(plan):
+        return reason
     if len({layer.residual_scale for layer in plan.layers}) > 1:
         return "the model's layers scale residual additions differently"
     if plan.layers[0].residual_scale != 1 and any(
         layer.attention.norms or any(layer.norms_after) for layer in plan.layers
     ):
         return "the model scales residual additions, and norms other values than hidden states"
-    if plan.logits_divisor != 1 and plan.head is not None and plan.norm is None:
-        return "the model scales logits and has no final norm"
+    if plan.logits_divisor != 1 and plan.head is not None and (plan.norm is None or plan.head.bias is not None):
+        return "the model scales logits, and has no final norm or a head with a bias"
+    if len({(each.mlp.activation, each.mlp.gated) for each in plan.layers if isinstance(each.mlp, MLPPlan)}) > 1:
+        return "the model's MLPs have different activation functions"
     return next((reason for layer in plan.layers if (reason := _unsuitable_mlp(library, layer))), None)
 
 
@@ -95,10 +97,12 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
         return None
     if part.shared_memory is None:
         return "workers do not exchange data in shared memory"
-    if any(getattr(model.module.config, name, False) for name in ("attention_bias", "mlp_bias")):
+    if any(getattr(linear, "whole_bias", None) is not None for linear in plan.linears):
         return "the model's layers have a bias"
     if part.vocabulary is None and plan.head is not None and plan.head.out_features != model.vocab_size:
         return "the model's head is split between workers"
+    if any(isinstance(layer.mlp, MLPPlan) and layer.mlp.is_merged for layer in plan.layers):
+        return "workers split the outputs of a linear layer that computes gate and up values"
     if not all(layer.mlp is None or isinstance(layer.mlp, MLPPlan) for layer in plan.layers):
         return "the model's experts are split between workers"
     if any(isinstance(layer.attention, RecurrentPlan) for layer in plan.layers):
@@ -106,6 +110,15 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
     if _first_attention(plan).norms_all_heads:
         return "the input of a norm is split between workers"
     return None
+
+
+def query_scales(plan: ModelPlan) -> list[set[QueryScale | None]]:
+    """Return, for each rotary variant, how the layers with this variant scale queries by position."""
+    attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
+    return [
+        {each.query_scale for each in attentions if each.rotary == variant}
+        for variant in range(len(plan.rotary_variants))
+    ]
 
 
 def linears(layer: LayerPlan) -> list[Any]:
@@ -118,6 +131,28 @@ def empty(linear: Any) -> None:
     linear.weight = torch.nn.Parameter(torch.empty(0, dtype=linear.weight.dtype), requires_grad=False)
 
 
+def _unsuitable_attention(plan: ModelPlan, attentions: Sequence[AttentionPlan]) -> str | None:
+    if len({(each.num_heads, each.num_kv_heads, each.head_size) for each in attentions}) > 1:
+        return "the model's layers have heads of different shapes"
+    if any(len({linear.bias is None for linear in each.qkv}) > 1 for each in attentions):
+        return "some projections of attention have a bias and others have none"
+    if any(len(scales) > 1 for scales in query_scales(plan)):
+        return "layers with the same rotary embedding scale queries differently"
+    return None
+
+
+def _unsuitable_norms(plan: ModelPlan) -> str | None:
+    if len({norm.eps for norm in plan.norms}) > 1:
+        return "the model's norms have different epsilons"
+    if len({norm.centered for norm in plan.norms}) > 1:
+        return "some of the model's norms subtract the mean, and others do not"
+    for layer in plan.layers:
+        for norm, scale in zip(layer.norms_after, layer.output_scales, strict=True):
+            if norm is not None and scale != 1:
+                return f"{layer.name} scales an output to which it applies a norm"
+    return None
+
+
 def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
     mlp, module = layer.mlp, layer.mlp_module
     if mlp is None or module is None:
@@ -127,11 +162,11 @@ def _unsuitable_mlp(library: NativeLibrary, layer: LayerPlan) -> str | None:
             (weight.dtype for weight in module.parameters() if weight.dtype != torch.float32), None
         )
         return None if odd is None else f"the model's mixtures of experts compute in {str(odd).removeprefix('torch.')}"
-    if mlp.activation not in _ACTIVATIONS:
+    if mlp.activation not in (_GATE_ACTIVATIONS if mlp.gated else _ACTIVATIONS):
         return f"{layer.name}.mlp uses the activation function {mlp.activation}, which this decoder does not support"
     if (width := mlp.down.in_features) % library.lanes:
         return f"intermediate_size {width} is not a multiple of {library.lanes}"
-    biased = mlp.activation != "relu2" and any(linear.bias is not None for linear in mlp.gate_up)
+    biased = mlp.gated and any(linear.bias is not None for linear in mlp.gate_up)
     return "a gate has a bias" if biased else None
 
 
@@ -187,7 +222,7 @@ class DecoderLayers:
         self._keep: list[object] = []
         self._packed: list[PackedWeight] = []
         self._mixture_bytes = 0
-        self.head = None if plan.head is None else self._pack(plan.head.weight, None)
+        self.head = None if plan.head is None else self._pack(plan.head.weight, plan.head.bias)
         self.outside: dict[int, Any] = {}
         self.unit = plan.layers[0].residual_scale
         layers = [self._layer(index, layer) for index, layer in enumerate(plan.layers)]
@@ -213,7 +248,7 @@ class DecoderLayers:
 
     def _model(self, layers: Sequence[Layer], part: Part | None) -> Model:
         plan, first = self._plan, _first_attention(self._plan)
-        gated = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, MLPPlan)]
+        dense = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, MLPPlan)]
         return Model(
             len(layers),
             first.output.out_features,
@@ -221,9 +256,12 @@ class DecoderLayers:
             first.num_kv_heads,
             first.head_size,
             plan.rotary_size,
-            max((mlp.down.in_features for mlp in gated), default=0),
-            _ACTIVATIONS[gated[0].activation] if gated else 0,
+            max((mlp.down.in_features for mlp in dense), default=0),
+            (_GATE_ACTIVATIONS if dense[0].gated else _ACTIVATIONS)[dense[0].activation] if dense else 0,
             first.norms_all_heads,
+            plan.family.norms_rotated,
+            plan.family.pairs,
+            plan.norms[0].centered,
             plan.norms[0].eps / self.unit**2,
             plan.logits_softcap or 0.0,
             self._kept((Layer * len(layers))(*layers)),
@@ -263,11 +301,13 @@ class DecoderLayers:
             rotary,
             gated,
             mlp is None,
+            layer.parallel,
+            *layer.output_scales,
             recurrence,
         )
 
     def _gate_up(self, mlp: MLPPlan) -> Linear:
-        if mlp.activation == "relu2":
+        if not mlp.gated:
             (up,) = mlp.gate_up
             return self.pack(up.weight, up.bias)
         return self.pack(interleaved(self._library, *_gate_and_up(mlp)), None)
@@ -343,12 +383,14 @@ class DecoderLayers:
 
     def norm(self, norm: Norm | None, factor: float = 1.0) -> int | None:
         """Return the address of a norm's weights times ``factor``, float32 ``[n]``, or a null pointer if there is no
-        norm.
+        norm. After the weights of a norm that subtracts the mean, its biases follow.
         """
         if norm is None:
             return None
-        weight = norm.weight.detach().float()
-        made: torch.Tensor = self._kept((weight + norm.offset if norm.offset else weight.clone()) * factor)
+        rows = [norm.factors * factor]
+        if norm.centered:
+            rows.append(torch.zeros(norm.size) if norm.bias is None else norm.bias.detach().float() * factor)
+        made: torch.Tensor = self._kept(torch.cat(rows))
         return made.data_ptr()
 
     def _kept(self, memory: Any) -> Any:
@@ -361,6 +403,13 @@ def _gates_last(attention: AttentionPlan, rows: Sequence[torch.Tensor]) -> list[
     """Return the rows of an attention with gates, in the order queries, keys, values, gates."""
     queries, gates = query_rows(attention, rows[0])
     return [queries, *rows[1:], gates]
+
+
+def _turns(
+    plan: ModelPlan, variant: tuple[str, ...], scale: QueryScale | None, positions: torch.Tensor, like: torch.Tensor
+) -> Turns:
+    scales = None if scale is None else scale.factors(positions if positions.ndim == 1 else positions[0])
+    return *plan.turns(variant, positions, like), scales
 
 
 def _exchange(part: Part | None) -> Exchange:
@@ -416,7 +465,10 @@ class KernelDecoder:
         self._embedding = embedding
         # The rotary embedding keeps a plan without the embedding table, so that the table can be freed.
         slim = dataclasses.replace(plan, embedding=torch.nn.Parameter(torch.empty(0), requires_grad=False))
-        makers = [partial(slim.turns, variant) for variant in plan.rotary_variants]
+        makers = [
+            partial(_turns, slim, variant, next(iter(scales), None))
+            for variant, scales in zip(plan.rotary_variants, query_scales(plan), strict=True)
+        ]
         self._rotaries = Rotaries(makers, self._model.rotary_size, max_len)
 
     @property

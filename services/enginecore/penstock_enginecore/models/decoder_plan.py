@@ -12,10 +12,11 @@ from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.families import Family
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack
+from penstock_enginecore.models.rope import QueryScale
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
-"""Name of the activation function of an MLP's gate. ``gelu`` is the exact function; ``gelu_tanh`` is the usual
-approximation. ``relu2`` is the squared ReLU of MLPs without a gate.
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
+"""Name of the activation function of an MLP. ``gelu`` is the exact function; ``gelu_tanh`` is the usual approximation.
+``relu2`` is the squared ReLU.
 """
 UNROTATED = ("unrotated",)
 """Rotary variant of layers that do not rotate queries and keys."""
@@ -28,13 +29,38 @@ ExpertsWeight = torch.nn.Parameter | QuantizedStack
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm. The normalized value is multiplied by ``weight + offset``. The offset is 1 in Gemma models, and 0 in
-    others.
+    """RMSNorm, or LayerNorm if ``centered``, which subtracts the mean first. The normalized value is multiplied by
+    ``weight + offset``. The offset is 1 in Gemma models, and 0 in others. ``width`` is the number of elements of a norm
+    without a weight.
     """
 
-    weight: torch.nn.Parameter
+    weight: torch.nn.Parameter | None
     eps: float
     offset: float
+    centered: bool = False
+    bias: torch.nn.Parameter | None = None
+    width: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements that the norm covers."""
+        return self.width if self.weight is None else len(self.weight)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the norm is an RMSNorm with a weight."""
+        return self.weight is not None and not self.centered
+
+    @property
+    def factors(self) -> torch.Tensor:
+        """Factors of the normalized values, float32 ``[size]``."""
+        return torch.ones(self.size) if self.weight is None else self.weight.detach().float() + self.offset
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the norm of float32 ``x`` ``[..., size]``."""
+        x = x - x.mean(-1, keepdim=True) if self.centered else x
+        y = self.factors * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+        return y if self.bias is None else y + self.bias.float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +72,7 @@ class AttentionPlan:
         rotary: Index of a rotary variant in ``ModelPlan.rotary_variants``.
         gated: Whether the query projection has, for each head, first the rows of the query and then the rows of a gate.
             The head's output is multiplied by the logistic function of the gate.
+        query_scale: Scaling of queries by position, or None.
     """
 
     qkv: tuple[Linear, ...]
@@ -57,6 +84,7 @@ class AttentionPlan:
     rotary: int
     params: AttentionParams
     gated: bool = False
+    query_scale: QueryScale | None = None
 
     @property
     def linears(self) -> list[Linear]:
@@ -68,7 +96,7 @@ class AttentionPlan:
         """Whether the norm of queries covers all heads together, and not each head separately. The same applies to
         keys.
         """
-        return self.norms is not None and len(self.norms[0].weight) != self.head_size
+        return self.norms is not None and self.norms[0].size != self.head_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +199,19 @@ class RecurrentPlan:
 
 @dataclass(frozen=True, slots=True)
 class MLPPlan:
-    """Gated MLP. ``gate_up`` is one linear layer for gate and up values, or two linear layers. With the activation
-    ``relu2``, there is no gate, and ``gate_up`` is only the up projection.
+    """MLP. ``gate_up`` is one linear layer for gate and up values, or two linear layers. If the MLP is not ``gated``,
+    ``gate_up`` is only the up projection.
     """
 
     gate_up: tuple[Linear, ...]
     down: Linear
     activation: Activation
+    gated: bool = True
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether one linear layer computes gate and up values."""
+        return self.gated and len(self.gate_up) == 1
 
     @property
     def linears(self) -> list[Linear]:
@@ -261,8 +295,10 @@ class LayerPlan:
     out some of the norms.
 
     ``norms_before`` are the norms before attention and MLP. ``norms_after`` are the norms before each add.
-    ``residual_scale`` multiplies the outputs of attention and MLP before each add. A recurrent layer may replace
-    attention. A layer without MLP ends after the first addition.
+    ``residual_scale`` multiplies the outputs of attention and MLP before each add. ``output_scales`` are further
+    factors of the output of attention and of the output of the MLP. A recurrent layer may replace attention. A layer
+    without MLP ends after the first addition. In a ``parallel`` layer, the input of the norm before the MLP is the
+    layer's input.
     """
 
     name: str
@@ -273,6 +309,8 @@ class LayerPlan:
     norms_before: tuple[Norm | None, Norm | None]
     norms_after: tuple[Norm | None, Norm | None]
     residual_scale: float
+    output_scales: tuple[float, float] = (1.0, 1.0)
+    parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +321,6 @@ class ModelPlan:
         embedding_scale: Factor by which the module multiplies embeddings, or None if the module does more than scale.
         input_scale: Factor of all inputs of the first layer, also of embeddings that the client or an encoder computed.
         rotary_variants: Arguments of ``rotary`` for each variant.
-        rotary_twice: Whether ``rotary`` returns elements for both halves of a head, and not for one half only.
     """
 
     family: Family
@@ -297,7 +334,6 @@ class ModelPlan:
     logits_softcap: float | None
     rotary: torch.nn.Module
     rotary_variants: tuple[tuple[str, ...], ...]
-    rotary_twice: bool
 
     @property
     def linears(self) -> list[Linear]:
@@ -343,10 +379,19 @@ class ModelPlan:
             cosines, _ = self.turns((), positions, like)
             return torch.ones_like(cosines), torch.zeros_like(cosines)
         at = positions[None] if positions.ndim == 1 else positions[:, None]
-        cosines, sines = (each[0].float().contiguous() for each in self.rotary(like, at, *variant))
-        if self.rotary_twice:
-            return cosines, sines
-        return torch.cat([cosines, cosines], dim=1), torch.cat([sines, sines], dim=1)
+        turns = self.rotary(like, at, *variant)
+        if isinstance(turns, torch.Tensor):  # complex numbers
+            turns = turns.real, turns.imag
+        cosines, sines = (self._spread(each[0].float()) for each in turns)
+        return cosines, sines
+
+    def _spread(self, turns: torch.Tensor) -> torch.Tensor:
+        """Return cosines or sines for each rotated element of a head."""
+        turned = self.family.turned
+        if self.family.pairs and turned != "pairs":
+            half = turns if turned == "half" else turns[:, : turns.shape[1] // 2]
+            return half.repeat_interleave(2, dim=1)
+        return torch.cat([turns, turns], dim=1) if turned == "half" else turns.contiguous()
 
     @property
     def rotary_size(self) -> int:

@@ -205,7 +205,6 @@ class _HybridReader(_RecurrentReader):
             logits_softcap=None,
             rotary=_NoRotary() if rotary is None else rotary,
             rotary_variants=tuple(variants),
-            rotary_twice=True,
         )
 
     def _layer_plan(self, layer: Any, mixer: str, attention: Any) -> LayerPlan:
@@ -328,7 +327,6 @@ class _BlockReader(_RecurrentReader):
             logits_softcap=None,
             rotary=_NoRotary(),
             rotary_variants=(UNROTATED,),
-            rotary_twice=True,
         )
 
     def _joined(self, first: Any, second: Any, calls: Mapping[Any, AttentionCall]) -> LayerPlan:

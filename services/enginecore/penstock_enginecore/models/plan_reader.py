@@ -31,29 +31,48 @@ from penstock_enginecore.models.decoder_plan import (
     present,
 )
 from penstock_enginecore.models.errors import UnsuitableError
-from penstock_enginecore.models.families import FAMILIES, SOFTMAX_ROUTERS, Family, is_known, sums_to_one
+from penstock_enginecore.models.families import FAMILIES, SOFTMAX_ROUTERS, Factor, Family, is_known, sums_to_one
 from penstock_enginecore.models.quantization.layers import (
     DOWN,
     GATE_UP,
     QuantizedExperts,
     QuantizedLinear,
 )
-from penstock_enginecore.models.rope import query_scale
+from penstock_enginecore.models.rope import query_scale, rotary_query_scale
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "ReLU": "relu",
     "ReLUSquaredActivation": "relu2",
 }
 """Activations by the class name of the activation module in transformers."""
-_ACTIVATION_NAMES = ("act_fn", "activation_fn")
-_BEFORE_ACTIVATION = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",))
-"""Names of the linear layers of an MLP before its activation. An MLP with only ``up_proj`` has no gate."""
-_NORMS_AFTER = ("post_norm1", "post_norm2")
-"""Names of HyperCLOVA X's norms of the outputs of attention and MLP. Without these norms, the modules are identities."""
-_IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "hidden_norm"})
+_ACTIVATION_NAMES = ("act_fn", "activation_fn", "act")
+_MLP_NAMES = ("mlp", "feed_forward")
+_FINAL_NORMS = ("norm", "final_layernorm")
+_ATTENTION_OUTPUTS = ("o_proj", "dense")
+_QUERY_KEY_NORMS = (
+    ("q_norm", "k_norm"),
+    ("q_layernorm", "k_layernorm"),
+    ("query_layernorm", "key_layernorm"),
+    ("qk_norm", "qk_norm"),
+)
+_BEFORE_ACTIVATION = (("gate_proj", "up_proj"), ("gate_up_proj",), ("up_proj",), ("fc1",), ("c_fc",))
+"""Names of the linear layers of an MLP before its activation."""
+_AFTER_ACTIVATION = {"fc1": "fc2", "c_fc": "c_proj"}
+"""Names of the linear layer of an MLP after its activation, if not ``down_proj``."""
+_UNGATED = frozenset({"up_proj", "fc1", "c_fc"})
+"""First names of ``_BEFORE_ACTIVATION`` of MLPs without a gate."""
+_NORMS_AFTER = (("post_norm1", "post_norm2"), ("post_self_attn_layernorm", "post_mlp_layernorm"))
+"""Names of norms of the outputs of attention and MLP, of HyperCLOVA X and GLM-4. Without these norms, the modules of
+HyperCLOVA X are identities.
+"""
+_NORM_KINDS = {"RMSNorm": False, "L2Norm": False, "LayerNorm": True, "LayerNorm1P": True}
+"""Whether norms subtract the mean, by the end of the name of the norm's class."""
+_IDLE_PARTS = frozenset({"resid_attn_dropout", "resid_mlp_dropout", "resid_dropout", "hidden_norm"})
 """Names of a layer's parts that inference does not use (dropout), or that belong to an EAGLE head."""
 
 
@@ -66,7 +85,8 @@ def plan_model(module: Any, calls: Sequence[AttentionCall]) -> ModelPlan:
         raise UnsuitableError(f"{kind} is not one of the supported classes: {', '.join(sorted(FAMILIES))}")
     reader = PlanReader(FAMILIES[kind], base)
     reader.expect(module, "ForCausalLM", ("model", "lm_head"))
-    reader.expect(base, "Model", ("embed_tokens", "layers", "norm", "rotary_emb"))
+    idle = ("embed_dropout",) if hasattr(base, "embed_dropout") else ()
+    reader.expect(base, "Model", ("embed_tokens", "layers", _named_part(base, _FINAL_NORMS), "rotary_emb", *idle))
     return reader.model(module.config, module.lm_head, base.embed_tokens, calls)
 
 
@@ -77,7 +97,7 @@ def plan_head(head: Any, embedding: torch.nn.Module, calls: Sequence[AttentionCa
 
 def has_mixtures(module: Any) -> bool:
     """Return whether the model's class is in ``FAMILIES`` and some of the model's MLPs are mixtures of experts."""
-    return is_known(module) and not all(map(is_dense, (layer.mlp for layer in _own_layers(module.model))))
+    return is_known(module) and not all(map(is_dense, map(mlp_part, _own_layers(module.model))))
 
 
 def embedding_scale(embedding: Any) -> float | None:
@@ -93,10 +113,12 @@ def embedding_scale(embedding: Any) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class AttentionNames:
-    """Names of parts of attention modules that differ between models, and whether the query projection has a gate."""
+    """Names of parts of attention modules that differ between models, and whether the query projection has a gate. If
+    a name is None, a module has one of the names that the reader knows.
+    """
 
-    output: str = "o_proj"
-    norms: tuple[str, str] = ("q_norm", "k_norm")
+    output: str | None = None
+    norms: tuple[str, str] | None = None
     gated: bool = False
 
 
@@ -114,45 +136,60 @@ class PlanReader:
         if [call.module for call in calls] != [layer.self_attn for layer in layers]:
             raise UnsuitableError("the model does not call its layers in the order in which it lists them")
         self.expect(base.rotary_emb, "RotaryEmbedding", ())
-        kinds = [rotary_variant(base.rotary_emb, layer.self_attn) for layer in layers]
+        kinds = [self._rotary_variant(call) for call in calls]
         variants = sorted(set(kinds))
         has_head = isinstance(head, torch.nn.Linear | QuantizedLinear)
         return ModelPlan(
             family=self._family,
             embedding=embedding.weight,
             embedding_scale=embedding_scale(embedding),
-            input_scale=float(getattr(base, "embedding_multiplier", 1.0)),
+            input_scale=self._factor(config, "inputs", float(getattr(base, "embedding_multiplier", 1.0))),
             layers=tuple(
                 self._layer(layer, call, variants.index(kind))
                 for layer, call, kind in zip(layers, calls, kinds, strict=True)
             ),
-            norm=self.norm(base.norm),
+            norm=self.norm(getattr(base, _named_part(base, _FINAL_NORMS))),
             head=self.linear(head) if has_head else None,
-            logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
+            logits_divisor=float(getattr(config, "logits_scaling", 1.0)) / self._factor(config, "logits"),
             logits_softcap=getattr(config, "final_logit_softcapping", None),
             rotary=base.rotary_emb,
             rotary_variants=tuple(variants),
-            rotary_twice=not self._family.half_turns,
         )
+
+    def _factor(self, config: Any, place: Factor, factor: float = 1.0) -> float:
+        """Return ``factor`` times the family's factor for ``place``."""
+        name = self._family.factors.get(place)
+        return factor if name is None else factor * float(getattr(config, name))
+
+    def _rotary_variant(self, call: AttentionCall) -> tuple[str, ...]:
+        if self._family.only_windows_rotate and call.params.sliding_window is None:
+            return UNROTATED
+        return rotary_variant(self._base.rotary_emb, call.module)
 
     def _layer(self, layer: Any, call: AttentionCall, rotary: int) -> LayerPlan:
         names = [f"{name}_layernorm" for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")]
-        named = [name for name in (*names, *_NORMS_AFTER) if hasattr(layer, name)]
+        after_names = next((pair for pair in _NORMS_AFTER if hasattr(layer, pair[0])), _NORMS_AFTER[0])
+        named = [name for name in (*names, *after_names) if getattr(layer, name, None) is not None]
         idle = _IDLE_PARTS & layer._modules.keys()
-        self.expect(layer, "DecoderLayer", ("self_attn", "mlp", *named, *idle))
+        mlp, config = mlp_part(layer), self._base.config
+        self.expect(layer, "DecoderLayer", ("self_attn", _named_part(layer, _MLP_NAMES), *named, *idle))
         first, second, third, last = (self.norm(getattr(layer, name, None)) for name in names)
-        after = [self.norm(getattr(layer, name, None)) for name in _NORMS_AFTER]
+        after = [self.norm(getattr(layer, name, None)) for name in after_names]
         around = third is not None or last is not None  # in other models, the second norm is before the MLP
         latent = hasattr(layer.self_attn, "kv_a_proj_with_mqa")
+        before_mlp = third if around else second
         return LayerPlan(
             name=self._names[layer],
             module=layer,
-            mlp_module=layer.mlp,
+            mlp_module=mlp,
             attention=(self._latent if latent else self.attention)(layer.self_attn, call, rotary),
-            mlp=self.mlp_or_experts(layer.mlp),
-            norms_before=(first, third if around else second),
+            mlp=self.mlp_or_experts(mlp),
+            # A parallel layer with one norm uses this norm for both inputs.
+            norms_before=(first, first if self._family.parallel and before_mlp is None else before_mlp),
             norms_after=(second if around else after[0], last or after[1]),
-            residual_scale=float(getattr(layer, "residual_multiplier", 1.0)),
+            residual_scale=self._factor(config, "residual", float(getattr(layer, "residual_multiplier", 1.0))),
+            output_scales=(self._factor(config, "attention"), self._factor(config, "mlp")),
+            parallel=self._family.parallel,
         )
 
     def attention(
@@ -160,9 +197,11 @@ class PlanReader:
     ) -> AttentionPlan:
         """Return the plan of the attention module that made the attention call ``call``."""
         projections = ("qkv_proj",) if hasattr(attention, "qkv_proj") else ("q_proj", "k_proj", "v_proj")
-        norms = [name for name in names.norms if hasattr(attention, name)]
+        pair = names.norms or next((each for each in _QUERY_KEY_NORMS if hasattr(attention, each[0])), ())
+        norms = [name for name in pair if hasattr(attention, name)]
         sinks = () if call.params.sinks is None else ("sinks",)
-        name = self._expect_attention(attention, (*projections, names.output, *norms), sinks)
+        output = names.output or _named_part(attention, _ATTENTION_OUTPUTS)
+        name = self._expect_attention(attention, (*projections, output, *norms), sinks)
         if getattr(attention.config, "clip_qkv", None) is not None:
             raise UnsuitableError("the model clips queries, keys and values")
         (_, num_heads, head_size), num_kv_heads = call.query.shape, call.key.shape[1]
@@ -171,10 +210,12 @@ class PlanReader:
         qkv = tuple(self.linear(getattr(attention, projection)) for projection in projections)
         if sum(each.out_features for each in qkv) != head_size * (num_heads * (1 + names.gated) + 2 * num_kv_heads):
             raise UnsuitableError(f"the sizes of the projections of {name} do not match its number and size of heads")
-        query_norm, key_norm = (self.norm(getattr(attention, norm, None)) for norm in names.norms)
+        query_norm, key_norm = (
+            (self.norm(getattr(attention, norm), head_size) for norm in norms) if norms else (None, None)
+        )
         return AttentionPlan(
             qkv=qkv,
-            output=self.linear(getattr(attention, names.output)),
+            output=self.linear(getattr(attention, output)),
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,
@@ -182,6 +223,7 @@ class PlanReader:
             rotary=rotary,
             params=call.params,
             gated=names.gated,
+            query_scale=rotary_query_scale(attention.config) if self._family.scales_queries else query_scale(attention),
         )
 
     def _latent(self, attention: Any, call: AttentionCall, rotary: int) -> LatentPlan:
@@ -191,6 +233,8 @@ class PlanReader:
         name, params = self._expect_attention(attention, parts, ()), call.params
         if (params.sliding_window, params.attention_chunk, params.softcap, params.sinks) != (None,) * 4:
             raise UnsuitableError(f"{name} uses latent attention with a window, a soft cap or sinks")
+        if query_scale(attention) is not None:
+            raise UnsuitableError(f"{name} scales queries by position")
         (_, num_heads, size), size_v = call.query.shape, call.value.shape[2]
         return LatentPlan(
             down=(
@@ -217,8 +261,6 @@ class PlanReader:
     def _expect_attention(self, attention: Any, parts: Iterable[str], parameters: Collection[str]) -> str:
         """Check an attention module and return its name."""
         self.expect(attention, "Attention", parts, parameters)
-        if query_scale(attention) is not None:
-            raise UnsuitableError(f"{self._names[attention]} scales queries by position")
         return self._names[attention]
 
     def mlp_or_experts(self, mlp: Any) -> MLPPlan | ExpertsPlan | OtherMixture:
@@ -234,12 +276,12 @@ class PlanReader:
         """Return the plan of a dense MLP with or without a gate."""
         projections = next(each for each in _BEFORE_ACTIVATION if hasattr(mlp, each[0]))
         act = next((name for name in _ACTIVATION_NAMES if hasattr(mlp, name)), _ACTIVATION_NAMES[0])
-        self.expect(mlp, "MLP", (*projections, "down_proj", act))
+        down = _AFTER_ACTIVATION.get(projections[0], "down_proj")
+        self.expect(mlp, "MLP", (*projections, down, act))
         gate_up = tuple(self.linear(getattr(mlp, name)) for name in projections)
-        activation = self.activation(mlp, act)
-        if (projections == ("up_proj",)) != (activation == "relu2"):
-            raise UnsuitableError(f"{self._names[mlp]} has the activation {activation} and {', '.join(projections)}")
-        return MLPPlan(gate_up, self.linear(mlp.down_proj), activation)
+        return MLPPlan(
+            gate_up, self.linear(getattr(mlp, down)), self.activation(mlp, act), projections[0] not in _UNGATED
+        )
 
     def _experts(self, mlp: Any) -> ExpertsPlan:
         """Return the plan of experts with softmax routing, or with DeepSeek's grouped routing and shared experts."""
@@ -308,13 +350,27 @@ class PlanReader:
             )
         return _ACTIVATIONS[kind]
 
-    def norm(self, norm: Any) -> Norm | None:
-        """Return the plan of a norm with the family's offset, or None if there is no norm."""
+    def norm(self, norm: Any, size: int = 0) -> Norm | None:
+        """Return the plan of a norm with the family's offset, or None if there is no norm. ``size`` is the number of
+        elements of a norm whose module does not show it.
+        """
         if norm is None or type(norm) is torch.nn.Identity:
             return None
-        self.expect(norm, "RMSNorm", (), ("weight",))
-        eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
-        return Norm(norm.weight, float(eps), self._family.norm_offset)
+        weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
+        if type(norm) is torch.nn.LayerNorm:
+            centered = True
+        else:
+            kind = next((kind for kind in _NORM_KINDS if type(norm).__name__.endswith(kind)), "RMSNorm")
+            self.expect(norm, kind, (), ("weight", "bias"))
+            centered = _NORM_KINDS[kind]
+        if weight is not None and weight.ndim != 1:
+            raise UnsuitableError(f"{self._named(norm)} has a separate weight for each head")
+        eps = next((getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name)), None)
+        eps = self._family.norm_eps if eps is None else eps
+        if eps is None:
+            raise UnsuitableError(f"{self._named(norm)} does not show its epsilon")
+        width = 0 if weight is not None else size or norm.normalized_shape[0]
+        return Norm(weight, float(eps), self._family.norm_offset, centered, bias, width)
 
     def linear(self, linear: Any) -> Linear:
         """Return ``linear`` if it is a linear layer, quantized or not. Raises UnsuitableError for other modules."""
@@ -358,7 +414,17 @@ def is_dense(mlp: torch.nn.Module) -> bool:
     of experts.
     """
     parts = mlp._modules.keys() - set(_ACTIVATION_NAMES)
-    return any(parts == {*each, "down_proj"} for each in _BEFORE_ACTIVATION)
+    return any(parts == {*each, _AFTER_ACTIVATION.get(each[0], "down_proj")} for each in _BEFORE_ACTIVATION)
+
+
+def mlp_part(layer: Any) -> Any:
+    """Return the MLP of a layer."""
+    return getattr(layer, _named_part(layer, _MLP_NAMES))
+
+
+def _named_part(module: torch.nn.Module, names: Sequence[str]) -> str:
+    """Return the first of ``names`` that ``module`` has, or the first of all names."""
+    return next((name for name in names if hasattr(module, name)), names[0])
 
 
 def rotary_variant(rotary: Any, attention: Any) -> tuple[str, ...]:

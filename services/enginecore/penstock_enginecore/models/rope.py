@@ -113,18 +113,24 @@ _ATTRIBUTE = "penstock_query_scale"
 
 @dataclass(frozen=True, slots=True)
 class QueryScale:
-    """Parameters of Llama 4's formula for query scaling. ``floor_scale`` is in tokens."""
+    """Parameters of Llama 4's formula for query scaling. ``floor_scale`` is in tokens. The formula adds ``offset`` to
+    positions.
+    """
 
     attn_scale: float
     floor_scale: float
+    offset: float = 1.0
+
+    def factors(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the factors of queries, float32 ``[tokens]``, for int64 ``positions`` ``[tokens]``."""
+        steps = torch.floor((positions.float() + self.offset) / self.floor_scale)
+        return torch.log1p(steps) * self.attn_scale + 1.0
 
     def apply(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return ``query`` ``[tokens, num_heads, head_size]``, scaled by the formula for int64 ``positions``
         ``[tokens]``, in the dtype of ``query``.
         """
-        steps = torch.floor((positions.float() + 1.0) / self.floor_scale)
-        scales = torch.log1p(steps) * self.attn_scale + 1.0
-        return (query * scales[:, None, None]).to(query.dtype)
+        return (query * self.factors(positions)[:, None, None]).to(query.dtype)
 
 
 def install_query_scales(model: torch.nn.Module) -> None:
@@ -150,3 +156,12 @@ def query_scale(module: torch.nn.Module) -> QueryScale | None:
     """Return the scaling that ``install_query_scales`` stored on an attention module, or None."""
     scale = getattr(module, _ATTRIBUTE, None)
     return scale if isinstance(scale, QueryScale) else None
+
+
+def rotary_query_scale(config: Any) -> QueryScale:
+    """Return the scaling of queries that the rotary parameters of a Ministral 3 model describe. The model's modules
+    apply this scaling to the positions that they get.
+    """
+    parameters = config.rope_parameters
+    beta, length = parameters["llama_4_scaling_beta"], parameters["original_max_position_embeddings"]
+    return QueryScale(float(beta), float(length), offset=0.0)

@@ -210,6 +210,9 @@ class Layer(ctypes.Structure):
         ("rotary", _Int),
         ("gated", _Int),
         ("alone", _Int),
+        ("parallel", _Int),
+        ("attention_factor", ctypes.c_float),
+        ("mlp_factor", ctypes.c_float),
         ("recurrence", Recurrence),
     ]
 
@@ -246,6 +249,9 @@ class Model(ctypes.Structure):
         ("intermediate", _Int),
         ("activation", _Int),
         ("norms_all_heads", _Int),
+        ("norms_rotated", _Int),
+        ("pairs", _Int),
+        ("centers", _Int),
         ("eps", ctypes.c_float),
         ("logit_softcap", ctypes.c_float),
         ("layers", ctypes.POINTER(Layer)),
@@ -263,9 +269,9 @@ class Group(ctypes.Structure):
 
 
 class Rotary(ctypes.Structure):
-    """Cosines and sines of a rotary embedding, by position."""
+    """Cosines and sines of a rotary embedding, and factors of queries or null, by position."""
 
-    _fields_ = [("cosines", _Pointer), ("sines", _Pointer)]
+    _fields_ = [("cosines", _Pointer), ("sines", _Pointer), ("query_scales", _Pointer)]
 
 
 class Step(ctypes.Structure):

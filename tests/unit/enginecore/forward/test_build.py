@@ -95,8 +95,17 @@ def test_the_native_decoder_is_batch_invariant_and_reports_it_if_required(path: 
     assert built.computing == "baseline kernels (decoder, attention, sampler), 1 threads, batch invariant"
 
 
+def test_batch_invariance_refuses_a_model_whose_experts_pytorch_computes(tmp_path: Path) -> None:
+    save_tiny_model("llama4_text", tmp_path, hidden_size=64)
+    assert build(load(tmp_path), KernelsConfig(isa="baseline")).computing.startswith("baseline kernels (decoder,")
+    with pytest.raises(
+        ModelLoadError, match="Llama4ForCausalLM; PyTorch computes the model's experts; set kernels.batch"
+    ):
+        build(load(tmp_path), KernelsConfig(isa="baseline", batch_invariant=True))
+
+
 def test_batch_invariance_refuses_a_model_without_a_decoder(tmp_path: Path) -> None:
-    save_tiny_model("glm4", tmp_path, hidden_size=64)
-    said = "kernels.batch_invariant is true, but only the CPU kernels' decoder .* Glm4ForCausalLM; decoder not used: .*models.md"
+    save_tiny_model("gpt_neox", tmp_path, hidden_size=64)
+    said = "batch_invariant is true, but only the CPU kernels' decoder .* GPTNeoXForCausalLM; decoder not used: .*models.md"
     with pytest.raises(ModelLoadError, match=said):
         build(load(tmp_path), KernelsConfig(isa="baseline", batch_invariant=True))

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock_enginecore.forward.cuda.decoder import fused_plan
 from penstock_enginecore.forward.cuda.mlp import mlp_of
-from penstock_enginecore.models import rope
 from penstock_enginecore.models.decoder_plan import ClampedGate, ExpertsPlan, MLPPlan, ModelPlan
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.plan_reader import plan_model
@@ -91,17 +91,15 @@ def test_gpt_oss_has_sinks_and_experts_with_biases(tmp_path: Path) -> None:
     assert isinstance(layer.mlp, ExpertsPlan)
     assert layer.mlp.activation == ClampedGate(1.702, 7.0)
     assert layer.mlp.biases is not None
-    assert not found.rotary_twice
+    assert found.family.turned == "half"
 
 
-def test_an_mlp_without_a_gate_has_the_squared_relu(tmp_path: Path) -> None:
+def test_an_mlp_may_have_no_gate(tmp_path: Path) -> None:
     mlp = plan("arcee", tmp_path).layers[0].mlp
     assert isinstance(mlp, MLPPlan)
-    assert (len(mlp.gate_up), mlp.activation) == (1, "relu2")
+    assert (len(mlp.gate_up), mlp.activation, mlp.gated) == (1, "relu2", False)
     with pytest.raises(UnsuitableError, match="the model's MLPs have no gate"):
         mlp_of(mlp, 1.0, TorchKernels())
-    with pytest.raises(UnsuitableError, match=r"model\.layers\.0\.mlp has the activation silu and up_proj"):
-        plan("arcee", tmp_path, hidden_act="silu")
 
 
 def test_hyperclova_x_may_have_norms_after_attention_and_mlp(tmp_path: Path) -> None:
@@ -114,14 +112,43 @@ def test_hyperclova_x_may_have_norms_after_attention_and_mlp(tmp_path: Path) -> 
 def test_another_class_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(
         UnsuitableError,
-        match="CohereForCausalLM is not one of the supported classes: ArceeForCausalLM, DeepseekV2ForCausalLM, ",
+        match="PersimmonForCausalLM is not one of the supported classes: ArceeForCausalLM, Cohere2ForCausalLM, ",
     ):
-        plan("cohere", tmp_path)
+        plan("persimmon", tmp_path)
 
 
 def test_an_activation_that_is_not_known_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsuitableError, match=r"model\.layers\.0\.mlp uses the activation function NewGELUActivation"):
-        plan("llama", tmp_path, hidden_act="gelu_new")
+    with pytest.raises(UnsuitableError, match=r"model\.layers\.0\.mlp uses the activation function Tanh"):
+        plan("llama", tmp_path, hidden_act="tanh")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "reason"),
+    [
+        ("cohere", {"use_qk_norm": True}, r"self_attn\.q_norm has a separate weight for each head"),
+        ("olmo", {"clip_qkv": 2.0}, "the model clips queries, keys and values"),
+    ],
+)
+def test_a_setting_that_decoders_do_not_compute_is_refused_by_name(
+    architecture: str, settings: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsuitableError, match=reason):
+        plan(architecture, tmp_path, **settings)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reason"),
+    [
+        ("glm4", "the model rotates neighbouring elements, or applies norms after the rotation"),
+        ("hunyuan_v1_dense", "the model rotates neighbouring elements, or applies norms after the rotation"),
+        ("ministral3", r"model\.layers\.0 scales queries by position"),
+        ("phi", "the model has norms that subtract the mean or have no weight"),
+    ],
+)
+def test_the_gpu_decoder_refuses_parts_without_a_kernel_by_name(architecture: str, reason: str, tmp_path: Path) -> None:
+    save_varied_model(architecture, tmp_path)
+    with pytest.raises(UnsuitableError, match=reason):
+        fused_plan(load_probed(tmp_path))
 
 
 class Quantized(torch.nn.Linear):
@@ -148,10 +175,6 @@ def replace_a_norm(model: Any) -> None:
     model.model.norm = torch.nn.RMSNorm(48)
 
 
-def scale_by_position(model: Any) -> None:
-    setattr(model.model.layers[1].self_attn, rope._ATTRIBUTE, rope.QueryScale(0.1, 8.0))
-
-
 def call_in_another_order(model: Any) -> None:
     model.model.layers = torch.nn.ModuleList(reversed(model.model.layers))
 
@@ -164,7 +187,6 @@ def call_in_another_order(model: Any) -> None:
         (add_a_parameter, r"model\.layers\.0\.self_attn has unknown parameters: sinks"),
         (replace_a_linear, r"model\.layers\.0\.mlp\.up_proj is a .*\.Quantized, not a Linear of torch\.nn"),
         (replace_a_norm, r"model\.norm is a torch\.nn\..*\.RMSNorm, not a RMSNorm of transformers"),
-        (scale_by_position, r"model\.layers\.1\.self_attn scales queries by position"),
         (call_in_another_order, "the model does not call its layers in the order"),
     ],
 )

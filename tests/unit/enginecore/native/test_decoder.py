@@ -27,7 +27,9 @@ MODELS = {
     "exaone4": {},
     "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 2.0, "vocab_size": 333},
     "gemma3": {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "glm4": {},
     "glm4_moe": {"num_hidden_layers": 3},
+    "llama4_text": {"interleave_moe_layer_step": 5},  # PyTorch computes its experts
     "olmo2": {},
     "olmoe": {
         "num_experts": 37,
@@ -36,9 +38,17 @@ MODELS = {
         "num_attention_heads": 5,
         "num_key_value_heads": 5,
     },
+    "phi": {
+        "qk_layernorm": True,
+        "hidden_act": "gelu",
+        "hidden_size": 80,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+    },
     "phi3": {},
     "qwen2_moe": {},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "mlp_only_layers": [1], "num_hidden_layers": 3},
+    "starcoder2": {"hidden_act": "relu", "vocab_size": 333},
 }
 """Models that together cover the decoder's special cases.
 
@@ -46,6 +56,9 @@ MODELS = {
 - Layers without positions, and several rotary embeddings.
 - Caps of logits, fused projections, and sizes that are no multiples of a vector's length.
 - Dense layers next to mixtures of experts, and mixtures whose extra parts modules compute.
+- Rotation of neighbouring elements, of a part of each head, and before the norms of queries and keys.
+- Queries scaled by position, norms that subtract the mean, and attention and MLP with the same input.
+- Activations without a gate.
 """
 ROUNDED = {"amx", "avx512_bf16"}
 

@@ -113,10 +113,20 @@ def fused_plan(probed: ProbedModel) -> ModelPlan:
     plan = plan_model(probed.model.module, probed.calls)
     if plan.family.sections or UNROTATED in plan.rotary_variants:
         raise UnsuitableError("the model's rotary positions have sections, or some layers have no rotary positions")
+    if plan.family.pairs or plan.family.norms_rotated:
+        raise UnsuitableError("the model rotates neighbouring elements, or applies norms after the rotation")
+    if not all(norm.is_plain for norm in plan.norms):
+        raise UnsuitableError("the model has norms that subtract the mean or have no weight")
+    if plan.own_head.bias is not None:
+        raise UnsuitableError("the model's head has a bias")
     for layer in plan.layers:
         attention = layer.attention
+        if layer.parallel:
+            raise UnsuitableError(f"{layer.name} computes attention and MLP from the same input")
         if not isinstance(attention, AttentionPlan):
             continue
+        if attention.query_scale is not None:
+            raise UnsuitableError(f"{layer.name} scales queries by position")
         if attention.norms_all_heads:
             raise UnsuitableError(f"{layer.name} applies one norm to all heads")
         if plan.rotary_size != attention.head_size:

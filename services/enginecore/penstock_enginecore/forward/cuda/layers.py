@@ -322,7 +322,7 @@ class _Layer:
     def of(cls, plan: LayerPlan, dtype: torch.dtype, kernels: "TritonKernels", adapt: Adapt) -> "_Layer":
         if isinstance(plan.attention, RecurrentPlan) or plan.mlp is None:
             raise UnsuitableError(f"{plan.name} is recurrent, or has no MLP")
-        mlp = mlp_of(plan.mlp, plan.residual_scale, kernels, adapt)
+        mlp = mlp_of(plan.mlp, plan.residual_scale * plan.output_scales[1], kernels, adapt)
         return cls(plan, _attention_of(plan.attention, dtype, kernels, adapt), mlp, plan.attention.rotary)
 
     @property
@@ -354,7 +354,7 @@ class Layers:
         self, plan: ModelPlan, max_len: int, kernels: "TritonKernels", device: torch.device, adapt: Adapt = unadapted
     ) -> None:
         self._rotary = [
-            rotary_table(plan.rotary, max_len, device, *variant, twice=plan.rotary_twice)
+            rotary_table(plan.rotary, max_len, device, *variant, twice=plan.family.turned != "half")
             for variant in plan.rotary_variants
         ]
         self._plan = plan
@@ -412,7 +412,8 @@ class Layers:
             plan = layer.plan
             after = plan.norms_after
             rotary = self._rotary[layer.rotary]
-            layer.attention.run(x, inputs, activations, cache, rotary, plan.residual_scale, spare)
+            scale = plan.residual_scale * plan.output_scales[0]
+            layer.attention.run(x, inputs, activations, cache, rotary, scale, spare)
             x, spare = self._add_norm(spare, x, residual, after[0], self._mlp_norms[i])
             layer.mlp.run(x, inputs, activations, kernels, spare)
             x, spare = self._add_norm(spare, x, residual, after[1], next_norm)

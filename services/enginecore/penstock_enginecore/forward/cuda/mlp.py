@@ -394,6 +394,6 @@ def mlp_of(
         raise UnsuitableError(plan.reason)
     if isinstance(plan, ExpertsPlan):
         return Experts.of(plan, scale, kernels)
-    if plan.activation == "relu2":
+    if not plan.gated:
         raise UnsuitableError("the model's MLPs have no gate")
     return GatedMLP.of(plan, scale, kernels, adapt)

@@ -67,7 +67,7 @@ def latent_prologue(
         ValueError: Shapes or strides are not supported.
     """
     (tokens, width), (_, _, block_size, size) = product.shape, cache.shape
-    half, latent = rotary.cosines.shape[1], norms[1].weight.shape[0]
+    half, latent = rotary.cosines.shape[1], norms[1].size
     first = width - size
     if size != latent + 2 * half or first < 0 or (low is not None and low.shape != (tokens, first)):
         shapes = f"a cache of {list(cache.shape)}, a latent of {latent}, {2 * half} rotated elements"

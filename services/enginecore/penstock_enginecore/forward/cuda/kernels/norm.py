@@ -22,8 +22,8 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, out
                 f"norms need contiguous tensors of one shape, but got {list(tensor.shape)} and {list(x.shape)}"
             )
     tokens, width = x.shape
-    if norm.weight.shape != (width,):
-        raise ValueError(f"the norm's weight has shape {list(norm.weight.shape)}, but the hidden size is {width}")
+    if norm.size != width:
+        raise ValueError(f"the norm's weight has shape [{norm.size}], but the hidden size is {width}")
     if not tokens:
         return
     block = triton.next_power_of_2(width)
