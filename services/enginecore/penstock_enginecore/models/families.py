@@ -97,6 +97,7 @@ FAMILIES: Mapping[str, Family] = {
     "HeliumForCausalLM": _PAIRS,
     "HunYuanDenseV1ForCausalLM": Family(norms_rotated=True),
     "HyperCLOVAXForCausalLM": _PLAIN,
+    "Jais2ForCausalLM": _PLAIN,
     "Llama4ForCausalLM": Family(pairs=True, turned="half", norms_rotated=True),
     "LlamaForCausalLM": _PLAIN,
     "MiniMaxM2ForCausalLM": _PLAIN,
