@@ -100,22 +100,31 @@ def save_model(shape: str, path: Path) -> None:
 
 
 class Measurement:
-    """An engine and the requests that measure it."""
+    """An engine and the requests that measure it. ``changes`` are settings of the engine, by section."""
 
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._engine: EngineCore = build_engine(
-            path,
-            model={"max_model_len": 8192, "dtype": dtype},
-            cache={"block_size": 16, "num_blocks": 4096, "kv_cache_memory": 8 << 30},
-            scheduler={"max_num_seqs": MAX_REQUESTS, "max_num_batched_tokens": 2048},
-            executor={"num_threads": torch.get_num_threads()},
-        )
+    def __init__(self, path: Path, dtype: str, **changes: dict[str, Any]) -> None:
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"max_model_len": 8192, "dtype": dtype},
+            "cache": {"block_size": 16, "num_blocks": 4096, "kv_cache_memory": 8 << 30},
+            "scheduler": {"max_num_seqs": MAX_REQUESTS, "max_num_batched_tokens": 2048},
+            "executor": {"num_threads": torch.get_num_threads()},
+        }
+        for name, section in changes.items():
+            sections[name] = {**sections.get(name, {}), **section}
+        self._engine: EngineCore = build_engine(path, **sections)
         self._random = torch.Generator().manual_seed(1)
         self._number = 0
 
+    @property
+    def computing(self) -> str:
+        """Description of the parts that compute the model."""
+        [info] = self._engine.executor.collective_rpc("worker_info")
+        return str(info["computing"])
+
     def prompt(self, num_tokens: int) -> list[int]:
         """Return random tokens."""
-        return torch.randint(100, 60_000, (num_tokens,), generator=self._random).tolist()
+        vocab_size = min(self._engine.model.vocab_size, 60_000)
+        return torch.randint(100, vocab_size, (num_tokens,), generator=self._random).tolist()
 
     def steps(self, prompts: list[list[int]], max_tokens: int) -> Iterator[tuple[float, dict[str, list[int]]]]:
         """Run requests together. Yields the time of each step in milliseconds, with its tokens by request."""
