@@ -14,13 +14,13 @@ from tests.fakes.composite_text_models import save_composite
 from tests.fakes.media_files import image_file
 
 pytestmark = pytest.mark.slow
-WHY = "accepts only text: the media encoders of glm4v models are not supported"
+WHY = "accepts only text: the media encoders of cohere2_vision models are not supported"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "glm4v"
-    save_composite("glm4v", folder)
+    folder = tmp_path_factory.mktemp("models") / "cohere2_vision"
+    save_composite("cohere2_vision", folder)
     return folder
 
 
@@ -37,7 +37,7 @@ def ports(model: Path) -> Iterator[list[int]]:
 def test_the_command_refuses_it_with_the_remedy(model: Path) -> None:
     with Command("serve", str(model), "--device", "cpu") as command:
         assert command.wait_for_exit() == 2
-        assert "Glm4vForConditionalGeneration is not supported" in command.output
+        assert "Cohere2VisionForConditionalGeneration is not supported" in command.output
         assert "use --no-media (penstock serve)" in command.output
 
 
@@ -46,7 +46,7 @@ def test_its_text_is_served_and_images_are_refused_over_http(ports: list[int]) -
 
     def ask(*parts: Any) -> Any:
         return client.chat.completions.create(
-            model="glm4v", messages=[{"role": "user", "content": list(parts)}], max_tokens=3
+            model="cohere2_vision", messages=[{"role": "user", "content": list(parts)}], max_tokens=3
         )
 
     text = {"type": "text", "text": "hello"}

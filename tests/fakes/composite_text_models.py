@@ -1,4 +1,4 @@
-"""Tiny composite checkpoints whose media encoders Penstock does not know. They have random weights and a tokenizer."""
+"""Tiny composite checkpoints of which only the text is served. They have random weights and a tokenizer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from penstock_common.checkpoint import WITH_TOWERS
 from penstock_enginecore.models.multimodal import absent_towers
 from tests.fakes.models.small_tokenizers import EOS, byte_level
 
@@ -217,12 +218,15 @@ _TEMPLATE = (
     "{{ part.text }}{% else %}<image>{% endif %}{% endfor %}\n{% endfor %}"
 )
 """Chat template that reads parts, as those of multimodal models do."""
-COMPOSITES = tuple(_CONFIGS)
-"""Names for ``save_composite``: model types of transformers, or variants of them."""
+COMPOSITES = tuple(name for name in _CONFIGS if name not in WITH_TOWERS)
+"""Names for ``save_composite`` whose media encoders Penstock does not know: model types of transformers, or variants of
+them.
+"""
 
 
 def save_composite(name: str, directory: Path, **text: Any) -> PreTrainedModel:
-    """Write a checkpoint of one of ``COMPOSITES`` to ``directory``, and return the model in float32 with transformers' attention.
+    """Write a checkpoint with this name in ``_CONFIGS`` to ``directory``, and return the model in float32 with
+    transformers' attention.
 
     ``text`` changes the configuration of the text model.
     """

@@ -25,6 +25,7 @@ VIDEO_FAMILIES = (
     "qwen3_vl",
     "qwen3_vl_moe",
     "internvl",
+    *("glm4v", "glm_ocr"),
 )
 
 

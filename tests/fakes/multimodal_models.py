@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from tests.fakes import multimodal_towers
 from tests.fakes.models.small_tokenizers import byte_level
 
 SIDE = 32
@@ -583,6 +584,7 @@ _MAKERS: dict[str, _Maker] = {
         marks={"audio": "[BEGIN_AUDIO][AUDIO]"},
     ),
 }
+_MAKERS |= {name: _Maker(**description) for name, description in multimodal_towers.DESCRIPTIONS.items()}
 FAMILIES = tuple(_MAKERS)
 """Names for ``save_multimodal_model``: model types of transformers, and LLaVA once per kind of vision encoder."""
 IMAGE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen2_audio", "voxtral"))

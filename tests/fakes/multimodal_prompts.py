@@ -81,6 +81,8 @@ class PromptMaker:
             modality: getattr(config, f"{modality}_token_id", getattr(config, f"{modality}_token_index", None))
             for modality in MODALITIES
         }
+        if config.model_type.startswith("glm"):  # a video is a sequence of images
+            self._tokens["video"] = self._tokens["image"]
         if self._marks["image"]:
             image_processors: Any = AutoImageProcessor
             self._pixels = image_processors.from_pretrained(directory, backend="pil")

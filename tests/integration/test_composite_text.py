@@ -26,7 +26,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in PROMPT_LENGTHS]
 
 
-@pytest.mark.quick("glm4v_moe", "qwen3_omni_moe")
+@pytest.mark.quick("cohere2_vision", "kimi_k25")
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Runs a ragged batch in steps of seven tokens, and again with cached prefixes."""
@@ -50,29 +50,29 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_media_encoders_that_are_unknown_name_the_remedy(tmp_path: Path) -> None:
-    save_composite("glm4v", tmp_path)
+    save_composite("cohere2_vision", tmp_path)
     with pytest.raises(
         ModelLoadError,
-        match=r"Glm4vForConditionalGeneration is not supported: its media encoders are not supported; .*; to serve its text "
-        r"model alone, use --no-media \(penstock serve\), media=False \(LLM\), or multimodal.enabled: false",
+        match=r"Cohere2VisionForConditionalGeneration is not supported: its media encoders are not supported; .*; "
+        r"to serve its text model alone, use --no-media \(penstock serve\), media=False \(LLM\), or multimodal.enabled: false",
     ):
         build_engine(tmp_path)
 
 
 def test_an_llm_without_media_takes_only_text_and_says_why(tmp_path: Path) -> None:
-    model = save_composite("glm4v", tmp_path)
+    model = save_composite("cohere2_vision", tmp_path)
     image = make_image(8, 8)
     prompt = prompts()[1]
     with LLM(str(tmp_path), media=False, kv_cache_memory="16MiB", num_threads=1) as llm:
         (answer,) = llm.generate([prompt], {"temperature": 0, "max_tokens": COUNT}, progress=False)
         assert list(answer.outputs[0].token_ids) == greedy_tokens(model, prompt, COUNT)
         with pytest.raises(
-            InvalidArgument, match="accepts only text: the media encoders of glm4v models are not supported"
+            InvalidArgument, match="accepts only text: the media encoders of cohere2_vision models are not supported"
         ):
             llm.generate({"prompt": "a", "multi_modal_data": {"image": image}}, progress=False)
         with pytest.raises(
-            InvalidArgument, match="accepts only text: the media encoders of glm4v models are not supported"
+            InvalidArgument, match="accepts only text: the media encoders of cohere2_vision models are not supported"
         ):
             llm.chat([{"role": "user", "content": [{"type": "image", "image": image}]}], progress=False)
-    with pytest.raises(ConfigError, match=r"media of glm4v are not supported; .* media=False \(LLM\)"):
+    with pytest.raises(ConfigError, match=r"media of cohere2_vision are not supported; .* media=False \(LLM\)"):
         LLM(str(tmp_path), kv_cache_memory="16MiB", num_threads=1)

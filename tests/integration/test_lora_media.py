@@ -20,7 +20,7 @@ COUNT = 8
 SOON = ("qwen2_vl",)
 RECURRENT = ("qwen3_5", "qwen3_5_moe")
 """Model types that need blocks of 16 tokens."""
-TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|(?<!shared_expert\.)down_proj)"
+TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|(?<!shared_expert\.)(?<!experts\.)down_proj)"
 
 
 @pytest.mark.parametrize(

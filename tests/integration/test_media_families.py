@@ -23,6 +23,11 @@ pytestmark = pytest.mark.slow
 NEW = 8
 GREEDY = {"temperature": 0, "max_tokens": NEW, "min_tokens": NEW}
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory": "64MiB", "num_threads": 1}
+VIDEOS = {
+    "qwe": "<|vision_start|><|video_pad|><|vision_end|>",
+    "glm": "<|begin_of_video|><|video|><|end_of_video|>",
+}
+"""Placeholder of a video, by the first letters of the model type."""
 TALKS: list[list[str | Image.Image]] = [
     ["see ", make_image(80, 60, 1), "\nwhat is this?"],
     ["see ", make_image(50, 90, 2), " and ", make_image(64, 64, 3), make_image(120, 40, 4), "?"],
@@ -70,13 +75,16 @@ def test_conversations_with_images_are_answered_as_transformers_does(name: str, 
         assert list(answer.outputs[0].token_ids) == generated(tmp_path, inputs)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision", "glm4v", "glm46v"],
+)
 def test_videos_are_answered_as_transformers_does(name: str, tmp_path: Path) -> None:
     """Uses frames that need no resizing, because Pillow and torchvision resize differently."""
     save_multimodal_model(name, tmp_path)
-    is_qwen = name.startswith("qwen")
-    frames = [make_image(64, 48, i) if is_qwen else make_image(SIDE, SIDE, i) for i in range(4)]
-    text = f"look {'<|vision_start|><|video_pad|><|vision_end|>' if is_qwen else '<video>'} what"
+    has_grids = name.startswith(("qwen", "glm"))
+    frames = [make_image(64, 48, i) if has_grids else make_image(SIDE, SIDE, i) for i in range(4)]
+    text = f"look {VIDEOS.get(name[:3], '<video>')} what"
     with LLM(str(tmp_path), **ENGINE) as llm:
         prompt = {"prompt": text, "multi_modal_data": {"video": [frames]}}
         (answer,) = llm.generate(prompt, GREEDY, progress=False)

@@ -43,11 +43,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "split": {"executor": {"tensor_parallel_size": 2}},
 }
 PROCESSES = ("processes", "split")
-KINDS = ("llava", "gemma3", "aya_vision", "llava_onevision", "qwen2_vl", "qwen2_audio", "qwen3_5")
+KINDS = ("llava", "gemma3", "aya_vision", "llava_onevision", "qwen2_vl", "qwen2_audio", "qwen3_5", "glm4v")
 """One model type of each kind.
 
 The kinds are: square images, bidirectional attention within images, windows that the kernels do not compute, crops of
-any shape, grids, audio, and recurrent layers.
+any shape, grids, audio, recurrent layers, and rotary sections that the kernels do not compute.
 """
 
 
@@ -103,7 +103,7 @@ def run(engine: EngineCore, requests: Sequence[EngineCoreRequest], **options: An
         engine.shutdown()
 
 
-@pytest.mark.quick("llava", "qwen2_vl", "gemma3", "llava_pixtral", "qwen2_audio", "qwen3_5")
+@pytest.mark.quick("llava", "qwen2_vl", "gemma3", "llava_pixtral", "qwen2_audio", "qwen3_5", "glm4v")
 @every_family
 def test_tokens_are_those_of_transformers_whatever_is_cut(case: Case) -> None:
     """Runs steps of seven tokens, with the modules and with the native decoder, and then again with cached prefixes."""
@@ -185,7 +185,9 @@ def test_text_beside_images_has_the_bits_that_it_has_beside_text(case: Case) -> 
 def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_that(case: Case) -> None:
     plain = case.prompts["text"].request("text", COUNT, logprobs=0)
     sections = {"kernels": {"batch_invariant": True}, "cache": {"block_size": 16}}
-    if case.family == "aya_vision" or case.family in RECURRENT:  # the kernels' decoder does not compute these types
+    if (
+        case.family in ("aya_vision", "glm4v") or case.family in RECURRENT
+    ):  # the kernels' decoder does not compute these types
         with pytest.raises(ModelLoadError, match=r"kernels\.batch_invariant is true"):
             case.engine(**sections)
         return
@@ -230,7 +232,11 @@ def test_the_text_model_alone_serves_text(case: Case) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*per-frame pixel cap.*")
 @pytest.mark.parametrize(
-    "family", ["llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"]
+    "family",
+    [
+        *("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+        *("glm4v", "glm46v"),
+    ],
 )
 def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
@@ -238,7 +244,9 @@ def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_p
     short, long = ([make_image(40, 40, first + i) for i in range(6)] for first in (1, 7))
     if family != "llava_onevision":  # transformers stacks llava_onevision's videos
         del short[4:]
-    prompts = {"video": make("Watch ", long, " now."), "both": make(PICTURES[0], " is none of ", short, " nor ", long)}
+    # transformers refuses prompts with images and videos for GLM's models
+    other = short if family.startswith("glm") else PICTURES[0]
+    prompts = {"video": make("Watch ", long, " now."), "both": make(other, " is none of ", short, " nor ", long)}
     expected = {name: prompt.expected(COUNT) for name, prompt in prompts.items()}
     requests = [prompt.request(name, COUNT) for name, prompt in prompts.items()]
     cache = {"block_size": 16}

@@ -15,6 +15,10 @@ QUANTIZATIONS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp
 WITH_TOWERS = (
     "aya_vision",
     "gemma3",
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
     "idefics3",
     "internvl",
     "llava",

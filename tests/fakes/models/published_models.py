@@ -783,7 +783,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "Gemma-3n-E4B": ({"model_type": "gemma3n"}, _MEDIA),
     "Llama-3.2-11B-Vision": ({"model_type": "mllama"}, _CROSS_ATTENTION),
     "PaliGemma-2-3B": ({"model_type": "paligemma"}, _LATER_TOKENS),
-    "GLM-4.5V": ({"model_type": "glm4v_moe"}, _MEDIA),
+    "Command-A-Vision": ({"model_type": "cohere2_vision"}, _MEDIA),
     "Kimi-K2.5": ({"model_type": "kimi_k25"}, _MEDIA),
     "BLOOM-560m": ({"model_type": "bloom"}, "attention interface"),
     "DiffLlama-375M": (

@@ -56,11 +56,11 @@ def test_flags_of_media_have_no_effect_without_media(flag: str, value: Any) -> N
 
 
 def test_a_checkpoint_with_unknown_encoders_needs_no_media(tmp_path: Path) -> None:
-    save_composite("glm4v", tmp_path)
+    save_composite("cohere2_vision", tmp_path)
     grpc, http, admin = free_ports(3)
     options: dict[str, Any] = {"grpc_port": grpc, "http_port": http, "admin_port": admin}
     check(ServeOptions(model=str(tmp_path), no_media=True, **options))
-    with pytest.raises(ConfigError, match="Glm4vForConditionalGeneration is not supported: .* use --no-media"):
+    with pytest.raises(ConfigError, match="Cohere2VisionForConditionalGeneration is not supported: .* use --no-media"):
         check(ServeOptions(model=str(tmp_path), **options))
 
 

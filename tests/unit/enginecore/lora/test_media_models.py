@@ -19,7 +19,7 @@ from tests.fakes.multimodal_models import FAMILIES, save_multimodal_model
 
 CPU = torch.device("cpu")
 LIMITS = LoraLimits(max_rank=64)
-TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|(?<!shared_expert\.)down_proj)"
+TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|(?<!shared_expert\.)(?<!experts\.)down_proj)"
 
 
 def target_of(folder: Path) -> AdapterTarget:

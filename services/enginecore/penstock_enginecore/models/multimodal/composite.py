@@ -36,6 +36,10 @@ _PIXTRAL = "pixtral"
 _FAMILIES = {
     "aya_vision": ("tiles", "AyaVision"),
     "gemma3": ("tiles", "Gemma3"),
+    "glm46v": ("glm", "Glm4V"),
+    "glm4v": ("glm", "Glm4V"),
+    "glm4v_moe": ("glm", "Glm4V"),
+    "glm_ocr": ("glm", "Glm4V"),
     "idefics3": ("tiles", "Idefics3"),
     "internvl": ("tiles", "InternVL"),
     "llava": ("llava", "Llava"),

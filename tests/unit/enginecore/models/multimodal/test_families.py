@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from penstock_common.checkpoint import WITH_TOWERS
 from penstock_common.types.media import Modality
@@ -113,6 +113,25 @@ def test_rows_are_those_of_transformers(model: Model) -> None:
         found = rows(model.encoder, item(raw, len(expected), modality))
         if modality == "video":  # transformers normalizes video in other steps than images
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+        else:
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["glm4v", "glm_ocr"])
+def test_rows_in_bfloat16_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    save_multimodal_model(family, tmp_path)
+    read: Any = AutoModelForMultimodalLM.from_pretrained
+    oracle = read(tmp_path, dtype=torch.bfloat16).eval()
+    loaded = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"), CPU, lambda line: None, with_towers=True)
+    model = Model(family, tmp_path, oracle, loaded)
+    for modality, raw, normalized in items(model):
+        halves = {name: each.bfloat16() if each.is_floating_point() else each for name, each in normalized.items()}
+        expected = features(oracle, modality, halves)
+        found = rows(model.encoder, item(raw, len(expected), modality))
+        assert found.dtype == torch.bfloat16
+        if modality == "video":  # transformers normalizes video in other steps than images
+            torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
         else:
             assert torch.equal(found, expected)
 

@@ -1,4 +1,4 @@
-"""Positions in time, height and width are those of transformers."""
+"""Positions in time, height and width are those of transformers, for Qwen's and GLM's models."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +17,10 @@ from penstock_enginecore.models.loader import load_model
 from penstock_enginecore.models.multimodal.base import MediaEncoder, RopePositions, to_data
 from tests.fakes.multimodal_models import save_multimodal_model
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
-TIMED = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+GLM = ("glm4v", "glm_ocr")
+"""Model types with tokens around images."""
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", *GLM)
+TIMED = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", *GLM)
 TEXT, TIME = 7, 9
 SECONDS = "second_per_grid_ts"
 
@@ -51,6 +53,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiModalFeature]]:
     """Return tokens and features as a frontend makes them."""
     config: Any = model.oracle.config
+    kind = "image" if model.family in GLM else "vision"
+    begin, end = (getattr(config, f"{kind}_{edge}_token_id") for edge in ("start", "end"))
     tokens: list[int] = []
     features: list[MultiModalFeature] = []
     for number, part in enumerate(parts):
@@ -62,9 +66,9 @@ def prompt(model: Model, parts: Sequence[Part]) -> tuple[list[int], list[MultiMo
         runs: tuple[EmbedRun, ...] = ()
         if part.frames and model.family in TIMED:
             for _ in range(part.frames):
-                tokens += [TIME, TIME, config.vision_start_token_id]
+                tokens += [TIME, TIME, begin]
                 runs += (EmbedRun(len(tokens) - offset, per_frame),)
-                tokens += [pad] * per_frame + [config.vision_end_token_id]
+                tokens += [pad] * per_frame + [end]
         else:
             tokens += [pad] * (per_frame * max(part.frames, 1))
         grid = torch.tensor([[max(part.frames, 1), 2 * part.height, 2 * part.width]])

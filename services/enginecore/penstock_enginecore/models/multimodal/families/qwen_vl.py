@@ -26,15 +26,17 @@ _SECONDS = "second_per_grid_ts"
 _MAX_PIXELS = 28 * 28 * 1280
 _MAX_FRAMES = 768
 """Maximum number of frames of a video, if the checkpoint's processors do not set it."""
-_MAX_VIDEO_EMBEDS = 16_384
+MAX_VIDEO_EMBEDS = 16_384
 _SECONDS_SPEC = Spec((*FLOATS, "float64"), (1,), wanted=False)
 _GRID = Spec(INTEGERS, (1, 3))
 
 
-class _Images(Intake):
+class Images(Intake):
     """Images in which a square of patches becomes one embedding."""
 
     pixels_name, grid_name = "pixel_values", "image_grid_thw"
+    most_pixels = _MAX_PIXELS
+    """Maximum number of pixels, if the checkpoint's processor does not set it."""
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -94,10 +96,10 @@ class _Images(Intake):
     def _max_pixels(self) -> int:
         settings = self.processor_settings
         size = settings.get("size") or {}
-        return int(settings.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge") or _MAX_PIXELS)
+        return int(settings.get("max_pixels") or size.get("max_pixels") or size.get("longest_edge") or self.most_pixels)
 
 
-class _Video(_Images):
+class Video(Images):
     """Video in which a square of patches of two frames becomes one embedding."""
 
     modality: Modality = "video"
@@ -112,7 +114,7 @@ class _Video(_Images):
     def max_embeds(self) -> int:
         frames = max(int(self.processor_settings.get("max_frames") or _MAX_FRAMES) // self._temporal, 1)
         most = frames * max(self._max_pixels // self._cell**2, 1)
-        return max(min(most, self.checkpoint.max_tokens, _MAX_VIDEO_EMBEDS), 1)
+        return max(min(most, self.checkpoint.max_tokens, MAX_VIDEO_EMBEDS), 1)
 
     @property
     def _temporal(self) -> int:
@@ -122,7 +124,7 @@ class _Video(_Images):
         return self.towers.get_video_features(pixels, grid)
 
 
-class _TimedVideo(_Video):
+class TimedVideo(Video):
     """Video in which text tokens with the time come before each pair of frames."""
 
     @property
@@ -145,7 +147,7 @@ class _Grid(NamedTuple):
 class Qwen2VL(Family):
     """Qwen2-VL. One step in time is a distance of one position."""
 
-    intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _Video)
+    intakes: ClassVar[tuple[type[Intake], ...]] = (Images, Video)
 
     @property
     def rope_index(self) -> RopeIndex:
@@ -184,7 +186,7 @@ class Qwen2VL(Family):
                 yield feature.offset + run.start, run.count, step
 
     def _grid(self, feature: MultiModalFeature) -> _Grid:
-        name = _Video.grid_name if feature.modality == "video" else _Images.grid_name
+        name = Video.grid_name if feature.modality == "video" else Images.grid_name
         time, height, width = _read(feature, name, _GRID)[0].tolist()
         if min(time, height, width) < 1:
             raise ValueError(f"{name} is {[time, height, width]}; each number must be at least 1")
@@ -209,7 +211,7 @@ class Qwen25VL(Qwen2VL):
 class Qwen35(Qwen2VL):
     """Qwen3.5. Text tokens between frames give the times of the frames."""
 
-    intakes: ClassVar[tuple[type[Intake], ...]] = (_Images, _TimedVideo)
+    intakes: ClassVar[tuple[type[Intake], ...]] = (Images, TimedVideo)
 
 
 class Qwen3VL(Qwen35):

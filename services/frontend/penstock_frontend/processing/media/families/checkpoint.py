@@ -140,6 +140,10 @@ _FAMILIES: Mapping[str, str] = {
     "qwen3_vl": "qwen_vl:QwenVL",
     "qwen3_vl_moe": "qwen_vl:QwenVL",
     "gemma3": "tiles:Gemma3",
+    "glm4v": "glm:Glm4V",
+    "glm46v": "glm:Glm4V",
+    "glm4v_moe": "glm:Glm4V",
+    "glm_ocr": "glm:Glm4V",
     "qwen2_audio": "audio:Qwen2Audio",
     "voxtral": "audio:Voxtral",
 }

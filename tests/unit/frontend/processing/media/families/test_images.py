@@ -35,6 +35,7 @@ FAST, ALL = 24, 200
 NARROW = {
     *("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
     *("llava_next", "llava_onevision", "idefics3", "smolvlm"),
+    *("glm4v", "glm46v"),
 }
 """Take no image that is 30 times as wide as high, or are not made for it."""
 TOGETHER = {
@@ -47,6 +48,7 @@ TOGETHER = {
     "internvl",
     "aya_vision",
     "gemma3",
+    *("glm4v", "glm46v"),
 }
 """Have patches or tiles of all images in the first dimension."""
 
@@ -59,7 +61,11 @@ class Model(NamedTuple):
     theirs: Any
 
 
-@pytest.fixture(scope="module", params=IMAGE_FAMILIES)
+ALIKE = ("glm4v_moe", "glm_ocr")
+"""Model types with the processors of other types."""
+
+
+@pytest.fixture(scope="module", params=[name for name in IMAGE_FAMILIES if name not in ALIKE])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     name, folder = request.param, tmp_path_factory.mktemp("models") / request.param
     save_multimodal_model(name, folder)

@@ -1,5 +1,6 @@
-"""Videos of the Qwen-VL families: tokens and grids as transformers' own processors make them, pixels nearly theirs."""
+"""Videos of the Qwen-VL and GLM families: tokens and grids as transformers' own processors make them, pixels nearly theirs."""
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +25,10 @@ from penstock_frontend.processing.prompts.tokenizer import load_model_files
 from tests.fakes.multimodal_models import make_image, save_multimodal_model
 from tests.fakes.prepared_media import InProcessPreparer, image_part, video_part
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")
+GLM = ("glm4v", "glm46v")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe", *GLM)
+AROUND = (("<|vision_start|>", "<|vision_end|>"), ("<|begin_of_video|>", "<|end_of_video|>"))
+"""Tokens around videos of Qwen's models, and of GLM's models."""
 FRAMES = (2, 3, 4, 5, 8)
 FAST, ALL = 12, 200
 
@@ -77,15 +81,16 @@ async def check(model: Model, count: int) -> None:
         frames = frames_of(FRAMES[index % len(FRAMES)], width, height)
         fps = rng.choice((1.0, 2.0, 3.0, 0.7))
         timestamps = [i / fps for i in range(len(frames))]
-        video = "<|vision_start|><|video_pad|><|vision_end|>"
+        begin, end = AROUND[model.name in GLM]
+        video = f"{begin}{model.theirs.video_token}{end}"
         given = theirs(model, f"look {video} and {video}\nwhat", [frames, frames[:2]], fps)
         request = await ours(
             model,
-            "look <|vision_start|>",
+            f"look {begin}",
             video_part(frames, timestamps),
-            "<|vision_end|> and <|vision_start|>",
+            f"{end} and {begin}",
             video_part(frames[:2], timestamps[:2]),
-            "<|vision_end|>\nwhat",
+            f"{end}\nwhat",
         )
         assert request.prompt_token_ids == given["input_ids"][0].tolist(), (index, width, height, len(frames))
         places: list[int] = []
@@ -93,7 +98,7 @@ async def check(model: Model, count: int) -> None:
             runs = [(run.start, run.count) for run in feature.embed_runs] or [(0, feature.length)]
             places += [feature.offset + start + i for start, length in runs for i in range(length)]
             assert feature.length <= model.family.max_tokens("video")
-        token = model.theirs.video_token_id
+        token = model.theirs.image_token_id if model.name in GLM else model.theirs.video_token_id
         assert places == [i for i, each in enumerate(request.prompt_token_ids) if each == token]
         grids = [to_array(feature.data["video_grid_thw"])[0].tolist() for feature in request.mm_features]
         assert grids == given["video_grid_thw"].tolist()
@@ -117,7 +122,7 @@ def test_pixels_are_nearly_those_of_transformers(model: Model) -> None:
     for size, most in (((64, 48), 0), ((90, 70), 40)):
         frames = frames_of(5, *size)
         item = model.processor.video(frames, [float(i) for i in range(5)], {})
-        given = theirs(model, "<|video_pad|>", [frames], 1.0, **as_they_are)["pixel_values_videos"].numpy()
+        given = theirs(model, model.theirs.video_token, [frames], 1.0, **as_they_are)["pixel_values_videos"].numpy()
         difference = np.abs(to_array(item.data["pixel_values_videos"]).astype(np.float32) - given)
         assert item.data["pixel_values_videos"].dtype == "uint8"
         assert difference.max() <= most
@@ -160,7 +165,7 @@ def test_other_arguments_are_refused(model: Model, kwargs: dict[str, Any], messa
 
 def test_a_video_that_a_client_processed(model: Model) -> None:
     item = model.processor.video(frames_of(4, 40, 40), [0.0, 1.0, 2.0, 3.0], {})
-    if model.name.startswith("qwen3"):
+    if model.name.startswith(("qwen3", "glm")):
         with pytest.raises(ValueError, match="does not contain the times of frames"):
             model.family.described("video", item.data)
         return
@@ -168,6 +173,21 @@ def test_a_video_that_a_client_processed(model: Model) -> None:
     grid = TensorData("int64", (1, 3), np.array([2, 4, 5], dtype=np.int64).tobytes())
     with pytest.raises(ValueError, match="4 x 5 patches cannot be divided"):
         model.family.described("video", {**item.data, "video_grid_thw": grid})
+
+
+@pytest.mark.parametrize(("processor", "said"), [("Glm4vProcessor", "1"), ("Glm46VProcessor", "1.9 seconds")])
+def test_the_processor_and_not_the_model_chooses_the_times_of_glm(processor: str, said: str, tmp_path: Path) -> None:
+    """GLM-4.6V-Flash is a model of type glm4v."""
+    save_multimodal_model("glm4v", tmp_path)
+    for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        settings = json.loads((tmp_path / file).read_text())
+        (tmp_path / file).write_text(json.dumps(settings | {"processor_class": processor}))
+    tokenizer = load_model_files(ModelConfig(path=str(tmp_path)), num_threads=1).tokenizer
+    family = load_family(tmp_path, tokenizer.literal)
+    assert family is not None
+    item = family.make_processor()().video(frames_of(4, 40, 40), [0.0, 1.0, 1.94, 3.0], {})
+    assert family.replacements([item])[0].after == said
+    tokenizer.close()
 
 
 @pytest.mark.parametrize(("timestamps", "given"), [([], 0), ([0.0, 1e300], 2)])

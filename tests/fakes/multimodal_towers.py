@@ -1,0 +1,109 @@
+"""Descriptions of tiny checkpoints with vision or audio encoders, in addition to those in ``multimodal_models``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+PATCH = 8
+_TEXT = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+_HEAD = {"head_dim": 16}
+_SECTIONS = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
+_HALF_SECTIONS = {**_SECTIONS, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+
+# GLM-4.1V and its successors.
+
+_GLM_PIXELS = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "do_convert_rgb": True,
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "resample": 3,
+    "patch_size": PATCH,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+}
+_GLM_TOKENS = (
+    *("<|begin_of_image|>", "<|end_of_image|>", "<|image|>"),
+    *("<|begin_of_video|>", "<|end_of_video|>", "<|video|>"),
+)
+_GLM_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "image_size": 4 * PATCH,
+    "patch_size": PATCH,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_GLM_MOE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
+
+
+def _glm(model_type: str, prefix: str, text: Mapping[str, Any], tower: str = "glm4v_vision") -> dict[str, Any]:
+    processor = f"{prefix}Processor"
+    return {
+        "config": {
+            "model_type": model_type,
+            "image_token_id": "<|image|>",
+            "video_token_id": "<|video|>",
+            "image_start_token_id": "<|begin_of_image|>",
+            "image_end_token_id": "<|end_of_image|>",
+            "video_start_token_id": "<|begin_of_video|>",
+            "video_end_token_id": "<|end_of_video|>",
+        },
+        "text": text,
+        "tower": {"model_type": tower, **_GLM_TOWER},
+        "files": {
+            "preprocessor_config.json": {
+                **_GLM_PIXELS,
+                "image_processor_type": f"{prefix}ImageProcessor",
+                "processor_class": processor,
+                "size": {"shortest_edge": 8 * PATCH**2, "longest_edge": 128 * PATCH**2},
+            },
+            "video_preprocessor_config.json": {
+                **_GLM_PIXELS,
+                "video_processor_type": f"{prefix}VideoProcessor",
+                "processor_class": processor,
+                "size": {"shortest_edge": 8 * PATCH**2, "longest_edge": 512 * PATCH**2},
+                "max_frames": 8,
+            },
+        },
+        "tokens": _GLM_TOKENS,
+        "marks": {
+            "image": "<|begin_of_image|><|image|><|end_of_image|>",
+            "video": "<|begin_of_video|><|video|><|end_of_video|>",
+        },
+    }
+
+
+_GLM_TEXT = {"model_type": "glm4v_text", **_TEXT, "rope_parameters": _HALF_SECTIONS}
+_GLM_MOE_TEXT = {"model_type": "glm4v_moe_text", **_TEXT, **_GLM_MOE, "rope_parameters": _HALF_SECTIONS}
+_OCR_TEXT = {"model_type": "glm_ocr_text", **_TEXT, **_HEAD, "rope_parameters": _SECTIONS}
+
+DESCRIPTIONS: dict[str, dict[str, Any]] = {
+    "glm4v": _glm("glm4v", "Glm4v", _GLM_TEXT),
+    "glm46v": _glm("glm46v", "Glm46V", _GLM_TEXT),
+    "glm4v_moe": _glm("glm4v_moe", "Glm4v", _GLM_MOE_TEXT, "glm4v_moe_vision"),
+    "glm_ocr": _glm("glm_ocr", "Glm46V", _OCR_TEXT, "glm_ocr_vision"),
+}
+"""Arguments of a description in ``multimodal_models``, by model type."""
