@@ -62,8 +62,14 @@ def audio_tensors(family: str, directory: Path, seconds: float = 1.3) -> Tensors
         )
         windows = found["input_features"].reshape(extractor.feature_size, -1, 3000).transpose(0, 1)
         return {"input_features": windows.contiguous()}
+    padding: Any = True if family == "qwen3_omni_moe" else "max_length"
     found = extractor(
-        sound, sampling_rate=16_000, return_attention_mask=True, padding="max_length", return_tensors="pt"
+        sound,
+        sampling_rate=16_000,
+        return_attention_mask=True,
+        padding=padding,
+        truncation=False,
+        return_tensors="pt",
     )
     return {"input_features": found["input_features"], "feature_attention_mask": found["attention_mask"]}
 
@@ -93,6 +99,8 @@ def features(model: PreTrainedModel, modality: Modality, tensors: Mapping[str, t
     else:
         found = getattr(base, f"get_{modality}_features")(**arguments)
     rows = found.pooler_output
+    if config.model_type == "qwen3_omni_moe_thinker" and modality == "audio":  # no embeddings for the first layers
+        rows = torch.nn.functional.pad(rows, (0, 2 * rows.shape[-1]))
     if isinstance(rows, torch.Tensor):
         return rows.reshape(-1, rows.shape[-1])
     deep = [layer[0] for layer in getattr(found, "deepstack_features", None) or ()]

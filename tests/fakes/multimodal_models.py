@@ -126,7 +126,7 @@ class _Maker:
 
     ``config``: config of the model; a string in a key with ``token`` becomes the id of that token. ``files``: files of
     the processors. ``named``: tokens by tokenizer attribute. ``marks``: texts that a chat template writes for a media
-    part.
+    part. ``section``: section of the config that has the configs of all parts, or empty.
     """
 
     config: Mapping[str, Any]
@@ -136,6 +136,7 @@ class _Maker:
     marks: Mapping[str, str]
     tower: Mapping[str, Any] = field(default_factory=dict)
     named: Mapping[str, str] = field(default_factory=dict)
+    section: str = ""
 
 
 def _pixels(processor: str, pixels: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -588,14 +589,14 @@ _MAKERS |= {name: _Maker(**description) for name, description in multimodal_towe
 FAMILIES = tuple(_MAKERS)
 """Names for ``save_multimodal_model``: model types of transformers, and LLaVA once per kind of vision encoder."""
 IMAGE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen2_audio", "voxtral"))
-AUDIO_FAMILIES = ("qwen2_audio", "voxtral")
+AUDIO_FAMILIES = ("qwen2_audio", "voxtral", "qwen2_5_omni", "qwen3_omni_moe")
 
 
 def save_multimodal_model(
     family: str, directory: Path, *, seed: int = 0, text: Mapping[str, Any] | None = None, **changes: Any
 ) -> PreTrainedModel:
-    """Write a checkpoint of one of ``FAMILIES`` to ``directory``. Return the model in float32, with transformers'
-    attention.
+    """Write a checkpoint of one of ``FAMILIES`` to ``directory``. Return the model, or the thinker of an omni model, in
+    float32, with transformers' attention.
 
     ``text``: changed fields in the config of the text model. ``changes``: changed fields in the config of the model.
     """
@@ -616,6 +617,8 @@ def save_multimodal_model(
         settings["vision_config"] = dict(maker.tower)
     settings["tie_word_embeddings"] = settings["text_config"]["tie_word_embeddings"]
     settings |= changes
+    if maker.section:
+        settings = {"model_type": settings.pop("model_type"), maker.section: settings, "enable_audio_output": False}
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     torch.manual_seed(seed)
     make: Any = AutoModelForMultimodalLM.from_config
@@ -624,7 +627,7 @@ def save_multimodal_model(
     if model.generation_config is not None:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, ids["pad_token_id"]
     model.save_pretrained(directory)
-    return model
+    return getattr(model, "thinker", model)
 
 
 @torch.no_grad()

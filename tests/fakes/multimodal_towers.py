@@ -96,6 +96,115 @@ def _glm(model_type: str, prefix: str, text: Mapping[str, Any], tower: str = "gl
     }
 
 
+# Thinkers of Qwen2.5-Omni and Qwen3-Omni.
+
+_OMNI_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "depth": 2,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": PATCH,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+_OMNI_SOUND = {
+    "encoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 48,
+    "d_model": 32,
+    "output_dim": 64,
+    "num_mel_bins": 16,
+}
+_OMNI_PIXELS = {
+    **_GLM_PIXELS,
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 4 * PATCH**2,
+    "max_pixels": 64 * PATCH**2,
+}
+
+
+def _omni(
+    model_type: str,
+    tokens: Mapping[str, str],
+    text: Mapping[str, Any],
+    tower: Mapping[str, Any],
+    sound: Mapping[str, Any],
+    length: int,
+) -> dict[str, Any]:
+    processor = {"qwen2_5_omni": "Qwen2_5OmniProcessor", "qwen3_omni_moe": "Qwen3OmniMoeProcessor"}[model_type]
+    index = "index" if model_type == "qwen2_5_omni" else "id"
+    return {
+        "config": {
+            "model_type": model_type,
+            f"image_token_{index}": tokens["image_token"],
+            f"video_token_{index}": tokens["video_token"],
+            f"audio_token_{index}": tokens["audio_token"],
+            "vision_start_token_id": tokens["vision_bos_token"],
+            "vision_end_token_id": tokens["vision_eos_token"],
+            "audio_start_token_id": tokens["audio_bos_token"],
+            "audio_end_token_id": tokens["audio_eos_token"],
+            "audio_config": {"model_type": f"{model_type}_audio_encoder", **_OMNI_SOUND, **sound},
+        },
+        "section": "thinker_config",
+        "text": {"model_type": f"{model_type}_text", **_TEXT, **text},
+        "tower": {"model_type": f"{model_type}_vision_encoder", **_OMNI_TOWER, **tower},
+        "files": {
+            # One file for images and sound, as in the checkpoints on the hub.
+            "preprocessor_config.json": {
+                **_OMNI_PIXELS,
+                "feature_extractor_type": "WhisperFeatureExtractor",
+                "feature_size": 16,
+                "hop_length": 160,
+                "n_fft": 400,
+                "chunk_length": length,
+                "sampling_rate": 16_000,
+                "padding_value": 0.0,
+                "return_attention_mask": True,
+                "processor_class": processor,
+            },
+            "video_preprocessor_config.json": {
+                **_OMNI_PIXELS,
+                "video_processor_type": "Qwen2VLVideoProcessor",
+                "processor_class": processor,
+            },
+        },
+        "tokens": tuple(tokens.values()),
+        "named": tokens,
+        "marks": {
+            "image": "{vision_bos_token}{image_token}{vision_eos_token}".format(**tokens),
+            "audio": "{audio_bos_token}{audio_token}{audio_eos_token}".format(**tokens),
+        },
+    }
+
+
+_OMNI_TOKENS = {
+    "image_token": "<|IMAGE|>",
+    "audio_token": "<|AUDIO|>",
+    "video_token": "<|VIDEO|>",
+    "vision_bos_token": "<|vision_bos|>",
+    "vision_eos_token": "<|vision_eos|>",
+    "audio_bos_token": "<|audio_bos|>",
+    "audio_eos_token": "<|audio_eos|>",
+}
+_OMNI3_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "audio_token": "<|audio_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
+_OMNI3_TEXT = {
+    **_HEAD,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "rope_parameters": {**_SECTIONS, "mrope_interleaved": True},
+}
+_OMNI3_TOWER = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+
 _GLM_TEXT = {"model_type": "glm4v_text", **_TEXT, "rope_parameters": _HALF_SECTIONS}
 _GLM_MOE_TEXT = {"model_type": "glm4v_moe_text", **_TEXT, **_GLM_MOE, "rope_parameters": _HALF_SECTIONS}
 _OCR_TEXT = {"model_type": "glm_ocr_text", **_TEXT, **_HEAD, "rope_parameters": _SECTIONS}
@@ -105,5 +214,21 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "glm46v": _glm("glm46v", "Glm46V", _GLM_TEXT),
     "glm4v_moe": _glm("glm4v_moe", "Glm4v", _GLM_MOE_TEXT, "glm4v_moe_vision"),
     "glm_ocr": _glm("glm_ocr", "Glm46V", _OCR_TEXT, "glm_ocr_vision"),
+    "qwen2_5_omni": _omni(
+        "qwen2_5_omni",
+        _OMNI_TOKENS,
+        {"rope_parameters": _SECTIONS},
+        {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]},
+        {"n_window": 20},
+        3,
+    ),
+    "qwen3_omni_moe": _omni(
+        "qwen3_omni_moe",
+        _OMNI3_TOKENS,
+        _OMNI3_TEXT,
+        _OMNI3_TOWER,
+        {"n_window_infer": 200, "downsample_hidden_size": 8},
+        30,
+    ),
 }
 """Arguments of a description in ``multimodal_models``, by model type."""

@@ -12,7 +12,7 @@ import torch
 
 from penstock_common.lora_registry import LoraAdapter
 from tests.fakes.engines.in_process import answer, build_engine
-from tests.fakes.models.adapters import save_adapter
+from tests.fakes.models.adapters import OF_TEXT, save_adapter
 from tests.fakes.multimodal_models import IMAGE_FAMILIES, make_image, save_multimodal_model
 from tests.fakes.multimodal_prompts import PromptMaker
 
@@ -29,7 +29,7 @@ TEXT = r".*(language_model|text_model).*\.(q_proj|v_proj|o_proj|(?<!shared_exper
 def test_tokens_behind_images_are_those_of_peft(family: str, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = save_multimodal_model(family, tmp_path / "model")
-    adapted = save_adapter(model, tmp_path / "one", r=8, lora_alpha=32, target_modules=TEXT)
+    adapted = save_adapter(model, tmp_path / "one", r=8, lora_alpha=32, target_modules=TEXT, **OF_TEXT.get(family, {}))
     make = PromptMaker(tmp_path / "model", model).make
     prompts = [make("Compare ", make_image(40, 40, 1), " with a dog."), make("How many animals are asleep?")]
     expected = [prompt.expected(COUNT) for prompt in prompts]

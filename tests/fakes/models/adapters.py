@@ -14,6 +14,10 @@ from transformers import PreTrainedModel
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
+OF_TEXT = {"qwen3_omni_moe": {"exclude_modules": ".*audio_tower.*"}}
+"""Settings of adapters that change only the text model, by model type. For some mixtures, PEFT uses only the last part of
+the names that an expression for target_modules matches.
+"""
 
 
 def save_adapter(model: PreTrainedModel, folder: Path, *, seed: int = 0, **settings: Any) -> Any:

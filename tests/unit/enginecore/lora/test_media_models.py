@@ -14,7 +14,7 @@ from penstock_enginecore.lora.errors import LoraError, LoraReason
 from penstock_enginecore.lora.peft_adapter import LoraLimits, read_adapter
 from penstock_enginecore.lora.target import AdapterTarget
 from penstock_enginecore.models.loader import load_model
-from tests.fakes.models.adapters import CONFIG, TENSORS, edit_config, merged, save_adapter
+from tests.fakes.models.adapters import CONFIG, OF_TEXT, TENSORS, edit_config, merged, save_adapter
 from tests.fakes.multimodal_models import FAMILIES, save_multimodal_model
 
 CPU = torch.device("cpu")
@@ -42,7 +42,7 @@ def rename(adapter: Path, change: Callable[[str], str]) -> None:
 def test_the_text_model_takes_what_was_trained_in_the_whole(family: str, tmp_path: Path) -> None:
     whole = save_multimodal_model(family, tmp_path / "model")
     before = {name: weight.clone() for name, weight in whole.state_dict().items()}
-    trained = save_adapter(whole, tmp_path / "adapter", target_modules=TEXT, r=4)
+    trained = save_adapter(whole, tmp_path / "adapter", target_modules=TEXT, r=4, **OF_TEXT.get(family, {}))
     adapter = read_adapter(tmp_path / "adapter", target_of(tmp_path / "model"), LIMITS)
     after = merged(trained).state_dict()
     changed = {

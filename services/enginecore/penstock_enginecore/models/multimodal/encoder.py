@@ -146,7 +146,9 @@ class TowerEncoder:
         self._dtype = dtype
         self._waiting: dict[str, EncoderItem] = {}
         self._begun: _Begun | None = None
-        self.media: Sequence[MediaInfo] = [intake.info(len(family.blocks)) for intake in family.by_modality.values()]
+        self.media: Sequence[MediaInfo] = [
+            intake.info(family.num_blocks(modality)) for modality, intake in family.by_modality.items()
+        ]
         self.width = family.width * (1 + family.num_deepstack)
         self.num_deepstack = family.num_deepstack
         self.rope_positions = family.rope_index
@@ -216,7 +218,7 @@ class TowerEncoder:
                     f"the tensors give {rows} embeddings, but the prompt has positions for {item.num_embeds}"
                 )
             tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
-            run = SlicedRun(lambda: intake.encode(tensors), len(self._family.blocks))
+            run = SlicedRun(lambda: intake.encode(tensors), self._family.num_blocks(item.modality))
             self._begun = _Begun(item, run)
         return self._begun
 

@@ -147,6 +147,10 @@ class Family:
         """Blocks of the media encoder whose hidden states are used, in order of computation."""
         return self._all_blocks[: self._num_used()]
 
+    def num_blocks(self, modality: Modality) -> int:  # noqa: ARG002 - subclasses with several encoders use it
+        """Return the number of ``blocks`` that an item of this modality passes through."""
+        return len(self.blocks)
+
     @cached_property
     def _all_blocks(self) -> list[torch.nn.Module]:
         found: list[torch.nn.Module] = [

@@ -11,6 +11,7 @@ from penstock_common.errors import ConfigError
 from penstock_frontend.processing.media.families.base import Encode, Family
 from penstock_frontend.processing.prompts.tokenizer import read_json
 
+_THINKER = "thinker_config"
 _PROCESSORS = ("image_processor", "video_processor", "feature_extractor")
 
 
@@ -57,14 +58,19 @@ class Checkpoint(NamedTuple):
             "image_processor": self.image_processor,
             "video_processor": self.video_processor,
             "feature_extractor": self.feature_extractor,
-            "vision": self.config.get("vision_config"),
-            "audio": self.config.get("audio_config"),
+            "vision": self.sub_config("vision_config") or None,
+            "audio": self.sub_config("audio_config") or None,
         }
         return json.dumps(depends, sort_keys=True, separators=(",", ":")).encode()
 
     def sub_config(self, name: str) -> Mapping[str, Any]:
-        """Return a section of config.json, or an empty mapping if the section is missing."""
-        section = self.config.get(name)
+        """Return a section of config.json, or an empty mapping if the section is missing.
+
+        In models that also speak, the section may be inside the section of the thinker, which reads media.
+        """
+        thinker = self.config.get(_THINKER)
+        inside = thinker.get(name) if isinstance(thinker, dict) else None
+        section = self.config.get(name, inside)
         return section if isinstance(section, dict) else {}
 
     def token(self, name: str, default: str) -> str:
@@ -109,11 +115,12 @@ def read_checkpoint(folder: Path, encode: Encode) -> Checkpoint:
     preprocessor = read_json(folder / "preprocessor_config.json")
     nested = {name: section for name in _PROCESSORS if isinstance(section := processor.get(name), dict)}
     is_audio = "feature_extractor_type" in preprocessor
+    is_image = not is_audio or "image_processor_type" in preprocessor
     return Checkpoint(
         folder=folder,
         config=read_json(folder / "config.json"),
         processor={name: value for name, value in processor.items() if name not in _PROCESSORS},
-        image_processor=nested.get("image_processor", {} if is_audio else preprocessor),
+        image_processor=nested.get("image_processor", preprocessor if is_image else {}),
         video_processor=nested.get("video_processor", read_json(folder / "video_preprocessor_config.json")),
         feature_extractor=nested.get("feature_extractor", preprocessor if is_audio else {}),
         tokenizer=read_json(folder / "tokenizer_config.json"),
@@ -144,6 +151,8 @@ _FAMILIES: Mapping[str, str] = {
     "glm46v": "glm:Glm4V",
     "glm4v_moe": "glm:Glm4V",
     "glm_ocr": "glm:Glm4V",
+    "qwen2_5_omni": "omni:QwenOmni",
+    "qwen3_omni_moe": "omni:QwenOmni",
     "qwen2_audio": "audio:Qwen2Audio",
     "voxtral": "audio:Voxtral",
 }
@@ -204,6 +213,6 @@ def _family_name(checkpoint: Checkpoint) -> str | None:
 
 def reads_media(checkpoint: Checkpoint) -> bool:
     """Return whether the checkpoint's configuration has a vision or audio encoder."""
-    return any(checkpoint.sub_config(name) for name in ("vision_config", "audio_config", "thinker_config")) or (
+    return any(checkpoint.sub_config(name) for name in ("vision_config", "audio_config", _THINKER)) or (
         checkpoint.model_type in _FAMILIES or checkpoint.model_type in _REFUSED
     )

@@ -98,6 +98,58 @@ async def test_qwen2_audio_is_as_transformers_has_it(qwen2_audio: Path, make_inp
     assert feature.data["input_features"].dtype == "float32"
 
 
+OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
+
+
+@pytest.fixture(scope="module", params=OMNI)
+def omni(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(request.param, tmp_path_factory)
+
+
+async def test_omni_is_as_transformers_has_it(omni: Path, make_inputs: Any) -> None:
+    """Features are cut behind the sound, where transformers has padding. Shorter padding changes the order of sums."""
+    tolerance = {"qwen2_5_omni": 1e-5, "qwen3_omni_moe": 0.0}[omni.name]
+    inputs, family = make_inputs(omni)
+    load: Any = AutoProcessor.from_pretrained
+    theirs = load(omni)
+    token = family.placeholder("audio")
+    for index, samples in enumerate((321, 799, 4801, 15_999, 16_000, 16_001, 31_840, 33_333, 48_000)):
+        clip = make_sound(3.0, index)[:samples]
+        request = await process(inputs, "hear ", sound(clip), " and ", sound(clip))
+        given = theirs(text=f"hear {token} and {token}", audio=[clip] * 2, return_tensors="np", sampling_rate=16_000)
+        assert request.prompt_token_ids == given["input_ids"][0].tolist()
+        for feature in request.mm_features:
+            steps = int(given["feature_attention_mask"][0].sum())
+            found, expected = to_array(feature.data["input_features"])[0], given["input_features"][0][:, :steps]
+            np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance)
+            assert to_array(feature.data["feature_attention_mask"]).tolist() == [[1] * steps]
+            assert feature.length <= family.max_tokens("audio")
+
+
+async def test_the_shortest_and_the_longest_sound_of_omni_models(omni: Path, make_inputs: Any) -> None:
+    inputs, family = make_inputs(omni)
+    least, most = {"qwen2_5_omni": (321, 48_000), "qwen3_omni_moe": (201, 1800 * 16_000)}[omni.name]
+    assert (await process(inputs, sound(make_sound(1.0)[:least]))).mm_features[0].length == 1
+    with pytest.raises(ValueError, match=rf"minimum for a clip is 0.0\d+ s \({least} samples\)"):
+        await process(inputs, sound(make_sound(1.0)[: least - 1]))
+    with pytest.raises(ValueError, match=rf"the model's maximum for a clip is {most // 16_000} s"):
+        family.make_processor()().audio(np.zeros(most + 1, np.float32), {})
+
+
+def test_sound_for_omni_models_that_a_client_processed(omni: Path, make_inputs: Any) -> None:
+    _, family = make_inputs(omni)
+    item = family.make_processor()().audio(make_sound(1.0), {})
+    assert family.described("audio", item.data) == item
+    mask = item.data["feature_attention_mask"]
+    holes = TensorData(mask.dtype, mask.shape, bytes(4) + bytes(mask.data)[4:])
+    with pytest.raises(ValueError, match="selects 99 steps; the selected steps must be the first steps"):
+        family.described("audio", {**item.data, "feature_attention_mask": holes})
+    rows = TensorData("float32", (7, 64), bytes(7 * 64 * 4))
+    assert family.described("audio", {"embeds": rows}).num_embeds == 7
+    with pytest.raises(ValueError, match="pixel_values is not an input"):
+        family.described("audio", {**item.data, "pixel_values": rows})
+
+
 async def test_voxtral_is_as_transformers_has_it(voxtral: Path, make_inputs: Any) -> None:
     inputs, family = make_inputs(voxtral)
     extractor: Any = WhisperFeatureExtractor
