@@ -209,6 +209,8 @@ _GLM_TEXT = {"model_type": "glm4v_text", **_TEXT, "rope_parameters": _HALF_SECTI
 _GLM_MOE_TEXT = {"model_type": "glm4v_moe_text", **_TEXT, **_GLM_MOE, "rope_parameters": _HALF_SECTIONS}
 _OCR_TEXT = {"model_type": "glm_ocr_text", **_TEXT, **_HEAD, "rope_parameters": _SECTIONS}
 
+_PADDLE_TOKENS = ("<|IMAGE_START|>", "<|IMAGE_PLACEHOLDER|>", "<|IMAGE_END|>")
+
 DESCRIPTIONS: dict[str, dict[str, Any]] = {
     "glm4v": _glm("glm4v", "Glm4v", _GLM_TEXT),
     "glm46v": _glm("glm46v", "Glm46V", _GLM_TEXT),
@@ -230,5 +232,36 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
         {"n_window_infer": 200, "downsample_hidden_size": 8},
         30,
     ),
+    "paddleocr_vl": {
+        "config": {
+            "model_type": "paddleocr_vl",
+            "image_token_id": _PADDLE_TOKENS[1],
+            "vision_start_token_id": _PADDLE_TOKENS[0],
+            "vision_end_token_id": _PADDLE_TOKENS[2],
+        },
+        "text": {"model_type": "paddleocr_vl_text", **_TEXT, **_HEAD, "rope_parameters": _SECTIONS},
+        "tower": {
+            "model_type": "paddleocr_vl_vision",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 4 * PATCH,
+            "patch_size": PATCH,
+            "temporal_patch_size": 2,
+        },
+        "files": {
+            "preprocessor_config.json": {
+                **{key: value for key, value in _GLM_PIXELS.items() if key != "temporal_patch_size"},
+                "image_processor_type": "PaddleOCRVLImageProcessor",
+                "processor_class": "PaddleOCRVLProcessor",
+                "min_pixels": 4 * PATCH**2,
+                "max_pixels": 64 * PATCH**2,
+            },
+        },
+        "tokens": _PADDLE_TOKENS,
+        "named": {"image_token": _PADDLE_TOKENS[1]},
+        "marks": {"image": "".join(_PADDLE_TOKENS)},
+    },
 }
 """Arguments of a description in ``multimodal_models``, by model type."""

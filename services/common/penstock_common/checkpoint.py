@@ -25,6 +25,7 @@ WITH_TOWERS = (
     "llava_next",
     "llava_onevision",
     "mistral3",
+    "paddleocr_vl",
     "qwen2_5_omni",
     "qwen2_5_vl",
     "qwen2_audio",

@@ -47,6 +47,7 @@ _FAMILIES = {
     "llava_onevision": ("llava", "LlavaOneVision"),
     "mistral3": ("pixtral", "Mistral3"),
     "qwen2_5_vl": ("qwen_vl", "Qwen25VL"),
+    "paddleocr_vl": ("paddleocr", "PaddleOCRVL"),
     "qwen2_5_omni": ("omni", "Qwen25Omni"),
     "qwen2_audio": ("audio", "Qwen2Audio"),
     "qwen2_vl": ("qwen_vl", "Qwen2VL"),

@@ -40,9 +40,13 @@ class Images(Intake):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
+        return {self.pixels_name: Spec(PIXELS, (None, *self.patch_shape)), self.grid_name: _GRID}
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of the pixels of a patch."""
         tower = self.config.vision_config
-        numbers = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-        return {self.pixels_name: Spec(PIXELS, (None, numbers)), self.grid_name: _GRID}
+        return (tower.in_channels * tower.temporal_patch_size * tower.patch_size**2,)
 
     @property
     def max_embeds(self) -> int:
@@ -77,9 +81,8 @@ class Images(Intake):
         """
         merge = self._merge
         grid = torch.tensor([[frames, merge, embeds // frames * merge]])
-        numbers = self.specs[self.pixels_name].shape[1] or 1
         return {
-            self.pixels_name: torch.zeros(int(grid.prod()), numbers, dtype=torch.uint8),
+            self.pixels_name: torch.zeros(int(grid.prod()), *self.patch_shape, dtype=torch.uint8),
             self.grid_name: grid,
         }
 

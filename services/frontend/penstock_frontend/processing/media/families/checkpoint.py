@@ -151,6 +151,7 @@ _FAMILIES: Mapping[str, str] = {
     "glm46v": "glm:Glm4V",
     "glm4v_moe": "glm:Glm4V",
     "glm_ocr": "glm:Glm4V",
+    "paddleocr_vl": "paddleocr:PaddleOCRVL",
     "qwen2_5_omni": "omni:QwenOmni",
     "qwen3_omni_moe": "omni:QwenOmni",
     "qwen2_audio": "audio:Qwen2Audio",

@@ -20,7 +20,7 @@ from penstock_frontend.processing.media.families.single_images import ImageFamil
 # The code below is for images of the Qwen-VL families. Images keep their aspect ratio. Images are resized only if their
 # number of pixels is outside the limits.
 
-_CHANNELS = 3
+CHANNELS = 3
 SHORTEST, LONGEST = "shortest_edge", "longest_edge"
 """Keys of the argument ``size``. Despite the names of the keys, their values are the numbers of pixels of the smallest
 and of the largest image.
@@ -52,6 +52,11 @@ class Grids(NamedTuple):
         return self.patch_size * self.merge_size
 
     @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Shape of the pixels of a patch."""
+        return (CHANNELS * self.temporal_patch_size * self.patch_size**2,)
+
+    @property
     def max_rows(self) -> int:
         """Maximum number of embeddings of an image."""
         return self.max_pixels // self.factor**2
@@ -76,8 +81,7 @@ class Grids(NamedTuple):
             raise ValueError(
                 f"{height} x {width} patches cannot be divided into squares of {self.merge_size} x {self.merge_size}"
             )
-        numbers = _CHANNELS * self.temporal_patch_size * self.patch_size**2
-        tensors.taken(data, pixels, (time * height * width, numbers))
+        tensors.taken(data, pixels, (time * height * width, *self.patch_shape))
         rows = time * height * width // self.merge_size**2
         return ProcessedItem(modality=modality, data=dict(data), num_embeds=rows, layout=grid)
 

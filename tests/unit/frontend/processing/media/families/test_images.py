@@ -35,7 +35,7 @@ FAST, ALL = 24, 200
 NARROW = {
     *("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
     *("llava_next", "llava_onevision", "idefics3", "smolvlm"),
-    *("glm4v", "glm46v", "qwen2_5_omni", "qwen3_omni_moe"),
+    *("glm4v", "glm46v", "qwen2_5_omni", "qwen3_omni_moe", "paddleocr_vl"),
 }
 """Take no image that is 30 times as wide as high, or are not made for it."""
 TOGETHER = {
@@ -48,7 +48,7 @@ TOGETHER = {
     "internvl",
     "aya_vision",
     "gemma3",
-    *("glm4v", "glm46v", "qwen2_5_omni", "qwen3_omni_moe"),
+    *("glm4v", "glm46v", "qwen2_5_omni", "qwen3_omni_moe", "paddleocr_vl"),
 }
 """Have patches or tiles of all images in the first dimension."""
 
