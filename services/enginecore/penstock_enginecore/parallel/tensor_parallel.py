@@ -4,7 +4,7 @@ the results of the ranks.
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -150,6 +150,8 @@ def probe_logits(module: PreTrainedModel) -> torch.Tensor:
 
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _OF_HEADS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "qkv_proj", "query_key_value")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+"""Text in the name of a module that has the index of the module's layer."""
 _TOLERANCE = 0.05
 """Maximum accepted difference between the logits of the split and the complete model, relative to the logits. Rounding
 in half precision can cause differences up to this size.
@@ -203,11 +205,9 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel
     """
     size = collectives.size
     config: Any = module.config
-    heads = Heads(size, size)
-    if num_attention_layers(config):
-        num_heads = config.num_attention_heads
-        heads = Heads(num_heads, getattr(config, "num_key_value_heads", None) or num_heads)
-        heads.check(size)
+    heads = _heads_of(config) if num_attention_layers(config) else [Heads(size, size)]
+    for each in heads:
+        each.check(size)
     mixers = find_mixers(module)
     check_mixers(module, size)
     name_of_model = type(module).__name__
@@ -228,6 +228,16 @@ def split_model(module: PreTrainedModel, collectives: Collectives) -> SplitModel
     return SplitModel(_usable(module, splitter.vocabulary, whole), splitter.features)
 
 
+def _heads_of(config: Any) -> list[Heads]:
+    """Return the heads of each attention layer, or one element if all layers have the same heads."""
+    each = [config]
+    if config.is_heterogeneous:
+        each = [config.per_layer_config[index] for index in range(config.num_hidden_layers)]
+    return [
+        Heads(of.num_attention_heads, getattr(of, "num_key_value_heads", None) or of.num_attention_heads) for of in each
+    ]
+
+
 def _usable(module: PreTrainedModel, vocabulary: SplitVocabulary | None, whole: torch.Tensor) -> SplitVocabulary | None:
     """Return ``vocabulary``, or None if the model itself computes with complete logits."""
     if vocabulary is None:
@@ -246,7 +256,7 @@ class _Splitter:
         features: For each linear layer that is split, by name, the features of this rank.
     """
 
-    def __init__(self, module: PreTrainedModel, collectives: Collectives, heads: Heads) -> None:
+    def __init__(self, module: PreTrainedModel, collectives: Collectives, heads: Sequence[Heads]) -> None:
         self._module = module
         self._collectives = collectives
         self._heads = heads
@@ -280,8 +290,9 @@ class _Splitter:
         owners = {name.rpartition(".")[0] for name in parts_of_heads}
         for name, module in modules.items():
             if name in owners and hasattr(module, "num_key_value_groups"):
-                own = len(self._heads.kv_heads(self._collectives.rank, self._collectives.size))
-                module.num_key_value_groups = self._heads.query // self._collectives.size // own
+                heads = self._heads_at(name)
+                own = len(heads.kv_heads(self._collectives.rank, self._collectives.size))
+                module.num_key_value_groups = heads.query // self._collectives.size // own
             if has_cutoff(module) and f"{name}.gate_proj" in splits:
                 set_statistics(module, self._statistics)
 
@@ -352,10 +363,20 @@ class _Splitter:
             "set executor.tensor_parallel_size to 1"
         )
 
+    def _heads_at(self, name: str) -> Heads:
+        """Return the heads of the layer that contains the module ``name``."""
+        if len(self._heads) == 1:
+            return self._heads[0]
+        index = _LAYER.search(name)
+        if index is None:
+            raise self._refusal(name, "is in no numbered layer, and the layers have different numbers of heads")
+        return self._heads[int(index[1])]
+
     def _outputs(self, name: str, layer: torch.nn.Linear) -> range:
         rank, size = self._collectives.rank, self._collectives.size
         if name.rpartition(".")[2] in _KEYS_AND_VALUES:
-            own, width = self._heads.kv_heads(rank, size), layer.out_features // self._heads.kv
+            heads = self._heads_at(name)
+            own, width = heads.kv_heads(rank, size), layer.out_features // heads.kv
             return range(own.start * width, own.stop * width)
         each = even(name, "outputs", layer.out_features, size)
         return range(rank * each, (rank + 1) * each)
