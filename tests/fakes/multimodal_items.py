@@ -26,7 +26,11 @@ VIDEO_FAMILIES = (
     "qwen3_vl_moe",
     "internvl",
     *("glm4v", "glm_ocr"),
+    "gemma4",
+    "gemma4_unified",
 )
+GEMMA4 = ("gemma4", "gemma4_unified")
+"""Families whose image processors pad the patches of an image. Of the second, transformers has no Pillow backend."""
 
 
 def image_tensors(
@@ -34,12 +38,21 @@ def image_tensors(
 ) -> Tensors:
     """Return the tensors of an image of ``size`` (width, height). ``raw``: pixels before rescaling and normalization."""
     make: Any = AutoImageProcessor
-    processor = make.from_pretrained(directory, backend="pil")
+    processor = make.from_pretrained(directory, backend="torchvision" if family == "gemma4_unified" else "pil")
     arguments = {**_ARGUMENTS.get(family, {}), **(_RAW if raw else {})}
     tensors = dict(processor(images=[make_image(*size, seed)], return_tensors="pt", **arguments))
     if raw:  # processors that cut out patches return them in float32
         tensors["pixel_values"] = tensors["pixel_values"].to(torch.uint8)
+    if family in GEMMA4:
+        return _without_padding(tensors)
     return tensors
+
+
+def _without_padding(tensors: Tensors) -> Tensors:
+    """Return the tensors of Gemma 4's pictures without their padding, and without the number of embeddings."""
+    positions = next(name for name in tensors if name.endswith("position_ids"))
+    count = int((tensors[positions][0] != -1).all(-1).sum())
+    return {name: each[:, :count] for name, each in tensors.items() if each.dim() == 3}
 
 
 def video_tensors(directory: Path, frames: int = 4, *, raw: bool = True) -> Tensors:
@@ -48,7 +61,10 @@ def video_tensors(directory: Path, frames: int = 4, *, raw: bool = True) -> Tens
     processor = make.from_pretrained(directory)
     video = np.stack([np.asarray(make_image(48, 40, seed)) for seed in range(frames)])
     arguments = {"do_sample_frames": False, **(_RAW if raw else {})}
-    return dict(processor(videos=[video], return_tensors="pt", **arguments))
+    tensors = dict(processor(videos=[video], return_tensors="pt", **arguments))
+    if "video_position_ids" in tensors:
+        return {**_without_padding(tensors), "num_frames_per_video": torch.tensor([frames])}
+    return tensors
 
 
 def audio_tensors(family: str, directory: Path, seconds: float = 1.3) -> Tensors:
@@ -62,6 +78,8 @@ def audio_tensors(family: str, directory: Path, seconds: float = 1.3) -> Tensors
         )
         windows = found["input_features"].reshape(extractor.feature_size, -1, 3000).transpose(0, 1)
         return {"input_features": windows.contiguous()}
+    if family in GEMMA4:
+        return dict(extractor([sound], sampling_rate=16_000, return_tensors="pt"))
     padding: Any = True if family == "qwen3_omni_moe" else "max_length"
     found = extractor(
         sound,
@@ -101,6 +119,8 @@ def features(model: PreTrainedModel, modality: Modality, tensors: Mapping[str, t
     rows = found.pooler_output
     if config.model_type == "qwen3_omni_moe_thinker" and modality == "audio":  # no embeddings for the first layers
         rows = torch.nn.functional.pad(rows, (0, 2 * rows.shape[-1]))
+    if "input_features_mask" in tensors:
+        rows = rows[found.attention_mask]
     if isinstance(rows, torch.Tensor):
         return rows.reshape(-1, rows.shape[-1])
     deep = [layer[0] for layer in getattr(found, "deepstack_features", None) or ()]

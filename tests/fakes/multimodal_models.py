@@ -3,7 +3,7 @@ with the family's tokens, and processor files like checkpoints on the hub.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import tokenizers
 import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForMultimodalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.masking_utils import create_masks_for_generate
+from transformers.models.gemma4_unified import modeling_gemma4_unified
 
 from tests.fakes import multimodal_towers
 from tests.fakes.models.small_tokenizers import byte_level
@@ -211,6 +213,54 @@ _QWEN3_FILES = _qwen_files(
         "image_std": _HALF,
     },
 )
+
+_GEMMA4_TEXT = {
+    **_TEXT,
+    **_HEAD,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "use_bidirectional_attention": "vision",
+    "final_logit_softcapping": 30.0,
+}
+_GEMMA4_NAMED = {
+    "boi_token": "<|image>",
+    "image_token": "<|image|>",
+    "eoi_token": "<image|>",
+    "boa_token": "<|audio>",
+    "audio_token": "<|audio|>",
+    "eoa_token": "<audio|>",
+}
+_GEMMA4_MARKS = {"image": "\n\n<|image|>\n\n", "video": "\n\n<|video|>\n\n", "audio": "<|audio|>"}
+_GEMMA4_IDS = {
+    "boi_token_id": "<|image>",
+    "image_token_id": "<|image|>",
+    "eoi_token_id": "<image|>",
+    "boa_token_id": "<|audio>",
+    "audio_token_id": "<|audio|>",
+    "eoa_token_index": "<audio|>",
+    "video_token_id": "<|video|>",
+}
+_GEMMA4_PIXELS = {"patch_size": 4, "pooling_kernel_size": 3, "max_soft_tokens": 70}
+
+
+def _gemma4_files(name: str, extractor: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the files of a checkpoint with processors of these classes. ``extractor`` is the feature extractor."""
+    pixels = {**_PIXELS, **_GEMMA4_PIXELS, "do_normalize": False}
+    return {
+        "processor_config.json": {
+            "processor_class": f"{name}Processor",
+            "image_seq_length": 70,
+            "audio_seq_length": 50,
+            "image_processor": {**pixels, "image_processor_type": f"{name}ImageProcessor"},
+            "video_processor": {**pixels, "video_processor_type": f"{name}VideoProcessor", "num_frames": 4},
+            "feature_extractor": {**extractor, "feature_extractor_type": f"{name}AudioFeatureExtractor"},
+        }
+    }
+
 
 _MAKERS: dict[str, _Maker] = {
     "llava": _Maker(
@@ -435,6 +485,48 @@ _MAKERS: dict[str, _Maker] = {
         },
         marks={"image": "<start_of_image>"},
     ),
+    "gemma4": _Maker(
+        config={
+            "model_type": "gemma4",
+            **_GEMMA4_IDS,
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [16, 8],
+                "output_proj_dims": 48,
+            },
+        },
+        text={"model_type": "gemma4_text", **_GEMMA4_TEXT},
+        tower={
+            **_TOWER,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+            "position_embedding_size": 256,
+            "standardize": True,
+        },
+        files=_gemma4_files("Gemma4", {"feature_size": 16, "sampling_rate": 16_000}),
+        tokens=(*_GEMMA4_NAMED.values(), "<|video|>"),
+        named=_GEMMA4_NAMED,
+        marks=_GEMMA4_MARKS,
+    ),
+    "gemma4_unified": _Maker(
+        config={"model_type": "gemma4_unified", **_GEMMA4_IDS, "audio_config": {"audio_embed_dim": 640}},
+        text={"model_type": "gemma4_unified_text", **_GEMMA4_TEXT},
+        tower={
+            "patch_size": 4,
+            "pooling_kernel_size": 3,
+            "mm_embed_dim": 64,
+            "output_proj_dims": 64,
+            "mm_posemb_size": 80,
+        },
+        files=_gemma4_files("Gemma4Unified", {"feature_size": 640, "audio_samples_per_token": 640}),
+        tokens=(*_GEMMA4_NAMED.values(), "<|video|>"),
+        named=_GEMMA4_NAMED,
+        marks=_GEMMA4_MARKS,
+    ),
     "internvl": _Maker(
         config={"model_type": "internvl", "image_token_id": "<IMG_CONTEXT>", "image_seq_length": 4},
         text=_QWEN2,
@@ -589,7 +681,21 @@ _MAKERS |= {name: _Maker(**description) for name, description in multimodal_towe
 FAMILIES = tuple(_MAKERS)
 """Names for ``save_multimodal_model``: model types of transformers, and LLaVA once per kind of vision encoder."""
 IMAGE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen2_audio", "voxtral"))
-AUDIO_FAMILIES = ("qwen2_audio", "voxtral", "qwen2_5_omni", "qwen3_omni_moe")
+AUDIO_FAMILIES = ("qwen2_audio", "voxtral", "qwen2_5_omni", "qwen3_omni_moe", "gemma4", "gemma4_unified")
+
+
+def _masks_of_unified(*, block_sequence_ids: Any = None, **inputs: Any) -> Any:
+    """Return the masks of ``create_masks_for_vision_model`` for inputs with images.
+
+    The forward pass of transformers' Gemma 4 Unified lets image tokens attend to later tokens in all layers. Gemma 4, Google's
+    own code and transformers' masks for static caches let these tokens do so only in layers with windows.
+    """
+    if block_sequence_ids is None:
+        return create_masks_for_generate(**inputs)
+    return modeling_gemma4_unified.create_masks_for_vision_model(block_sequence_ids=block_sequence_ids, **inputs)
+
+
+modeling_gemma4_unified.create_masks_for_generate = _masks_of_unified
 
 
 def save_multimodal_model(
@@ -624,6 +730,8 @@ def save_multimodal_model(
     make: Any = AutoModelForMultimodalLM.from_config
     model: PreTrainedModel = make(config, dtype=torch.float32).eval()
     _randomize(model)
+    if family.startswith("gemma4"):
+        _never_generate(model, tokenizer.convert_tokens_to_ids(list(maker.tokens)))
     if model.generation_config is not None:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, ids["pad_token_id"]
     model.save_pretrained(directory)
@@ -639,6 +747,17 @@ def _randomize(model: PreTrainedModel) -> None:
             parameter.normal_(0.0, 0.3 if text else 0.2)
         elif name.endswith("bias"):
             parameter.normal_(0.0, 0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("std_bias", "std_scale")):
+            buffer.uniform_(0.5, 1.5)
+        elif name.endswith(("put_min", "put_max")):  # limits of Gemma 4's clipped linear layers
+            buffer.fill_(2.0 if name.endswith("max") else -2.0)
+
+
+@torch.no_grad()
+def _never_generate(model: Any, token_ids: Sequence[int]) -> None:
+    """Give these tokens the logit 0. transformers' Gemma 4 computes with another token if it generates a media token."""
+    model.lm_head.weight[list(token_ids)] = 0.0
 
 
 def _save_tokenizer(maker: _Maker, directory: Path) -> PreTrainedTokenizerFast:

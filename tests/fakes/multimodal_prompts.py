@@ -85,7 +85,9 @@ class PromptMaker:
             self._tokens["video"] = self._tokens["image"]
         if self._marks["image"]:
             image_processors: Any = AutoImageProcessor
-            self._pixels = image_processors.from_pretrained(directory, backend="pil")
+            # transformers has no Pillow backend for Gemma 4 Unified
+            backend = "torchvision" if config.model_type == "gemma4_unified" else "pil"
+            self._pixels = image_processors.from_pretrained(directory, backend=backend)
             self.processor.image_processor = self._pixels
 
     def _mark(self, modality: str) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoProcessor
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.video_utils import VideoMetadata
 
@@ -41,8 +41,14 @@ def processor_of(folder: Path) -> Any:
         smolvlm.num2words = str  # writes numbers of video frames as words, which these tests do not need
     load: Any = AutoProcessor.from_pretrained
     processor, load = load(folder), AutoImageProcessor.from_pretrained
-    processor.image_processor = load(folder, backend="pil")
+    # transformers has no Pillow backend for Gemma 4 Unified
+    processor.image_processor = load(folder, backend="torchvision" if is_unified(folder) else "pil")
     return processor
+
+
+def is_unified(folder: Path) -> bool:
+    config: Any = AutoConfig.from_pretrained(folder)
+    return bool(config.model_type == "gemma4_unified")
 
 
 def generated(model: Any, inputs: Any) -> list[int]:
@@ -73,16 +79,24 @@ def test_conversations_with_images_are_answered_as_transformers_does(name: str, 
         assert list(answer.outputs[0].token_ids) == generated(model, inputs)
 
 
+VIDEO_SIZES = {
+    "internvl": (SIDE, SIDE),
+    "llava_onevision": (SIDE, SIDE),
+    "gemma4": (96, 96),
+    "gemma4_unified": (96, 96),
+}
+"""Width and height of frames that need no resizing, where these are not those of the Qwen families."""
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl", "llava_onevision", "glm4v", "glm46v"],
+    "name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", *VIDEO_SIZES]
 )
 def test_videos_are_answered_as_transformers_does(name: str, tmp_path: Path) -> None:
     """Uses frames that need no resizing, because Pillow and torchvision resize differently."""
     model = save_multimodal_model(name, tmp_path)
-    has_grids = name.startswith(("qwen", "glm"))
-    frames = [make_image(64, 48, i) if has_grids else make_image(SIDE, SIDE, i) for i in range(4)]
-    text = f"look {VIDEOS.get(name[:3], '<video>')} what"
+    frames = [make_image(*VIDEO_SIZES.get(name, (64, 48)), i) for i in range(4)]
+    placeholder = "<|video|>" if name.startswith("gemma") else VIDEOS.get(name[:3], "<video>")
+    text = f"look {placeholder} what"
     with LLM(str(tmp_path), **ENGINE) as llm:
         prompt = {"prompt": text, "multi_modal_data": {"video": [frames]}}
         (answer,) = llm.generate(prompt, GREEDY, progress=False)
@@ -95,14 +109,14 @@ def test_videos_are_answered_as_transformers_does(name: str, tmp_path: Path) -> 
     assert list(answer.outputs[0].token_ids) == generated(model, inputs)
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe"])
+@pytest.mark.parametrize("name", ["qwen2_audio", "qwen2_5_omni", "qwen3_omni_moe", "gemma4", "gemma4_unified"])
 def test_sound_is_answered_as_transformers_does(name: str, tmp_path: Path) -> None:
     model = save_multimodal_model(name, tmp_path)
     clips = [make_sound(0.7, 1), make_sound(0.7 if name == "qwen3_omni_moe" else 1.3, 2)]
-    placeholder = "<|audio_bos|><|AUDIO|><|audio_eos|>"
+    placeholder = "<|audio|>" if name.startswith("gemma") else "<|audio_bos|><|AUDIO|><|audio_eos|>"
     if name == "qwen3_omni_moe":  # transformers pads its sounds to the longest sound of a prompt
         placeholder = "<|audio_start|><|audio_pad|><|audio_end|>"
-    text = f"hear {placeholder} and {placeholder} what"
+    text = f"hear {placeholder} and {placeholder} {'who speaks?' if name.startswith('gemma') else 'what'}"
     with LLM(str(tmp_path), **ENGINE) as llm:
         prompt = {"prompt": text, "multi_modal_data": {"audio": [(clip, 16_000) for clip in clips]}}
         (answer,) = llm.generate(prompt, GREEDY, progress=False)

@@ -25,12 +25,14 @@ AUDIO = ("qwen2_audio", "voxtral")
 OMNI = ("qwen2_5_omni", "qwen3_omni_moe")
 """Model types with images and sound in one prompt."""
 FAMILIES = (*IMAGE_FAMILIES, *AUDIO)
-LARGEST_SPAN = 18
-"""Number of tokens of a gemma3 image, including the tokens around it."""
+SPANS = {"gemma3": 18, "gemma4": 72, "gemma4_unified": 72}
+"""Number of tokens of the largest image, including the tokens around it, of model types that compute it in one step."""
 RECURRENT = ("qwen3_5", "qwen3_5_moe")
 """Model types that need blocks of 16 tokens."""
-SLIDING = ("gemma3", "aya_vision")
+SLIDING = ("gemma3", "gemma4", "gemma4_unified", "aya_vision")
 """Model types with two KV cache groups, which use one block pool."""
+LONG_IMAGES = ("gemma4", "gemma4_unified")
+"""Model types whose images are longer than their windows, so that windows save many blocks behind the prompt."""
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "decoder": {"cache": {"block_size": 16}},
@@ -45,11 +47,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "split": {"executor": {"tensor_parallel_size": 2}},
 }
 PROCESSES = ("processes", "split")
-KINDS = ("llava", "gemma3", "aya_vision", "llava_onevision", "qwen2_vl", "qwen2_audio", "qwen3_5", "glm4v")
+KINDS = (
+    *("llava", "gemma3", "gemma4", "aya_vision", "llava_onevision"),
+    *("qwen2_vl", "qwen2_audio", "qwen3_5", "glm4v"),
+)
 """One model type of each kind.
 
-The kinds are: square images, bidirectional attention within images, windows that the kernels do not compute, crops of
-any shape, grids, audio, recurrent layers, and rotary sections that the kernels do not compute.
+The kinds are: square images, bidirectional attention within images, the same in layers with windows only, windows that
+the kernels do not compute, crops of any shape, grids, audio, recurrent layers, and rotary sections that the kernels do
+not compute.
 """
 
 
@@ -77,8 +83,9 @@ class Case:
         return [self.prompts[name].request(name, COUNT) for name in names or self.prompts]
 
     def engine(self, **sections: Any) -> EngineCore:
-        if self.family == "gemma3" and sections.get("scheduler", {}).get("max_num_batched_tokens") == 7:
-            sections = {**sections, "scheduler": {**sections["scheduler"], "max_num_batched_tokens": LARGEST_SPAN}}
+        span = SPANS.get(self.family, 0)
+        if 0 < sections.get("scheduler", {}).get("max_num_batched_tokens", 0) < span:
+            sections = {**sections, "scheduler": {**sections["scheduler"], "max_num_batched_tokens": span}}
         if self.family in RECURRENT:
             sections = {**sections, "cache": {**sections.get("cache", {}), "block_size": 16}}
         return build_engine(self.path, **sections)
@@ -158,8 +165,8 @@ def test_prompts_that_are_cached_up_to_the_middle_of_an_image_go_on_from_there(c
 
 @every_kind
 def test_requests_that_lose_their_blocks_come_back(case: Case) -> None:
-    count = 3 * COUNT
-    prompts = {f"{name}{i}": prompt for i in range(2) for name, prompt in case.prompts.items()}
+    count, copies = (6 * COUNT, 3) if case.family in LONG_IMAGES else (3 * COUNT, 2)
+    prompts = {f"{name}{i}": prompt for i in range(copies) for name, prompt in case.prompts.items()}
     lengths = [len(prompt.token_ids) for prompt in prompts.values()]
     room = max(max(lengths) + count + 4, sum(lengths[:3]) + 20)  # enough for three prompts, but not for all requests
     blocks = (room // (16 if case.family in RECURRENT else 4) + 2) * (1 + (case.family in SLIDING))
@@ -194,7 +201,7 @@ def test_text_beside_images_has_the_bits_that_it_has_alone_where_kernels_see_to_
     plain = case.prompts["text"].request("text", COUNT, logprobs=0)
     sections = {"kernels": {"batch_invariant": True}, "cache": {"block_size": 16}}
     if (
-        case.family in ("aya_vision", "glm4v") or case.family in RECURRENT
+        case.family in ("aya_vision", "gemma4", "glm4v") or case.family in RECURRENT
     ):  # the kernels' decoder does not compute these types
         with pytest.raises(ModelLoadError, match=r"kernels\.batch_invariant is true"):
             case.engine(**sections)
@@ -244,6 +251,7 @@ def test_the_text_model_alone_serves_text(case: Case) -> None:
     [
         *("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
         *("glm4v", "glm46v"),
+        *("gemma4", "gemma4_unified"),
     ],
 )
 def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
@@ -252,6 +260,8 @@ def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_p
     short, long = ([make_image(40, 40, first + i) for i in range(6)] for first in (1, 7))
     if family != "llava_onevision":  # transformers stacks llava_onevision's videos
         del short[4:]
+    if family in SPANS:  # the largest number of frames of these checkpoints
+        del long[4:]
     # transformers refuses prompts with images and videos for GLM's models
     other = short if family.startswith("glm") else PICTURES[0]
     prompts = {"video": make("Watch ", long, " now."), "both": make(other, " is none of ", short, " nor ", long)}
@@ -259,5 +269,24 @@ def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_p
     requests = [prompt.request(name, COUNT) for name, prompt in prompts.items()]
     cache = {"block_size": 16}
     assert run(build_engine(tmp_path, cache=cache), requests).tokens == expected
-    cut = build_engine(tmp_path, cache=cache, scheduler={"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1})
+    step = {"max_num_batched_tokens": SPANS.get(family, 7), "max_num_encoder_tokens": 1}
+    cut = build_engine(tmp_path, cache=cache, scheduler=step)
     assert run(cut, requests).tokens == expected
+
+
+@pytest.mark.parametrize("family", ["gemma4", pytest.param("gemma4_unified", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("attention", ["vision", None])
+def test_sound_beside_images_gives_the_tokens_of_transformers(
+    family: str, attention: str | None, tmp_path: Path
+) -> None:
+    """Sound attends to earlier tokens only, and so do images if the checkpoint does not say otherwise."""
+    torch.set_num_threads(1)
+    text = {"use_bidirectional_attention": attention}
+    make = PromptMaker(tmp_path, save_multimodal_model(family, tmp_path, text=text)).make
+    one, two = make_sound(0.7, 1), make_sound(1.3, 2)
+    prompts = {"sound": make("Hear ", one, " and ", two, "."), "both": make(PICTURES[0], " is ", one, PICTURES[2], two)}
+    expected = {name: prompt.expected(COUNT) for name, prompt in prompts.items()}
+    requests = [prompt.request(name, COUNT) for name, prompt in prompts.items()]
+    assert run(build_engine(tmp_path), requests).tokens == expected
+    step = {"max_num_batched_tokens": 7 if attention is None else SPANS[family], "max_num_encoder_tokens": 1}
+    assert run(build_engine(tmp_path, scheduler=step), requests).tokens == expected

@@ -19,6 +19,8 @@ WITH_TOWERS = (
     "glm4v",
     "glm4v_moe",
     "glm_ocr",
+    "gemma4",
+    "gemma4_unified",
     "idefics3",
     "internvl",
     "llava",

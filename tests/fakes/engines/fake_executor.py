@@ -28,6 +28,7 @@ from penstock_enginecore.core.kv_cache.block_pool import NULL_BLOCK_ID
 from penstock_enginecore.core.kv_cache.spec import KVCacheConfig, KVCacheSpec
 from penstock_enginecore.core.model_info import MediaInfo, ModelInfo
 from penstock_enginecore.core.pooling_validation import PoolingLimits
+from penstock_enginecore.core.request import joined_runs
 from penstock_enginecore.core.scheduler.output import (
     DraftTokenIds,
     GrammarBitmask,
@@ -550,10 +551,9 @@ class FakeExecutor:
             if any(start <= position < end for position in positions):
                 rows = self.encoder.rows.get(feature.identifier)
                 assert rows == len(positions), f"{key}: tokens of {feature.identifier}, whose rows are not there"
-            if feature.modality in self._whole:
-                begun, done = positions[0] < start, positions[-1] < start
-                assert begun == done, f"{key}: a span that is computed together is parted"
-                assert (positions[0] < end) == (positions[-1] < end), f"{key}: a span is parted behind {end}"
+            for first, behind in joined_runs(feature) if feature.modality in self._whole else ():
+                assert (first < start) == (behind <= start), f"{key}: a span that is computed together is parted"
+                assert (first < end) == (behind <= end), f"{key}: a span is parted behind {end}"
 
     def _check_sharing(self) -> None:
         """Check that a block in two tables has the same prefix and the same index in both."""

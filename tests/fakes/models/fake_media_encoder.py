@@ -31,11 +31,12 @@ class FakeMediaEncoder:
         self, hidden: int, *, num_deepstack: int = 0, has_sections: bool = False, both_ways: bool = False
     ) -> None:
         info = MediaInfo(
-            modality="image", num_blocks=NUM_BLOCKS, max_embeds=8, max_tokens=9, attends_both_ways=both_ways
+            modality="image", num_blocks=NUM_BLOCKS, max_embeds=8, max_tokens=9, max_span=9 if both_ways else 0
         )
         self.media: Sequence[MediaInfo] = (info,)
         self.width = hidden * (1 + num_deepstack)
         self.num_deepstack = num_deepstack
+        self.windowed_spans = False
         self.rope_positions: RopeIndex | None = self._rope_positions if has_sections else None
         self.modules: Sequence[torch.nn.Module] = (torch.nn.Linear(3, 2, bias=False),)
         self.queue: list[tuple[EncoderItem, int]] = []

@@ -43,11 +43,14 @@ class FakeEncoder:
 
     modules = ()
 
-    def __init__(self, *, has_sections: bool, num_deepstack: int, both_ways: bool) -> None:
+    def __init__(
+        self, *, has_sections: bool, num_deepstack: int, both_ways: bool, windowed_spans: bool = False
+    ) -> None:
+        self.windowed_spans = windowed_spans
         self.rope_positions = _unasked if has_sections else None
         self.num_deepstack, self.width = num_deepstack, 64 * (1 + num_deepstack)
         self.media: Sequence[MediaInfo] = [
-            MediaInfo(modality="image", num_blocks=1, max_embeds=16, max_tokens=16, attends_both_ways=both_ways)
+            MediaInfo(modality="image", num_blocks=1, max_embeds=16, max_tokens=16, max_span=16 if both_ways else 0)
         ]
 
 

@@ -51,6 +51,8 @@ class AttentionMetadata:
         key_ends: ``[tokens]``, the end of each query's keys, as a position in its request, or None for causal
             attention. An end is greater than the query's position and at most the request's length. The ends never
             decrease within a request. Attention windows and chunks also apply.
+        windowed_ends: Whether ``key_ends`` applies only to layers with a sliding window. The attention of the other
+            layers is then causal.
     """
 
     query_start_loc: IntArray
@@ -59,6 +61,7 @@ class AttentionMetadata:
     slot_mapping: IntArray
     block_size: int
     key_ends: IntArray | None = None
+    windowed_ends: bool = False
 
     @property
     def num_requests(self) -> int:
@@ -71,6 +74,10 @@ class AttentionMetadata:
         first = self.seq_lens - ends  # Position in the request that index 0 of the flat batch would have.
         positions: IntArray = np.arange(ends[-1]) + np.repeat(first, np.diff(self.query_start_loc))
         return positions
+
+    def ends_for(self, sliding_window: int | None) -> IntArray | None:
+        """Return ``key_ends``, or None if they do not apply to layers with this sliding window."""
+        return None if self.windowed_ends and sliding_window is None else self.key_ends
 
     def spans(self, request: int) -> IntArray | None:
         """Return the part of ``key_ends`` for one request's new tokens, or None if their attention is causal."""

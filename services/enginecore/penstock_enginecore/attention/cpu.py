@@ -163,7 +163,7 @@ def _plan_prefills(
     start, end = (int(x) for x in metadata.query_start_loc[request : request + 2])
     length = int(metadata.seq_lens[request])
     position = length - (end - start)
-    if (key_ends := metadata.spans(request)) is not None:
+    if metadata.ends_for(window) is not None and (key_ends := metadata.spans(request)) is not None:
         yield _plan_spans(metadata, request, key_ends, window, chunk)
         return
     while position < length:

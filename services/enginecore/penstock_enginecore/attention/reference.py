@@ -32,7 +32,7 @@ class ReferenceAttention(AttentionBackend):
             first = first_key(length - (end - start), params.sliding_window, params.attention_chunk)
             slots = torch.from_numpy(metadata.slots(i, first, length)).to(plan.device)
             keys, values = cache.gather(slots)
-            ends = metadata.spans(i)
+            ends = None if metadata.ends_for(params.sliding_window) is None else metadata.spans(i)
             key_ends = None if ends is None else torch.from_numpy(ends).to(plan.device)
             outputs.append(_attend_one(query[start:end], keys, values, first, params, key_ends))
         return torch.cat(outputs)

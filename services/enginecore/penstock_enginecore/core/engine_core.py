@@ -53,7 +53,7 @@ def settled(config: EngineCoreConfig, model: ModelInfo) -> SchedulerConfig:
     if scheduling.max_num_batched_tokens is None:
         splits = scheduling.enable_chunked_prefill and model.supports_chunked_prefill
         most = scheduling.step_tokens
-        together = (info.max_tokens for info in model.media if info.attends_both_ways)
+        together = (info.max_span for info in model.media)
         tokens = max(model.step_tokens, min(scheduling.max_num_seqs, most), *together) if splits else most
         scheduling = msgspec.structs.replace(scheduling, max_num_batched_tokens=tokens)
     if scheduling.max_prompt_batch_tokens is None:

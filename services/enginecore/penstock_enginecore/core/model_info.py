@@ -20,10 +20,15 @@ class MediaInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Number of embeddings of the largest media item."""
     max_tokens: int
     """Number of prompt positions of the largest media item, including tokens between its embeddings."""
-    attends_both_ways: bool = False
-    """Whether all embeddings of a media item attend to each other in the language model. If true, one step must compute
-    all embeddings of an item.
+    max_span: int = 0
+    """Number of positions of the largest group of embeddings that attend to each other in the language model. One step
+    must compute all embeddings of a group: an image, or a video frame. 0 if no embedding attends to later embeddings.
     """
+
+    @property
+    def attends_both_ways(self) -> bool:
+        """Whether embeddings of an item attend to later embeddings."""
+        return self.max_span > 0
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock_common.errors import RequestFailed
 from penstock_common.observability.logging import REASON, REQUEST_LOGGER, incident
-from penstock_common.types.media import MultiModalFeature
+from penstock_common.types.media import EmbedRun, MultiModalFeature
 from penstock_common.types.outputs import EngineCoreEvent, EventType, FinishReason, RequestError, SpecDecodingStats
 from penstock_common.types.request import EngineCoreRequest, PoolingParams
 from penstock_common.types.sampling import SamplingParams
@@ -45,6 +45,17 @@ def embeds_span(feature: MultiModalFeature) -> Span:
     if not runs:
         return feature.offset, feature.end
     return feature.offset + runs[0].start, feature.offset + runs[-1].start + runs[-1].count
+
+
+def joined_runs(feature: MultiModalFeature) -> list[Span]:
+    """Return the ranges of consecutive positions that have embeddings of the media item. Adjacent runs are one range."""
+    spans: list[Span] = []
+    for run in feature.embed_runs or (EmbedRun(0, feature.length),):
+        start = feature.offset + run.start
+        if spans and spans[-1][1] == start:
+            start = spans.pop()[0]
+        spans.append((start, feature.offset + run.start + run.count))
+    return spans
 
 
 def embeds_from(features: Sequence[MultiModalFeature], start: int) -> Iterator[tuple[int, int]]:

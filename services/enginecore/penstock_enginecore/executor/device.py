@@ -270,6 +270,6 @@ def encoder_cache_bytes(config: EngineCoreConfig, model: ModelInfo) -> int:
     """Return the maximum size in bytes of the media embeddings that each worker keeps on its device, or 0 for a model
     that reads only text.
     """
-    together = [info.max_tokens for info in model.media if info.attends_both_ways]
+    together = [info.max_span for info in model.media]
     step_tokens = max([config.scheduler.step_tokens, *together])
     return encoder_cache_size(config.multimodal.encoder_cache_size, step_tokens, model) * model.embed_bytes

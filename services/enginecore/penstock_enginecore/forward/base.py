@@ -44,12 +44,14 @@ class MediaDemands:
         num_deepstack: Number of layers in ``ForwardBatch.deepstack``, or 0 if steps have no ``deepstack``.
         spans: Whether some steps have ``key_ends``, for images with bidirectional attention.
         layer_ids: Whether steps with ``embedded`` also need token ids, for embeddings in each layer.
+        windowed_spans: Whether these ``key_ends`` apply only to layers with a sliding window.
     """
 
     sections: bool = False
     num_deepstack: int = 0
     spans: bool = False
     layer_ids: bool = False
+    windowed_spans: bool = False
 
     def __bool__(self) -> bool:
         return self.sections or self.num_deepstack > 0 or self.spans or self.layer_ids
@@ -76,6 +78,13 @@ def demands_of(model: LoadedModel) -> MediaDemands:
     if encoder is None:
         return NO_DEMANDS
     spans = any(info.attends_both_ways for info in encoder.media)
+    demands = MediaDemands(
+        encoder.rope_positions is not None,
+        encoder.num_deepstack,
+        spans,
+        layer_ids=has_layer_embeddings(base),
+        windowed_spans=spans and encoder.windowed_spans,
+    )
     base: Any = model.module.base_model
     demands = MediaDemands(
         encoder.rope_positions is not None, encoder.num_deepstack, spans, layer_ids=has_layer_embeddings(base)

@@ -100,7 +100,9 @@ class Probe:
         if demands.spans:
             ends = batch.positions + 1
             ends[_SPAN] = _SPAN.stop
-            batch = replace(batch, attention=[replace(each, key_ends=ends) for each in batch.attention])
+            windowed = demands.windowed_spans
+            attention = [replace(each, key_ends=ends, windowed_ends=windowed) for each in batch.attention]
+            batch = replace(batch, attention=attention)
         if demands.sections:
             sections = np.stack([batch.positions] * 3)
             down, right = np.divmod(np.arange(_SPAN.stop - _SPAN.start), _SPAN_WIDTH)

@@ -102,7 +102,7 @@ class NativeAttention(AttentionBackend):
             num_heads * head_size,
             output.data_ptr(),
             num_heads * value.shape[2],
-            key_ends_of(metadata),
+            None if metadata.ends_for(params.sliding_window) is None else key_ends_of(metadata),
         )
         self.library.call("attend", ctypes.byref(attention))
         del sinks  # the kernel has read this memory by now

@@ -107,6 +107,17 @@ def test_spans_of_heads_that_share_keys(backend: str, heads: tuple[int, int]) ->
     torch.testing.assert_close(step.run(backend, params), dense(step, params), rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_spans_of_windowed_layers_do_not_change_other_layers(backend: str) -> None:
+    step = spanned(make_step(*random_lengths(3), block_size=4, seed=3), 3)
+    causal = replace(step, metadata=replace(step.metadata, key_ends=None))
+    windowed = replace(step, metadata=replace(step.metadata, windowed_ends=True))
+    full, window = AttentionParams(scaling=0.2), AttentionParams(scaling=0.2, sliding_window=9)
+    assert torch.equal(windowed.run(backend, full), causal.run(backend, full))
+    assert torch.equal(windowed.run(backend, window), step.run(backend, window))
+    assert not torch.equal(step.run(backend, full), causal.run(backend, full))
+
+
 def test_a_long_prompt_with_spans_is_computed_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_module, "_MAX_QUERIES", 8)
     step = spanned(make_step([30, 21], [45, 21], block_size=4), 3)

@@ -1,7 +1,7 @@
 """Positions of embeddings in a request."""
 
 from penstock_common.types.media import EmbedRun
-from penstock_enginecore.core.request import embeds_from, embeds_span, first_embed, span_around
+from penstock_enginecore.core.request import embeds_from, embeds_span, first_embed, joined_runs, span_around
 from tests.fakes.engines.fake_encoder import embed_positions, make_feature
 
 WHOLE = make_feature(1, 10, 4)
@@ -19,6 +19,12 @@ def test_the_first_embedding_from_a_position_on():
 def test_a_span_goes_from_the_first_embedding_to_the_last():
     assert embeds_span(WHOLE) == (10, 14)
     assert embeds_span(RUNS) == (21, 27)
+
+
+def test_adjacent_runs_of_embeddings_are_one_range():
+    runs = (EmbedRun(0, 2), EmbedRun(2, 3), EmbedRun(6, 1))
+    assert joined_runs(make_feature(3, 20, 7, embed_runs=runs)) == [(20, 25), (26, 27)]
+    assert joined_runs(WHOLE) == [(10, 14)]
 
 
 def test_features_without_embeddings_from_a_position_on_are_passed_over():

@@ -31,7 +31,7 @@ def test_the_encoder_cache_has_room_for_the_largest_item_at_least(fields: dict[s
 
 
 def test_steps_that_a_large_image_makes_longer_keep_more_of_them() -> None:
-    image = msgspec.structs.replace(IMAGE, attends_both_ways=True)
+    image = msgspec.structs.replace(IMAGE, max_span=3001)
     assert encoder_cache_bytes(CONFIG, msgspec.structs.replace(MODEL, media=(image,))) == 10 * 2 * 3001
 
 

@@ -135,7 +135,7 @@ def budget_of(context: SchedulerContext) -> StepBudget:
         supports_chunked_prefill=context.supports_chunked_prefill,
         max_model_len=context.kv_cache.max_model_len,
         num_stages=context.num_stages,
-        largest_span=max((info.max_tokens for info in context.media if info.attends_both_ways), default=0),
+        largest_span=max((info.max_span for info in context.media), default=0),
     )
 
 

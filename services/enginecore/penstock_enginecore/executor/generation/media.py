@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock_common.types.media import EMBEDS, EmbedRun, MultiModalFeature, TensorData
+from penstock_common.types.media import EMBEDS, MultiModalFeature, TensorData
 from penstock_enginecore.attention.base import AttentionMetadata, IntArray
+from penstock_enginecore.core.request import joined_runs
 from penstock_enginecore.core.scheduler.output import EncoderStart, NewRequestData, SchedulerOutput
 from penstock_enginecore.executor.generation.prompt_embeds import PromptVectors, StepVectors, embed_positions
 from penstock_enginecore.executor.generation.step_inputs import StepInputs
@@ -344,12 +345,8 @@ def _ends(feature: MultiModalFeature) -> IntArray:
     to each other. Adjacent equal values of transformers' token_type_ids form groups in the same way. Tokens between two
     runs belong to no group.
     """
-    runs = feature.embed_runs or (EmbedRun(0, feature.length),)
-    ends = [feature.offset + run.start + run.count for run in runs]
-    for i in range(len(runs) - 2, -1, -1):
-        if ends[i] == feature.offset + runs[i + 1].start:
-            ends[i] = ends[i + 1]
-    return np.repeat(np.array(ends, dtype=np.int64), [run.count for run in runs])
+    spans = np.array(joined_runs(feature), dtype=np.int64)
+    return np.repeat(spans[:, 1], spans[:, 1] - spans[:, 0])
 
 
 class StepMedia:
@@ -361,6 +358,7 @@ class StepMedia:
         self.cached = EncoderRows(encoder, dtype, device)
         self._device = device
         self._num_deepstack = encoder.num_deepstack
+        self._windowed_ends = encoder.windowed_spans
         self._prompts = MediaPrompts(encoder)
 
     def __len__(self) -> int:
@@ -400,7 +398,9 @@ class StepMedia:
         positions.
         """
         ends = self._prompts.key_ends(placed)
-        return attention if ends is None else [replace(metadata, key_ends=ends) for metadata in attention]
+        if ends is None:
+            return attention
+        return [replace(each, key_ends=ends, windowed_ends=self._windowed_ends) for each in attention]
 
     def forget(self) -> None:
         """Forget every request, and drop all media embeddings."""

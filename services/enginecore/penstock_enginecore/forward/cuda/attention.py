@@ -1,7 +1,7 @@
 """Paged attention by the fused decoder's kernels, for models that run on transformers' own modules."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -110,7 +110,10 @@ class TritonAttention(AttentionBackend):
         padded = isinstance(plan, PagedPlan) and plan.padded
         shape = query.shape[0], query.shape[1], value.shape[2]
         out = query.new_zeros(shape) if padded else query.new_empty(shape)
-        self._kernels.attend(query.contiguous(), cache.keys, cache.values, _group(plan), params, out, cache.scales)
+        group = _group(plan)
+        if plan.metadata.ends_for(params.sliding_window) is None:
+            group = replace(group, key_ends=None)
+        self._kernels.attend(query.contiguous(), cache.keys, cache.values, group, params, out, cache.scales)
         return out
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from penstock_common.errors import ConfigError, InvalidArgument
 from penstock_common.types.media import EMBEDS, MultiModalFeature
 from penstock_common.types.outputs import MediaStats, RequestError
-from penstock_enginecore.core.request import Hold, Request, embeds_from, embeds_span, span_around
+from penstock_enginecore.core.request import Hold, Request, embeds_from, embeds_span, joined_runs, span_around
 from penstock_enginecore.core.scheduler.base import StepResource
 from penstock_enginecore.core.scheduler.output import EncoderStart, SchedulerOutput
 from penstock_enginecore.core.scheduler.state import SchedulerState
@@ -210,10 +210,10 @@ class EncoderWork(StepResource):
                     f"multimodal.encoder_cache_size is {self._cache.capacity}, but one {info.modality} may have "
                     f"{info.max_embeds} embeddings; increase multimodal.encoder_cache_size to at least this number"
                 )
-            if info.attends_both_ways and info.max_tokens > most:
+            if info.max_span > most:
                 raise ConfigError(
-                    f"scheduler.max_num_batched_tokens is {most}, but one {info.modality} may have {info.max_tokens} tokens, "
-                    "and the engine must compute all of them in one step; increase scheduler.max_num_batched_tokens"
+                    f"scheduler.max_num_batched_tokens is {most}, but one {info.modality} may have {info.max_span} tokens "
+                    "that the engine must compute in one step; increase scheduler.max_num_batched_tokens"
                 )
 
     def added(self, request: Request) -> None:
@@ -223,7 +223,10 @@ class EncoderWork(StepResource):
         if not request.mm_features:
             return
         request.whole_spans = [
-            embeds_span(feature) for feature in request.mm_features if self._infos[feature.modality].attends_both_ways
+            span
+            for feature in request.mm_features
+            if self._infos[feature.modality].attends_both_ways
+            for span in joined_runs(feature)
         ]
         self._num_to_ask += sum(feature.num_embeds for feature in request.mm_features)
 

@@ -76,6 +76,8 @@ class MediaEncoder(Protocol):
     """Number of elements in an output row: the model's hidden size, times one plus the number of deepstack layers."""
     num_deepstack: int
     """Number of layers that get separate embeddings, which follow the main embedding in each row. 0 for most models."""
+    windowed_spans: bool
+    """Whether embeddings attend to later embeddings only in layers with a sliding window."""
     rope_positions: RopeIndex | None
     """Function that returns rotary positions of a prompt with sections, or None if each token has a single position."""
     modules: Sequence[torch.nn.Module]

@@ -40,6 +40,8 @@ _FAMILIES = {
     "glm4v": ("glm", "Glm4V"),
     "glm4v_moe": ("glm", "Glm4V"),
     "glm_ocr": ("glm", "Glm4V"),
+    "gemma4": ("gemma4", "Gemma4"),
+    "gemma4_unified": ("gemma4", "Gemma4Unified"),
     "idefics3": ("tiles", "Idefics3"),
     "internvl": ("tiles", "InternVL"),
     "llava": ("llava", "Llava"),
@@ -240,7 +242,8 @@ class Composite:
 
     def _sections(self, attention: str) -> dict[str, str]:
         others = _TOWERS_ATTEND if self.family is not None else _UNUSED_ATTEND
-        return {"": others, **dict.fromkeys(self.config.sub_configs, others), _TEXT_SECTION: attention}
+        eager = dict.fromkeys(self.family.eager_sections if self.family is not None else (), _UNUSED_ATTEND)
+        return {"": others, **dict.fromkeys(self.config.sub_configs, others), **eager, _TEXT_SECTION: attention}
 
 
 def _whole_class(config: PretrainedConfig) -> type[PreTrainedModel]:

@@ -147,14 +147,15 @@ class TowerEncoder:
         self._waiting: dict[str, EncoderItem] = {}
         self._begun: _Begun | None = None
         self.media: Sequence[MediaInfo] = [
-            intake.info(family.num_blocks(modality)) for modality, intake in family.by_modality.items()
+            intake.info(len(family.blocks_of(modality))) for modality, intake in family.by_modality.items()
         ]
         self.width = family.width * (1 + family.num_deepstack)
         self.num_deepstack = family.num_deepstack
+        self.windowed_spans = family.windowed_spans
         self.rope_positions = family.rope_index
         self.modules: Sequence[torch.nn.Module] = (family.towers,)
         use_quick_gelu(family.towers)
-        hook_blocks(family.blocks)
+        hook_blocks(dict.fromkeys(block for modality in family.by_modality for block in family.blocks_of(modality)))
 
     @property
     def has_work(self) -> bool:
@@ -218,7 +219,7 @@ class TowerEncoder:
                     f"the tensors give {rows} embeddings, but the prompt has positions for {item.num_embeds}"
                 )
             tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
-            run = SlicedRun(lambda: intake.encode(tensors), self._family.num_blocks(item.modality))
+            run = SlicedRun(lambda: intake.encode(tensors), len(self._family.blocks_of(item.modality)))
             self._begun = _Begun(item, run)
         return self._begun
 

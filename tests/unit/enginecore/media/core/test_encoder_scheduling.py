@@ -35,7 +35,7 @@ from tests.fakes.engines.fake_executor import FakeExecutor
 
 BLOCKS = 3
 IMAGE = MediaInfo(modality="image", num_blocks=BLOCKS, max_embeds=16, max_tokens=16)
-WHOLE = msgspec.structs.replace(IMAGE, attends_both_ways=True)
+WHOLE = msgspec.structs.replace(IMAGE, max_span=16)
 
 
 def media_engine(*, size=0, media=(IMAGE,), unreadable=None, executor=None, **config):

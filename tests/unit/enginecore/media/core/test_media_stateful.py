@@ -62,7 +62,7 @@ class MediaMachine(EngineLives):
         self.begin(
             executor={
                 "media": (
-                    MediaInfo(modality="image", attends_both_ways=both_ways, **facts),
+                    MediaInfo(modality="image", max_span=6 if both_ways else 0, **facts),
                     MediaInfo(modality="audio", **facts),
                 ),
                 "unreadable": self.unreadable.get,

@@ -49,7 +49,6 @@ class Intake(ABC):
     """
 
     modality: Modality = "image"
-    attends_both_ways = False
 
     def __init__(self, towers: Any, checkpoint: Checkpoint) -> None:
         self.towers = towers
@@ -70,6 +69,16 @@ class Intake(ABC):
     @property
     def max_tokens(self) -> int:
         return self.max_embeds
+
+    @property
+    def attends_both_ways(self) -> bool:
+        """Whether the embeddings of an item attend to each other."""
+        return False
+
+    @property
+    def max_span(self) -> int:
+        """Number of positions of the largest group of embeddings that attend to each other."""
+        return self.max_tokens
 
     @abstractmethod
     def count(self, tensors: Tensors) -> int:
@@ -103,7 +112,7 @@ class Intake(ABC):
             num_blocks=num_blocks,
             max_embeds=self.max_embeds,
             max_tokens=self.max_tokens,
-            attends_both_ways=self.attends_both_ways,
+            max_span=self.max_span if self.attends_both_ways else 0,
         )
 
     def pixels(self, tensor: torch.Tensor, channels: int) -> torch.Tensor:
@@ -122,13 +131,17 @@ class Family:
 
     intakes: ClassVar[tuple[type[Intake], ...]]
     num_deepstack: int = 0
+    eager_sections: ClassVar[tuple[str, ...]] = ()
+    """Sections of the configuration whose encoders have only attention of their own (``eager``) in transformers."""
+    windowed_spans = False
+    """Whether embeddings attend to later embeddings only in layers with a sliding window."""
 
     def __init__(self, towers: Any, checkpoint: Checkpoint) -> None:
         self.towers = towers
         self.config = checkpoint.config
         self.by_modality: dict[Modality, Intake] = {}
         self._skip_blocks()
-        for intake in self.intakes:
+        for intake in self._served(checkpoint.config):
             made = intake(towers, checkpoint)
             self.by_modality[made.modality] = made
 
@@ -136,6 +149,11 @@ class Family:
     def unsupported(cls, config: PretrainedConfig) -> str | None:  # noqa: ARG003 - subclasses use it
         """Return why a checkpoint of this family is not supported, or None if it is supported."""
         return None
+
+    @classmethod
+    def _served(cls, config: Any) -> tuple[type[Intake], ...]:  # noqa: ARG003 - subclasses use it
+        """Return the intakes for a checkpoint with this configuration."""
+        return cls.intakes
 
     @property
     def width(self) -> int:
@@ -147,9 +165,9 @@ class Family:
         """Blocks of the media encoder whose hidden states are used, in order of computation."""
         return self._all_blocks[: self._num_used()]
 
-    def num_blocks(self, modality: Modality) -> int:  # noqa: ARG002 - subclasses with several encoders use it
-        """Return the number of ``blocks`` that an item of this modality passes through."""
-        return len(self.blocks)
+    def blocks_of(self, modality: Modality) -> Sequence[torch.nn.Module]:  # noqa: ARG002 - subclasses use it
+        """Return the blocks that compute an item of this modality."""
+        return self.blocks
 
     @cached_property
     def _all_blocks(self) -> list[torch.nn.Module]:

@@ -104,9 +104,10 @@ class Qwen25Omni(Qwen2VL):
 
     intakes: ClassVar[tuple[type[Intake], ...]] = (Images, _Sound)
 
-    def num_blocks(self, modality: Modality) -> int:
+    def blocks_of(self, modality: Modality) -> Sequence[torch.nn.Module]:
+        """Return the layers of the encoder of this modality."""
         tower = self.towers.audio_tower if modality == "audio" else self.towers.visual
-        return sum(isinstance(module, GradientCheckpointingLayer) for module in tower.modules())
+        return [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     def _grids(self, features: Sequence[MultiModalFeature]) -> Iterator[tuple[int, int, Any]]:
         return super()._grids([feature for feature in features if feature.modality != "audio"])

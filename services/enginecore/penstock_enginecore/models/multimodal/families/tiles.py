@@ -102,7 +102,9 @@ class _CroppedTiles(_Tiles):
 class _Gemma3Images(_Tiles):
     """Image as one tile, whose embeddings attend to each other."""
 
-    attends_both_ways = True
+    @property
+    def attends_both_ways(self) -> bool:
+        return True
 
     @property
     def specs(self) -> Mapping[str, Spec]:

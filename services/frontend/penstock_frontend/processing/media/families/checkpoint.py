@@ -154,6 +154,8 @@ _FAMILIES: Mapping[str, str] = {
     "paddleocr_vl": "paddleocr:PaddleOCRVL",
     "qwen2_5_omni": "omni:QwenOmni",
     "qwen3_omni_moe": "omni:QwenOmni",
+    "gemma4": "gemma4:Gemma4",
+    "gemma4_unified": "gemma4:Gemma4",
     "qwen2_audio": "audio:Qwen2Audio",
     "voxtral": "audio:Voxtral",
 }

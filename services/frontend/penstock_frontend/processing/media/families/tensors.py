@@ -20,6 +20,7 @@ _TAKEN: Mapping[str, tuple[TensorDtype, ...]] = {
     **dict.fromkeys(PIXELS, ("uint8", *_FLOATS)),
     "input_features": _FLOATS,
     "feature_attention_mask": _MASKS,
+    "input_features_mask": _MASKS,
     "pixel_attention_mask": _MASKS,
     "second_per_grid_ts": ("float64", *_FLOATS),
 }

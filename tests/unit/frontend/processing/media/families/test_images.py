@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import tokenizers
 from PIL import Image
@@ -51,6 +52,8 @@ TOGETHER = {
     *("glm4v", "glm46v", "qwen2_5_omni", "qwen3_omni_moe", "paddleocr_vl"),
 }
 """Have patches or tiles of all images in the first dimension."""
+GEMMA4 = ("gemma4", "gemma4_unified")
+"""Have patches of each image in the first two dimensions, with padding behind them in transformers."""
 
 
 class Model(NamedTuple):
@@ -77,7 +80,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         theirs_of_smolvlm.num2words = str  # counts frames of videos, which are not looked at here
     load: Any = AutoProcessor.from_pretrained
     theirs, load = load(folder), AutoImageProcessor.from_pretrained
-    theirs.image_processor = load(folder, backend="pil")
+    # transformers has no Pillow backend for Gemma 4 Unified
+    theirs.image_processor = load(folder, backend="torchvision" if name == "gemma4_unified" else "pil")
     return Model(name, folder, family, family.make_processor()(), theirs)
 
 
@@ -130,7 +134,8 @@ async def check_tokens(model: Model, inputs: InputProcessor, count: int) -> None
 
 def check_places(model: Model, request: EngineCoreRequest, count: int) -> None:
     """Rows stand at the model's own image tokens, and all of them have rows."""
-    token = model.theirs.image_token_id if model.name != "gemma3" else model.theirs.tokenizer.image_token_id
+    named = model.theirs.tokenizer if model.name in ("gemma3", *GEMMA4) else model.theirs
+    token = named.image_token_id
     places: list[int] = []
     for feature in request.mm_features:
         runs = feature.embed_runs or ()
@@ -164,10 +169,29 @@ def test_tensors_are_those_of_the_pillow_backend(model: Model) -> None:
         theirs = model.theirs.image_processor(images=[image], **kwargs)
         data = {**item.data, **model.family.replacements([item])[0].data}
         data.pop("pixel_values_of_square", None)  # replaces other tensors, which are present as well
-        assert set(data) == set(theirs) - {"num_crops", "num_patches"}  # which are for the processor alone
+        for_processors = {"num_crops", "num_patches", "num_soft_tokens_per_image"}
+        assert set(data) == set(theirs) - for_processors
         for name, tensor in data.items():
-            assert np.array_equal(to_array(tensor), np.asarray(theirs[name])), (name, image.size)
+            assert same(model, to_array(tensor), np.asarray(theirs[name])), (name, image.size)
         assert item.data["pixel_values"].dtype == "uint8"
+
+
+def same(model: Model, found: npt.NDArray[Any], theirs: npt.NDArray[Any]) -> bool:
+    """Return whether tensors are equal. Those of Gemma 4 have no padding. torchvision and Pillow round some resized pixels
+    differently, after each of two directions.
+    """
+    if model.name in GEMMA4:
+        padding = theirs[:, found.shape[1] :]
+        theirs = theirs[:, : found.shape[1]]
+        assert ((padding == 0) | (padding == -1)).all()
+    if model.name == "gemma4_unified":
+        differences = np.abs(found - theirs.astype(np.int64))
+        return (
+            bool(differences.max() <= 2 and (differences > 1).mean() < 0.001)
+            if found.dtype == np.uint8
+            else not differences.any()
+        )
+    return np.array_equal(found, theirs)
 
 
 async def test_tensors_of_several_images_are_those_of_each(model: Model, inputs: InputProcessor) -> None:
@@ -193,7 +217,7 @@ async def test_tensors_of_several_images_are_those_of_each(model: Model, inputs:
             taken += len(pixels)
         else:
             expected = together[index : index + 1][tuple(slice(0, length) for length in pixels.shape)]
-        assert np.array_equal(pixels, expected), (index, pixels.shape)
+        assert same(model, pixels, expected), (index, pixels.shape)
 
 
 def test_what_a_client_processed_is_the_same_item(model: Model) -> None:
@@ -256,7 +280,7 @@ async def test_an_image_of_onevision_is_another_item_beside_others(model: Model,
 def test_embeddings_take_the_place_of_an_image_where_they_say_how_it_is_laid_out(model: Model) -> None:
     rows = model.processor.image(picture(90, 60), {}).num_embeds
     embeds = {"embeds": TensorData("float32", (rows, 2), bytes(rows * 8))}
-    if model.name in ("llava", "llava_siglip", "gemma3", "llava_next", "internvl"):
+    if model.name in ("llava", "llava_siglip", "gemma3", "llava_next", "internvl", *GEMMA4):
         item = model.family.described("image", embeds)
         assert (item.num_embeds, item.data) == (rows, embeds)
         assert model.family.replacements([item])[0].num_embeds == rows
