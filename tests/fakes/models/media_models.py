@@ -16,6 +16,7 @@ from transformers import (
     PretrainedConfig,
 )
 from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
@@ -131,10 +132,13 @@ def make(family: str) -> tuple[LoadedModel, Any]:
     return LoadedModel(module, torch.float32, torch.float32, MAX_LEN, VOCAB, frozenset(), encoder=encoder), twin
 
 
-def spans_masks(twin: Any, embedded: torch.Tensor, groups: torch.Tensor) -> Any:
-    """Return the attention masks of transformers' Gemma 3 for the images ``groups`` ``[1, tokens]``; -1 is text."""
+def spans_masks(twin: Any, embedded: torch.Tensor, groups: torch.Tensor, *, windowed: bool) -> Any:
+    """Return the attention masks of transformers' Gemma 3 for the images ``groups`` ``[1, tokens]``; -1 is text. If
+    ``windowed``, return those of Gemma 4, whose images attend both ways only in layers with windows.
+    """
     positions = torch.arange(embedded.shape[1])[None]
-    return create_masks_for_vision_model(
+    make_masks: Any = modeling_gemma4.create_masks_for_vision_model if windowed else create_masks_for_vision_model
+    return make_masks(
         config=twin.config,
         inputs_embeds=embedded,
         attention_mask=None,

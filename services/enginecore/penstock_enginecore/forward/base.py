@@ -78,16 +78,13 @@ def demands_of(model: LoadedModel) -> MediaDemands:
     if encoder is None:
         return NO_DEMANDS
     spans = any(info.attends_both_ways for info in encoder.media)
+    base: Any = model.module.base_model
     demands = MediaDemands(
         encoder.rope_positions is not None,
         encoder.num_deepstack,
         spans,
         layer_ids=has_layer_embeddings(base),
         windowed_spans=spans and encoder.windowed_spans,
-    )
-    base: Any = model.module.base_model
-    demands = MediaDemands(
-        encoder.rope_positions is not None, encoder.num_deepstack, spans, layer_ids=has_layer_embeddings(base)
     )
     if demands.sections and not any(hasattr(module, "mrope_section") for module in base.modules()):
         raise ModelLoadError(

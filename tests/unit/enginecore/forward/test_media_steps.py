@@ -118,7 +118,7 @@ def expected_logits(family: str, model: LoadedModel, twin: Any, prompt: Prompt) 
             inputs["visual_pos_masks"] = visual
             inputs["deepstack_visual_embeds"] = [each[visual[0]] for each in prompt.deepstack]
         if family == "gemma3":
-            inputs["attention_mask"] = spans_masks(twin, embedded, groups)
+            inputs["attention_mask"] = spans_masks(twin, embedded, groups, windowed=demands.windowed_spans)
         if demands.layer_ids:
             ids = torch.from_numpy(prompt.token_ids)[None].masked_fill(visual, twin.config.pad_token_id)
             inputs["per_layer_inputs"] = twin.base_model.get_per_layer_inputs(ids)
@@ -142,6 +142,7 @@ def batch_of(
         slot_mapping=table[row, positions // BLOCK].astype(np.int64) * BLOCK + positions % BLOCK,
         block_size=BLOCK,
         key_ends=np.concatenate([p.ends[part] for _, p, part in parts]) if demands.spans else None,
+        windowed_ends=demands.windowed_spans,
     )
     ids = np.concatenate([p.token_ids[part] for _, p, part in parts])
     has_images = any(first < part.stop and part.start < last for _, p, part in parts for first, last in p.images)
@@ -192,7 +193,24 @@ STEPS: list[list[tuple[int, int, int]]] = [
 @pytest.mark.each_value
 @pytest.mark.parametrize(("family", "name"), BUILDS_OF)
 def test_steps_give_the_logits_of_transformers(family: str, name: str) -> None:
-    model, twin = make(family)
+    check_steps(family, *make(family), name)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton", "replayed"])
+def test_images_attend_both_ways_in_windowed_layers_only(name: str) -> None:
+    model, twin = make("gemma3")
+    model.encoder.windowed_spans = True  # type: ignore[union-attr]
+    check_steps("gemma3", model, twin, name)
+
+
+def test_a_decoder_that_lets_images_attend_both_ways_in_all_layers_is_not_used() -> None:
+    model, _ = make("gemma3")
+    model.encoder.windowed_spans = True  # type: ignore[union-attr]
+    built = build_forward(model, ForwardConfig(CPU, "auto", kernels(ISAS[-1]), 1, BLOCK))
+    assert isinstance(built.forward, ModulesForward)
+
+
+def check_steps(family: str, model: LoadedModel, twin: Any, name: str) -> None:
     forward = build(model, name)
     requests = prompts(demands_of(model).num_deepstack)
     expected = [expected_logits(family, model, twin, prompt) for prompt in requests]

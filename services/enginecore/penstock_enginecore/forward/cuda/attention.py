@@ -111,7 +111,7 @@ class TritonAttention(AttentionBackend):
         shape = query.shape[0], query.shape[1], value.shape[2]
         out = query.new_zeros(shape) if padded else query.new_empty(shape)
         group = _group(plan)
-        if plan.metadata.ends_for(params.sliding_window) is None:
+        if group.key_ends is not None and plan.metadata.ends_for(params.sliding_window) is None:
             group = replace(group, key_ends=None)
         self._kernels.attend(query.contiguous(), cache.keys, cache.values, group, params, out, cache.scales)
         return out
