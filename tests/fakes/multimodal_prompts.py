@@ -49,6 +49,14 @@ class MediaPrompt:
         out = self.model.generate(**self.inputs, eos_token_id=None, max_new_tokens=count, do_sample=False)
         return [int(token) for token in out[0, len(self.token_ids) :]]
 
+    @torch.no_grad()
+    def logprobs_of(self, token_ids: list[int]) -> list[float]:
+        """Return transformers' log-probabilities of these tokens after the prompt."""
+        whole = self.followed_by([*self.token_ids[self.features[-1].end :], *token_ids])
+        logprobs = self.model(**whole.inputs, use_cache=False).logits[0].log_softmax(-1)
+        first = len(self.token_ids) - 1
+        return [float(logprobs[first + index, token]) for index, token in enumerate(token_ids)]
+
     def followed_by(self, token_ids: list[int]) -> "MediaPrompt":
         """Return the prompt up to its last item, followed by these tokens."""
         kept = self.features[-1].end

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers import AutoModelForMultimodalLM
 
 from penstock_common.types.request import EngineCoreRequest
 from penstock_enginecore.core.control import EngineControl
@@ -272,6 +273,20 @@ def test_video_beside_images_gives_the_tokens_of_transformers(family: str, tmp_p
     step = {"max_num_batched_tokens": SPANS.get(family, 7), "max_num_encoder_tokens": 1}
     cut = build_engine(tmp_path, cache=cache, scheduler=step)
     assert run(cut, requests).tokens == expected
+
+
+@pytest.mark.parametrize("family", ["gemma4", pytest.param("gemma4_unified", marks=pytest.mark.slow)])
+def test_bfloat16_gives_nearly_the_probabilities_of_transformers(family: str, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    load: Any = AutoModelForMultimodalLM.from_pretrained
+    save_multimodal_model(family, tmp_path).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = load(tmp_path, dtype=torch.float32).eval()
+    prompt = PromptMaker(tmp_path, model).make("Compare ", PICTURES[0], " with ", make_sound(0.7), PICTURES[1], ".")
+    for dtype, tolerance in (("float32", 1e-4), ("bfloat16", 0.1)):
+        engine = build_engine(tmp_path, model={"dtype": dtype})
+        found = run(engine, [prompt.request("one", COUNT, logprobs=0)])
+        expected = prompt.logprobs_of(found.tokens["one"])
+        assert found.logprobs["one"].logprobs == pytest.approx(expected, abs=tolerance)
 
 
 @pytest.mark.parametrize("family", ["gemma4", pytest.param("gemma4_unified", marks=pytest.mark.slow)])
