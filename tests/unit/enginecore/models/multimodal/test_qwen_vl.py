@@ -1,6 +1,6 @@
 """Positions in time, height and width are those of transformers, for Qwen's and GLM's models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,6 +130,74 @@ def test_positions_are_those_of_transformers(model: Model, items: list[tuple[Par
     np.testing.assert_array_equal(found.positions, expected.positions)
     assert found.positions.dtype == np.int64
     assert found.delta == expected.delta
+
+
+Piece = tuple[str, int, int]
+"""Kind of a piece of a prompt, and its sizes: text of so many tokens, an image of so many embeddings in height and width,
+or sound of so many time steps.
+"""
+PROMPTS: list[list[Piece]] = [
+    [("text", 3, 0), ("image", 2, 3), ("text", 2, 0), ("image", 4, 1), ("text", 1, 0), ("image", 1, 1)],
+    [("image", 1, 5), ("audio", 130, 0), ("text", 4, 0), ("image", 3, 2), ("text", 6, 0)],
+    [("audio", 100, 0), ("text", 1, 0), ("image", 2, 2), ("audio", 7, 0), ("audio", 260, 0)],
+]
+
+
+def prompt_of(
+    config: Any, pieces: Sequence[Piece], rows_of: Callable[[int], int]
+) -> tuple[list[int], list[MultiModalFeature], dict[str, list[Any]]]:
+    """Return the tokens of a prompt, its features, and the sizes of its items by modality."""
+    tokens: list[int] = []
+    features: list[MultiModalFeature] = []
+    sizes: dict[str, list[Any]] = {"image": [], "audio": []}
+    for number, (kind, first, second) in enumerate(pieces):
+        if kind == "text":
+            tokens += [TEXT] * first
+            continue
+        edges = "vision" if kind == "image" else "audio"
+        count = first * second if kind == "image" else rows_of(first)
+        tokens.append(getattr(config, f"{edges}_start_token_id"))
+        grid = [1, 2 * first, 2 * second]
+        features.append(
+            MultiModalFeature(
+                modality="image" if kind == "image" else "audio",
+                identifier=f"{number:064x}",
+                offset=len(tokens),
+                length=count,
+                data={"image_grid_thw": to_data(torch.tensor([grid]))} if kind == "image" else {},
+            )
+        )
+        tokens += [getattr(config, f"{kind}_token_id")] * count + [TIME]
+        sizes[kind].append(grid if kind == "image" else first)
+    return tokens, features, sizes
+
+
+@pytest.mark.parametrize("pieces", PROMPTS)
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni_moe", "paddleocr_vl"])
+def test_positions_of_images_beside_sound_are_those_of_transformers(
+    family: str, pieces: list[Piece], tmp_path: Path
+) -> None:
+    if family == "paddleocr_vl":
+        pieces = [piece for piece in pieces if piece[0] != "audio"]
+    oracle: Any = save_multimodal_model(family, tmp_path)
+    encoder: Any = load_model(
+        ModelConfig(path=str(tmp_path)), torch.device("cpu"), lambda line: None, with_towers=True
+    ).encoder
+    sounds = encoder._family.by_modality.get("audio")
+    tokens, features, sizes = prompt_of(oracle.config, pieces, lambda steps: sounds.rows(steps))
+    ids = torch.tensor([[*tokens, TEXT]])
+    given: dict[str, Any] = {
+        "image_grid_thw": torch.tensor(sizes["image"]),
+        "attention_mask": torch.ones_like(ids),
+    }
+    if family == "paddleocr_vl":
+        given["mm_token_type_ids"] = (ids == oracle.config.image_token_id).int()
+        expected, _ = oracle.model.get_rope_index(ids, **given)
+    else:
+        expected, _ = oracle.get_rope_index(ids, audio_seqlens=torch.tensor(sizes["audio"]), **given)
+    found = encoder.rope_positions(tokens, features)
+    np.testing.assert_array_equal(found.positions, expected[:, 0, :-1].numpy())
+    assert found.delta == int(expected[0, 0, -1]) - len(tokens)
 
 
 def test_images_that_stand_side_by_side_are_two(model: Model) -> None:
