@@ -80,7 +80,7 @@ def audio_tensors(family: str, directory: Path, seconds: float = 1.3) -> Tensors
         return {"input_features": windows.contiguous()}
     if family in GEMMA4:
         return dict(extractor([sound], sampling_rate=16_000, return_tensors="pt"))
-    padding: Any = True if family == "qwen3_omni_moe" else "max_length"
+    padding: Any = True if family in ("qwen3_omni_moe", "qwen3_asr") else "max_length"
     found = extractor(
         sound,
         sampling_rate=16_000,
@@ -89,7 +89,8 @@ def audio_tensors(family: str, directory: Path, seconds: float = 1.3) -> Tensors
         truncation=False,
         return_tensors="pt",
     )
-    return {"input_features": found["input_features"], "feature_attention_mask": found["attention_mask"]}
+    mask = "input_features_mask" if family == "qwen3_asr" else "feature_attention_mask"
+    return {"input_features": found["input_features"], mask: found["attention_mask"]}
 
 
 @torch.no_grad()

@@ -680,8 +680,11 @@ _MAKERS: dict[str, _Maker] = {
 _MAKERS |= {name: _Maker(**description) for name, description in multimodal_towers.DESCRIPTIONS.items()}
 FAMILIES = tuple(_MAKERS)
 """Names for ``save_multimodal_model``: model types of transformers, and LLaVA once per kind of vision encoder."""
-IMAGE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen2_audio", "voxtral"))
-AUDIO_FAMILIES = ("qwen2_audio", "voxtral", "qwen2_5_omni", "qwen3_omni_moe", "gemma4", "gemma4_unified")
+IMAGE_FAMILIES = tuple(name for name in FAMILIES if name not in ("qwen2_audio", "voxtral", "qwen3_asr"))
+AUDIO_FAMILIES = (
+    *("qwen2_audio", "voxtral", "qwen3_asr", "qwen2_5_omni", "qwen3_omni_moe"),
+    *("gemma4", "gemma4_unified"),
+)
 
 
 def _masks_of_unified(*, block_sequence_ids: Any = None, **inputs: Any) -> Any:
@@ -695,7 +698,7 @@ def _masks_of_unified(*, block_sequence_ids: Any = None, **inputs: Any) -> Any:
     return modeling_gemma4_unified.create_masks_for_vision_model(block_sequence_ids=block_sequence_ids, **inputs)
 
 
-modeling_gemma4_unified.create_masks_for_generate = _masks_of_unified
+vars(modeling_gemma4_unified)["create_masks_for_generate"] = _masks_of_unified
 
 
 def save_multimodal_model(
@@ -731,7 +734,8 @@ def save_multimodal_model(
     model: PreTrainedModel = make(config, dtype=torch.float32).eval()
     _randomize(model)
     if family.startswith("gemma4"):
-        _never_generate(model, tokenizer.convert_tokens_to_ids(list(maker.tokens)))
+        ids_of: Any = tokenizer.convert_tokens_to_ids
+        _never_generate(model, ids_of(list(maker.tokens)))
     if model.generation_config is not None:
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, ids["pad_token_id"]
     model.save_pretrained(directory)

@@ -263,5 +263,38 @@ DESCRIPTIONS: dict[str, dict[str, Any]] = {
         "named": {"image_token": _PADDLE_TOKENS[1]},
         "marks": {"image": "".join(_PADDLE_TOKENS)},
     },
+    "qwen3_asr": {
+        "config": {
+            "model_type": "qwen3_asr",
+            "audio_token_id": "<|audio_pad|>",
+            "audio_config": {
+                "model_type": "qwen3_asr_encoder",
+                **_OMNI_SOUND,
+                "n_window_infer": 200,
+                "downsample_hidden_size": 8,
+            },
+        },
+        "text": {"model_type": "qwen3", **_TEXT, **_HEAD},
+        "files": {
+            "preprocessor_config.json": {
+                "feature_extractor_type": "Qwen3ASRFeatureExtractor",
+                "feature_size": 16,
+                "hop_length": 160,
+                "n_fft": 400,
+                "sampling_rate": 16_000,
+                "padding_value": 0.0,
+                "return_attention_mask": True,
+                "min_length": 8000,
+                "processor_class": "Qwen3ASRProcessor",
+            },
+        },
+        "tokens": ("<|audio_start|>", "<|audio_pad|>", "<|audio_end|>"),
+        "named": {
+            "audio_token": "<|audio_pad|>",
+            "audio_bos_token": "<|audio_start|>",
+            "audio_eos_token": "<|audio_end|>",
+        },
+        "marks": {"audio": "<|audio_start|><|audio_pad|><|audio_end|>"},
+    },
 }
 """Arguments of a description in ``multimodal_models``, by model type."""

@@ -246,6 +246,27 @@ def test_the_text_model_alone_serves_text(case: Case) -> None:
     assert run(engine, case.requests(["text"])).tokens["text"] == case.expected["text"]
 
 
+@pytest.mark.slow
+def test_each_sound_of_qwen3_asr_gives_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """Prompts have one sound, because transformers' processor accepts no more."""
+    torch.set_num_threads(1)
+    make = PromptMaker(tmp_path, save_multimodal_model("qwen3_asr", tmp_path)).make
+    prompts = {
+        f"{name}{seconds}": make(f"{name} ", make_sound(seconds, 1), " please.")
+        for name in ("write", "say")
+        for seconds in (0.3, 1.0, 1.9, 2.6)
+    }
+    expected = {name: prompt.expected(COUNT) for name, prompt in prompts.items()}
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(prompts), "sounds make no difference"
+    requests = [prompt.request(name, COUNT) for name, prompt in prompts.items()]
+    sections = {"cache": {"block_size": 4}, "scheduler": {"max_num_batched_tokens": 7, "max_num_encoder_tokens": 1}}
+    engine = build_engine(tmp_path, **sections)
+    assert answer(engine, requests).tokens == expected
+    again = run(engine, requests)
+    assert again.tokens == expected
+    assert again.stats.prefix_cache_hits > 0
+
+
 @pytest.mark.filterwarnings("ignore:.*per-frame pixel cap.*")
 @pytest.mark.parametrize(
     "family",

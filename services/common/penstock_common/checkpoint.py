@@ -34,6 +34,7 @@ WITH_TOWERS = (
     "qwen2_vl",
     "qwen3_5",
     "qwen3_5_moe",
+    "qwen3_asr",
     "qwen3_omni_moe",
     "qwen3_vl",
     "qwen3_vl_moe",

@@ -5,8 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 VOCAB_SIZE = 320
 _DEMO_MODEL = Path(__file__).parents[3] / "examples" / "demo_model" / "penstock-tiny"
@@ -303,7 +309,9 @@ ARCHITECTURES = tuple(_FAMILIES)
 
 def class_name(architecture: str) -> str | None:
     """Return the name of the model class of one of ``ARCHITECTURES`` in transformers."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(_FAMILIES[architecture].get("model_type", architecture))
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    found = classes.get(type(tiny_config(architecture)))
+    return None if found is None else str(found.__name__)
 
 
 def tiny_config(architecture: str, **changes: Any) -> PretrainedConfig:
@@ -317,7 +325,8 @@ def save_tiny_model(architecture: str, directory: Path, *, seed: int = 0, **chan
     """Write a checkpoint to ``directory`` and return the model, in float32 with transformers' own attention."""
     torch.manual_seed(seed)
     config = tiny_config(architecture, **changes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    make: Any = AutoModelForCausalLM.from_config
+    model: PreTrainedModel = make(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # transformers initializes everything except linear layers with constants: sinks, biases, norms.
@@ -339,9 +348,11 @@ def save_narrow_model(
     architecture: str, directory: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> PreTrainedModel:
     """Write a 16-bit checkpoint to ``directory``. Return its transformers model in float32."""
-    save_tiny_model(architecture, directory, **changes).to(dtype).save_pretrained(directory)
+    model: Any = save_tiny_model(architecture, directory, **changes)
+    model.to(dtype).save_pretrained(directory)
     made: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    return made.eval()
+    narrow: PreTrainedModel = made.eval()
+    return narrow
 
 
 def save_speaking_model(architecture: str, directory: Path, **changes: Any) -> PreTrainedModel:

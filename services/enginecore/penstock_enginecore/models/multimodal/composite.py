@@ -55,6 +55,7 @@ _FAMILIES = {
     "qwen2_vl": ("qwen_vl", "Qwen2VL"),
     "qwen3_5": ("qwen_vl", "Qwen35"),
     "qwen3_5_moe": ("qwen_vl", "Qwen35"),
+    "qwen3_asr": ("qwen3_asr", "Qwen3ASR"),
     "qwen3_omni_moe": ("omni", "Qwen3Omni"),
     "qwen3_vl": ("qwen_vl", "Qwen3VL"),
     "qwen3_vl_moe": ("qwen_vl", "Qwen3VL"),

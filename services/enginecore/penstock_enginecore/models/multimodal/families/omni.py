@@ -13,7 +13,6 @@ from penstock_enginecore.models.multimodal.families.base import Intake, Tensors
 from penstock_enginecore.models.multimodal.families.qwen_vl import Images, Qwen2VL
 from penstock_enginecore.models.multimodal.processors import Normalization
 
-_FEATURES, _MASK = "input_features", "feature_attention_mask"
 _STEPS_PER_SECOND = 100
 _LONGEST = 1800
 """Maximum duration of a clip in seconds, for models whose processor in transformers has no limit."""
@@ -25,12 +24,13 @@ class _Sound(Intake):
     """Sound as a mel spectrogram of any length."""
 
     modality: Modality = "audio"
+    features_name, mask_name = "input_features", "feature_attention_mask"
 
     @property
     def specs(self) -> Mapping[str, Spec]:
         return {
-            _FEATURES: Spec(FLOATS, (1, int(self.config.audio_config.num_mel_bins), None)),
-            _MASK: Spec(MASKS, (1, None)),
+            self.features_name: Spec(FLOATS, (1, int(self.config.audio_config.num_mel_bins), None)),
+            self.mask_name: Spec(MASKS, (1, None)),
         }
 
     @property
@@ -42,30 +42,34 @@ class _Sound(Intake):
         return ((steps - 1) // 2 + 1 - 2) // 2 + 1
 
     def count(self, tensors: Tensors) -> int:
-        steps, mask = tensors[_FEATURES].shape[-1], tensors[_MASK][0].bool()
+        steps, mask = tensors[self.features_name].shape[-1], tensors[self.mask_name][0].bool()
         length = int(mask.sum())
         if len(mask) != steps or not bool(mask[:length].all()):
             raise ItemError(
-                f"{_MASK} has {len(mask)} time steps, of which {length} are 1; it must have the {steps} time steps of "
-                f"{_FEATURES}, and be 1 from the first time step to the end of the sound"
+                f"{self.mask_name} has {len(mask)} time steps, of which {length} are 1; it must have the {steps} time steps of "
+                f"{self.features_name}, and be 1 from the first time step to the end of the sound"
             )
         rows = self.rows(length)
         if not 1 <= rows <= self.max_embeds:
             raise ItemError(
-                f"{_MASK} selects {length} time steps, which make {rows} of at most {self.max_embeds} embeddings"
+                f"{self.mask_name} selects {length} time steps, which make {rows} of at most {self.max_embeds} embeddings"
             )
         return rows
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
-        features = tensors[_FEATURES].to(self.dtype)
-        rows: torch.Tensor = self.towers.get_audio_features(features, tensors[_MASK].long()).pooler_output
+        return self._encoded(tensors)
+
+    def _encoded(self, tensors: Tensors) -> torch.Tensor:
+        """Return the embeddings that the model's audio encoder computes."""
+        features = tensors[self.features_name].to(self.dtype)
+        rows: torch.Tensor = self.towers.get_audio_features(features, tensors[self.mask_name].long()).pooler_output
         return rows
 
     def largest_tensors(self) -> Tensors:
         steps = self._max_steps
         return {
-            _FEATURES: torch.zeros(1, int(self.config.audio_config.num_mel_bins), steps),
-            _MASK: torch.ones(1, steps, dtype=torch.int32),
+            self.features_name: torch.zeros(1, int(self.config.audio_config.num_mel_bins), steps),
+            self.mask_name: torch.ones(1, steps, dtype=torch.int32),
         }
 
     @property
@@ -82,19 +86,23 @@ class _Sound(Intake):
         return None
 
 
-class _ChunkedSound(_Sound):
+class ChunkedSound(_Sound):
     """Sound whose convolutions see a chunk at a time, for a text model with separate embeddings for its first layers."""
 
     _longest = _LONGEST
 
+    @property
+    def chunk(self) -> int:
+        """Number of time steps of a chunk."""
+        return 2 * int(self.config.audio_config.n_window)
+
     def rows(self, steps: int) -> int:
-        chunk = 2 * int(self.config.audio_config.n_window)
-        halved = (steps % chunk - 1) // 2 + 1
-        return ((halved - 1) // 2 + 1 - 1) // 2 + 1 + steps // chunk * _ROWS_OF_CHUNK
+        halved = (steps % self.chunk - 1) // 2 + 1
+        return ((halved - 1) // 2 + 1 - 1) // 2 + 1 + steps // self.chunk * _ROWS_OF_CHUNK
 
     def encode(self, tensors: Tensors) -> torch.Tensor:
         """Return the embeddings, with zeros for the text model's first layers, which get embeddings of images only."""
-        rows = super().encode(tensors)
+        rows = self._encoded(tensors)
         deep = rows.shape[-1] * len(self.config.vision_config.deepstack_visual_indexes)
         return torch.nn.functional.pad(rows, (0, deep))
 
@@ -116,7 +124,7 @@ class Qwen25Omni(Qwen2VL):
 class Qwen3Omni(Qwen25Omni):
     """Thinker of Qwen3-Omni. The text model's first layers get separate embeddings of images (deepstack)."""
 
-    intakes: ClassVar[tuple[type[Intake], ...]] = (Images, _ChunkedSound)
+    intakes: ClassVar[tuple[type[Intake], ...]] = (Images, ChunkedSound)
 
     def __init__(self, towers: Any, checkpoint: Any) -> None:
         super().__init__(towers, checkpoint)

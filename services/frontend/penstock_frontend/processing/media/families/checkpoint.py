@@ -153,6 +153,7 @@ _FAMILIES: Mapping[str, str] = {
     "glm_ocr": "glm:Glm4V",
     "paddleocr_vl": "paddleocr:PaddleOCRVL",
     "qwen2_5_omni": "omni:QwenOmni",
+    "qwen3_asr": "qwen3_asr:Qwen3ASR",
     "qwen3_omni_moe": "omni:QwenOmni",
     "gemma4": "gemma4:Gemma4",
     "gemma4_unified": "gemma4:Gemma4",

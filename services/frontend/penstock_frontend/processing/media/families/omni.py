@@ -19,7 +19,7 @@ from penstock_frontend.processing.media.families.qwen_vl import Grids, image_gri
 from penstock_frontend.processing.media.families.single_images import ImageFamily, ImageProcessor
 
 _FEATURES, _MASK = "input_features", "feature_attention_mask"
-_LONGEST = 1800
+LONGEST = 1800
 """Maximum duration of a clip in seconds, for models whose processor in transformers has no limit."""
 _ROWS_OF_CHUNK = 13
 """Number of embeddings of a complete chunk in Qwen3-Omni."""
@@ -44,6 +44,11 @@ class Clips(NamedTuple):
     bins: int
     max_steps: int
     chunk: int
+
+    @property
+    def mask(self) -> str:
+        """Name of the tensor that selects the steps of the clip."""
+        return _MASK
 
     def rows(self, steps: int) -> int:
         """Return the number of embeddings of ``steps`` feature vectors."""
@@ -83,11 +88,11 @@ class Clips(NamedTuple):
         ``[1, steps]``.
         """
         steps = tensors.taken(data, _FEATURES, (1, self.bins, None)).shape[2]
-        mask = tensors.to_array(tensors.taken(data, _MASK, (1, steps)))[0].astype(bool)
+        mask = tensors.to_array(tensors.taken(data, self.mask, (1, steps)))[0].astype(bool)
         length = int(mask.sum())
         if not mask[:length].all() or length > self.max_steps or self.rows(length) < 1:
             raise ValueError(
-                f"{_MASK} selects {length} steps; the selected steps must be the first steps of the clip, enough for one "
+                f"{self.mask} selects {length} steps; the selected steps must be the first steps of the clip, enough for one "
                 f"embedding, and at most {self.max_steps}"
             )
         return ProcessedItem(modality="audio", data=dict(data), num_embeds=self.rows(length))
@@ -103,7 +108,7 @@ def _clips(checkpoint: Checkpoint) -> Clips:
     chunk, longest = 0, checkpoint.number("chunk_length", settings, default=300)
     if checkpoint.model_type == "qwen3_omni_moe":
         chunk = 2 * checkpoint.number("n_window", checkpoint.sub_config("audio_config"), default=50)
-        longest = _LONGEST
+        longest = LONGEST
     return Clips(
         rate,
         hop,

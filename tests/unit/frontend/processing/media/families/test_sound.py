@@ -150,6 +150,27 @@ def test_sound_for_omni_models_that_a_client_processed(omni: Path, make_inputs: 
         family.described("audio", {**item.data, "pixel_values": rows})
 
 
+async def test_qwen3_asr_is_as_transformers_has_it(make_inputs: Any, tmp_path: Path) -> None:
+    save_multimodal_model("qwen3_asr", tmp_path)
+    inputs, family = make_inputs(tmp_path)
+    load: Any = AutoProcessor.from_pretrained
+    theirs = load(tmp_path)
+    for index, samples in enumerate((1, 321, 7999, 8000, 15_999, 16_000, 16_001, 31_840, 48_000)):
+        clip = make_sound(3.0, index)[:samples]
+        request = await process(inputs, "hear ", sound(clip), " and")
+        given = theirs(text="hear <|audio_pad|> and", audio=[clip], sampling_rate=16_000)
+        assert request.prompt_token_ids == given["input_ids"][0].tolist()
+        (feature,) = request.mm_features
+        for name in ("input_features", "input_features_mask"):
+            assert np.array_equal(to_array(feature.data[name]), given[name].numpy())
+        assert feature.length <= family.max_tokens("audio")
+        assert family.described("audio", feature.data).num_embeds == feature.length
+    cut = TensorData("float32", (1, 16, 299), bytes(16 * 299 * 4))
+    mask = TensorData("int32", (1, 299), (1).to_bytes(4, "little") * 299)
+    with pytest.raises(ValueError, match="has 299 steps; the number of steps must be a multiple of 100"):
+        family.described("audio", {"input_features": cut, "input_features_mask": mask})
+
+
 async def test_voxtral_is_as_transformers_has_it(voxtral: Path, make_inputs: Any) -> None:
     inputs, family = make_inputs(voxtral)
     extractor: Any = WhisperFeatureExtractor
