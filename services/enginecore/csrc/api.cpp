@@ -97,6 +97,11 @@ int penstock_attend(void* context, const penstock::Attention* attention) {
   return guarded([&] { static_cast<Context*>(context)->operators.attend(*attention); });
 }
 
+// Computes attention over a cache of latents (see latent.h): `value_size` elements of a row are the value.
+int penstock_attend_latents(void* context, const penstock::Attention* attention) {
+  return guarded([&] { static_cast<Context*>(context)->operators.attend_latents(*attention); });
+}
+
 int penstock_write(void* context, const penstock::Write* write) {
   return guarded([&] { static_cast<Context*>(context)->operators.write(*write); });
 }

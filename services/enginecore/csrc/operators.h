@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "buffer.h"
 #include "gemm.h"
+#include "latent.h"
 #include "lora.h"
 #include "pool.h"
 #include "routing.h"
@@ -86,15 +87,10 @@ class Operators {
                 route.weights + t * route.top);
   }
 
-  void attend(const Attention& attention) {
-    pool_.prepare(2);
-    attention_ = attention;
-    plan_attention(attention_, pool_.threads(), plan_);
-    parts_.resize(plan_.num_parts, part_width(attention_));
-    num_tasks_ = static_cast<int64_t>(plan_.tasks.size());
-    num_merges_ = static_cast<int64_t>(plan_.merges.size());
-    pool_.run(attend_job_);
-  }
+  void attend(const Attention& attention) { attend(attention, penstock::attend); }
+
+  // Computes attention over a cache of latents (see latent.h).
+  void attend_latents(const Attention& attention) { attend(attention, penstock::attend_latents); }
 
   void write(const Write& write) {
     pool_.prepare(1);
@@ -141,6 +137,18 @@ class Operators {
   }
 
  private:
+  using Attend = void (*)(const Attention&, const AttentionTask&, const Buffer&);
+
+  void attend(const Attention& attention, Attend task) {
+    pool_.prepare(2);
+    attention_ = attention, attend_task_ = task;
+    plan_attention(attention_, pool_.threads(), plan_);
+    parts_.resize(plan_.num_parts, part_width(attention_));
+    num_tasks_ = static_cast<int64_t>(plan_.tasks.size());
+    num_merges_ = static_cast<int64_t>(plan_.merges.size());
+    pool_.run(attend_job_);
+  }
+
   void pack(Cursor& cursor) {
     cursor(num_tasks_, [this](int64_t panel) {
       const Linear& to = linear_;
@@ -210,7 +218,7 @@ class Operators {
   }
 
   void attend(Cursor& cursor) {
-    if (!cursor(num_tasks_, [this](int64_t task) { penstock::attend(attention_, plan_.tasks[task], parts_); })) return;
+    if (!cursor(num_tasks_, [this](int64_t task) { attend_task_(attention_, plan_.tasks[task], parts_); })) return;
     cursor(num_merges_, [this](int64_t task) { merge_segments(attention_, plan_.merges[task], parts_); });
   }
 
@@ -278,6 +286,7 @@ class Operators {
   Grouped grouped_{};
   std::vector<GroupTask> products_;
   Attention attention_{};
+  Attend attend_task_ = nullptr;
   AttentionPlan plan_;
   Buffer parts_;
   Write write_{};

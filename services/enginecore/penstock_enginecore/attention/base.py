@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock_enginecore.attention.kv_cache import NO_SCALES, SLOTS, KVCache, KVLayout, KVMemory, KVScales
+from penstock_enginecore.attention.kv_cache import LATENTS, NO_SCALES, SLOTS, KVCache, KVLayout, KVMemory, KVScales
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 
 # Weighted sums of attention values that leave out masked values.
@@ -150,16 +150,18 @@ class AttentionBackend(Protocol):
     In a step, ``plan`` is called once per KV cache group. Then ``write`` and ``attend`` are called once per layer, with
     the plan of the layer's group. The backend object must not store data of a step, because the next step may be
     planned while a step computes. ``keeps_float8`` is true if ``write`` and ``attend`` support a cache of dtype
-    ``FLOAT8`` with scales (``cache.dtype: fp8``), as ``KVCache.write`` and ``KVCache.gather`` do.
+    ``FLOAT8`` with scales (``cache.dtype: fp8``), as ``KVCache.write`` and ``KVCache.gather`` do. ``keeps_latents`` is
+    true if the backend has ``attend_latents``.
     """
 
     keeps_float8: bool = False
+    keeps_latents: bool = False
 
-    def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all here
+    def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:  # noqa: ARG002 - the same for all dtypes
         """Return the memory layout that ``write`` and ``attend`` use for a layer with ``spec``. The method is called
         when the layer's memory is allocated.
         """
-        return SLOTS
+        return LATENTS if spec.keeps_latents else SLOTS
 
     def memory(
         self,
@@ -202,3 +204,24 @@ class AttentionBackend(Protocol):
         ``key`` and ``value`` are the keys and values of the new tokens, ``[tokens, num_kv_heads, head size]``, so a
         backend need not read them from the cache.
         """
+
+    def attend_latents(
+        self,
+        query: torch.Tensor,  # noqa: ARG002 - used by backends that keep latents
+        cache: KVCache,  # noqa: ARG002
+        plan: StepPlan,  # noqa: ARG002
+        params: AttentionParams,  # noqa: ARG002
+        latent: int,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """Return the result of causal attention over a cache with the layout ``LATENTS``, ``[tokens, num_heads,
+        latent]``, in the query's dtype.
+
+        Args:
+            query: ``[tokens, num_heads, width]``: queries in the latent space, then their rotated part.
+            cache: KV cache of the layer. The caller has already stored the new tokens with ``write``.
+            plan: Data of the step.
+            params: The scale of the scores. Windows, chunks, soft caps and sinks are not supported.
+            latent: Number of elements of a latent, which are the value.
+        """
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} does not compute attention over latents")

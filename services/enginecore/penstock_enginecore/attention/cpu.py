@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 
 from penstock_enginecore.attention.base import (
-    AttentionBackend,
     AttentionMetadata,
     AttentionParams,
     IntArray,
@@ -29,6 +28,7 @@ from penstock_enginecore.attention.base import (
     weighted_values,
 )
 from penstock_enginecore.attention.kv_cache import KVCache
+from penstock_enginecore.attention.latent import LatentsByTorch
 from penstock_enginecore.core.kv_cache.spec import first_key
 
 _MAX_PADDING = 1.25
@@ -87,7 +87,7 @@ class _Work:
     prefills: list[_Prefill]
 
 
-class CPUAttention(AttentionBackend):
+class CPUAttention(LatentsByTorch):
     """Attention backend for CPUs that computes decodes in batches and prefills one by one. The docstring of the module
     describes the method.
     """

@@ -42,6 +42,12 @@ any block size.
 """
 
 
+LATENTS = KVLayout("latents")
+"""Layout of a layer that caches latents (MLA): the latent and the rotated part of a token's key are contiguous in the
+token's slot. There are no values.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class KVScales:
     """Factors by which the keys and values in a layer's fp8 cache are multiplied when they are read."""
@@ -75,7 +81,7 @@ class KVCache:
         """Return the keys and values at ``slots`` (int64, flat), each ``[len(slots), num_kv_heads, head size]``. The
         result is float32 if the cache's dtype is ``FLOAT8``.
 
-        Raises ValueError for layouts other than ``SLOTS``.
+        Raises ValueError for layouts other than ``SLOTS`` and ``LATENTS``.
         """
         self._check_layout()
         heads = (len(slots), self.num_kv_heads, -1)
@@ -88,18 +94,20 @@ class KVCache:
         """Store ``keys`` and ``values`` ``[tokens, num_kv_heads, head size]`` of new tokens at ``slots``, int64
         ``[tokens]``.
 
-        Raises ValueError for layouts other than ``SLOTS``.
+        Raises ValueError for layouts other than ``SLOTS`` and ``LATENTS``.
         """
         self._check_layout()
         for cache, new, scale in ((self.keys, keys, self.scales.key), (self.values, values, self.scales.value)):
-            numbers = stored(new, cache.dtype, scale).reshape(len(slots), -1)
+            numbers = stored(new, cache.dtype, scale).flatten(1)
             if cache.dtype == FLOAT8:  # torch does not support index_copy_ for FLOAT8.
                 cache, numbers = cache.view(torch.uint8), numbers.view(torch.uint8)
             cache.index_copy_(0, slots, numbers)
 
     def _check_layout(self) -> None:
-        if self.layout != SLOTS:
-            raise ValueError(f"the cache has the layout {self.layout.name!r}; it must be {SLOTS.name!r}")
+        if self.layout not in (SLOTS, LATENTS):
+            raise ValueError(
+                f"the cache has the layout {self.layout.name!r}; it must be {SLOTS.name!r} or {LATENTS.name!r}"
+            )
 
 
 def stored(numbers: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -243,7 +251,8 @@ def block_memory(layers: LayerCaches, num_blocks: int) -> list[torch.Tensor]:
     storages: dict[int, torch.Tensor] = {}
     for layer in layers.values():
         for tensor in (layer.cache.keys, layer.cache.values):
-            storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            if tensor.numel():  # layers that cache latents have no values
+                storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
     memory = []
     for tensor in storages.values():
         rows = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -4,12 +4,13 @@ device.
 
 import torch
 
-from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, StepPlan, weighted_values
+from penstock_enginecore.attention.base import AttentionParams, StepPlan, weighted_values
 from penstock_enginecore.attention.kv_cache import KVCache
+from penstock_enginecore.attention.latent import LatentsByTorch
 from penstock_enginecore.core.kv_cache.spec import first_key
 
 
-class ReferenceAttention(AttentionBackend):
+class ReferenceAttention(LatentsByTorch):
     """Attention backend that reads all keys and values from the cache and stores the complete matrix of scores."""
 
     keeps_float8 = True

@@ -131,7 +131,9 @@ def size_engine(
         _report_states(sized.states, model, config.scheduler.max_num_seqs, progress)
     tokens = (sized.num_blocks - 1) * sized.block_size
     groups = len(sized.groups)
-    use = f"{tokens} tokens in total" if groups == 1 else f"shared by {groups} KV cache groups"
+    token_bytes = sum(spec.page_size_bytes for spec in specs.values()) // sized.block_size
+    whole = f"{tokens} tokens in total, {token_bytes} bytes per token"
+    use = whole if groups == 1 else f"shared by {groups} KV cache groups"
     progress(
         f"KV cache: {sized.num_blocks} blocks of {sized.block_size} tokens, {use}; "
         f"sequences of up to {sized.max_model_len} tokens"

@@ -23,6 +23,7 @@ from penstock_enginecore.forward.cuda.graphs import StepGraphs
 from penstock_enginecore.forward.cuda.replayed_modules import ReplayedModules
 from penstock_enginecore.forward.dummy_inputs import CUTS, NUM_TOKENS, Probe, probe_logits, probe_parts
 from penstock_enginecore.forward.equivalence_check import Proven, first_proven
+from penstock_enginecore.forward.latents import with_latents
 from penstock_enginecore.forward.modules import ModulesForward, ProbedModel, in_cache_dtype, probe_model
 from penstock_enginecore.forward.native import NativeForward, decoder_candidate, linear_candidate, pack_towers
 from penstock_enginecore.forward.stage import StageConfig, StageForward, cut
@@ -121,14 +122,13 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     """
     native, attends, backend = open_backends(config)
     probed = probe_model(model, config.device, config.block_size, config.cache_dtype)
-    reference = ModulesForward(probed, create_backend("reference", config.device), from_start=True)
-
     prompts = Probe.prompts(model.vocab_size, probed.demands)
 
     def run_prompt(forward: ForwardPass) -> torch.Tensor:
         return torch.cat([probe_logits(forward, prompt).clone() for prompt in prompts])
 
-    run = partial(run_prompt, reference)
+    probed = with_latents(probed, backend, lambda of: run_prompt(_reference(of)), config.agree)
+    run = partial(run_prompt, _reference(probed))
 
     def run_parts(forward: ForwardPass) -> torch.Tensor:
         return torch.cat([probe_parts(forward, prompt, CUTS) for prompt in prompts])
@@ -186,6 +186,11 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     )
 
 
+def _reference(probed: ProbedModel) -> ModulesForward:
+    """Return the forward pass with whose results the engine compares those of faster forward passes."""
+    return ModulesForward(probed, create_backend("reference", probed.device), from_start=True)
+
+
 @torch.inference_mode()
 def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -> BuiltForward:
     """Build one pipeline stage of a generative model, open the links to the neighbouring stages, and free the layers of
@@ -196,6 +201,7 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     native, attends, backend = open_backends(config)
     whole = probe_model(model, torch.device("cpu"), config.block_size, config.cache_dtype)
     left = cut(whole, stage).placed(config.device)
+    left = replace(left, probed=with_latents(left.probed, backend, lambda of: left.run(_reference(of)), config.agree))
 
     def attended(attends: AttentionBackend, packed_bytes: int = 0) -> ForwardPass:
         return ModulesForward(

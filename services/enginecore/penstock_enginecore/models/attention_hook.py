@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionParams, StepPlan
 from penstock_enginecore.attention.kv_cache import LayerCache
+from penstock_enginecore.models.latent_hook import latent_heads
 from penstock_enginecore.models.rope import query_scale
 
 ATTENTION_NAME = "penstock"
@@ -65,7 +66,7 @@ class StepContext:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """Write the keys and values of the new tokens, scale queries by position if the model does, and compute
-        attention.
+        attention. If the layer caches latents, the keys of the call are latents.
 
         A layer that shares the keys and values of another layer writes nothing, and reads the other layer's cache.
         Raises RuntimeError if the model computes such a layer for only some tokens of the step.
@@ -81,6 +82,9 @@ class StepContext:
             )
         scale = query_scale(call.module)
         query = call.query if scale is None else scale.apply(call.query, plan.positions)
+        if heads := latent_heads(call.module):
+            seen = self._backend.attend_latents(heads.absorbed(query), layer.cache, plan, call.params, heads.latent)
+            return heads.expanded(seen)
         return self._backend.attend(query, call.key, call.value, layer.cache, plan, call.params)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock_enginecore.attention.base import AttentionBackend, AttentionMetadata, AttentionParams, StepPlan
-from penstock_enginecore.attention.kv_cache import KVCache, KVLayout
+from penstock_enginecore.attention.kv_cache import LATENTS, KVCache, KVLayout
 from penstock_enginecore.core.kv_cache.spec import KVCacheSpec
 from penstock_enginecore.native.ffi_structs import Attention, Cache, Group, Params, Write
 from penstock_enginecore.native.library import NativeLibrary
@@ -24,6 +24,8 @@ PAIRS = KVLayout("tiles of 16 in pairs", TILE)
 the values of two tokens alternate. See ``csrc/attention_pairs.h``.
 """
 _MAX_HEAD_SIZE = 512
+_MAX_LATENT_WIDTH = 640
+"""Largest number of elements of a row in a cache of latents (``kMaxLatentWidth``)."""
 
 
 class NativeAttention(AttentionBackend):
@@ -38,12 +40,18 @@ class NativeAttention(AttentionBackend):
         self.library = library
         self._fallback = fallback
 
+    @property
+    def keeps_latents(self) -> bool:  # type: ignore[override]  # depends on the fallback
+        """Whether the backend can compute attention over latents."""
+        return self._fallback.keeps_latents
+
     def layout(self, spec: KVCacheSpec, dtype: torch.dtype) -> KVLayout:
         """Return the layout ``TILES`` or ``PAIRS`` if the kernels support the layer, otherwise the layout of
         ``fallback``.
         """
         taken = (
-            (dtype == torch.float32 or (dtype == self.library.rounds_to and spec.head_size % 2 == 0))
+            not spec.keeps_latents
+            and (dtype == torch.float32 or (dtype == self.library.rounds_to and spec.head_size % 2 == 0))
             and spec.block_size % TILE == 0
             and max(spec.head_size, spec.head_size_v) <= _MAX_HEAD_SIZE
             and spec.head_size_v % self.library.lanes == 0
@@ -80,12 +88,33 @@ class NativeAttention(AttentionBackend):
         params: AttentionParams,
     ) -> torch.Tensor:
         """Compute attention over the KV cache, which may have the kernels' layout or the fallback's layout."""
-        metadata = plan.metadata
         if not _is_ours(cache):
             return self._fallback.attend(query, key, value, cache, plan, params)
+        return self._call("attend", query, cache, plan.metadata, params, value.shape[2])
+
+    def attend_latents(
+        self, query: torch.Tensor, cache: KVCache, plan: StepPlan, params: AttentionParams, latent: int
+    ) -> torch.Tensor:
+        """Compute attention over latents. The backend ``fallback`` computes widths and dtypes that the kernels do not
+        support, over the same memory.
+        """
+        if not takes_latents(self.library, cache.keys.dtype, cache.keys.shape[1], latent):
+            return self._fallback.attend_latents(query, cache, plan, params, latent)
+        return self._call("attend_latents", query, cache, plan.metadata, params, latent)
+
+    def _call(
+        self,
+        name: str,
+        query: torch.Tensor,
+        cache: KVCache,
+        metadata: AttentionMetadata,
+        params: AttentionParams,
+        value_size: int,
+    ) -> torch.Tensor:
+        """Call the kernel ``name`` for queries ``[tokens, heads, head size]``, and return its output in their dtype."""
         tokens, num_heads, head_size = query.shape
         numbers = query.float().contiguous()
-        output = numbers.new_empty(tokens, num_heads, value.shape[2])
+        output = numbers.new_empty(tokens, num_heads, value_size)
         how, sinks = params_struct(params)
         attention = Attention(
             metadata.num_requests,
@@ -97,16 +126,28 @@ class NativeAttention(AttentionBackend):
             num_heads,
             cache.num_kv_heads,
             head_size,
-            value.shape[2],
+            value_size,
             numbers.data_ptr(),
             num_heads * head_size,
             output.data_ptr(),
-            num_heads * value.shape[2],
+            num_heads * value_size,
             None if metadata.ends_for(params.sliding_window) is None else key_ends_of(metadata),
         )
-        self.library.call("attend", ctypes.byref(attention))
+        self.library.call(name, ctypes.byref(attention))
         del sinks  # the kernel has read this memory by now
         return output.to(query.dtype)
+
+
+def takes_latents(library: NativeLibrary, dtype: torch.dtype, width: int, latent: int) -> bool:
+    """Return whether the kernels support a cache of latents in ``dtype`` with rows of ``width`` elements."""
+    together = 1 if dtype == torch.float32 else 2
+    return (
+        dtype in (torch.float32, library.rounds_to)
+        and width % (together * library.lanes) == 0
+        and latent % library.lanes == 0
+        and width <= _MAX_LATENT_WIDTH
+        and latent <= _MAX_HEAD_SIZE
+    )
 
 
 def kernel_layout(library: NativeLibrary, dtype: torch.dtype) -> KVLayout:
@@ -125,7 +166,8 @@ def _is_ours(cache: KVCache) -> bool:
 def cache_struct(cache: KVCache) -> Cache:
     """Return the struct that describes the KV cache of a layer to the kernels."""
     keys, values = cache.keys, cache.values
-    return Cache(keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), cache.layout == PAIRS)
+    pairs = cache.layout == PAIRS or (cache.layout == LATENTS and keys.dtype == torch.bfloat16)
+    return Cache(keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), pairs)
 
 
 def group_struct(metadata: AttentionMetadata) -> Group:

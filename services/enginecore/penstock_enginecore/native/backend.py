@@ -13,9 +13,11 @@ import torch
 from penstock_common.memory import give_back_free
 from penstock_enginecore.attention.base import AttentionBackend
 from penstock_enginecore.config import KernelsConfig
+from penstock_enginecore.models.latent_hook import LatentHeads
 from penstock_enginecore.native.attention import NativeAttention
 from penstock_enginecore.native.experts import PackedExperts, PackedRouter, RouterWeight
 from penstock_enginecore.native.ffi_structs import Mask, Sampling
+from penstock_enginecore.native.latents import PackedLatentHeads
 from penstock_enginecore.native.library import KernelsError, NativeLibrary, find_library, open_library
 from penstock_enginecore.native.linear import PackedLinear
 from penstock_enginecore.native.states import NativeStateKernels
@@ -74,8 +76,8 @@ class NativeSampling:
 
 
 class PackedLayers:
-    """Replaces the float32 linear layers, experts and routers of ``model`` by packed modules. Also packs weights of
-    other routers in mixtures with such experts.
+    """Replaces the float32 linear layers, latent projections, experts and routers of ``model`` by packed modules. Also
+    packs weights of other routers in mixtures with such experts.
 
     The original weights of a layer are freed before the next layer is packed, so memory never contains two copies of
     the whole model.
@@ -89,7 +91,7 @@ class PackedLayers:
         places: dict[torch.nn.Module, list[tuple[torch.nn.Module, str]]] = {}
         for parent in model.modules():
             for name, child in parent._modules.items():  # named_children would skip repeated modules
-                if child is not None and (_is_linear(child) or PackedExperts.takes(child) or PackedRouter.takes(child)):
+                if child is not None and _is_packable(child):
                     places.setdefault(child, []).append((parent, name))
         self.num_layers, self.num_bytes = len(places), 0
         while places:
@@ -107,6 +109,14 @@ def _is_linear(module: torch.nn.Module) -> bool:
     return type(module) is torch.nn.Linear and _is_float32(module.weight)
 
 
+def _is_packable(module: torch.nn.Module) -> bool:
+    return _is_linear(module) or _is_latent(module) or PackedExperts.takes(module) or PackedRouter.takes(module)
+
+
+def _is_latent(module: torch.nn.Module) -> bool:
+    return type(module) is LatentHeads and _is_float32(module.weight)
+
+
 def _is_float32(weight: torch.Tensor) -> bool:
     return weight.dtype == torch.float32 and weight.device.type == "cpu"
 
@@ -118,7 +128,9 @@ def _is_mixed(module: torch.nn.Module) -> bool:
 
 def _packed(
     library: NativeLibrary, module: torch.nn.Module, *, apart: bool
-) -> PackedLinear | PackedExperts | PackedRouter:
+) -> PackedLinear | PackedLatentHeads | PackedExperts | PackedRouter:
+    if isinstance(module, LatentHeads):
+        return PackedLatentHeads(library, module)
     if isinstance(module, torch.nn.Linear):
         return PackedLinear(library, module, apart=apart)
     if PackedRouter.takes(module):

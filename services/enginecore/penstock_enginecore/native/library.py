@@ -214,6 +214,7 @@ def _load(path: Path) -> ctypes.CDLL:
         "grouped": (pointer, pointer),
         "route": (pointer, pointer),
         "attend": (pointer, pointer),
+        "attend_latents": (pointer, pointer),
         "write": (pointer, pointer),
         "convolve": (pointer, pointer, pointer),
         "scan": (pointer, pointer, pointer),

@@ -32,7 +32,7 @@ def test_start_up_says_what_it_does():
     lines = []
     EngineCore(make_config(num_blocks=20), FakeExecutor(), progress=lines.append)
     assert lines[0].startswith("loading")
-    assert "20 blocks of 4 tokens, 76 tokens in total; sequences of up to 76 tokens" in lines[-1]
+    assert "20 blocks of 4 tokens, 76 tokens in total, 32 bytes per token; sequences of up to 76 tokens" in lines[-1]
 
 
 def test_a_length_that_does_not_fit_stops_the_start():

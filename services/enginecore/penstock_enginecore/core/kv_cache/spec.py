@@ -33,6 +33,8 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """KV cache needs of one attention layer.
 
     Attributes:
+        head_size_v: Number of elements of a head's value. 0 if the layer caches latents (MLA): one row per token, which
+            is the key of all heads, and whose first elements are the value.
         dtype_size: Size in bytes of one element of the keys and values.
         sliding_window: Number of keys to which a query attends, including its own key. None for full attention.
         attention_chunk: Size of an attention chunk in tokens. A query at position p attends to keys from position ``p
@@ -46,6 +48,11 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype_size: int
     sliding_window: int | None = None
     attention_chunk: int | None = None
+
+    @property
+    def keeps_latents(self) -> bool:
+        """Whether the layer caches latents instead of keys and values."""
+        return self.head_size_v == 0
 
     @property
     def page_size_bytes(self) -> int:
