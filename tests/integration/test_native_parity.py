@@ -32,9 +32,7 @@ CACHE = {"block_size": 16, "num_blocks": 128}
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2}
 HELIUM = {"helium": {"head_dim": 16}}
 """Changes of model types whose tiny configuration has a head size that the kernels do not support."""
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-"""Model types of ``FAMILIES`` whose layers have latent attention, which only the GPU decoder computes."""
-DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES and name not in LATENT)
+DECODERS = tuple(name for name in ARCHITECTURES if class_name(name) in FAMILIES)
 """Model types that the CPU kernels' decoder computes."""
 DECODER_KINDS = (
     "exaone4",

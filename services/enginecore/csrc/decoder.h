@@ -12,6 +12,7 @@
 #include "buffer.h"
 #include "exchange.h"
 #include "gemm.h"
+#include "latent_layer.h"
 #include "lora.h"
 #include "mixing.h"
 #include "pool.h"
@@ -23,7 +24,7 @@ namespace penstock {
 class Decoder {
  public:
   Decoder(const Model& model, Pool& pool)
-      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers), recurrent_(layers_) {
+      : pool_(pool), model_(model), layers_(model.layers, model.layers + model.num_layers), recurrent_(layers_), latents_(layers_) {
     model_.layers = layers_.data();
     const auto look = [this](const Linear& linear) {
       if (splits(linear)) parts_width_ = std::max(parts_width_, row_width(linear));
@@ -31,6 +32,7 @@ class Decoder {
     for (const Layer& layer : layers_) {
       gated_width_ = std::max(gated_width_, rounds(layer.down) && gates() ? row_width(layer.down) : model.intermediate);
       for (const Linear* linear : {&layer.qkv, &layer.output, &layer.gate_up, &layer.down, &layer.mixture.router}) look(*linear);
+      if (layer.latent.num_heads > 0) look(layer.latent.up);
       mixes_ = mixes_ || layer.mixture.num_experts > 0;
       qkv_width_ = std::max(qkv_width_, layer.qkv.n);
       heads_width_ = std::max(heads_width_, layer.output.k);
@@ -92,6 +94,7 @@ class Decoder {
     normed_.resize(std::max(tokens, step.num_rows), m.hidden);
     attended_.resize(tokens, heads_width_);
     recurrent_.begin(step, layers_, pool_.threads());
+    latents_.resize(tokens);
     gated_.resize(tokens, gated_width_);
     if (changes_) added_.resize(std::max(tokens, step.num_rows) * m.hidden);
     if (mixes_) mixing_.resize(tokens, m.hidden);
@@ -125,9 +128,10 @@ class Decoder {
 
   Attention attention(size_t layer) const {
     const Model& m = model_;
-    return Attention{step_.num_requests, step_.query_start, step_.seq_lens, group(layer),
-                     step_.caches[layer], layers_[layer].params, m.num_heads, m.num_kv_heads, m.head_size, m.head_size,
-                     qkv_.data(), qkv_.stride(), attended_.data(), attended_.stride(), step_.key_ends};
+    const Attention of_heads{step_.num_requests, step_.query_start, step_.seq_lens, group(layer),
+                             step_.caches[layer], layers_[layer].params, m.num_heads, m.num_kv_heads, m.head_size, m.head_size,
+                             qkv_.data(), qkv_.stride(), attended_.data(), attended_.stride(), step_.key_ends};
+    return layers_[layer].latent.num_heads > 0 ? latents_.attention(layers_[layer].latent, of_heads) : of_heads;
   }
 
   void run(Cursor& cursor) {
@@ -387,7 +391,8 @@ class Decoder {
     if (!product(cursor, kAll, normed, l.qkv,
                  [&] { return Output{qkv_.data(), qkv_.stride(), l.qkv.bias, l.qkv.n, Epilogue::kStore}; }, kPlaces * index + kQkv))
       return false;
-    if (!(l.recurrence.kind == kNoRecurrence ? attend_heads(cursor, index) : recur(cursor, index))) return false;
+    if (l.latent.num_heads > 0 && !attend_latents(cursor, index)) return false;
+    if (l.latent.num_heads == 0 && !(l.recurrence.kind == kNoRecurrence ? attend_heads(cursor, index) : recur(cursor, index))) return false;
     if (part == kLast && !gather(cursor)) return false;
     if (l.parallel && !each_token(cursor, part, [&](int64_t t) { norm_state(part, t, l.mlp_norm, normed_.row(t)); })) return false;
     if (!split(cursor, part, attended, l.output)) return false;
@@ -398,19 +403,41 @@ class Decoder {
     return settle(cursor, 2 * index, part, after_attention(l));
   }
 
+  // Runs the attention tasks of a layer with the function `task_of`.
+  template <class TaskOf>
+  bool attend_all(Cursor& cursor, size_t index, const TaskOf& task_of) {
+    const int part = part_of(index);
+    return cursor(num_attentions_[part], [&](int64_t task) { task_of(attention(index), plans_[part].tasks[task], segments_); }) &&
+           cursor(num_merges_[part], [&](int64_t task) { merge_segments(attention(index), plans_[part].merges[task], segments_); });
+  }
+
   // Computes the outputs of a layer's attention heads.
   bool attend_heads(Cursor& cursor, size_t index) {
     const Layer& l = layers_[index];
-    const int part = part_of(index);
     if (!some_tokens(cursor, kAll, [&](int64_t first, int64_t end) { keep(index, first, end); })) return false;
-    if (!cursor(num_attentions_[part], [&](int64_t task) { attend(attention(index), plans_[part].tasks[task], segments_); }))
-      return false;
-    if (!cursor(num_merges_[part], [&](int64_t task) { merge_segments(attention(index), plans_[part].merges[task], segments_); }))
-      return false;
+    if (!attend_all(cursor, index, attend)) return false;
     return !l.gated || each_token(cursor, kAll, [&](int64_t t) {
       const int64_t n = model_.num_heads * model_.head_size;
       multiply_logistic(attended_.row(t), qkv_.row(t) + n + 2 * model_.num_kv_heads * model_.head_size, n);
     });
+  }
+
+  // Computes the outputs of a layer's heads with latent attention.
+  bool attend_latents(Cursor& cursor, size_t index) {
+    const Layer& layer = layers_[index];
+    const Latent& l = layer.latent;
+    const int64_t tokens = counts_[kAll];
+    const auto low = [this]() -> const Buffer& { return latents_.low(); };
+    const auto rows = [this, &l]() -> const Buffer& { return l.up.n > 0 ? latents_.rows() : qkv_; };
+    const auto up = [&] { return Output{latents_.rows().data(), latents_.rows().stride(), l.up.bias, l.up.n, Epilogue::kStore}; };
+    if (!each_token(cursor, kAll, [&](int64_t t) { latents_.keep(layer, step_, index, group(index).slots[t], qkv_.row(t), t); }))
+      return false;
+    if (l.up.n > 0 && !(split(cursor, kAll, low, l.up) && product(cursor, kAll, low, l.up, up, kNone))) return false;
+    if (!each_token(cursor, kAll, [&](int64_t t) { latents_.turn(layer, step_, rows().row(t), t); })) return false;
+    if (!cursor(Latents::num_products(l, l.absorb, tokens), [&](int64_t task) { latents_.absorb(l, rows(), tokens, task); })) return false;
+    if (!attend_all(cursor, index, penstock::attend_latents)) return false;
+    if (splits(l.expand[0]) && !each_token(cursor, kAll, [&](int64_t t) { latents_.split_seen(l, t); })) return false;
+    return cursor(Latents::num_products(l, l.expand, tokens), [&](int64_t task) { latents_.expand(l, attended_, tokens, task); });
   }
 
   // Computes the outputs of a recurrent layer, before the layer's product `output`.
@@ -548,7 +575,7 @@ class Decoder {
   enum { kAll, kLast, kHead }; // sets of tokens: all; those that the last layer computes after its attention; those with logits
   enum : int64_t { kQkv, kOutput, kGateUp, kDown, kPlaces, kNone = -1 };  // indices of an adapter's updates in a layer
   static constexpr int kHeadPhases = 4;
-  static constexpr int kPhases = 27;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
+  static constexpr int kPhases = 31;      // maximum per layer, including sums over ranks, adapters and splitting of inputs
   static constexpr int64_t kRowTask = 4;  // number of tokens of a task that processes tokens one by one
   static constexpr int64_t kManyTokens = 256;
   Pool& pool_;
@@ -570,6 +597,7 @@ class Decoder {
   bool mixes_ = false;             // whether some layers have experts
   Mixing mixing_;
   Recurrent recurrent_;
+  Latents latents_;
   size_t attending_ = 0;           // index of the first layer with attention
   int64_t qkv_width_ = 0, heads_width_ = 0;  // maximum over all layers
   std::vector<float> added_;       // outputs before the norm and the residual addition

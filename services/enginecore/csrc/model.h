@@ -233,6 +233,30 @@ struct Recurrence {
   float max_step;
 };
 
+// Elements that a rotary embedding rotates together: element i of each half, or neighbours. Neighbours are stored as they were, or
+// in halves: first the first element of each pair.
+enum RotaryOrder : int64_t { kHalvesOrder, kPairsToHalvesOrder, kPairsOrder };
+
+// Latent attention (MLA) of a decoder layer, between the layer's products `qkv` and `output` (see latent.h). Output rows of `qkv`
+// have the queries or their low-rank input, then the latent, then the rotated part of the key. `query_norm` and `key_norm` of the
+// layer are the norms of the low-rank input and of the latent. `up` computes the queries of all heads from the low-rank input, or
+// `up.n` is 0. A query has `plain_size` elements, then `rotary_size` elements. `absorb` [heads] are the products with a head's
+// query, of size [latent, plain size], and `expand` [heads] the products with a head's output, of size [value size, latent]. If
+// `num_heads` is 0, the layer has no latent attention.
+struct Latent {
+  int64_t num_heads;
+  int64_t latent;
+  int64_t rotary_size;
+  int64_t plain_size;
+  int64_t value_size;
+  int64_t order;
+  Linear up;
+  const Linear* absorb;
+  const Linear* expand;
+  float query_eps;
+  float key_eps;
+};
+
 // Decoder layer. In `gate_up`, groups of kLanes rows of gate and of up alternate. `attention_out_norm` and `mlp_out_norm` are
 // applied to the outputs of attention and MLP before these outputs are added to the hidden states. Norms that the model does not
 // have are null. `rotary` is the index of the layer's rotary embedding among the `rotaries` of the step. If a layer has neither
@@ -261,6 +285,7 @@ struct Layer {
   float attention_factor;
   float mlp_factor;
   Recurrence recurrence;
+  Latent latent;
 };
 
 // Shared memory through which `size` ranks exchange data in pieces of `piece` bytes (see exchange.h). `base` is null for a single

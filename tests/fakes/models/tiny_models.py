@@ -52,7 +52,7 @@ _ROUTED_MOE = {
 _MLA = {
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 12,
     **_ALL_HEADS,

@@ -369,8 +369,9 @@ def _load_runner(
             round_weights(model.module)
         if split is None:
             onlooker.loaded(model.module)
+        adapted = replace(_with_part(forward, split), lora=_slots(config.lora))
         if links is None:
-            built = build_forward(model, replace(_with_part(forward, split), lora=_slots(config.lora)))
+            built = build_forward(model, adapted)
             experts = None if shared is None else _experts(config, shared, model)
             drafter = create_drafter(config, model, built.forward, forward, progress)
             return GenerationRunner(model, built, experts=experts, drafter=drafter)
@@ -380,7 +381,7 @@ def _load_runner(
             max_tokens=config.scheduler.step_tokens,
             max_seqs=config.scheduler.max_num_seqs,
         )
-        staged = build_stage(model, _with_part(forward, split), stage)
+        staged = build_stage(model, adapted, stage)
         onlooker.cut(model.module)
         return StageRunner(model, staged, links)
     towers = config.multimodal.enabled

@@ -153,7 +153,8 @@ def build_forward(model: LoadedModel, config: ForwardConfig) -> BuiltForward:
     candidates = fused_candidates(probed, config.kernels, config.attention_backend, config.lora) if whole else []
     candidates += attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends and (native.uses.states or not probed.states):
-        candidates.append(decoder_candidate(native.library, probed, run_prompt, config.part))
+        adapts = config.lora is not None
+        candidates.append(decoder_candidate(native.library, probed, run_prompt, config.part, adapts=adapts))
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, run, serve))
     proven = first_proven(candidates, run, config.agree)
@@ -213,7 +214,10 @@ def build_stage(model: LoadedModel, config: ForwardConfig, stage: StageConfig) -
     attending = Attending(config.device, left.probed.specs, model.dtype, attended, left.run)
     candidates = attention_candidates(attending, config.kernels, config.attention_backend)
     if native is not None and native.uses.decoder and attends and not whole.states:
-        candidates.append(decoder_candidate(native.library, left.probed, left.run, config.part, left.seams))
+        adapts = config.lora is not None
+        candidates.append(
+            decoder_candidate(native.library, left.probed, left.run, config.part, left.seams, adapts=adapts)
+        )
     if native is not None and native.uses.linear:
         candidates.append(linear_candidate(native.library, model.module, lambda: left.run(serve()), serve))
     proven = first_proven(candidates, lambda: left.expected, config.agree)

@@ -45,7 +45,7 @@ from penstock_enginecore.lora.adapter import (
     expect_known,
     segments_of_rows,
 )
-from penstock_enginecore.models.decoder_plan import AttentionPlan, MLPPlan, ModelPlan, RecurrentPlan
+from penstock_enginecore.models.decoder_plan import AttentionPlan, LatentPlan, MLPPlan, ModelPlan, RecurrentPlan
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.hybrid_reader import hybrid_has_mixtures, plan_hybrid
 from penstock_enginecore.models.multimodal.base import MediaEncoder
@@ -186,6 +186,8 @@ def decoder_candidate(
     run: Callable[[ForwardPass], torch.Tensor],
     part: Part | None = None,
     seams: Seams | None = None,
+    *,
+    adapts: bool = False,
 ) -> Candidate[ForwardPass]:
     """Return a candidate for the forward pass that computes all layers in the CPU kernels.
 
@@ -195,10 +197,13 @@ def decoder_candidate(
         run: Function that runs a forward pass over a probe and returns the result.
         part: This rank's shard of the model, if the model is split among tensor-parallel ranks.
         seams: Hidden states that this pipeline stage receives and sends, or None if the model is not split into stages.
+        adapts: Whether LoRA adapters are enabled.
     """
     module = probed.model.module
     spends = hybrid_has_mixtures(module) if probed.states else has_mixtures(module)
-    return Candidate("decoder", lambda: NativeForward(library, probed, run, part, seams), library.rounds_to, spends)
+    return Candidate(
+        "decoder", lambda: NativeForward(library, probed, run, part, seams, adapts=adapts), library.rounds_to, spends
+    )
 
 
 def linear_candidate(
@@ -244,12 +249,16 @@ class NativeForward(KernelDecoder):
         run: Callable[[ForwardPass], torch.Tensor],
         part: Part | None = None,
         seams: Seams | None = None,
+        *,
+        adapts: bool = False,
     ) -> None:
         module = probed.model.module
         plan = (plan_hybrid if probed.states else plan_model)(module, probed.calls)
         reason = unsuitable_part(probed.model, plan, part)
         if plan.embedding.dtype not in (torch.float32, torch.bfloat16):
             reason = f"the model's weights are {str(plan.embedding.dtype).removeprefix('torch.')}"
+        if adapts and any(isinstance(layer.attention, LatentPlan) for layer in plan.layers):
+            reason = "LoRA adapters are enabled, and the model's layers use latent attention (MLA)"
         if seams is not None and probed.model.dtype != torch.float32:
             reason = (
                 reason

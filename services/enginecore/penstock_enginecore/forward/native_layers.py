@@ -30,7 +30,14 @@ from penstock_enginecore.models.decoder_plan import (
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.loader import LoadedModel
 from penstock_enginecore.models.rope import QueryScale
-from penstock_enginecore.native.attention import TILE, cache_struct, group_struct, kernel_layout, params_struct
+from penstock_enginecore.native.attention import (
+    TILE,
+    cache_struct,
+    group_struct,
+    kernel_layout,
+    params_struct,
+    takes_latents,
+)
 from penstock_enginecore.native.backend import PackedLayers
 from penstock_enginecore.native.experts import PackedExperts, PackedRouter
 from penstock_enginecore.native.ffi_structs import (
@@ -38,6 +45,7 @@ from penstock_enginecore.native.ffi_structs import (
     Exchange,
     Fusion,
     Group,
+    Latent,
     Layer,
     Linear,
     Mixture,
@@ -46,6 +54,7 @@ from penstock_enginecore.native.ffi_structs import (
     Recurrence,
     Step,
 )
+from penstock_enginecore.native.latents import packed_heads
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import PackedWeight, interleaved
 from penstock_enginecore.parallel.collectives import PIECE
@@ -63,17 +72,13 @@ def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCa
     """Return why the kernels' decoder cannot compute the layers of ``plan``, or None if the decoder can compute the
     layers.
     """
-    if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE]:
+    if odd := [spec.block_size for spec in specs.values() if spec.block_size % TILE and not spec.keeps_latents]:
         return f"cache.block_size {odd[0]} is not a multiple of {TILE}"
     if len(plan.layers) > _MAX_LAYERS:
         return f"the model has more than {_MAX_LAYERS} layers"
-    if any(isinstance(each.attention, LatentPlan) for each in plan.layers):
-        return "the model's layers use latent attention (MLA)"
-    attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
-    if reason := _unsuitable_recurrence(library, plan) or _unsuitable_attention(plan, attentions):
+    latents = any(isinstance(each.attention, LatentPlan) for each in plan.layers)
+    if reason := (_unsuitable_latents(library, plan, specs) if latents else _unsuitable_heads(library, plan)):
         return reason
-    if (head_size := attentions[0].head_size) % library.lanes:
-        return f"a head size of {head_size} is not a multiple of {library.lanes}"
     if reason := _unsuitable_norms(plan):
         return reason
     if len({layer.residual_scale for layer in plan.layers}) > 1:
@@ -87,6 +92,31 @@ def unsuitable(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCa
     if len({(each.mlp.activation, each.mlp.gated) for each in plan.layers if isinstance(each.mlp, MLPPlan)}) > 1:
         return "the model's MLPs have different activation functions"
     return next((reason for layer in plan.layers if (reason := _unsuitable_mlp(library, layer))), None)
+
+
+def _unsuitable_latents(library: NativeLibrary, plan: ModelPlan, specs: Mapping[str, KVCacheSpec]) -> str | None:
+    attentions = [each.attention for each in plan.layers if isinstance(each.attention, LatentPlan)]
+    if len(attentions) < len(plan.layers):
+        return "only some of the model's layers use latent attention (MLA)"
+    if not all(spec.keeps_latents for spec in specs.values()):
+        return "the KV cache has full keys and values of latent attention (MLA)"
+    shapes = {(each.num_heads, each.latent, each.rotary_size, each.plain_size, each.value_size) for each in attentions}
+    if len(shapes) > 1:
+        return "the model's layers have latents of different shapes"
+    latent, rotated = attentions[0].latent, attentions[0].rotary_size
+    dtype = library.rounds_to or torch.float32
+    if not takes_latents(library, dtype, latent + rotated, latent):
+        return f"latents of {latent} numbers with {rotated} rotated numbers are not multiples of the kernels' vectors"
+    return None
+
+
+def _unsuitable_heads(library: NativeLibrary, plan: ModelPlan) -> str | None:
+    attentions = [each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan)]
+    if reason := _unsuitable_recurrence(library, plan) or _unsuitable_attention(plan, attentions):
+        return reason
+    if (head_size := attentions[0].head_size) % library.lanes:
+        return f"a head size of {head_size} is not a multiple of {library.lanes}"
+    return None
 
 
 def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> str | None:
@@ -107,7 +137,10 @@ def unsuitable_part(model: LoadedModel, plan: ModelPlan, part: Part | None) -> s
         return "the model's experts are split between workers"
     if any(isinstance(layer.attention, RecurrentPlan) for layer in plan.layers):
         return "the model's recurrent layers are split between workers"
-    if _first_attention(plan).norms_all_heads:
+    first = _first_attention(plan)
+    if isinstance(first, LatentPlan) and first.num_heads == model.module.config.num_attention_heads:
+        return "every worker computes all heads of the model's latent attention (MLA)"
+    if isinstance(first, AttentionPlan) and first.norms_all_heads:
         return "the input of a norm is split between workers"
     return None
 
@@ -142,7 +175,7 @@ def _unsuitable_attention(plan: ModelPlan, attentions: Sequence[AttentionPlan]) 
 
 
 def _unsuitable_norms(plan: ModelPlan) -> str | None:
-    if len({norm.eps for norm in plan.norms}) > 1:
+    if len({norm.eps for norm in _norms_of_model(plan)}) > 1:
         return "the model's norms have different epsilons"
     if len({norm.centered for norm in plan.norms}) > 1:
         return "some of the model's norms subtract the mean, and others do not"
@@ -185,8 +218,28 @@ def _unsuitable_recurrence(library: NativeLibrary, plan: ModelPlan) -> str | Non
     return None
 
 
-def _first_attention(plan: ModelPlan) -> AttentionPlan:
-    return next(each.attention for each in plan.layers if isinstance(each.attention, AttentionPlan))
+def _norms_of_model(plan: ModelPlan) -> list[Norm]:
+    """Return the norms that use the model's own epsilon. Norms of latent attention have their own epsilons."""
+    own = [each.attention.norms for each in plan.layers if isinstance(each.attention, LatentPlan)]
+    others = {id(norm) for norms in own for norm in norms}
+    return [norm for norm in plan.norms if id(norm) not in others]
+
+
+def _first_attention(plan: ModelPlan) -> AttentionPlan | LatentPlan:
+    return next(each.attention for each in plan.layers if not isinstance(each.attention, RecurrentPlan))
+
+
+def _heads(attention: AttentionPlan | LatentPlan) -> tuple[int, int, int]:
+    """Return the numbers of query heads and key heads, and the size of a key."""
+    if isinstance(attention, LatentPlan):
+        return attention.num_heads, 1, attention.latent + attention.rotary_size
+    return attention.num_heads, attention.num_kv_heads, attention.head_size
+
+
+def _first_linears(attention: AttentionPlan | LatentPlan | RecurrentPlan) -> tuple[Any, ...]:
+    if isinstance(attention, RecurrentPlan):
+        return attention.inputs
+    return attention.down if isinstance(attention, LatentPlan) else attention.qkv
 
 
 def query_rows(attention: AttentionPlan, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -252,17 +305,15 @@ class DecoderLayers:
         return Model(
             len(layers),
             first.output.out_features,
-            first.num_heads,
-            first.num_kv_heads,
-            first.head_size,
+            *_heads(first),
             plan.rotary_size,
             max((mlp.down.in_features for mlp in dense), default=0),
             (_GATE_ACTIVATIONS if dense[0].gated else _ACTIVATIONS)[dense[0].activation] if dense else 0,
-            first.norms_all_heads,
+            isinstance(first, AttentionPlan) and first.norms_all_heads,
             plan.family.norms_rotated,
             plan.family.pairs,
             plan.norms[0].centered,
-            plan.norms[0].eps / self.unit**2,
+            _norms_of_model(plan)[0].eps / self.unit**2,
             plan.logits_softcap or 0.0,
             self._kept((Layer * len(layers))(*layers)),
             self.norm(plan.norm, 1 / plan.logits_divisor),
@@ -272,17 +323,19 @@ class DecoderLayers:
 
     def _layer(self, index: int, layer: LayerPlan) -> Layer:
         attention, mlp = layer.attention, layer.mlp
-        if isinstance(attention, LatentPlan):
-            raise TypeError(f"{layer.name} uses latent attention (MLA)")
         gate_up, down, mixture = Linear(), Linear(), Mixture()
         qkv = self._first_product(attention)
         output = self.pack(attention.output.weight, attention.output.bias)
-        how, rotary, gated, recurrence = Params(), 0, False, Recurrence()
+        how, rotary, gated, recurrence, latent = Params(), 0, False, Recurrence(), Latent()
         if isinstance(attention, RecurrentPlan):
             recurrence = self._recurrence(attention)
         else:
-            (how, sinks), rotary, gated = params_struct(attention.params), attention.rotary, attention.gated
+            (how, sinks), rotary = params_struct(attention.params), attention.rotary
             self._keep.append(sinks)
+        if isinstance(attention, AttentionPlan):
+            gated = attention.gated
+        elif isinstance(attention, LatentPlan):
+            latent = self._latent(attention)
         if isinstance(mlp, MLPPlan):
             gate_up = self._gate_up(mlp)
             down = self.pack(mlp.down.weight, mlp.down.bias)
@@ -304,6 +357,28 @@ class DecoderLayers:
             layer.parallel,
             *layer.output_scales,
             recurrence,
+            latent,
+        )
+
+    def _latent(self, plan: LatentPlan) -> Latent:
+        up = Linear() if plan.up is None else self.pack(plan.up.weight, plan.up.bias)
+        weight: Any = plan.expansion.weight
+        weights = packed_heads(self._library, weight, plan.plain_size, plan.value_size)
+        absorb, expand = (self._kept((Linear * len(each))(*(weight.struct for weight in each))) for each in weights)
+        self._packed += weights[0] + weights[1]
+        query_norm, key_norm = plan.norms
+        return Latent(
+            plan.num_heads,
+            plan.latent,
+            plan.rotary_size,
+            plan.plain_size,
+            plan.value_size,
+            plan.interleaved * (1 + plan.stays_interleaved),
+            up,
+            absorb,
+            expand,
+            0.0 if query_norm is None else query_norm.eps,
+            key_norm.eps,
         )
 
     def _gate_up(self, mlp: MLPPlan) -> Linear:
@@ -312,11 +387,16 @@ class DecoderLayers:
             return self.pack(up.weight, up.bias)
         return self.pack(interleaved(self._library, *_gate_and_up(mlp)), None)
 
-    def _first_product(self, attention: AttentionPlan | RecurrentPlan) -> Linear:
+    def _first_product(self, attention: AttentionPlan | LatentPlan | RecurrentPlan) -> Linear:
         """Pack the projections before an attention or a recurrent layer as one matrix product."""
-        projections: Any = attention.inputs if isinstance(attention, RecurrentPlan) else attention.qkv
+        projections: Any = _first_linears(attention)
         weights = [linear.weight for linear in projections]
         biases = [linear.bias for linear in projections]
+        if len({bias is None for bias in biases}) > 1:
+            biases = [
+                weight.new_zeros(len(weight)) if bias is None else bias
+                for weight, bias in zip(weights, biases, strict=True)
+            ]
         if isinstance(attention, AttentionPlan) and attention.gated:
             weights = _gates_last(attention, weights)
             biases = biases if biases[0] is None else _gates_last(attention, biases)
@@ -450,7 +530,9 @@ class KernelDecoder:
         # If matrix products round their inputs to bfloat16, the KV cache stores the rounded values.
         dtype = library.rounds_to or torch.float32
         self.specs = {name: msgspec.structs.replace(spec, dtype_size=dtype.itemsize) for name, spec in specs.items()}
-        self.memory = KVMemory(self.specs, lambda *_: kernel_layout(library, dtype), dtype, self.device)
+        self.memory = KVMemory(
+            self.specs, lambda spec, _: kernel_layout(library, dtype, latents=spec.keeps_latents), dtype, self.device
+        )
         self._library = library
         self._module: Any = module
         self._probe = run

@@ -10,7 +10,7 @@ import torch
 
 from penstock_enginecore.attention.base import AttentionParams
 from penstock_enginecore.models.errors import UnsuitableError
-from penstock_enginecore.models.families import Family
+from penstock_enginecore.models.families import Family, Turned
 from penstock_enginecore.models.quantization.layers import QuantizedLinear, QuantizedStack
 from penstock_enginecore.models.rope import QueryScale
 
@@ -107,6 +107,8 @@ class LatentPlan:
         down: Two projections of the hidden state: one to the queries or to their low-rank input, one to the latent and
             to the elements of keys that are rotated.
         up: Projection of the low-rank input to the queries, or None if ``down`` computes the queries.
+        interleaved: Whether neighbours are rotated together, and not elements of the two halves.
+        stays_interleaved: Whether the model's own modules store rotated neighbours as neighbours, and not in halves.
         expansion: Projection of the latent to ``plain_size`` elements of each head's key and ``value_size`` elements of
             each head's value.
     """
@@ -122,6 +124,7 @@ class LatentPlan:
     plain_size: int
     value_size: int
     interleaved: bool
+    stays_interleaved: bool
     rotary: int
     params: AttentionParams
 
@@ -379,15 +382,14 @@ class ModelPlan:
             cosines, _ = self.turns((), positions, like)
             return torch.ones_like(cosines), torch.zeros_like(cosines)
         at = positions[None] if positions.ndim == 1 else positions[:, None]
-        turns = self.rotary(like, at, *variant)
-        if isinstance(turns, torch.Tensor):  # complex numbers
-            turns = turns.real, turns.imag
-        cosines, sines = (self._spread(each[0].float()) for each in turns)
+        turns, turned = self.rotary(like, at, *variant), self.family.turned
+        if isinstance(turns, torch.Tensor):  # one complex number for each pair of rotated elements
+            turns, turned = (turns.real, turns.imag), "half"
+        cosines, sines = (self._spread(each[0].float(), turned) for each in turns)
         return cosines, sines
 
-    def _spread(self, turns: torch.Tensor) -> torch.Tensor:
+    def _spread(self, turns: torch.Tensor, turned: Turned) -> torch.Tensor:
         """Return cosines or sines for each rotated element of a head."""
-        turned = self.family.turned
         if self.family.pairs and turned != "pairs":
             half = turns if turned == "half" else turns[:, : turns.shape[1] // 2]
             return half.repeat_interleave(2, dim=1)

@@ -75,14 +75,9 @@ class LatentHeads(torch.nn.Linear):
 
     def products(self, x: torch.Tensor, *, absorbs: bool) -> torch.Tensor:
         """Return the products of ``forward`` for ``x`` ``[tokens, heads, size]``, with all heads contiguous."""
-        keys, values = self.by_head()
+        keys, values = by_head(self.weight, self.plain, self.value)
         product = torch.bmm(x.transpose(0, 1), keys if absorbs else values.transpose(1, 2))
         return product.transpose(0, 1).flatten(1)
-
-    def by_head(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of the weight for keys and for values, each ``[heads, rows, latent]``."""
-        rows = self.weight.view(self.num_heads, self.plain + self.value, self.latent)
-        return rows[:, : self.plain], rows[:, self.plain :]
 
     def addition(self, update: Update) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """Return a function that adds the product of a LoRA update of ``kv_b_proj`` to the output of ``forward``."""
@@ -99,6 +94,12 @@ class LatentHeads(torch.nn.Linear):
             out += added.flatten(1).to(out.dtype)
 
         return add
+
+
+def by_head(weight: torch.Tensor, plain: int, value: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of a weight of ``kv_b_proj`` for keys and for values, each ``[heads, rows, latent]``."""
+    rows = weight.view(-1, plain + value, weight.shape[1])
+    return rows[:, :plain], rows[:, plain:]
 
 
 def latent_heads(attention: torch.nn.Module) -> LatentHeads | None:

@@ -32,6 +32,7 @@ from penstock_enginecore.models.decoder_plan import (
 )
 from penstock_enginecore.models.errors import UnsuitableError
 from penstock_enginecore.models.families import FAMILIES, SOFTMAX_ROUTERS, Factor, Family, is_known, sums_to_one
+from penstock_enginecore.models.latent_hook import LatentHeads
 from penstock_enginecore.models.quantization.layers import (
     DOWN,
     GATE_UP,
@@ -254,6 +255,7 @@ class PlanReader:
             plain_size=size - int(attention.qk_rope_head_dim),
             value_size=size_v,
             interleaved=self._family.deepseek_v2 or bool(attention.config.rope_interleave),
+            stays_interleaved=self._family.deepseek_v2,
             rotary=rotary,
             params=params,
         )
@@ -376,7 +378,7 @@ class PlanReader:
         """Return ``linear`` if it is a linear layer, quantized or not. Raises UnsuitableError for other modules."""
         if type(linear) is QuantizedLinear:
             return linear
-        if type(linear) is not torch.nn.Linear:
+        if type(linear) is not torch.nn.Linear and not isinstance(linear, LatentHeads):
             raise UnsuitableError(
                 f"{self._named(linear)} is a {type(linear).__module__}.{type(linear).__name__}, not a Linear of torch.nn"
             )

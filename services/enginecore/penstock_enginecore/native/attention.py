@@ -150,12 +150,14 @@ def takes_latents(library: NativeLibrary, dtype: torch.dtype, width: int, latent
     )
 
 
-def kernel_layout(library: NativeLibrary, dtype: torch.dtype) -> KVLayout:
-    """Return the kernels' cache layout for elements of ``dtype``. Raises ValueError unless ``dtype`` is float32 or the
-    dtype to which the kernels round inputs.
+def kernel_layout(library: NativeLibrary, dtype: torch.dtype, *, latents: bool = False) -> KVLayout:
+    """Return the kernels' cache layout for elements of ``dtype``, for keys and values or for latents. Raises ValueError
+    unless ``dtype`` is float32 or the dtype to which the kernels round inputs.
     """
     if dtype not in (torch.float32, library.rounds_to):
         raise ValueError(f"the kernels do not support a KV cache in {str(dtype).removeprefix('torch.')}")
+    if latents:
+        return LATENTS
     return TILES if dtype == torch.float32 else PAIRS
 
 

@@ -189,6 +189,26 @@ class Recurrence(ctypes.Structure):
     ]
 
 
+class Latent(ctypes.Structure):
+    """Latent attention (MLA) of a decoder layer. All fields are 0 if the layer has none. ``absorb`` and ``expand`` are
+    arrays with a product for each head.
+    """
+
+    _fields_ = [
+        ("num_heads", _Int),
+        ("latent", _Int),
+        ("rotary_size", _Int),
+        ("plain_size", _Int),
+        ("value_size", _Int),
+        ("order", _Int),
+        ("up", Linear),
+        ("absorb", ctypes.POINTER(Linear)),
+        ("expand", ctypes.POINTER(Linear)),
+        ("query_eps", ctypes.c_float),
+        ("key_eps", ctypes.c_float),
+    ]
+
+
 class Layer(ctypes.Structure):
     """Decoder layer. Norms that the layer does not have are null. ``rotary`` is the index of the layer's rotary
     embedding among the step's rotary embeddings.
@@ -214,6 +234,7 @@ class Layer(ctypes.Structure):
         ("attention_factor", ctypes.c_float),
         ("mlp_factor", ctypes.c_float),
         ("recurrence", Recurrence),
+        ("latent", Latent),
     ]
 
 

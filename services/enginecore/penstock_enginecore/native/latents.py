@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 import torch
 
-from penstock_enginecore.models.latent_hook import LatentHeads
+from penstock_enginecore.models.latent_hook import LatentHeads, by_head
 from penstock_enginecore.native.ffi_structs import Grouped, Linear
 from penstock_enginecore.native.library import NativeLibrary
 from penstock_enginecore.native.weights import PackedWeight
@@ -20,7 +20,7 @@ class PackedLatentHeads(LatentHeads):
     def __init__(self, library: NativeLibrary, heads: LatentHeads) -> None:
         super().__init__(heads, heads.latent, heads.plain, heads.value)
         self._library = library
-        self._packed = packed_heads(library, heads)
+        self._packed = packed_heads(library, heads.weight, heads.plain, heads.value)
         self.weight = torch.nn.Parameter(torch.empty(0), requires_grad=False)
 
     @property
@@ -54,10 +54,14 @@ class PackedLatentHeads(LatentHeads):
         return out.transpose(0, 1).flatten(1)
 
 
-def packed_heads(library: NativeLibrary, heads: LatentHeads) -> tuple[list[PackedWeight], list[PackedWeight]]:
-    """Return each head's packed weight for queries, ``[latent, plain]``, and for outputs, ``[value, latent]``."""
-    keys, values = heads.by_head()
-    each = range(heads.num_heads)  # torch cannot iterate over weights that are stored in 16 bits
+def packed_heads(
+    library: NativeLibrary, weight: torch.Tensor, plain: int, value: int
+) -> tuple[list[PackedWeight], list[PackedWeight]]:
+    """Return each head's packed weight for queries, ``[latent, plain]``, and for outputs, ``[value, latent]``. ``weight``
+    is the weight of ``kv_b_proj``.
+    """
+    keys, values = by_head(weight, plain, value)
+    each = range(len(keys))  # torch cannot iterate over weights that are stored in 16 bits
     return [PackedWeight(library, keys[head].T) for head in each], [
         PackedWeight(library, values[head]) for head in each
     ]
