@@ -123,6 +123,18 @@ def test_a_block_that_comes_broken_is_computed(
     way: Way, numbers: tuple[int, ...], model: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Includes a case with three broken blocks, after which the engine stops pulling."""
+    check_broken(way, numbers, model, ends, monkeypatch)
+
+
+@pytest.mark.parametrize("way", [by_grpc, by_shared_memory])
+def test_so_is_a_block_of_latents(way: Way, tmp_path: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny_model("deepseek_v3", tmp_path)
+    check_broken(way, (7,), tmp_path, ends, monkeypatch)
+
+
+def check_broken(
+    way: Way, numbers: tuple[int, ...], model: Path, ends: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bad = Bad(*numbers)
     transport = way(bad, monkeypatch)
     transfer = {"transport": transport, "arena": 1 << 20}

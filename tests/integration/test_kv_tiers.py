@@ -20,8 +20,8 @@ from tests.fakes.models.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.fakes.patience import PATIENCE
 
 BLOCK_SIZE = 4
-FAMILIES = ("llama", "gemma2")
-"""A model type with full attention, and a model type that also has sliding windows."""
+FAMILIES = ("llama", "gemma2", "deepseek_v3")
+"""Model types with full attention, also with sliding windows, and with latents instead of keys and values."""
 LARGE = 600
 PLENTY = 16 << 20
 """Host memory in bytes. Blocks have a few kilobytes, so all of them fit."""
