@@ -310,7 +310,7 @@ ARCHITECTURES = tuple(_FAMILIES)
 def class_name(architecture: str) -> str | None:
     """Return the name of the model class of one of ``ARCHITECTURES`` in transformers."""
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    found = classes.get(type(tiny_config(architecture)))
+    found = classes.get(type(tiny_config(architecture)), None)
     return None if found is None else str(found.__name__)
 
 
