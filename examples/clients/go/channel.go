@@ -19,7 +19,7 @@ import (
 const maxMessageBytes = 64 << 20 // 4 MiB are too few for long log-probabilities
 
 func init() {
-	// A name is resolved again when a connection ends, but no sooner than this after the last time; 30 s by default.
+	// Resolve the name again when a connection ends, but wait at least 5 s between two resolutions (default: 30 s).
 	dns.SetMinResolutionInterval(5 * time.Second)
 }
 
@@ -40,7 +40,7 @@ func connect(address string, encrypted bool, ca string) (*grpc.ClientConn, error
 		address,
 		grpc.WithTransportCredentials(transport),
 		grpc.WithDefaultServiceConfig(protos.ServiceConfig),
-		// A server that vanished is noticed after 40 s, also in a silent stream.
+		// Detect a broken connection after 40 s, even in a stream without messages.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessageBytes)),
 	)

@@ -37,12 +37,12 @@ std::shared_ptr<grpc::Channel> connect(const std::string& address, bool tls, con
   grpc::ChannelArguments arguments;
   arguments.SetServiceConfigJSON(penstock::kServiceConfig);
   arguments.SetMaxReceiveMessageSize(kMaxMessageBytes);
-  // A server that vanished is noticed after 40 s, also in a stream that stays silent for long.
+  // Detect a broken connection after 40 s, even in a stream without messages.
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
-  arguments.SetInt("grpc.http2.ping_timeout_ms", 10'000);  // and one that hangs, which is a minute otherwise
+  arguments.SetInt("grpc.http2.ping_timeout_ms", 10'000);  // the same for a server that hangs; default: 60 s
   arguments.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
-  // A name is resolved again when a connection ends, but no sooner than this after the last time; 30 s by default.
+  // Resolve the name again when a connection ends, but wait at least 5 s between two resolutions (default: 30 s).
   arguments.SetInt(GRPC_ARG_DNS_MIN_TIME_BETWEEN_RESOLUTIONS_MS, 5'000);
   return grpc::CreateCustomChannel(address, credentials(tls, ca), arguments);
 }

@@ -47,7 +47,7 @@ std::string describe(const google::protobuf::Any& detail) {
 
 std::string describe(const grpc::Status& failed) {
   std::string lines = name_of(failed.error_code()) + ": " + failed.error_message() + "\n";
-  google::rpc::Status status;  // of grpc-status-details-bin; empty where no Penstock server made the error
+  google::rpc::Status status;  // from grpc-status-details-bin; empty if no Penstock server created the error
   status.ParseFromString(failed.error_details());
   for (const auto& detail : status.details()) lines += describe(detail);
   return lines;

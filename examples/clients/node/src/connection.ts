@@ -12,7 +12,7 @@ import { POLICY } from "./health.js";
 const SERVICE_CONFIG = { ...serviceConfig, loadBalancingConfig: [{ [POLICY]: serviceConfig.healthCheckConfig }] };
 const OPTIONS = {
   "grpc.service_config": JSON.stringify(SERVICE_CONFIG),
-  "grpc.keepalive_time_ms": 30_000, // a server that vanished is noticed after 40 s, also in a silent stream
+  "grpc.keepalive_time_ms": 30_000, // detects a broken connection after 40 s, also in silent streams
   "grpc.keepalive_timeout_ms": 10_000,
   "grpc.dns_min_time_between_resolutions_ms": 5_000, // new addresses are found sooner than after 30 s
   "grpc.max_receive_message_length": 64 * 1024 * 1024, // 4 MiB are too few for long log-probabilities

@@ -35,7 +35,7 @@ fn endpoint(options: &Options) -> Result<Endpoint, Failure> {
     let scheme = if encrypted { "https" } else { "http" };
     let endpoint = Endpoint::from_shared(format!("{scheme}://{}", options.address.as_str()))?
         .connect_timeout(CONNECT_TIMEOUT)
-        // A server that vanished is noticed after 40 s, also in a silent stream.
+        // Detect a broken connection after 40 s, even in a stream without messages.
         .http2_keep_alive_interval(Duration::from_secs(30))
         .keep_alive_timeout(Duration::from_secs(10));
     if !encrypted {

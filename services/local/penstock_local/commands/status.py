@@ -425,7 +425,7 @@ def _groups(snapshot: Snapshot) -> list[Text]:
     lines = []
     for group in snapshot.cluster.groups:
         size, target = len(group.view.group.members), group.target_size
-        state = "suspended" if group.suspended else "paused" if group.view.pauses.on else "together"
+        state = "suspended" if group.suspended else "paused" if group.view.pauses.on else "running"
         goal = "" if size == target else f" of {target}"
         text = f"group of pool {group.pool}: {size}{goal} ranks, {state}, epoch {group.view.group.epoch}, wave {group.view.wave}"
         lines.append(Text(text, style="red" if group.suspended else ""))
@@ -437,7 +437,7 @@ def _variants(snapshot: Snapshot) -> list[Text]:
     variants = snapshot.cluster.variants
     if len(variants) < 2:
         return []
-    lines = [Text(f"{len(variants)} variants of the model, which compute differently:", style="yellow")]
+    lines = [Text(f"{len(variants)} variants of the model, whose outputs can differ:", style="yellow")]
     for variant in variants:
         differs = ", ".join(f"{key}={value or 'not there'}" for key, value in sorted(variant.differs.items()))
         lines.append(Text(f"  {', '.join(variant.engine_ids)}: {differs or 'does not say'}", style="yellow"))

@@ -200,7 +200,7 @@ async def test_engines_that_compute_differently_are_told_with_what_differs(
     server.admin.engines, server.admin.variants = [engine(0), engine(1)], MIXTURE
     assert await server.run("--once") == 0
     assert capsys.readouterr().out.splitlines()[1:5] == [
-        "3 variants of the model, which compute differently:",
+        "3 variants of the model, whose outputs can differ:",
         "  engine-0, engine-2: code=not there, dtype=float32",
         "  engine-1: code=c0de, dtype=bfloat16",
         "  engine-3: does not say",
@@ -376,8 +376,8 @@ def a_group(**values: Any) -> data_parallel_pb2.GroupView:
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"target_size": 2}, "group of pool default: 2 ranks, together, epoch 7, wave 3"),
-        ({"target_size": 3}, "group of pool default: 2 of 3 ranks, together, epoch 7, wave 3"),
+        ({"target_size": 2}, "group of pool default: 2 ranks, running, epoch 7, wave 3"),
+        ({"target_size": 3}, "group of pool default: 2 of 3 ranks, running, epoch 7, wave 3"),
         ({"target_size": 2, "suspended": True}, "group of pool default: 2 ranks, suspended, epoch 7, wave 3"),
         (
             {"target_size": 2, "pauses": data_parallel_pb2.Pauses(number=1, mode=control_pb2.PAUSE_MODE_KEEP)},

@@ -39,7 +39,7 @@ final class Connection {
     try {
       return Grpc.newChannelBuilder(line.address, credentials(line))
           .defaultServiceConfig(serviceConfig())
-          .keepAliveTime(30, TimeUnit.SECONDS) // a server that vanished is noticed after 40 s, also in a silent stream
+          .keepAliveTime(30, TimeUnit.SECONDS) // detects a broken connection after 40 s, also in silent streams
           .keepAliveTimeout(10, TimeUnit.SECONDS)
           .maxInboundMessageSize(MAX_MESSAGE_BYTES)
           .intercept(MetadataUtils.newAttachHeadersInterceptor(authorization()))

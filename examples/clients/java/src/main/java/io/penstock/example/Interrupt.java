@@ -30,7 +30,7 @@ final class Interrupt implements AutoCloseable {
   }
 
   private void cancel() {
-    context.cancel(null); // each call tells the server, which ends its work in the engine
+    context.cancel(null); // the server is told of each cancelled call, and stops its work in the engine
     try {
       ended.await(PATIENCE_SECONDS, TimeUnit.SECONDS);
     } catch (InterruptedException interrupted) {

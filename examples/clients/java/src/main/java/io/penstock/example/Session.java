@@ -65,7 +65,7 @@ final class Session implements ClientResponseObserver<GenerateSessionRequest, Ge
     switch (response.getMessageCase()) {
       case OUTPUT -> receive(response.getOutput());
       case ERROR -> receive(response.getError());
-      default -> {} // of a later version
+      default -> {} // a message of a later version of the API
     }
   }
 

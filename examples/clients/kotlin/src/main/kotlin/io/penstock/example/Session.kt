@@ -29,7 +29,7 @@ internal class Session(private val line: CommandLine) {
             when (response.messageCase) {
                 MessageCase.OUTPUT -> receive(response.output)
                 MessageCase.ERROR -> receive(response.error)
-                else -> {} // of a later version
+                else -> {} // a message of a later version of the API
             }
         }
         return !failed
