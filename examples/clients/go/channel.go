@@ -8,7 +8,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
-	_ "google.golang.org/grpc/health" // for healthCheckConfig of the service config
+	_ "google.golang.org/grpc/health" // enables healthCheckConfig of the service config
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/resolver/dns"
@@ -23,8 +23,8 @@ func init() {
 	dns.SetMinResolutionInterval(5 * time.Second)
 }
 
-// connect opens a channel: balancing, health, retries, keepalive, and TLS where it is asked for or a file of certificates
-// to trust is named.
+// connect opens a channel with load balancing, health checks, retries and keepalive. The channel uses TLS if encrypted is
+// true, or if ca names a file with the certificates to trust.
 func connect(address string, encrypted bool, ca string) (*grpc.ClientConn, error) {
 	transport := insecure.NewCredentials()
 	if ca != "" {
@@ -46,7 +46,7 @@ func connect(address string, encrypted bool, ca string) (*grpc.ClientConn, error
 	)
 }
 
-// withKey puts an API key into the metadata of the calls made with the context.
+// withKey returns a context whose calls have the API key in their metadata.
 func withKey(ctx context.Context, key string) context.Context {
 	if key == "" {
 		return ctx
@@ -54,7 +54,7 @@ func withKey(ctx context.Context, key string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+key)
 }
 
-// withDeadline begins the time that a call has; 0 is without end. Calling what it returns ends the call, if it still runs.
+// withDeadline returns a context for one call that ends after timeout. 0: no limit. The returned function cancels the call.
 func withDeadline(ctx context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
 	if timeout == 0 {
 		return context.WithCancel(ctx)

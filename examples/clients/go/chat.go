@@ -9,7 +9,7 @@ import (
 	inferencev1 "penstock.io/protos/inference/v1"
 )
 
-// chatRequest asks to answer the message.
+// chatRequest returns a request to answer the message.
 func (o options) chatRequest() *inferencev1.ChatRequest {
 	var messages []*inferencev1.ChatMessage
 	if o.system != "" {

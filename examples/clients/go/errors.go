@@ -11,7 +11,7 @@ import (
 	inferencev1 "penstock.io/protos/inference/v1"
 )
 
-// describe tells the code and the message of a failed call, and its google.rpc details.
+// describe returns the code, the message and the google.rpc details of a failed call, as text.
 func describe(err error) string {
 	var out strings.Builder
 	failed := status.Convert(err)
@@ -31,7 +31,7 @@ func describe(err error) string {
 	return out.String()
 }
 
-// describeOne tells the same of one request of a session, where the others go on.
+// describeOne does the same for a failed request of a session. The other requests of the session continue.
 func describeOne(failed *inferencev1.SessionError) string {
 	var out strings.Builder
 	err := failed.GetError()

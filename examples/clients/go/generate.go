@@ -9,7 +9,7 @@ import (
 	inferencev1 "penstock.io/protos/inference/v1"
 )
 
-// generateRequest asks to continue the text.
+// generateRequest returns a request to continue the text.
 func (o options) generateRequest(text string) *inferencev1.GenerateRequest {
 	return &inferencev1.GenerateRequest{
 		Model:          o.model,

@@ -11,12 +11,12 @@ import (
 	"time"
 )
 
-// counts is of calls: those begun, those ended, and those of them that failed; and of the messages that came.
+// counts has the numbers of started, ended and failed calls, and the number of received messages.
 type counts struct {
 	begun, ended, failed, messages atomic.Int64
 }
 
-// load makes many calls of Generate over one channel, some at once, and counts them.
+// load makes many Generate calls over one channel, several at the same time, and counts them.
 func load(ctx context.Context, c client) error {
 	var counts counts
 	start := time.Now()
@@ -43,7 +43,7 @@ func load(ctx context.Context, c client) error {
 	return nil
 }
 
-// callOnce makes one call and reads it to its end.
+// callOnce makes one call, and reads its stream to the end.
 func callOnce(ctx context.Context, c client, messages *atomic.Int64) error {
 	ctx, cancel := withDeadline(ctx, c.timeout)
 	defer cancel()
@@ -61,7 +61,7 @@ func callOnce(ctx context.Context, c client, messages *atomic.Int64) error {
 	}
 }
 
-// add counts a call that has ended with err. One that was cancelled counts neither way.
+// add counts a call that ended with err. A cancelled call is not counted.
 func (c *counts) add(ctx context.Context, err error) {
 	if err != nil && ctx.Err() != nil {
 		return

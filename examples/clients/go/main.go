@@ -17,10 +17,10 @@ const (
 	exitInterrupted = 130
 )
 
-// errReported is the error of a command that has told itself what failed.
+// errReported is the error of a command that has already printed what failed.
 var errReported = errors.New("already reported")
 
-// client is what every command works with.
+// client has the stub and the options that every command uses.
 type client struct {
 	inferencev1.InferenceServiceClient
 	options
@@ -42,7 +42,7 @@ func main() {
 	}
 }
 
-// run makes the calls of a command, all over one channel. Ending ctx ends them, and their work in the engine.
+// run runs a command, with one channel for all its calls. If ctx is cancelled, the engine stops the work of these calls.
 func run(ctx context.Context, opts options) error {
 	connection, err := connect(opts.address, opts.tls, opts.ca)
 	if err != nil {

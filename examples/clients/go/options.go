@@ -20,7 +20,7 @@ const usage = `usage: client generate [options] PROMPT       continue a prompt
        client load     [options] PROMPT       make many calls at once
 
 options:
-  --address HOST:PORT  the server (localhost:50051); of dns:///NAME:PORT all addresses, in turn
+  --address HOST:PORT  the server (localhost:50051); dns:///NAME:PORT uses all addresses in turn
   --tls                encrypt the connection
   --ca FILE            the certificates to trust; with it, --tls is not needed
   --timeout SECONDS    deadline of each call
@@ -41,7 +41,7 @@ load:
 The environment variable PENSTOCK_API_KEY is the key to send.
 `
 
-// commands by their names on the command line.
+// commands has the functions of the commands, by their names on the command line.
 var commands = map[string]func(context.Context, client) error{
 	"generate": generate,
 	"chat":     chat,
@@ -49,7 +49,7 @@ var commands = map[string]func(context.Context, client) error{
 	"load":     load,
 }
 
-// options is the command line. A field of params that was not given stays nil, and takes the model's default.
+// options has the values of the command line. If a field of params is nil, the model's default applies.
 type options struct {
 	command    string
 	address    string
@@ -66,7 +66,7 @@ type options struct {
 	texts      []string
 }
 
-// parseOptions reads the command line. For one that is wrong it says why and ends the program.
+// parseOptions reads the command line. If the command line is wrong, the function prints the reason and ends the program.
 func parseOptions(arguments []string) options {
 	opts := options{params: &commonv1.SamplingParams{}, atOnce: 1}
 	if len(arguments) == 0 {
@@ -81,7 +81,7 @@ func parseOptions(arguments []string) options {
 		refuse("unknown command %q", opts.command)
 	}
 	flags := opts.flags()
-	flags.Parse(arguments[1:]) // for a wrong one it says why and ends the program
+	flags.Parse(arguments[1:]) // prints the reason and ends the program if a flag is wrong
 	opts.texts = flags.Args()
 	if len(opts.texts) == 0 || len(opts.texts) > 1 && opts.command != "session" {
 		refuse("%s takes one text, not %d", opts.command, len(opts.texts))
@@ -95,7 +95,7 @@ func parseOptions(arguments []string) options {
 	return opts
 }
 
-// flags of the command.
+// flags returns the flags of the command.
 func (o *options) flags() *flag.FlagSet {
 	flags := flag.NewFlagSet(o.command, flag.ExitOnError)
 	flags.Usage = func() { fmt.Fprint(flags.Output(), usage) }
@@ -139,7 +139,7 @@ func (o *options) flags() *flag.FlagSet {
 	return flags
 }
 
-// whole reads a whole number into value.
+// whole returns a function that parses a whole number into value.
 func whole(value *int64, least, most int64) func(string) error {
 	return func(text string) error {
 		number, err := strconv.ParseInt(text, 10, 64)
@@ -151,7 +151,7 @@ func whole(value *int64, least, most int64) func(string) error {
 	}
 }
 
-// seconds reads a time above 0 into value.
+// seconds returns a function that parses a number of seconds above 0 into value.
 func seconds(value *time.Duration) func(string) error {
 	const longest = float64(math.MaxInt64 / int64(time.Second))
 	return func(text string) error {
@@ -164,7 +164,7 @@ func seconds(value *time.Duration) func(string) error {
 	}
 }
 
-// refuse ends the program for a command line that is wrong.
+// refuse prints why the command line is wrong, and ends the program.
 func refuse(format string, values ...any) {
 	fmt.Fprintf(os.Stderr, format+"\n"+usage, values...)
 	os.Exit(exitUsage)

@@ -15,7 +15,7 @@ import (
 // firstID is the id of the request that --abort-after ends.
 const firstID = "0"
 
-// session continues all prompts over one stream, and prints each text when it is whole.
+// session continues all prompts over one stream, and prints each text when it is complete.
 func session(ctx context.Context, c client) error {
 	ctx, cancel := withDeadline(ctx, c.timeout)
 	defer cancel()
@@ -37,8 +37,8 @@ func session(ctx context.Context, c client) error {
 	}
 }
 
-// sendRequests sends all of them, and then, where --abort-after is given, the end of the first one if abort says so.
-// Of a stream that has failed Recv tells why.
+// sendRequests sends all requests. With --abort-after, it then aborts the first request if it receives true from abort. If
+// the stream has failed, Recv returns the error.
 func sendRequests(
 	ctx context.Context, stream inferencev1.InferenceService_GenerateSessionClient, opts options, abort <-chan bool,
 ) {
@@ -64,15 +64,15 @@ func sendRequests(
 	stream.CloseSend()
 }
 
-// answers is what has come of a session's requests.
+// answers collects the outputs of a session's requests.
 type answers struct {
-	texts      map[string]string // by request id, until now
+	texts      map[string]string // text of each request so far, by request id
 	err        error             // whether a request failed
-	abortAfter int64             // messages of the first request, until it is known whether to end it; then 0
-	abort      chan bool         // whether to end it
+	abortAfter int64             // messages of the first request until it is aborted; 0: decided
+	abort      chan bool         // whether to abort the first request
 }
 
-// take prints a text that is whole, or why there is none.
+// take processes a message. It prints a text that is complete, or the error of a request.
 func (a *answers) take(response *inferencev1.GenerateSessionResponse) {
 	if failed := response.GetError(); failed != nil {
 		fmt.Fprint(os.Stderr, describeOne(failed))
@@ -93,7 +93,7 @@ func (a *answers) take(response *inferencev1.GenerateSessionResponse) {
 	a.count(id, ended)
 }
 
-// count finds out whether to end the first request.
+// count decides whether to abort the first request.
 func (a *answers) count(id string, ended bool) {
 	if id != firstID || a.abortAfter == 0 {
 		return

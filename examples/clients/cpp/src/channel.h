@@ -1,4 +1,4 @@
-// A channel to a Penstock server.
+// The channel to a Penstock server.
 #pragma once
 
 #include <grpcpp/channel.h>
@@ -8,8 +8,8 @@
 
 namespace client {
 
-// Opens a channel: balancing, health, retries, keepalive, and TLS where it is asked for or a file of certificates to trust is
-// named. Throws std::runtime_error if that file cannot be read.
+// Opens a channel with load balancing, health checks, retries and keepalive. The channel uses TLS if `tls` is true, or if `ca`
+// names a file with the certificates to trust. Throws std::runtime_error if this file cannot be read.
 std::shared_ptr<grpc::Channel> connect(const std::string& address, bool tls, const std::string& ca);
 
 }  // namespace client

@@ -1,4 +1,4 @@
-// What every command works with.
+// The stub and the options that every command uses.
 #pragma once
 
 #include <grpcpp/client_context.h>
@@ -23,11 +23,12 @@ struct Client {
   std::stop_token stop;
   std::unique_ptr<penstock::inference::v1::InferenceService::Stub> stub;
 
-  // Asks to continue the text.
+  // Returns a request to continue the text.
   penstock::inference::v1::GenerateRequest generate_request(const std::string& text) const;
 };
 
-// The context of one call: its deadline, its key, and its end when the program is to stop. Its end ends the work in the engine.
+// The context of one call: its deadline and its API key. If the program stops, the call is cancelled, and the engine stops its
+// work.
 class Call {
  public:
   explicit Call(const Client& client);
@@ -38,13 +39,13 @@ class Call {
   std::stop_callback<std::function<void()>> cancel_;
 };
 
-// The commands: each makes its calls and returns the exit code.
+// The commands. Each makes its calls, and returns the exit code.
 int generate(const Client& client);
 int chat(const Client& client);
 int session(const Client& client);
 int load(const Client& client);
 
-// Tells why a call failed. Returns the exit code.
+// Prints why a call failed. Returns the exit code.
 int finish(const Client& client, const grpc::Status& status);
 
 }  // namespace client

@@ -18,7 +18,7 @@ std::string name_of(grpc::StatusCode code) {
   return number < kNames.size() ? kNames[number] : std::to_string(code);
 }
 
-// The shortest decimal that is this number.
+// Returns the shortest decimal text for the number.
 std::string decimal(double number) {
   std::array<char, 32> digits;
   const auto [end, error] = std::to_chars(digits.data(), digits.data() + digits.size(), number);

@@ -1,4 +1,4 @@
-// What a failed call tells, in lines for people.
+// Readable descriptions of failed calls.
 #pragma once
 
 #include <grpcpp/support/status.h>
@@ -9,10 +9,10 @@
 
 namespace client {
 
-// The code and the message of a failed call, and its google.rpc details.
+// Returns the code, the message and the google.rpc details of a failed call, as text.
 std::string describe(const grpc::Status& failed);
 
-// The same of one request of a session, where the others go on.
+// Does the same for a failed request of a session. The other requests of the session continue.
 std::string describe(const penstock::inference::v1::SessionError& failed);
 
 }  // namespace client

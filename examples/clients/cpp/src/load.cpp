@@ -45,7 +45,7 @@ class Load {
   void call_again_and_again() {
     while (more()) {
       const grpc::Status status = call_once();
-      if (!status.ok() && client_.stop.stop_requested()) return;  // a cancelled call counts neither way
+      if (!status.ok() && client_.stop.stop_requested()) return;  // a cancelled call is not counted
       ++ended_;
       if (status.ok()) continue;
       ++failed_;
@@ -69,7 +69,7 @@ class Load {
 
 }  // namespace
 
-// Makes many calls of Generate over one channel, some at once, and counts them.
+// Makes many Generate calls over one channel, several at the same time, and counts them.
 int load(const Client& client) { return Load(client).run(); }
 
 }  // namespace client

@@ -1,4 +1,4 @@
-// Calls a Penstock server: continues prompts, answers messages, makes many calls at once.
+// Calls a Penstock server: continues prompts, answers messages, and makes many calls at once.
 #include <csignal>
 #include <cstdlib>
 #include <iostream>
@@ -16,7 +16,7 @@ using penstock::inference::v1::InferenceService;
 const std::map<std::string, int (*)(const client::Client&)> kCommands = {
     {"generate", client::generate}, {"chat", client::chat}, {"session", client::session}, {"load", client::load}};
 
-// Returns what tells of SIGINT. To be called before the first thread begins: it inherits which signals are blocked.
+// Returns a token on which SIGINT requests a stop. Call this before the first thread starts: threads inherit blocked signals.
 std::stop_token interrupt() {
   sigset_t signals;
   sigemptyset(&signals);

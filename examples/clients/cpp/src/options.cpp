@@ -13,7 +13,7 @@ const char kUsage[] = R"(usage: client generate [options] PROMPT       continue 
        client load     [options] PROMPT       make many calls at once
 
 options:
-  --address HOST:PORT  the server (localhost:50051); of dns:///NAME:PORT all addresses, in turn
+  --address HOST:PORT  the server (localhost:50051); dns:///NAME:PORT uses all addresses in turn
   --tls                encrypt the connection
   --ca FILE            the certificates to trust; with it, --tls is not needed
   --timeout SECONDS    deadline of each call
@@ -39,7 +39,7 @@ namespace {
 constexpr int64_t kMostCalls = std::numeric_limits<int32_t>::max();
 constexpr double kMostSeconds = 1e9;
 
-// What an option does with the text behind it.
+// Function that processes the value of an option.
 using Set = std::function<void(const std::string& name, const std::string& text)>;
 
 template <typename T>
@@ -89,7 +89,7 @@ Set time_of(std::optional<std::chrono::nanoseconds>& value) {
   return [&value](const std::string& name, const std::string& text) { value = seconds(name, text); };
 }
 
-// The options of the command that take a text.
+// Returns the options of the command that have a value.
 std::map<std::string, Set> settings(Options& options) {
   auto* params = &options.params;
   std::map<std::string, Set> known = {

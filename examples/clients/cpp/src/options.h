@@ -1,4 +1,4 @@
-// The command line.
+// Parsing of the command line.
 #pragma once
 
 #include <chrono>
@@ -14,7 +14,7 @@ namespace client {
 
 extern const char kUsage[];
 
-// A field of `params` that was not given stays unset, and takes the model's default.
+// The values of the command line. If a field of `params` is not set, the model's default applies.
 struct Options {
   std::string command;
   std::string address = "localhost:50051";
@@ -31,12 +31,12 @@ struct Options {
   std::vector<std::string> texts;
 };
 
-// What is wrong with a command line.
+// Error in a command line.
 struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Reads the command, its options and its texts. Throws UsageError.
+// Parses the command, its options and its texts. Throws UsageError.
 Options parse_options(const std::vector<std::string>& arguments);
 
 }  // namespace client

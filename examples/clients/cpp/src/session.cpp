@@ -14,9 +14,9 @@ using penstock::inference::v1::GenerateSessionRequest;
 using penstock::inference::v1::GenerateSessionResponse;
 using Stream = grpc::ClientReaderWriter<GenerateSessionRequest, GenerateSessionResponse>;
 
-const std::string kFirstId = "0";  // of the request that --abort-after ends
+const std::string kFirstId = "0";  // id of the request that --abort-after aborts
 
-// Sends all requests, and then the end of the first one if `abort` says so. Of a stream that has failed Finish tells why.
+// Sends all requests, and then aborts the first request if `abort` is true. If the stream has failed, Finish returns the error.
 void send(const Client& client, Stream& stream, std::future<bool> abort) {
   const auto& prompts = client.options.texts;
   for (size_t number = 0; number < prompts.size(); ++number) {
@@ -33,19 +33,19 @@ void send(const Client& client, Stream& stream, std::future<bool> abort) {
   stream.WritesDone();
 }
 
-// What has come of a session's requests.
+// The outputs of a session's requests.
 class Answers {
  public:
   explicit Answers(std::optional<int64_t> abort_after) : left_(abort_after.value_or(0)) {
     if (!abort_after) decide(false);
   }
 
-  // Whether to end the first request, once that is known.
+  // Becomes true or false when it is known whether to abort the first request.
   std::future<bool> abort() { return abort_.get_future(); }
 
   bool failed() const { return failed_; }
 
-  // Prints a text that is whole, or why there is none.
+  // Processes a message. Prints a text that is complete, or the error of a request.
   void take(const GenerateSessionResponse& response) {
     if (response.has_error()) {
       failed_ = true;
@@ -64,7 +64,7 @@ class Answers {
     count(output.request_id(), ended);
   }
 
-  // No more will come.
+  // Ends the session: no further messages will arrive.
   void end() {
     if (!decided_) decide(false);
   }
@@ -80,16 +80,16 @@ class Answers {
     abort_.set_value(abort);
   }
 
-  std::map<std::string, std::string> texts_;  // by request id, until now
+  std::map<std::string, std::string> texts_;  // text of each request so far, by request id
   bool failed_ = false;
-  int64_t left_;  // messages of the first request until it is to end
+  int64_t left_;  // messages of the first request until it is aborted
   bool decided_ = false;
   std::promise<bool> abort_;
 };
 
 }  // namespace
 
-// Continues all prompts over one stream, and prints each text when it is whole.
+// Continues all prompts over one stream, and prints each text when it is complete.
 int session(const Client& client) {
   Call call(client);
   auto stream = client.stub->GenerateSession(call.context());

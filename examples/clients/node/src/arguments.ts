@@ -1,10 +1,10 @@
-// The command line.
+// Parsing of the command line.
 import { parseArgs } from "node:util";
 
 export const COMMANDS = ["generate", "chat", "session", "load"] as const;
 export type Command = (typeof COMMANDS)[number];
 
-/** What was given; undefined is what was not. */
+/** Values of the command line. A value is undefined if the command line does not have it. */
 export interface Options {
   command: Command;
   address: string;
@@ -14,7 +14,7 @@ export interface Options {
   model: string;
   maxTokens: number | undefined;
   temperature: number | undefined;
-  /** 64 bits: a number would lose some. */
+  /** 64-bit integer, which a number cannot store exactly. */
   seed: bigint | undefined;
   stop: string[];
   system: string;
@@ -47,7 +47,7 @@ const OWN: Record<Command, string[]> = {
 };
 const MAX_COUNT = 2n ** 31n - 1n;
 
-/** Reads the arguments behind the program's name. Throws an Error that says what is wrong with them. */
+/** Parses the arguments after the program's name. Throws an Error with a message if the arguments are wrong. */
 export function parse(args: string[]): Options {
   const [command, ...rest] = args;
   if (command === undefined) throw new Error("a command is needed");
@@ -90,7 +90,7 @@ function isCommand(name: string): name is Command {
   return (COMMANDS as readonly string[]).includes(name);
 }
 
-// parseArgs takes a negative number for an option: `--seed -1` has to be `--seed=-1`.
+// parseArgs treats a negative number as an option, so `--seed -1` must become `--seed=-1`.
 function joined(args: string[]): string[] {
   const result: string[] = [];
   for (const arg of args) {

@@ -1,4 +1,4 @@
-// Call a Penstock server: continue a prompt, answer a message, many at once.
+// Calls a Penstock server: continues prompts, answers messages, and makes many calls at once.
 import { setMaxListeners } from "node:events";
 
 import { type Options, USAGE, parse } from "./arguments.js";
@@ -15,7 +15,7 @@ async function main(options: Options): Promise<number> {
   const interrupt = new AbortController();
   process.once("SIGINT", () => interrupt.abort());
   const { signal } = interrupt;
-  setMaxListeners(0, signal); // each call that runs listens
+  setMaxListeners(0, signal); // every running call adds a listener
   const client = connect(options.address, options);
   try {
     const exit = await RUN[options.command]({ client, metadata: authorization(process.env["PENSTOCK_API_KEY"]), signal }, options);
@@ -33,7 +33,7 @@ async function main(options: Options): Promise<number> {
 
 process.stdout.on("error", (error: NodeJS.ErrnoException) => {
   if (error.code !== "EPIPE") throw error;
-  process.exit(EXIT_FAILED); // nobody reads on: as with `| head`
+  process.exit(EXIT_FAILED); // the reader of the output has exited, as with `| head`
 });
 let options: Options;
 try {

@@ -1,4 +1,4 @@
-// What the client does: one function per command, each an exit code.
+// The commands: one function per command. Each function returns an exit code.
 import type { ClientReadableStream, Metadata } from "@grpc/grpc-js";
 import { FinishReason, SamplingParams } from "@penstock/protos/common/v1";
 import {
@@ -15,7 +15,7 @@ import { describe, describeOne, isServiceError } from "./errors.js";
 
 const EXIT_FAILED = 1;
 
-/** What a command calls with: `signal` is aborted when its calls are to be cancelled. */
+/** Client and metadata for the calls of a command. When `signal` is aborted, the calls are cancelled. */
 export interface Call {
   client: InferenceServiceClient;
   metadata: Metadata;
@@ -26,7 +26,7 @@ export function tell(lines: string[]): void {
   process.stderr.write(lines.join("\n") + "\n");
 }
 
-// What was asked for. A field left out, which is undefined, takes the model's default.
+// Returns the sampling parameters of the command line. If a field is undefined, the model's default applies.
 function params(options: Options): SamplingParams {
   const { maxTokens, temperature, seed, stop } = options;
   return SamplingParams.fromPartial({ maxTokens, temperature, seed, stop });
@@ -37,7 +37,7 @@ function request(options: Options, text: string, requestId = ""): GenerateReques
   return GenerateRequest.fromPartial({ model: options.model, requestId, prompt, samplingParams: params(options) });
 }
 
-/** The messages of a stream. Leaving the loop, or aborting the signal, cancels the call and ends its work in the engine. */
+/** Yields the messages of a stream. If the loop ends early or the signal is aborted, the engine stops the work of the call. */
 async function* messages<T>(call: ClientReadableStream<T>, signal: AbortSignal): AsyncGenerator<T> {
   const cancel = () => call.cancel();
   signal.addEventListener("abort", cancel);
@@ -71,7 +71,7 @@ export async function chat({ client, metadata, signal }: Call, options: Options)
   return 0;
 }
 
-/** Continue all prompts over one stream; each text is printed when it is whole. */
+/** Continue all prompts over one stream, and print each text when it is complete. */
 export async function session({ client, metadata, signal }: Call, options: Options): Promise<number> {
   const call = client.generateSession(metadata, within(options.timeout));
   for (const [number, text] of options.texts.entries()) {
@@ -95,7 +95,7 @@ export async function session({ client, metadata, signal }: Call, options: Optio
   return exit;
 }
 
-// Print a text that is whole, or why there is none.
+// Processes a message. Prints a text that is complete, or the error of a request.
 function take({ message }: GenerateSessionResponse, texts: Map<string, string>): { id: string; ended: boolean; failed: boolean } {
   if (message === undefined) throw new Error("the server has sent an empty message");
   if (message.$case === "error") {
@@ -112,7 +112,7 @@ function take({ message }: GenerateSessionResponse, texts: Map<string, string>):
   return { id, ended, failed: false };
 }
 
-/** Make many calls of Generate, some at once, and count them. */
+/** Make many Generate calls, several at the same time, and count them. */
 export async function load({ client, metadata, signal }: Call, options: Options): Promise<number> {
   const asked = request(options, options.texts[0]!);
   const start = performance.now();

@@ -1,4 +1,4 @@
-// What a failed call tells, in lines for people.
+// Readable descriptions of failed calls.
 import { fileURLToPath } from "node:url";
 
 import { status } from "@grpc/grpc-js";
@@ -17,7 +17,7 @@ export function isServiceError(error: unknown): error is ServiceError {
   return error instanceof Error && "metadata" in error && "code" in error;
 }
 
-/** The code and the message of a failed call, and its google.rpc details. */
+/** Return the code, the message and the google.rpc details of a failed call, as lines of text. */
 export function describe(error: ServiceError): string[] {
   const lines = [`${status[error.code]}: ${error.details}`];
   const [encoded] = error.metadata.get("grpc-status-details-bin");
@@ -37,7 +37,7 @@ export function describe(error: ServiceError): string[] {
   return lines;
 }
 
-/** The same of one request in a session, where the others go on. */
+/** Do the same for a failed request of a session. The other requests of the session continue. */
 export function describeOne(error: RequestError): string[] {
   const lines = [`${error.code}: ${error.message}`, `  reason: ${error.reason}`];
   if (error.field) lines.push(`  field: ${error.field}`);

@@ -1,5 +1,5 @@
-// Client-side health checks (gRFC A17), which @grpc/grpc-js does not have: a load balancing policy that watches the health of each
-// server and gives its calls, in turn, to those that are well. Import it once, and name it in the service config:
+// Client-side health checks (gRFC A17), which @grpc/grpc-js does not have. This load balancing policy watches the health of each
+// server, and sends calls in turn to the healthy servers. Import the module once, and name the policy in the service config:
 //
 //   loadBalancingConfig: [{ watched_round_robin: { serviceName: "" } }]
 import { Client, Metadata, connectivityState, credentials, experimental, status } from "@grpc/grpc-js";
@@ -29,7 +29,7 @@ class Config implements experimental.TypedLoadBalancingConfig {
   }
 }
 
-// A server and what it says of itself; it is not well until it has said so.
+// A server and its health. A server counts as unhealthy until it has reported that it is healthy.
 class Watched extends experimental.BaseSubchannelWrapper {
   private watch: ClientReadableStream<number> | undefined;
   private retry: NodeJS.Timeout | undefined;
@@ -57,7 +57,7 @@ class Watched extends experimental.BaseSubchannelWrapper {
     watch.on("data", (said: number) => this.setHealthy(said === SERVING));
     watch.on("error", (error: ServiceError) => {
       if (this.watch !== watch) return;
-      // A server that cannot be asked counts as well; one that has broken off is asked again.
+      // A server without a health service counts as healthy. If the health stream broke, it is opened again.
       this.setHealthy(error.code === status.UNIMPLEMENTED);
       if (error.code !== status.UNIMPLEMENTED) this.retry = setTimeout(() => this.start(), RETRY_MS).unref();
     });
@@ -123,7 +123,7 @@ class WatchedRoundRobin implements experimental.LoadBalancer {
   }
 }
 
-// The channel wants its own subchannels back.
+// The channel expects its own subchannels, without wrappers.
 function unwrapping(picker: experimental.Picker): experimental.Picker {
   return {
     pick(args) {

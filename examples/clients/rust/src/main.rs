@@ -20,7 +20,7 @@ fn main() -> ExitCode {
     let command = command_line::parse();
     let runtime = tokio::runtime::Runtime::new().expect("threads can be started");
     let ended = runtime.block_on(run(command));
-    runtime.shutdown_background(); // a reader of the output that has stopped reading holds nothing up
+    runtime.shutdown_background(); // a reader of the output that has stopped reading must not block the program
     match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {

@@ -26,7 +26,7 @@ pub async fn run(client: Client, args: command_line::Session) -> Result<(), Fail
 
 async fn print_texts(mut client: Client, args: command_line::Session) -> Result<(), Failure> {
     let (send, abort) = mpsc::channel(1);
-    // Dropping the sender half-closes the stream, at once where nothing is to be ended.
+    // Dropping the sender half-closes the stream, immediately if no request must be aborted.
     let first = args.abort_after.map(|left| First { left, send });
     let mut session = Session { texts: HashMap::new(), failed: false, first };
     let requests: Vec<_> = args
@@ -88,7 +88,7 @@ impl Session {
         if ended {
             self.first = None;
         } else if first.left == 0 {
-            // Where nobody hears it the call has ended.
+            // If there is no receiver, the call has ended.
             let _ = first.send.try_send(Asked::AbortRequestId(FIRST.into()));
             self.first = None;
         }

@@ -68,7 +68,7 @@ impl http_body::Body for Answer {
             return Poll::Pending;
         }
         let status = deadline.status();
-        (self.body, self.told, self.deadline) = (Body::empty(), true, None); // the server hears of it
+        (self.body, self.told, self.deadline) = (Body::empty(), true, None); // the server is notified
         Poll::Ready(Some(Err(status)))
     }
 }

@@ -80,7 +80,7 @@ impl Dialer {
         };
         let ended = tokio::select! { ended = watching() => ended, () = connection.lost() => Ok(()) };
         match ended {
-            // A server that has no such service counts as healthy.
+            // A server without a health service counts as healthy.
             Err(status) if Status::code(&status) == Code::Unimplemented => {
                 tell(State::Ready(connection.clone()));
                 connection.lost().await;

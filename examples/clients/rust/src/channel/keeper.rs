@@ -28,7 +28,7 @@ impl Keeper {
     pub fn update(&mut self, found: Result<BTreeSet<SocketAddr>, String>) {
         let found = match found {
             Ok(found) => found,
-            // Those that were found before may still be there.
+            // The addresses that were found before may still be valid.
             Err(why) => return self.addresses.send_modify(|known| known.unknown = Some(why)),
         };
         self.addresses.send_modify(|known| {
@@ -45,7 +45,7 @@ impl Keeper {
             }
             stays
         });
-        while self.tasks.try_join_next().is_some() {} // those that have been aborted
+        while self.tasks.try_join_next().is_some() {} // tasks that have been aborted
         for address in found {
             self.kept.entry(address).or_insert_with(|| {
                 let addresses = self.addresses.clone();

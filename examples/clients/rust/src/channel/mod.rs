@@ -117,7 +117,7 @@ impl Shared {
             };
             let answer = match answer {
                 Err(Failure::NotSent(_)) if body.is_whole() => {
-                    tokio::task::yield_now().await; // whoever keeps the connection takes it away
+                    tokio::task::yield_now().await; // the owner of the connection removes it
                     continue;
                 }
                 Err(Failure::NotSent(status) | Failure::Failed(status)) => Err(status),

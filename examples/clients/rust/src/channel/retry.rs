@@ -39,7 +39,7 @@ impl<'a> Attempts<'a> {
 fn backoff(policy: &RetryPolicy, failed: u32) -> Duration {
     let factor = policy.backoff_multiplier.powf(f64::from(failed - 1));
     let whole = policy.initial_backoff.as_secs_f64() * factor;
-    // Calls that failed together are not to come back together.
+    // Calls that failed at the same time must not be retried at the same time.
     Duration::from_secs_f64(whole.min(policy.max_backoff.as_secs_f64()) * (0.8 + 0.4 * fastrand::f64()))
 }
 

@@ -17,13 +17,13 @@ public final class Client {
   private static final int USAGE = 2;
   private static final int INTERRUPTED = 130;
 
-  /** gRPC's own log; its warnings are failures of calls, which are told anyway. */
+  /** gRPC's own log. Its warnings are failures of calls, which this program reports itself. */
   private static final Logger GRPC = Logger.getLogger("io.grpc");
 
   private Client() {}
 
   public static void main(String[] args) throws Exception {
-    // UTF-8 whatever the locale is.
+    // Use UTF-8 with every locale.
     System.setOut(new PrintStream(new FileOutputStream(FileDescriptor.out), false, StandardCharsets.UTF_8));
     System.setErr(new PrintStream(new FileOutputStream(FileDescriptor.err), false, StandardCharsets.UTF_8));
     GRPC.setLevel(Level.SEVERE);
@@ -50,7 +50,7 @@ public final class Client {
     }
   }
 
-  /** Whether all calls succeeded. */
+  /** Runs the command, and returns whether all calls succeeded. */
   private static boolean run(CommandLine line, ManagedChannel channel) throws InterruptedException {
     try {
       switch (line.command) {
@@ -68,7 +68,7 @@ public final class Client {
       Failure.report(error);
       return false;
     } catch (IOException brokenPipe) {
-      return false; // whoever read the output has gone, and needs no word of it
+      return false; // the reader of the output has exited, so no message is needed
     }
   }
 }

@@ -10,7 +10,7 @@ import java.util.Iterator;
 import java.util.List;
 import java.util.Set;
 
-/** What the command line asks for. */
+/** Values of the command line. */
 final class CommandLine {
   static final String USAGE =
       """
@@ -55,7 +55,7 @@ final class CommandLine {
 
   private final Iterator<String> rest;
   private String model = "";
-  /** Only what was asked for is set: a field left out takes the model's own default. */
+  /** Has only the parameters that the command line sets. For all others, the model's default applies. */
   private final SamplingParams.Builder params = SamplingParams.newBuilder();
 
   CommandLine(String[] args) throws UsageException {
@@ -163,7 +163,7 @@ final class CommandLine {
         return number;
       }
     } catch (NumberFormatException notOne) {
-      // The message below says what is one.
+      // The message below describes valid values.
     }
     throw new UsageException(flag + ": " + value + " is not a whole number from " + least + " to " + most);
   }

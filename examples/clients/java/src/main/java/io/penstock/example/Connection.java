@@ -22,19 +22,19 @@ import java.security.Security;
 import java.util.Map;
 import java.util.concurrent.TimeUnit;
 
-/** The channel to the server. One is enough for a whole program: it is made for many calls at once. */
+/** The channel to the server. A program needs only one channel, which many concurrent calls can share. */
 final class Connection {
   private static final int MAX_MESSAGE_BYTES = 64 << 20; // 4 MiB are too few for long log-probabilities
 
   static {
-    // Java and gRPC each keep the addresses of a name for 30 s, and an old answer hides the server that was just added.
+    // Java and gRPC each cache the addresses of a name for 30 s. During this time, a new server would not be found.
     Security.setProperty("networkaddress.cache.ttl", "1");
     System.setProperty("networkaddress.cache.ttl", "1");
   }
 
   private Connection() {}
 
-  /** A channel to host:port, or to {@code dns:///name:port}; it connects when the first call begins. */
+  /** Returns a channel to host:port or {@code dns:///name:port}. The channel connects when the first call starts. */
   static ManagedChannel open(CommandLine line) throws IOException {
     try {
       return Grpc.newChannelBuilder(line.address, credentials(line))
@@ -49,7 +49,7 @@ final class Connection {
     }
   }
 
-  /** How to balance, check health and retry, as the package of the stubs says it. */
+  /** Returns the settings for balancing, health checks and retries from the package of the stubs. */
   private static Map<String, ?> serviceConfig() throws IOException {
     InputStream json = InferenceServiceGrpc.class.getResourceAsStream("/io/penstock/service_config.json");
     try (Reader reader = new InputStreamReader(json, StandardCharsets.UTF_8)) {
@@ -66,7 +66,7 @@ final class Connection {
     }
   }
 
-  /** The metadata of each call: with the API key of the environment, if there is one. */
+  /** Returns the metadata of each call, with the API key from the environment, if there is one. */
   private static Metadata authorization() {
     Metadata headers = new Metadata();
     String key = System.getenv("PENSTOCK_API_KEY");
@@ -76,7 +76,7 @@ final class Connection {
     return headers;
   }
 
-  /** The stub for one call: its deadline begins now. */
+  /** Returns a stub for one call. The time until the call's deadline begins now. */
   static <S extends AbstractStub<S>> S withDeadline(S stub, CommandLine line) {
     return line.timeout > 0 ? stub.withDeadlineAfter((long) (line.timeout * 1e9), TimeUnit.NANOSECONDS) : stub;
   }

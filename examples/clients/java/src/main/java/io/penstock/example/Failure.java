@@ -13,11 +13,11 @@ import io.penstock.common.v1.RequestError;
 import io.penstock.inference.v1.SessionError;
 import java.math.BigDecimal;
 
-/** Failures, told on standard error. */
+/** Reports failures on standard error. */
 final class Failure {
   private Failure() {}
 
-  /** Tells what a call failed with; nothing when this program has cancelled it. */
+  /** Reports the error of a call. Reports nothing if this program has cancelled the call. */
   static void report(Throwable error) {
     Status status = Status.fromThrowable(error);
     if (Context.current().isCancelled()) {
@@ -33,7 +33,7 @@ final class Failure {
     System.err.print(text);
   }
 
-  /** Tells of a request of a session that failed. */
+  /** Reports the error of a request of a session. */
   static void report(SessionError failed) {
     RequestError error = failed.getError();
     StringBuilder text = new StringBuilder();
@@ -48,7 +48,7 @@ final class Failure {
     System.err.print(text);
   }
 
-  /** The server's message, or the transport's with its cause. */
+  /** Returns the message of the server, or the message of the transport with its cause. */
   private static String message(Status status) {
     String description = status.getDescription() == null ? "" : status.getDescription();
     return status.getCause() == null ? description : description + ": " + status.getCause().getMessage();
@@ -70,7 +70,7 @@ final class Failure {
         Duration delay = detail.unpack(RetryInfo.class).getRetryDelay();
         return retryAfter(BigDecimal.valueOf(delay.getSeconds()).add(BigDecimal.valueOf(delay.getNanos(), 9)));
       }
-      return ""; // a kind that this program does not know
+      return ""; // a type of detail that this program does not know
     } catch (InvalidProtocolBufferException broken) {
       return "  " + detail.getTypeUrl() + " cannot be read: " + broken.getMessage() + "\n";
     }

@@ -4,7 +4,7 @@ import io.grpc.Context;
 import java.util.concurrent.CountDownLatch;
 import java.util.concurrent.TimeUnit;
 
-/** Ctrl-C: cancels the calls that began in its context, and lets the program end before Java does. */
+/** On Ctrl-C, cancels the calls that started in its context, and waits for the program to end before Java exits. */
 final class Interrupt implements AutoCloseable {
   private static final long PATIENCE_SECONDS = 5;
 
@@ -23,7 +23,7 @@ final class Interrupt implements AutoCloseable {
     return context.isCancelled();
   }
 
-  /** The program has ended what it had to. */
+  /** Tells the handler of Ctrl-C that the program has ended its work. */
   @Override
   public void close() {
     ended.countDown();

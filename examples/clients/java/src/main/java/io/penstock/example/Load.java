@@ -11,7 +11,7 @@ import java.util.Locale;
 import java.util.concurrent.Semaphore;
 import java.util.concurrent.atomic.LongAdder;
 
-/** Makes many calls over one channel, a fixed number at once, and counts them. */
+/** Makes many calls over one channel, a fixed number of them at the same time, and counts them. */
 final class Load {
   private final InferenceServiceStub stub;
   private final CommandLine line;
@@ -26,7 +26,7 @@ final class Load {
     this.free = new Semaphore(line.atOnce);
   }
 
-  /** Whether every call succeeded. */
+  /** Makes the calls, and returns whether every call succeeded. */
   boolean run() throws InterruptedException {
     GenerateRequest request = line.generateRequest(line.prompts.get(0));
     long start = System.nanoTime();
@@ -39,7 +39,7 @@ final class Load {
       }
       Connection.withDeadline(stub, line).generate(request, new Call());
     }
-    free.acquire(line.atOnce); // all have ended
+    free.acquire(line.atOnce); // wait until all calls have ended
     System.out.println(
         String.format(
             Locale.ROOT,
@@ -59,7 +59,7 @@ final class Load {
     return (System.nanoTime() - start) / 1e9;
   }
 
-  /** One call. */
+  /** Receives the messages of one call. */
   private final class Call implements StreamObserver<GenerateResponse> {
     @Override
     public void onNext(GenerateResponse response) {
@@ -68,7 +68,7 @@ final class Load {
 
     @Override
     public void onError(Throwable error) {
-      if (!Context.current().isCancelled()) { // else this program has cancelled it
+      if (!Context.current().isCancelled()) { // otherwise, this program has cancelled the call
         calls.increment();
         failed.increment();
         Failure.report(error);

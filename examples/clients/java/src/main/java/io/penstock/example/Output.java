@@ -2,11 +2,11 @@ package io.penstock.example;
 
 import java.io.IOException;
 
-/** Standard output, where a failure is an exception. */
+/** Standard output that throws an exception if writing fails. */
 final class Output {
   private Output() {}
 
-  /** Writes the text at once. */
+  /** Writes the text, and flushes the output. */
   static void print(String text) throws IOException {
     System.out.print(text);
     if (System.out.checkError()) {

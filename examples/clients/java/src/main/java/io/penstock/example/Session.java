@@ -13,7 +13,7 @@ import java.util.HashMap;
 import java.util.Map;
 import java.util.concurrent.CountDownLatch;
 
-/** Continues many prompts on one stream. gRPC calls its methods one at a time, so nothing here is locked. */
+/** Continues many prompts on one stream. gRPC calls the methods one at a time, so the class needs no locks. */
 final class Session implements ClientResponseObserver<GenerateSessionRequest, GenerateSessionResponse> {
   private static final String FIRST = "0";
 
@@ -34,7 +34,7 @@ final class Session implements ClientResponseObserver<GenerateSessionRequest, Ge
     mayAbort = line.abortAfter > 0;
   }
 
-  /** Whether every request succeeded. */
+  /** Sends the requests, and returns whether every request succeeded. */
   boolean run() throws InterruptedException {
     Connection.withDeadline(InferenceServiceGrpc.newStub(channel), line).generateSession(this);
     ended.await();
@@ -47,7 +47,7 @@ final class Session implements ClientResponseObserver<GenerateSessionRequest, Ge
     requests.setOnReadyHandler(this::send);
   }
 
-  /** Sends requests as long as the stream takes more; once all are sent and none is to be aborted, closes this side. */
+  /** Sends requests while the stream is ready. Half-closes the stream after the last request, unless one must be aborted. */
   private void send() {
     while (requests.isReady() && sent < line.prompts.size()) {
       var request = line.generateRequest(line.prompts.get(sent)).toBuilder().setRequestId(Integer.toString(sent));

@@ -1,6 +1,6 @@
 package io.penstock.example;
 
-/** A command line that cannot be understood. */
+/** Error in the command line. */
 final class UsageException extends Exception {
   private static final long serialVersionUID = 1;
 

@@ -18,11 +18,11 @@ private const val FAILED = 1
 private const val USAGE_ERROR = 2
 private const val INTERRUPTED = 130
 
-/** gRPC's own log; its warnings are failures of calls, which are told anyway. */
+/** gRPC's own log. Its warnings are failures of calls, which this program reports itself. */
 private val GRPC_LOG = Logger.getLogger("io.grpc")
 
 fun main(args: Array<String>) {
-    // UTF-8 whatever the locale is.
+    // Use UTF-8 with every locale.
     System.setOut(PrintStream(FileOutputStream(FileDescriptor.out), false, Charsets.UTF_8))
     System.setErr(PrintStream(FileOutputStream(FileDescriptor.err), false, Charsets.UTF_8))
     GRPC_LOG.level = Level.SEVERE
@@ -45,7 +45,7 @@ private fun run(args: List<String>): Int =
         INTERRUPTED
     }
 
-/** Whether all calls succeeded. */
+/** Runs the command, and returns whether all calls succeeded. */
 private suspend fun run(line: CommandLine, stub: InferenceServiceCoroutineStub): Boolean =
     try {
         when (line.command) {
@@ -58,10 +58,10 @@ private suspend fun run(line: CommandLine, stub: InferenceServiceCoroutineStub):
         report(error)
         false
     } catch (_: BrokenPipe) {
-        false // whoever read the output has gone, and needs no word of it
+        false // the reader of the output has exited, so no message is needed
     }
 
-/** Closes the channel behind [block], and waits until the server has been told. */
+/** Closes the channel after [block], and waits until the server has been notified. */
 private inline fun <T> ManagedChannel.use(block: () -> T): T =
     try {
         block()

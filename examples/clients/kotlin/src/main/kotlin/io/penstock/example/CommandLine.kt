@@ -41,10 +41,10 @@ private val COMMANDS = setOf("generate", "chat", "session", "load")
 private val UINT32 = 0L..UInt.MAX_VALUE.toLong()
 private val COUNT = 1L..Int.MAX_VALUE
 
-/** A command line that cannot be understood. */
+/** Error in the command line. */
 internal class UsageException(message: String) : Exception(message)
 
-/** What the command line asks for; what is null was not given. */
+/** Values of the command line. A value is null if the command line does not have it. */
 internal class CommandLine(args: List<String>) {
     private val rest = args.iterator()
     val command: String = if (rest.hasNext()) rest.next() else throw UsageException("a command is needed")
@@ -68,7 +68,7 @@ internal class CommandLine(args: List<String>) {
     private var system: String? = null
     private var modelName = ""
 
-    /** Only what was asked for is set: a field left out takes the model's own default. */
+    /** Has only the parameters that the command line sets. For all others, the model's default applies. */
     private val params = SamplingParams.newBuilder()
 
     init {

@@ -22,7 +22,7 @@ private const val MAX_MESSAGE_BYTES = 64 shl 20 // 4 MiB are too few for long lo
 /**
  * A channel to host:port, or to `dns:///name:port`; it connects when the first call begins.
  *
- * One is enough for a whole program: it is made for many calls at once.
+ * A program needs only one channel, which many concurrent calls can share.
  */
 internal fun openChannel(line: CommandLine): ManagedChannel {
     forgetNamesSoon()
@@ -41,17 +41,17 @@ internal fun openChannel(line: CommandLine): ManagedChannel {
     }
 }
 
-/** The stub for one call: its deadline begins now. */
+/** Returns a stub for one call. The time until the call's deadline begins now. */
 internal fun <S : AbstractStub<S>> S.withDeadline(line: CommandLine): S =
     line.timeout?.let { withDeadlineAfter(it.inWholeNanoseconds, TimeUnit.NANOSECONDS) } ?: this
 
-/** Java and gRPC each keep the addresses of a name for 30 s, and an old answer hides the server that was just added. */
+/** Java and gRPC each cache the addresses of a name for 30 s. During this time, a new server would not be found. */
 private fun forgetNamesSoon() {
     Security.setProperty("networkaddress.cache.ttl", "1")
     System.setProperty("networkaddress.cache.ttl", "1")
 }
 
-/** How to balance, check health and retry, as the package of the stubs says it. */
+/** Returns the settings for balancing, health checks and retries from the package of the stubs. */
 private fun serviceConfig(): Map<String, *> {
     val json = InferenceServiceGrpc::class.java.getResource("/io/penstock/service_config.json")!!.readText()
     return Gson().fromJson(json, object : TypeToken<Map<String, *>>() {})
@@ -66,7 +66,7 @@ private fun credentials(line: CommandLine): ChannelCredentials {
     }
 }
 
-/** The metadata of each call: with the API key of the environment, if there is one. */
+/** Returns the metadata of each call, with the API key from the environment, if there is one. */
 private fun authorization() = Metadata().apply {
     val key = System.getenv("PENSTOCK_API_KEY").orEmpty()
     if (key.isNotEmpty()) {

@@ -11,13 +11,13 @@ import io.grpc.protobuf.StatusProto
 import io.penstock.inference.v1.SessionError
 import java.math.BigDecimal
 
-/** Tells on standard error what a call failed with. */
+/** Reports the error of a call on standard error. */
 internal fun report(error: StatusException) {
     val details = StatusProto.fromThrowable(error)?.detailsList.orEmpty()
     tell(listOf("${error.status.code}: ${message(error.status)}") + details.flatMap(::describe))
 }
 
-/** Tells of a request of a session that failed. */
+/** Reports the error of a request of a session. */
 internal fun report(failed: SessionError) {
     val error = failed.error
     tell(
@@ -30,7 +30,7 @@ internal fun report(failed: SessionError) {
     )
 }
 
-/** The server's message, or the transport's with its cause. */
+/** Returns the message of the server, or the message of the transport with its cause. */
 private fun message(status: Status): String = listOfNotNull(status.description, status.cause?.message).joinToString(": ")
 
 private fun describe(detail: Any): List<String> =
@@ -43,7 +43,7 @@ private fun describe(detail: Any): List<String> =
                 val delay = detail.unpack(RetryInfo::class.java).retryDelay
                 listOf(retryAfter(BigDecimal.valueOf(delay.seconds) + BigDecimal.valueOf(delay.nanos.toLong(), 9)))
             }
-            else -> emptyList() // a kind that this program does not know
+            else -> emptyList() // a type of detail that this program does not know
         }
     } catch (broken: InvalidProtocolBufferException) {
         listOf("  ${detail.typeUrl} cannot be read: ${broken.message}")

@@ -8,7 +8,7 @@ import kotlinx.coroutines.runBlocking
 
 private const val PATIENCE_SECONDS = 5L
 
-/** Runs [block] in a coroutine that Ctrl-C cancels, with all its calls, and lets it end before Java does. */
+/** Runs [block] in a coroutine. Ctrl-C cancels it with all its calls, and waits for its end before Java exits. */
 internal fun <T> untilInterrupted(block: suspend CoroutineScope.() -> T): T = runBlocking {
     val running = coroutineContext.job
     val ended = CountDownLatch(1)

@@ -8,7 +8,7 @@ import kotlin.time.TimeSource
 import kotlinx.coroutines.coroutineScope
 import kotlinx.coroutines.launch
 
-/** Makes many calls over one channel, a fixed number at once, and counts them. All run on one thread, so nothing is locked. */
+/** Makes many calls over one channel, several at the same time, and counts them. All run on one thread, without locks. */
 internal class Load(private val line: CommandLine) {
     private val request = line.generate(line.prompts.single())
     private val start = TimeSource.Monotonic.markNow()
@@ -17,7 +17,7 @@ internal class Load(private val line: CommandLine) {
     private var failed = 0L
     private var messages = 0L
 
-    /** Whether every call succeeded. */
+    /** Makes the calls, and returns whether every call succeeded. */
     suspend fun run(stub: InferenceServiceCoroutineStub): Boolean {
         try {
             coroutineScope {
@@ -25,14 +25,14 @@ internal class Load(private val line: CommandLine) {
                     launch { while (begins()) call(stub) }
                 }
             }
-        } finally { // also of an interrupt
+        } finally { // also after an interrupt
             val seconds = start.elapsedNow().toDouble(DurationUnit.SECONDS)
             write("calls: $calls, failed: $failed, messages: $messages, seconds: %.1f\n".format(Locale.ROOT, seconds))
         }
         return failed == 0L
     }
 
-    /** Whether one more call begins. The first ones do in any case. */
+    /** Returns whether another call may start. The first calls always start. */
     private fun begins(): Boolean {
         val limit = line.loadFor
         val more = if (limit == null) begun < (line.calls ?: line.atOnce.toLong()) else start.elapsedNow() < limit

@@ -1,9 +1,9 @@
 package io.penstock.example
 
-/** Nobody reads the output any more. */
+/** Error that the program which reads the output has exited. */
 internal class BrokenPipe : Exception()
 
-/** Writes the text to standard output at once. */
+/** Writes the text to standard output, and flushes the output. */
 internal fun write(text: String) {
     print(text)
     if (System.out.checkError()) throw BrokenPipe()

@@ -20,10 +20,10 @@ internal class Session(private val line: CommandLine) {
     private var messagesOfFirst = 0
     private var failed = false
 
-    /** Whether to abort the first request; known once it has had its messages, or has ended. */
+    /** Whether to abort the first request. Known when its messages have arrived, or when it has ended. */
     private val abortsFirst = CompletableDeferred<Boolean>()
 
-    /** Whether every request succeeded. */
+    /** Sends the requests, and returns whether every request succeeded. */
     suspend fun run(stub: InferenceServiceCoroutineStub): Boolean {
         stub.withDeadline(line).generateSession(requests()).collect { response ->
             when (response.messageCase) {
@@ -35,7 +35,7 @@ internal class Session(private val line: CommandLine) {
         return !failed
     }
 
-    /** What is sent; the stream is closed on this side at its end. */
+    /** Returns the requests to send. At the end of the flow, gRPC half-closes the stream. */
     private fun requests(): Flow<GenerateSessionRequest> = flow {
         line.prompts.forEachIndexed { index, prompt ->
             emit(generateSessionRequest { generate = line.generate(prompt).copy { requestId = index.toString() } })
@@ -65,6 +65,6 @@ internal class Session(private val line: CommandLine) {
 
     private fun hasEnded(id: String) {
         texts.remove(id)
-        if (id == FIRST) abortsFirst.complete(false) // does nothing where it was aborted
+        if (id == FIRST) abortsFirst.complete(false) // has no effect if the request was aborted
     }
 }
